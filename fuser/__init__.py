@@ -1,0 +1,57 @@
+"""fuser: pipelines of basic operations, planned on a graph and run fused."""
+
+import sys as _sys
+
+from fuser import recipe
+from fuser.basic_ops import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ClampedSwiGLU,
+    ConstantScale,
+    Dropout,
+    Identity,
+    L2Normalization,
+    LayerNorm,
+    MakeExtraOutput,
+    Quantize,
+    ReGLU,
+    ReLU,
+    Reshape,
+    RMSNorm,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from fuser.catalog import FUSIONS
+from fuser.errors import FuserError, InputError, InputTypeError, StateError
+from fuser.fused_ops import Linear
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
+from fuser.pipeline import (
+    OperationFuser,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from fuser.plan import FusionPlan, Refusal, Step
+from fuser.plan_key import PlanKey
+from fuser.precision import autocast
+from fuser.sequential import Sequential
+from fuser.version import __version__
+
+# A script written for te.ops finds the same names under ``fuser.ops``.
+ops = _sys.modules[__name__]
+_sys.modules[__name__ + ".ops"] = ops
+
+

@@ -1,0 +1,67 @@
+"""The basic operations."""
+
+from fuser.basic_ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    Activation,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from fuser.basic_ops.add_extra_input import AddExtraInput
+from fuser.basic_ops.basic_linear import BasicLinear
+from fuser.basic_ops.bias import Bias
+from fuser.basic_ops.constant_scale import ConstantScale
+from fuser.basic_ops.dropout import Dropout
+from fuser.basic_ops.identity import Identity
+from fuser.basic_ops.make_extra_output import MakeExtraOutput
+from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
+from fuser.basic_ops.quantize import Quantize
+from fuser.basic_ops.reshape import Reshape
+from fuser.basic_ops.scaled_activation import (
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "Activation",
+    "AddExtraInput",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "MakeExtraOutput",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+]

@@ -1,0 +1,210 @@
+"""Activations and gated linear units, one class each over one implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.op import BasicOperation, Grads, OperationContext, compute_dtype
+from fuser.plan_key import PlanKey, TensorSpec
+from fuser.reference.activation import Functor, activation, activation_backward
+
+
+class Activation(BasicOperation):
+    """Base of the activations: a functor applied to every element or gate pair.
+
+    Computes in fp32 and rounds once to the compute dtype. Backward recomputes
+    from the input, which is the only thing saved.
+
+    Parameters
+    ----------
+    cache_quantized_input
+        Save the input for backward in E4M3. This version saves it unquantized.
+    """
+
+    functor_name = ""
+
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        self.cache_quantized_input = cache_quantized_input
+        self.functor = Functor(self.functor_name)
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        features = self.functor.output_features(spec.shape[-1])
+        return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        return (self.functor.name if side == "forward" else f"{self.functor.name}_backward",)
+
+    def run(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input in the compute dtype, and the output."""
+        dtype = compute_dtype(input_)
+        x = input_ if input_.dtype is dtype else input_.to(dtype)
+        if self.functor.is_gated:
+            self.functor.output_features(x.shape[-1])
+        return x, activation(self.functor, x)
+
+    def save(self, ctx: OperationContext, x: torch.Tensor) -> None:
+        """Keep the input for backward."""
+        if ctx.requires_grad:
+            ctx.save_for_backward(x)
+
+    def input_grad(self, ctx: OperationContext, grad_output: torch.Tensor) -> torch.Tensor:
+        """``dy * f'(x)`` in the input's dtype."""
+        (x,) = ctx.saved()
+        return activation_backward(self.functor, grad_output, x)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> torch.Tensor:
+        x, y = self.run(input_)
+        self.save(ctx, x)
+        return y
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        return self.input_grad(ctx, grad_output), ()
+
+
+class GELU(Activation):
+    """Tanh-approximated Gaussian error linear unit (Hendrycks and Gimpel, 2016).
+
+    ``0.5 x (1 + tanh(0.79788456 (x + 0.044715 x^3)))``
+    """
+
+    functor_name = "gelu"
+
+
+class QGELU(Activation):
+    """Sigmoid-approximated GELU: ``x sigmoid(1.702 x)``."""
+
+    functor_name = "qgelu"
+
+
+class ReLU(Activation):
+    """``max(x, 0)``."""
+
+    functor_name = "relu"
+
+
+class SReLU(Activation):
+    """Squared ReLU: ``max(x, 0)^2`` (So et al., 2021)."""
+
+    functor_name = "srelu"
+
+
+class SiLU(Activation):
+    """``x sigmoid(x)``."""
+
+    functor_name = "silu"
+
+
+class GLU(Activation):
+    """``sigmoid(a) b`` with ``a, b`` the halves of the last dimension (Dauphin et al., 2016)."""
+
+    functor_name = "glu"
+
+
+class GEGLU(Activation):
+    """``gelu(a) b`` (Shazeer, 2020)."""
+
+    functor_name = "geglu"
+
+
+class QGEGLU(Activation):
+    """``qgelu(a) b``."""
+
+    functor_name = "qgeglu"
+
+
+class ReGLU(Activation):
+    """``relu(a) b`` (Shazeer, 2020)."""
+
+    functor_name = "reglu"
+
+
+class SReGLU(Activation):
+    """``max(a, 0)^2 b``."""
+
+    functor_name = "sreglu"
+
+
+class SwiGLU(Activation):
+    """``silu(a) b`` (Shazeer, 2020).
+
+    Parameters
+    ----------
+    glu_interleave_size
+        Gate and linear part alternate in blocks of that many columns.
+    """
+
+    functor_name = "swiglu"
+
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.functor = Functor("swiglu", interleave=glu_interleave_size)
+
+
+class SiTUGLU(Activation):
+    """``beta1 tanh(a / beta1) sigmoid(a) * beta2 tanh(b / beta2)``.
+
+    Parameters
+    ----------
+    beta1, beta2
+        Soft clipping bounds; finite and positive, else InputError.
+    glu_interleave_size
+        As in :class:`SwiGLU`.
+    """
+
+    functor_name = "situglu"
+
+    def __init__(
+        self,
+        *,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.functor = Functor("situglu", (beta1, beta2), glu_interleave_size)
+
+
+class ClampedSwiGLU(Activation):
+    """``g sigmoid(alpha g) (clamp(b, -limit, limit) + offset)`` with ``g = min(a, limit)``.
+
+    The gradient is zero where a value was clamped.
+
+    Parameters
+    ----------
+    limit, alpha, glu_linear_offset
+        The scalars of the formula; ``limit`` is positive.
+    glu_interleave_size
+        As in :class:`SwiGLU`.
+    """
+
+    functor_name = "clamped_swiglu"
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        scalars = (limit, alpha, glu_linear_offset)
+        self.functor = Functor("clamped_swiglu", scalars, glu_interleave_size)

@@ -1,0 +1,78 @@
+"""AddExtraInput: add a second tensor to the main line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext
+from fuser.plan_key import PlanKey, TensorSpec
+
+
+class AddExtraInput(BasicOperation):
+    """``y = x + extra``, with the extra input in the shape of the main input.
+
+    Of two dtypes the sum has the one torch promotes to; each gradient has the
+    dtype of its input.
+
+    Parameters
+    ----------
+    in_place
+        Leave to overwrite the extra input. Accepted for compatibility: fuser
+        never changes a caller's tensor, and results are the same.
+    """
+
+    num_extra_inputs = 1
+    saves_input = False
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        (extra,) = extras
+        if extra.dtype not in COMPUTE_DTYPES:
+            raise InputError(
+                f"AddExtraInput got an extra input of {extra.dtype}; it takes "
+                f"{', '.join(map(str, COMPUTE_DTYPES))}."
+            )
+        return TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        return ("add",) if side == "forward" else ()
+
+    def check_extra(self, x_shape: torch.Size, extra: torch.Tensor) -> None:
+        """Raise InputError if ``extra`` is not of shape ``x_shape``."""
+        if extra.shape != x_shape:
+            raise InputError(
+                f"AddExtraInput got an extra input of shape {tuple(extra.shape)} for a main "
+                f"input of shape {tuple(x_shape)}; the two must be equal."
+            )
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        ((extra,),) = basic_op_extra_inputs
+        self.check_extra(input_.shape, extra)
+        return input_ + extra, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        return grad_output, [()], [(grad_output,)]

@@ -1,0 +1,227 @@
+"""BasicLinear: y = x @ weight.T."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import gemm
+from fuser.errors import InputError, StateError
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    autocast_dtype,
+    default_device,
+    default_dtype,
+)
+from fuser.plan_key import PlanKey, TensorSpec
+
+
+class BasicLinear(BasicOperation):
+    """Apply a linear transformation without bias: ``y = x @ weight.T``.
+
+    Parameters
+    ----------
+    in_features, out_features
+        Last dimension of the input and of the output.
+    device, dtype
+        Of the weight, shape ``[out_features, in_features]``. On the meta
+        device the weight is made at the first forward, on the default device.
+    tensor_parallel_mode, tensor_parallel_group, sequence_parallel
+        Sharding over a process group. This version runs on one rank.
+    rng_state_tracker_function
+        Returns an object whose ``fork()`` is the context in which the weight
+        is initialised.
+    accumulate_into_main_grad
+        Add the weight gradient to ``weight.main_grad`` instead of returning it.
+
+    Raises
+    ------
+    InputError
+        On a feature size that is not positive, or an unknown parallel mode.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: Any | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        super().__init__()
+        if in_features <= 0 or out_features <= 0:
+            raise InputError(
+                f"BasicLinear got in_features={in_features} and out_features={out_features}; "
+                "both must be positive."
+            )
+        _check_parallelism(tensor_parallel_mode, tensor_parallel_group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.tensor_parallel_mode = tensor_parallel_mode
+        self.tensor_parallel_group = tensor_parallel_group
+        self.sequence_parallel = sequence_parallel and tensor_parallel_mode is not None
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self.weight: torch.nn.Parameter
+        self.register_parameter(
+            "weight",
+            torch.nn.Parameter(
+                torch.empty(
+                    out_features,
+                    in_features,
+                    device=default_device(device),
+                    dtype=default_dtype(dtype),
+                )
+            ),
+        )
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as torch.nn.Linear does; makes it first if it is on meta."""
+        if self.weight.is_meta:
+            data = torch.empty_like(self.weight, device=default_device(None))
+            self.weight = torch.nn.Parameter(data, requires_grad=self.weight.requires_grad)
+        tracker = self._rng_state_tracker_function
+        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+            torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    # -- what the planner asks ------------------------------------------------
+
+    @property
+    def saves_input(self) -> bool:  # type: ignore[override]
+        """The weight gradient reads the input."""
+        return self.weight.requires_grad
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        self._check_features(spec.shape)
+        return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self.weight.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        if side == "forward":
+            return ("mm",)
+        (op,) = key.ops
+        wanted = (op.input_requires_grad, op.params[0].requires_grad)
+        return tuple(name for name, want in zip(("dgrad mm", "wgrad mm"), wanted, strict=True) if want)
+
+    # -- what fused ops ask ---------------------------------------------------
+
+    def operands(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input and weight as the forward GEMM wants them: checked, in the compute dtype."""
+        self._check_features(input_.shape)
+        weight: torch.Tensor = self.weight
+        dtype = autocast_dtype(weight.device.type) or weight.dtype
+        if input_.dtype is not dtype:
+            input_ = input_.to(dtype)
+        if weight.dtype is not dtype:
+            weight = weight.to(dtype)
+        return input_, weight
+
+    def save(self, ctx: OperationContext, x: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keep what the wanted gradients need of the forward's operands."""
+        if ctx.requires_grad:
+            ctx.save_for_backward(
+                x if self.weight.requires_grad else None,
+                weight if ctx.input_requires_grad else None,
+            )
+
+    def input_grad(
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """``scale * dy @ weight (+ addend)``, or None where it is not wanted."""
+        weight = ctx.saved()[1]
+        if weight is None:
+            return None
+        dy = grad_output.to(weight.dtype)
+        if addend is not None:
+            return gemm.dgrad_add(dy, weight, addend)
+        return gemm.dgrad(dy, weight) if scale == 1.0 else gemm.dgrad_scale(dy, weight, scale)
+
+    def weight_grad(
+        self, ctx: OperationContext, grad_output: torch.Tensor, *, scale: float = 1.0
+    ) -> torch.Tensor | None:
+        """``scale * dy.T @ x``; None where it is not wanted or went into ``main_grad``."""
+        x = ctx.saved()[0]
+        if x is None:
+            return None
+        dy = grad_output.to(x.dtype)
+        if not self._accumulate_into_main_grad:
+            return gemm.wgrad(dy, x, scale)
+        weight = self.weight
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise StateError(
+                "BasicLinear accumulates its weight gradient into weight.main_grad, "
+                "but the weight has no main_grad."
+            )
+        gemm.wgrad_accumulate(main_grad, dy, x, scale)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        # Megatron-LM's hooks fire on a gradient; this one carries no values
+        # unless zero_out_wgrad asks for zeros.
+        weight.grad_added_to_main_grad = True
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
+
+    # -- running --------------------------------------------------------------
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> torch.Tensor:
+        x, weight = self.operands(input_)
+        self.save(ctx, x, weight)
+        return gemm.linear(x, weight)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        return self.input_grad(ctx, grad_output), (self.weight_grad(ctx, grad_output),)
+
+    def _check_features(self, shape: tuple[int, ...]) -> None:
+        if shape[-1] != self.in_features:
+            raise InputError(
+                f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"{tuple(shape)}; its last dimension must be {self.in_features}."
+            )
+
+
+def _check_parallelism(mode: str | None, group: Any | None) -> None:
+    if mode not in (None, "column", "row"):
+        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
+    if mode is None or not torch.distributed.is_initialized():
+        return
+    ranks = torch.distributed.get_world_size(group)
+    if ranks > 1:
+        raise InputError(
+            f"BasicLinear was asked for {mode} tensor parallelism over {ranks} ranks; "
+            "this version of fuser runs on one."
+        )

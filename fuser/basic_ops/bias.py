@@ -1,0 +1,118 @@
+"""Bias: y = x + bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    autocast_dtype,
+    default_device,
+    default_dtype,
+)
+from fuser.plan_key import PlanKey, TensorSpec
+
+
+class Bias(BasicOperation):
+    """Add a bias to the last dimension: ``y = x + bias``.
+
+    Parameters
+    ----------
+    size
+        Last dimension of the input.
+    device, dtype
+        Of the bias, shape ``[size]``, initialised to zero.
+    tensor_parallel, tensor_parallel_group
+        Accepted for compatibility; this version runs on one rank.
+    """
+
+    saves_input = False
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: Any | None = None,
+    ) -> None:
+        super().__init__()
+        if size <= 0:
+            raise InputError(f"Bias got size {size}; it must be positive.")
+        self.size = size
+        self.tensor_parallel = tensor_parallel
+        self.tensor_parallel_group = tensor_parallel_group
+        self.bias: torch.nn.Parameter
+        self.register_parameter(
+            "bias",
+            torch.nn.Parameter(
+                torch.zeros(size, device=default_device(device), dtype=default_dtype(dtype))
+            ),
+        )
+
+    def extra_repr(self) -> str:
+        return f"size={self.size}"
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero; makes it first if it is on meta."""
+        if self.bias.is_meta:
+            data = torch.empty_like(self.bias, device=default_device(None))
+            self.bias = torch.nn.Parameter(data, requires_grad=self.bias.requires_grad)
+        torch.nn.init.zeros_(self.bias)
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.bias.is_meta:
+            self.reset_parameters()
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        self._check_features(spec.shape)
+        return TensorSpec(spec.shape, autocast or self.bias.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        if side == "forward":
+            return ("add",)
+        return ("sum",) if key.ops[0].params[0].requires_grad else ()
+
+    def addend(self) -> torch.Tensor:
+        """The bias in the compute dtype."""
+        bias: torch.Tensor = self.bias
+        dtype = autocast_dtype(bias.device.type) or bias.dtype
+        return bias if bias.dtype is dtype else bias.to(dtype)
+
+    def bias_grad(self, grad_output: torch.Tensor) -> torch.Tensor | None:
+        """``dy`` summed over its rows, or None where it is not wanted."""
+        if not self.bias.requires_grad:
+            return None
+        return grad_output.reshape(-1, self.size).sum(0)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> torch.Tensor:
+        self._check_features(input_.shape)
+        bias = self.addend()
+        return input_.to(bias.dtype) + bias
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        return grad_output, (self.bias_grad(grad_output),)
+
+    def _check_features(self, shape: tuple[int, ...]) -> None:
+        if shape[-1] != self.size:
+            raise InputError(
+                f"Bias({self.size}) got an input of shape {tuple(shape)}; "
+                f"its last dimension must be {self.size}."
+            )

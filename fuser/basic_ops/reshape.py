@@ -1,0 +1,59 @@
+"""Reshape: the same elements in another shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.op import BasicOperation, Grads, OperationContext
+from fuser.plan_key import PlanKey, TensorSpec
+
+
+class Reshape(BasicOperation):
+    """Reshape the input; one size may be -1, as in ``torch.reshape``."""
+
+    saves_input = False
+
+    def __init__(self, shape: Iterable[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+
+    def extra_repr(self) -> str:
+        return f"shape={self.shape}"
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec | None:
+        known = math.prod(size for size in self.shape if size >= 0)
+        if not known or math.prod(spec.shape) % known:
+            return None
+        rest = math.prod(spec.shape) // known
+        return TensorSpec(tuple(rest if s < 0 else s for s in self.shape), spec.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        return ()
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> torch.Tensor:
+        ctx.input_shape = input_.shape  # type: ignore[attr-defined]
+        try:
+            return input_.reshape(self.shape)
+        except RuntimeError as error:
+            raise InputError(
+                f"Reshape({self.shape}) got an input of shape {tuple(input_.shape)}, "
+                f"which holds {input_.numel()} elements and does not fit."
+            ) from error
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        return grad_output.reshape(ctx.input_shape), ()  # type: ignore[attr-defined]

@@ -1,0 +1,144 @@
+"""Activations whose rows are multiplied by an extra input, as mixtures of experts do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext, compute_dtype
+from fuser.plan_key import PlanKey, TensorSpec
+from fuser.reference.activation import Functor, scaled_activation, scaled_activation_backward
+
+
+class ScaledActivation(BasicOperation):
+    """Base of the scaled activations: ``f(x) * scales[..., None]``.
+
+    The extra input ``scales`` has the shape of x without its last dimension,
+    and receives a gradient.
+
+    Parameters
+    ----------
+    functor
+        The activation that is scaled.
+    activation_recompute_in_mlp
+        Whether a fused grouped MLP may recompute this activation in backward.
+    """
+
+    num_extra_inputs = 1
+
+    def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self.functor = functor
+        self.activation_recompute_in_mlp = activation_recompute_in_mlp
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        (scales,) = extras
+        if scales.dtype not in COMPUTE_DTYPES:
+            raise InputError(
+                f"{type(self).__name__} got scales of {scales.dtype}; it takes "
+                f"{', '.join(map(str, COMPUTE_DTYPES))}."
+            )
+        features = self.functor.output_features(spec.shape[-1])
+        return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        name = f"scaled_{self.functor.name}"
+        return (name if side == "forward" else f"{name}_backward",)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        (ctx,) = basic_op_ctxs
+        ((scales,),) = basic_op_extra_inputs
+        if scales.shape != input_.shape[:-1]:
+            raise InputError(
+                f"{type(self).__name__} got scales of shape {tuple(scales.shape)} for an input of "
+                f"shape {tuple(input_.shape)}; it wants one scale a row, {tuple(input_.shape[:-1])}."
+            )
+        x = input_.to(compute_dtype(input_))
+        self.functor.output_features(x.shape[-1])
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, scales)
+        return scaled_activation(self.functor, x, scales), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        x, scales = basic_op_ctxs[0].saved()
+        dx, dscales = scaled_activation_backward(self.functor, grad_output, x, scales)
+        return dx, [()], [(dscales,)]
+
+
+class ScaledSReLU(ScaledActivation):
+    """``max(x, 0)^2 * scales``."""
+
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(
+            Functor("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp
+        )
+
+
+class ScaledSwiGLU(ScaledActivation):
+    """``silu(a) b * scales``; arguments as in ``SwiGLU``."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+    ) -> None:
+        super().__init__(
+            Functor("swiglu", interleave=glu_interleave_size),
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+
+
+class ScaledSiTUGLU(ScaledActivation):
+    """``SiTUGLU(x) * scales``; arguments as in ``SiTUGLU``."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(
+            Functor("situglu", (beta1, beta2), glu_interleave_size),
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+
+
+class ScaledClampedQGeGLU(ScaledActivation):
+    """``ClampedSwiGLU(x) * scales``; arguments as in ``ClampedSwiGLU``."""
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(
+            Functor("clamped_swiglu", (limit, alpha, glu_linear_offset), glu_interleave_size),
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )

@@ -1,0 +1,19 @@
+"""What fuser raises: every message is a sentence with the values in it."""
+
+from __future__ import annotations
+
+
+class FuserError(Exception):
+    """Base of every error that fuser raises itself."""
+
+
+class InputError(FuserError, ValueError):
+    """An argument or tensor has a value, shape, dtype or device that cannot be used."""
+
+
+class InputTypeError(FuserError, TypeError):
+    """An argument is of the wrong kind altogether."""
+
+
+class StateError(FuserError, RuntimeError):
+    """A call came at a moment, or on an object, where it cannot be honoured."""

@@ -1,0 +1,50 @@
+"""BackwardLinearAdd: dx = dy @ weight + d_extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import BasicLinear, MakeExtraOutput
+from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.plan_key import PlanKey
+
+
+class BackwardLinearAdd(FusedOperation):
+    """``dx = dy @ weight + d_extra``: one GEMM with ``beta = 1``."""
+
+    window = (MakeExtraOutput, BasicLinear)
+    side = "backward"
+
+    @classmethod
+    def refuses(
+        cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey
+    ) -> str | None:
+        compute = key.autocast_dtype or linear.weight.dtype
+        incoming = key.ops[0].input_dtype
+        if compute != incoming:
+            return f"the GEMM runs in {compute} and the extra output is {incoming}."
+        return None
+
+    @classmethod
+    def kernels(
+        cls, make: MakeExtraOutput, linear: BasicLinear, *, side: str, key: PlanKey
+    ) -> tuple[tuple[str, int], ...]:
+        wgrad = (("wgrad mm", 0),) if key.ops[1].params[0].requires_grad else ()
+        return (*wgrad, ("dgrad addmm", 2))
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        linear: Any = self.basic_ops[1]
+        ctx = basic_op_ctxs[1]
+        (grad_extra,) = basic_op_grad_extra_outputs[0]
+        grad_weight = linear.weight_grad(ctx, grad_output)
+        grad_input = linear.input_grad(ctx, grad_output, addend=grad_extra)
+        return grad_input, [(), (grad_weight,)], [(), ()]

@@ -1,0 +1,41 @@
+"""BackwardLinearScale: dx = scale * dy @ weight; dw = scale * dy.T @ x."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import BasicLinear, ConstantScale
+from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.plan_key import PlanKey
+
+
+class BackwardLinearScale(FusedOperation):
+    """``dx = scale * dy @ weight; dw = scale * dy.T @ x``: the scale is the GEMMs' ``alpha``."""
+
+    window = (BasicLinear, ConstantScale)
+    side = "backward"
+
+    @classmethod
+    def kernels(
+        cls, linear: BasicLinear, scale: ConstantScale, *, side: str, key: PlanKey
+    ) -> tuple[tuple[str, int], ...]:
+        names = linear.kernels(side, key.window(0, 1))
+        return tuple((name, 2 * (i + 1 == len(names))) for i, name in enumerate(names))
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        linear: Any
+        scale: Any
+        linear, scale = self.basic_ops
+        ctx = basic_op_ctxs[0]
+        grad_weight = linear.weight_grad(ctx, grad_output, scale=scale.scale)
+        grad_input = linear.input_grad(ctx, grad_output, scale=scale.scale)
+        return grad_input, [(grad_weight,), ()], [(), ()]

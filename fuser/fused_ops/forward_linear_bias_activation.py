@@ -1,0 +1,82 @@
+"""ForwardLinearBiasActivation: y = f(x @ weight.T + bias)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser import gemm
+from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
+from fuser.op import FusedOperation, OperationContext
+from fuser.plan_key import PlanKey
+from fuser.window import Optional
+
+
+class ForwardLinearBiasActivation(FusedOperation):
+    """``y = f(x @ weight.T + bias)``: the bias is a GEMM epilogue.
+
+    The activation runs in the same step. Where nothing needs its input for
+    backward, tanh GELU on CUDA is a GEMM epilogue as well.
+    """
+
+    window = (BasicLinear, Bias, Optional(Activation))
+    side = "forward"
+
+    @classmethod
+    def refuses(
+        cls, linear: BasicLinear, bias: Bias, activation: Activation | None, *, key: PlanKey
+    ) -> str | None:
+        weight_dtype, bias_dtype = linear.weight.dtype, bias.bias.dtype
+        if key.autocast_dtype is None and weight_dtype != bias_dtype:
+            return f"the weight is {weight_dtype} and the bias {bias_dtype}."
+        if bias.size != linear.out_features:
+            return f"the linear has {linear.out_features} outputs and the bias {bias.size}."
+        return None
+
+    @classmethod
+    def kernels(
+        cls,
+        linear: BasicLinear,
+        bias: Bias,
+        activation: Activation | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
+        if activation is None:
+            return (("addmm", 2),)
+        if _is_gelu_epilogue(activation, key.device, key.requires_grad):
+            return (("addmm+gelu", 3),)
+        return (("addmm", 2), (activation.functor.name, 1))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        linear: Any
+        bias: Any
+        linear, bias, *rest = self.basic_ops
+        x, weight = linear.operands(input_)
+        linear.save(basic_op_ctxs[0], x, weight)
+        if not rest:
+            return gemm.linear(x, weight, bias.addend()), [(), ()]
+        activation: Any = rest[0]
+        ctx = basic_op_ctxs[2]
+        if _is_gelu_epilogue(activation, x.device.type, ctx.requires_grad):
+            return gemm.linear_gelu(x, weight, bias.addend()), [(), (), ()]
+        pre_activation, y = activation.run(gemm.linear(x, weight, bias.addend()))
+        activation.save(ctx, pre_activation)
+        return y, [(), (), ()]
+
+
+def _is_gelu_epilogue(activation: Activation, device: str, requires_grad: bool) -> bool:
+    # On the CPU torch's fused call is the erf GELU, and slower than two calls.
+    return isinstance(activation, GELU) and device == "cuda" and not requires_grad

@@ -1,0 +1,75 @@
+"""ForwardLinearBiasAdd: y = x @ weight.T + bias + extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser import gemm
+from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
+from fuser.op import FusedOperation, OperationContext
+from fuser.plan_key import PlanKey
+from fuser.window import Optional
+
+
+class ForwardLinearBiasAdd(FusedOperation):
+    """``y = x @ weight.T + bias + extra``: without a bias one GEMM with ``beta = 1``.
+
+    With a bias, that is the GEMM's epilogue, and the extra input is added to
+    the GEMM's output in place.
+    """
+
+    window = (BasicLinear, Optional(Bias), AddExtraInput)
+    side = "forward"
+
+    @classmethod
+    def refuses(
+        cls, linear: BasicLinear, bias: Bias | None, add: AddExtraInput, *, key: PlanKey
+    ) -> str | None:
+        produced = key.ops[-1].input_dtype
+        extra = key.ops[-1].extra_inputs[0].dtype
+        if produced != extra:
+            return f"the linear produces {produced} and the extra input is {extra}."
+        if bias is None:
+            return None
+        weight_dtype, bias_dtype = linear.weight.dtype, bias.bias.dtype
+        if key.autocast_dtype is None and weight_dtype != bias_dtype:
+            return f"the weight is {weight_dtype} and the bias {bias_dtype}."
+        if bias.size != linear.out_features:
+            return f"the linear has {linear.out_features} outputs and the bias {bias.size}."
+        return None
+
+    @classmethod
+    def kernels(
+        cls,
+        linear: BasicLinear,
+        bias: Bias | None,
+        add: AddExtraInput,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
+        return (("addmm", 2),) if bias is None else (("addmm", 2), ("add_", 1))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        linear: Any = self.basic_ops[0]
+        add: Any = self.basic_ops[-1]
+        (extra,) = basic_op_extra_inputs[-1]
+        x, weight = linear.operands(input_)
+        add.check_extra((*x.shape[:-1], weight.shape[0]), extra)
+        linear.save(basic_op_ctxs[0], x, weight)
+        if len(self.basic_ops) == 2:
+            return gemm.linear_add(x, weight, extra), [(), ()]
+        bias: Any = self.basic_ops[1]
+        return gemm.linear(x, weight, bias.addend()).add_(extra), [(), (), ()]

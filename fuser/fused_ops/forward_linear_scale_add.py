@@ -1,0 +1,54 @@
+"""ForwardLinearScaleAdd: y = scale * (x @ weight.T) + extra."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser import gemm
+from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
+from fuser.op import FusedOperation, OperationContext
+from fuser.plan_key import PlanKey
+
+
+class ForwardLinearScaleAdd(FusedOperation):
+    """``y = scale * (x @ weight.T) + extra``: one GEMM with ``alpha`` and ``beta = 1``."""
+
+    window = (BasicLinear, ConstantScale, AddExtraInput)
+    side = "forward"
+
+    @classmethod
+    def refuses(
+        cls, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, *, key: PlanKey
+    ) -> str | None:
+        produced = key.ops[-1].input_dtype
+        extra = key.ops[-1].extra_inputs[0].dtype
+        if produced != extra:
+            return f"the linear produces {produced} and the extra input is {extra}."
+        return None
+
+    @classmethod
+    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:
+        return (("addmm", 3),)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        linear: Any
+        scale: Any
+        add: Any
+        linear, scale, add = self.basic_ops
+        ((extra,),) = basic_op_extra_inputs[2:]
+        x, weight = linear.operands(input_)
+        add.check_extra((*x.shape[:-1], weight.shape[0]), extra)
+        linear.save(basic_op_ctxs[0], x, weight)
+        return gemm.linear_add(x, weight, extra, scale.scale), [(), (), ()]

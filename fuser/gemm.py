@@ -1,0 +1,79 @@
+"""Matrix products of linear layers: forward, dgrad and wgrad, by the best library call.
+
+``x`` is ``[..., K]``, ``weight`` is ``[N, K]``, ``dy`` is ``[..., N]``; all in one dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x @ weight.T (+ bias)``, of shape ``[..., N]``; the bias is a GEMM epilogue."""
+    return F.linear(x, weight, bias)
+
+
+def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``gelu(x @ weight.T + bias)``, tanh GELU as a cuBLASLt epilogue; CUDA only."""
+    y = torch.ops.aten._addmm_activation(bias, _rows(x), weight.t(), use_gelu=True)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_add(
+    x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """``scale * (x @ weight.T) + addend``: one GEMM with ``alpha`` and ``beta = 1``."""
+    y = torch.addmm(_rows(addend), _rows(x), weight.t(), alpha=scale)
+    return y.view(addend.shape)
+
+
+def dgrad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``dy @ weight``: the gradient of x, of shape ``[..., K]``."""
+    return torch.mm(_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
+
+
+def dgrad_add(dy: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
+    """``dy @ weight + addend``: one GEMM with ``beta = 1``."""
+    return torch.addmm(_rows(addend), _rows(dy), weight).view(addend.shape)
+
+
+def dgrad_scale(dy: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    """``scale * (dy @ weight)``: one GEMM with ``alpha``."""
+    dx = _scaled_mm(_rows(dy), weight, scale)
+    return dx.view(*dy.shape[:-1], weight.shape[1])
+
+
+def wgrad(dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """``scale * dy.T @ x`` over all rows: the gradient of the weight, ``[N, K]``."""
+    if scale == 1.0:
+        return torch.mm(_rows(dy).t(), _rows(x))
+    return _scaled_mm(_rows(dy).t(), _rows(x), scale)
+
+
+def wgrad_accumulate(
+    main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0
+) -> None:
+    """Add :func:`wgrad` to ``main_grad`` in place, in main_grad's precision.
+
+    With equal dtypes this is one GEMM with ``beta = 1``. An fp32 ``main_grad``
+    of 16-bit operands gets the GEMM's fp32 accumulator, not a rounded copy.
+    """
+    a, b = _rows(dy).t(), _rows(x)
+    if a.dtype == main_grad.dtype:
+        main_grad.addmm_(a, b, alpha=scale)
+    elif a.is_cuda and main_grad.dtype == torch.float32:
+        main_grad.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=scale)
+    else:
+        main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)
+
+
+def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    # With beta = 0 the addend is never read; an expanded scalar costs no memory.
+    return torch.addmm(a.new_empty(()).expand(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scale)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

@@ -1,0 +1,263 @@
+"""A pipeline as a graph: basic ops, the tensors between them, and what a window moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+
+from fuser.errors import InputError
+from fuser.op import BasicOperation
+from fuser.plan_key import PlanKey, TensorSpec
+
+
+Node = Hashable
+Memory = Hashable
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an extra input comes from: the caller's list, or another op's extra output."""
+
+    caller_index: int | None
+    channel: str | None = None
+    producer: int | None = None
+    producer_output: int | None = None
+
+
+def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...]]:
+    """For each op, where each of its extra inputs comes from.
+
+    Raises
+    ------
+    InputError
+        If a channel has two producers, none, or one that runs after a consumer.
+    """
+    producers: dict[str, tuple[int, int]] = {}
+    for index, op in enumerate(ops):
+        for output, (name, _) in sorted(op._output_channels.items()):
+            if name in producers:
+                raise InputError(
+                    f"Channel {name!r} has two producers: {_named(ops, producers[name][0])} and "
+                    f"{_named(ops, index)}."
+                )
+            producers[name] = (index, output)
+    sources: list[tuple[Source, ...]] = []
+    taken = 0
+    for index, op in enumerate(ops):
+        row = []
+        for slot in range(op.num_extra_inputs):
+            name = op._input_channels.get(slot)
+            if name is None:
+                row.append(Source(taken))
+                taken += 1
+                continue
+            if name not in producers:
+                raise InputError(
+                    f"Channel {name!r} has no producer, and {_named(ops, index)} reads from it."
+                )
+            producer, output = producers[name]
+            if producer >= index:
+                raise InputError(
+                    f"Channel {name!r} is read by {_named(ops, index)} before "
+                    f"{_named(ops, producer)} has produced it."
+                )
+            row.append(Source(None, name, producer, output))
+        sources.append(tuple(row))
+    return sources
+
+
+def _named(ops: Sequence[BasicOperation], index: int) -> str:
+    return f"op {index} ({type(ops[index]).__name__})"
+
+
+class OpGraph:
+    """The tensors of a pipeline, and the bytes that any window of its ops moves.
+
+    Parameters
+    ----------
+    ops
+        The basic ops in order.
+    sources
+        From :func:`extra_input_sources`.
+    input_spec, extra_specs
+        The pipeline's main input and the extra inputs from its caller.
+    autocast
+        The dtype of torch's autocast, None where it is off.
+
+    Raises
+    ------
+    InputError
+        If an op cannot take what arrives at it.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[BasicOperation],
+        sources: Sequence[tuple[Source, ...]],
+        input_spec: TensorSpec,
+        extra_specs: Sequence[TensorSpec],
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.ops = tuple(ops)
+        self.sources = tuple(sources)
+        # An empty batch is planned as one token.
+        rows = tuple(max(size, 1) for size in input_spec.shape[:-1])
+        self.tokens = math.prod(rows)
+        self.line = [TensorSpec((*rows, input_spec.shape[-1]), input_spec.dtype)]
+        self.extra_inputs: list[tuple[TensorSpec, ...]] = []
+        self.extra_outputs: list[tuple[TensorSpec, ...]] = []
+        told = True  # whether every op so far has told its output
+        for op, row in zip(ops, sources, strict=True):
+            spec = self.line[-1]
+            extras = tuple(self._extra_spec(source, extra_specs) for source in row)
+            try:
+                output = op.output_spec(spec, extras, autocast)
+            except InputError:
+                if told:
+                    raise
+                output = None
+            told = told and output is not None
+            self.extra_inputs.append(extras)
+            self.extra_outputs.append(op.extra_output_specs(spec))
+            self.line.append(output or spec)
+
+    def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
+        if source.caller_index is not None:
+            return given[source.caller_index]
+        assert source.producer is not None and source.producer_output is not None
+        return self.extra_outputs[source.producer][source.producer_output]
+
+    def bind(self, key: PlanKey) -> None:
+        """Build ``flows``: the digraph of values and the digraph of gradients.
+
+        Nodes are basic-op indices, ``"input"``, ``"output"``, ``("extra input",
+        k)`` for what the caller passes and ``("extra output", op, k)`` for what
+        it gets back. An edge holds ``tensors``, a mapping from a name of the
+        memory to its bytes: a tensor that an op passes on by reference keeps
+        its name, and is not moved twice.
+        """
+        self.key = key
+        values, gradients = nx.DiGraph(), nx.DiGraph()
+        values.add_nodes_from(range(len(self.ops)))
+        gradients.add_nodes_from(range(len(self.ops)))
+        self.flows = {"forward": values, "backward": gradients}
+        value, gradient = self._memory_names(key)
+        places: list[Node] = ["input", *range(len(self.ops)), "output"]
+        for gap, spec in enumerate(self.line):
+            source, target = places[gap], places[gap + 1]
+            _add(values, source, target, value["line", gap], spec)
+            if gap == len(self.ops) or key.ops[gap].input_requires_grad:
+                _add(gradients, target, source, gradient["line", gap], spec)
+        for i in range(len(self.ops)):
+            wanted = key.ops[i].extra_inputs
+            for k, (spec, tensor) in enumerate(zip(self.extra_inputs[i], wanted, strict=True)):
+                origin = self._origin(i, k)
+                _add(values, origin, i, value["extra input", i, k], spec)
+                if tensor.requires_grad:
+                    _add(gradients, i, origin, gradient["extra input", i, k], spec)
+            for k, spec in enumerate(self.extra_outputs[i]):
+                if self.ops[i]._output_channels.get(k, ("", True))[1]:
+                    _add(values, i, ("extra output", i, k), value["extra output", i, k], spec)
+                    name = ("gradient of extra output", i, k)
+                    _add(gradients, ("extra output", i, k), i, name, spec)
+        self._saved_names = [value["line", i] for i in range(len(self.ops))]
+
+    def _origin(self, op: int, slot: int) -> Node:
+        source = self.sources[op][slot]
+        return source.producer if source.producer is not None else (
+            "extra input", source.caller_index
+        )
+
+    def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
+        """The memory of each value and of each gradient; references share a name."""
+        count = len(self.ops)
+        passes_on = {
+            side: [not op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(self.ops)]
+            for side in ("forward", "backward")
+        }
+        value: dict[Node, Memory] = {("line", 0): ("value", 0)}
+        gradient: dict[Node, Memory] = {("line", count): ("gradient", count)}
+        for i, op in enumerate(self.ops):
+            here = value["line", i]
+            passes = passes_on["forward"][i]
+            value["line", i + 1] = here if passes else ("value", i + 1)
+            for k in range(op.num_extra_outputs):
+                node = ("extra output", i, k)
+                value[node] = here if passes else node
+            for k, source in enumerate(self.sources[i]):
+                if source.producer is None:
+                    value["extra input", i, k] = ("extra input", source.caller_index)
+                else:
+                    node = ("extra output", source.producer, source.producer_output)
+                    value["extra input", i, k] = value[node]
+        for i in reversed(range(count)):
+            here = gradient["line", i + 1]
+            passes = passes_on["backward"][i]
+            gradient["line", i] = here if passes else ("gradient", i)
+            for k in range(self.ops[i].num_extra_inputs):
+                own = ("gradient of extra input", i, k)
+                gradient["extra input", i, k] = here if passes else own
+        return value, gradient
+
+    def channels_inside(self, start: int, stop: int) -> str | None:
+        """Why ops ``start`` up to ``stop`` cannot run as one; None if the window is closed.
+
+        A fused op gets all extra inputs before it runs, so none of them may be
+        an extra output of its own.
+        """
+        for consumer in range(start, stop):
+            for source in self.sources[consumer]:
+                if source.producer is not None and source.producer >= start:
+                    return (
+                        f"channel {source.channel!r} runs from {_named(self.ops, source.producer)} "
+                        f"to {_named(self.ops, consumer)} inside the window."
+                    )
+        return None
+
+    def window_bytes(self, start: int, stop: int, side: str) -> tuple[int, int]:
+        """Bytes that one kernel for ops ``start`` up to ``stop`` must move.
+
+        Each tensor that enters is read once, each that leaves is written once,
+        and so is each that backward needs; tensors inside are free. The first
+        number is for all tokens of the pipeline's input; the second, of the
+        parameters and their gradients, does not depend on the tokens.
+        """
+        flow = self.flows[side]
+        inside = range(start, stop)
+        entering: dict[Memory, int] = {}
+        leaving: dict[Memory, int] = {}
+        saved: dict[Memory, int] = {}
+        statistics = 0
+        params = 0
+        for i in inside:
+            for source, _, tensors in flow.in_edges(i, data="tensors"):
+                if source not in inside:
+                    entering |= tensors
+            for _, target, tensors in flow.out_edges(i, data="tensors"):
+                if target not in inside:
+                    leaving |= tensors
+            op, op_key = self.ops[i], self.key.ops[i]
+            if op_key.requires_grad:
+                statistics += op.saved_bytes(self.line[i])
+                if op.saves_input:
+                    saved[self._saved_names[i]] = self.line[i].nbytes
+            params += self._param_bytes(i, side)
+        return sum((entering | saved | leaving).values()) + statistics, params
+
+    def _param_bytes(self, op: int, side: str) -> int:
+        keys = self.key.ops[op].params
+        total = 0
+        for parameter, key in zip(self.ops[op].parameters(), keys, strict=False):
+            nbytes = parameter.numel() * parameter.element_size()
+            total += nbytes * (1 + (side == "backward" and key.requires_grad))
+        return total
+
+
+def _add(graph: nx.DiGraph, source: Node, target: Node, memory: Memory, spec: TensorSpec) -> None:
+    if not graph.has_edge(source, target):
+        graph.add_edge(source, target, tensors={})
+    graph.edges[source, target]["tensors"][memory] = spec.nbytes

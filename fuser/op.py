@@ -1,0 +1,461 @@
+"""The base classes of operations: what an op is, what it may be asked, what it saves."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.errors import InputError, StateError
+from fuser.plan_key import PlanKey, TensorSpec
+
+COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Tensors = Sequence[torch.Tensor]
+Grads = Iterable[torch.Tensor | None]
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of torch's autocast on ``device_type``, or None where it is off."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype an op computes in: torch autocast's if on, else that of ``tensor``."""
+    return autocast_dtype(tensor.device.type) or tensor.dtype
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """The device for new parameters.
+
+    ``None`` means torch's default device if one was set, else CUDA if there is
+    one, else the CPU.
+    """
+    if device is not None:
+        return torch.device(device)
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _default_device_was_set() -> bool:
+    """Whether the user chose torch's default device, here or through ``with device:``."""
+    # torch has no public question for this; a set device is a DeviceContext on
+    # the function-mode stack.
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype for new parameters: ``dtype``, or torch's default.
+
+    Raises
+    ------
+    InputError
+        If it is none of fp32, fp16 and bf16.
+    """
+    chosen = dtype if dtype is not None else torch.get_default_dtype()
+    if chosen not in COMPUTE_DTYPES:
+        raise InputError(f"Parameters are float32, float16 or bfloat16; got {chosen}.")
+    return chosen
+
+
+class OperationContext:
+    """What one basic op keeps between one forward and its backward.
+
+    Ops may set attributes of their own. Tensors go through
+    :meth:`save_for_backward` and come back as ``saved_tensors``.
+    """
+
+    requires_grad: bool = True
+    """Whether any backward reaches this op."""
+    input_requires_grad: bool = True
+    """Whether the gradient of the op's main input is wanted."""
+    to_save: tuple[torch.Tensor | None, ...] | None = None
+    saved_tensors: tuple[torch.Tensor | None, ...] | None = None
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep ``tensors`` for the backward; called in the forward."""
+        self.to_save = tensors
+
+    def saved(self) -> tuple[Any, ...]:
+        """The tensors kept by :meth:`save_for_backward`, in its order."""
+        if self.saved_tensors is None:
+            raise StateError("This op saved no tensors for backward, or they were freed.")
+        return self.saved_tensors
+
+
+class FusibleOperation(torch.nn.Module, abc.ABC):
+    """An operation that a pipeline can run: basic, or the fusion of basic ones."""
+
+    # The pipeline module sets this to its class; ops stand on a lower floor.
+    pipeline_class: ClassVar[Callable[..., Any]]
+
+    _pipeline: Any = None
+
+    @property
+    @abc.abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether this op is the fusion of one or more basic ops."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, before the first forward of a pipeline that holds this op."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward of a pipeline that holds this op."""
+
+    def get_input_quantizer(self) -> Any | None:
+        """The quantizer this op wants its input in, if any."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        """The quantizer this op wants the gradient of its output in, if any."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """Run forward for every basic op of this operation.
+
+        Returns the output and, for each basic op, its extra outputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own.")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        """Run backward for every basic op of this operation.
+
+        Returns the gradient of the input and, for each basic op, those of its
+        parameters and of its extra inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
+
+    def _own_pipeline(self) -> Any:
+        """The pipeline of this op alone, made once and kept."""
+        if self._pipeline is None:
+            self._pipeline = type(self).pipeline_class([self])
+        return self._pipeline
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied or unpickled op plans anew; a pipeline points back at its ops.
+        state = self.__dict__.copy()
+        state.pop("_pipeline", None)
+        return state
+
+
+class BasicOperation(FusibleOperation):
+    """A single operation: owns its parameters, its quantizers and what it saves.
+
+    Subclasses implement :meth:`op_forward` and :meth:`op_backward`, or, with
+    extra inputs or outputs, ``fuser_forward`` and ``fuser_backward``. The
+    attributes below tell the planner what the op moves through memory; the
+    defaults suit an op that keeps the shape and saves its input.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+    saves_input: bool = True
+    """Whether backward reads the op's main input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._input_channels: dict[int, str] = {}
+        self._output_channels: dict[int, tuple[str, bool]] = {}
+        self._captured = False
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    # -- what the planner asks ------------------------------------------------
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec | None:
+        """The op's main output for a main input like ``spec`` and such extra inputs.
+
+        ``autocast`` is the dtype of torch's autocast, None where it is off. The
+        default, None, means that the op does not tell: planning then assumes
+        the input's shape and dtype, and checks nothing further down.
+
+        Raises
+        ------
+        InputError
+            If the op cannot take such an input.
+        """
+        return None
+
+    def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The op's extra outputs for a main input like ``spec``."""
+        return (spec,) * self.num_extra_outputs
+
+    def saved_bytes(self, spec: TensorSpec) -> int:
+        """Bytes saved for backward beside the op's input: statistics, masks."""
+        return 0
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        """Names of what is launched in ``"forward"`` or ``"backward"``.
+
+        Empty for an op that only passes views or references on. ``key`` is the
+        plan key narrowed to this op.
+        """
+        return (type(self).__name__,)
+
+    # -- quantizers -----------------------------------------------------------
+
+    def num_quantizers(self, mode: str) -> int:
+        """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
+        return 0
+
+    def get_quantizer(self, mode: str, index: int) -> Any | None:
+        """Quantizer ``index`` of ``mode``, or None outside a quantized region."""
+        return None
+
+    def get_input_quantizer(self) -> Any | None:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    # -- running --------------------------------------------------------------
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Forward of an op without extra inputs or outputs; returns the output."""
+        raise StateError(self._missing_method("forward"))
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        """Backward of such an op: gradient of the input, gradients of the parameters."""
+        raise StateError(self._missing_method("backward"))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise StateError(self._missing_method("forward"))
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise StateError(self._missing_method("backward"))
+        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        return grad_input, [grad_params], [()]
+
+    def _missing_method(self, side: str) -> str:
+        prefix = "fuser" if self.num_extra_inputs or self.num_extra_outputs else "op"
+        return (
+            f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
+            f"{self.num_extra_outputs} extra outputs, so it must implement {prefix}_{side}."
+        )
+
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the op alone; planned once and cached like any pipeline."""
+        result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
+            input, *extra_inputs, basic_op_kwargs=[kwargs]
+        )
+        return result
+
+    # -- channels -------------------------------------------------------------
+
+    def set_extra_output_channel(
+        self, index: int, name: str, *, output_to_caller: bool = True
+    ) -> BasicOperation:
+        """Route extra output ``index`` to later extra inputs bound to ``name``.
+
+        With ``output_to_caller=False`` the pipeline does not return it as well.
+        Returns the op itself.
+
+        Raises
+        ------
+        InputError
+            If the op has no such extra output.
+        StateError
+            If a pipeline has captured the op already.
+        """
+        self._check_channel("output", index, self.num_extra_outputs, name)
+        self._output_channels[index] = (name, output_to_caller)
+        return self
+
+    def set_extra_input_channel(self, index: int, name: str) -> BasicOperation:
+        """Take extra input ``index`` from the channel ``name`` instead of the caller.
+
+        Returns the op itself. Raises as :meth:`set_extra_output_channel`.
+        """
+        self._check_channel("input", index, self.num_extra_inputs, name)
+        self._input_channels[index] = name
+        return self
+
+    def _check_channel(self, kind: str, index: int, count: int, name: str) -> None:
+        if not 0 <= index < count:
+            raise InputError(
+                f"Channel {name!r} asks for extra {kind} {index} of {type(self).__name__}, "
+                f"which has {count}."
+            )
+        if self._captured:
+            raise StateError(
+                f"Channel {name!r} cannot be bound: a pipeline has captured this "
+                f"{type(self).__name__} already. Bind channels before the first call."
+            )
+
+    # -- state ----------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """State beside the parameters, as a plain tensor; empty where there is none."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """Accept extra state; that of other libraries is pickled and not read."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # A checkpoint of plain modules has no extra state, and needs none.
+        if prefix + "_extra_state" in missing_keys:
+            missing_keys.remove(prefix + "_extra_state")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_captured": False}
+
+
+class FusedOperation(FusibleOperation):
+    """One class for one way to run a window of basic ops at once.
+
+    Holds nothing of its own: parameters and saved state stay with the basic
+    ops. A fusion that the planner may find by itself names its ``window`` (op
+    types, and the patterns of :mod:`fuser.window`) and its ``side``:
+
+    - ``"forward"`` and ``"backward"`` fusions are interchangeable with that
+      half of the unfused ops: same outputs, same saved state;
+    - a ``"joint"`` fusion replaces both halves, which need only be equivalent
+      as a pair.
+
+    Parameters
+    ----------
+    basic_ops
+        The ops that this one stands for, in their order.
+    """
+
+    window: ClassVar[tuple[Any, ...]] = ()
+    side: ClassVar[str] = ""
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if not len(self.basic_ops):
+            raise InputError(f"{type(self).__name__} was given no basic ops to stand for.")
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    @classmethod
+    def refuses(cls, *ops: Any, key: PlanKey) -> str | None:
+        """Why this fusion cannot run these ops, as a sentence; None if it can.
+
+        ``ops`` are what the elements of ``window`` matched: an op, None for an
+        absent ``Optional``, a tuple for ``Many``. ``key`` is the plan key
+        narrowed to the window's ops.
+        """
+        return None
+
+    @classmethod
+    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:
+        """What is launched on ``side``, in order: a name, and how many ops it finishes.
+
+        The numbers add up to the length of the window; backward counts from
+        its last op to its first. The default is one kernel for all of it.
+        """
+        return ((cls.__name__, len(key.ops)),)
+
+    def get_input_quantizer(self) -> Any | None:
+        return self._first().get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self._last().get_grad_output_quantizer()
+
+    def _first(self) -> Any:
+        return self.basic_ops[0]
+
+    def _last(self) -> Any:
+        return self.basic_ops[-1]
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.basic_ops:
+            assert isinstance(op, FusibleOperation)
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.basic_ops:
+            assert isinstance(op, FusibleOperation)
+            op.pre_fuser_forward(requires_grad=requires_grad)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the basic ops of this operation as a pipeline of their own."""
+        result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
+            input, *extra_inputs, basic_op_kwargs=basic_op_kwargs
+        )
+        return result

@@ -1,0 +1,264 @@
+"""A fusion plan: what runs, what it moves, what was refused and why; as text, dict and DOT."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fuser.errors import InputError
+from fuser.plan_key import PlanKey
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a plan: a basic op, or a window of them run by one fused op.
+
+    ``ops`` are basic-op indices in pipeline order, ``fusion`` the fused op's
+    class name (None for a basic op), ``kernel`` what is launched (empty where
+    only references are passed on). ``bytes_per_token`` are the bytes moved
+    through memory divided by the tokens (rows of the pipeline's input), with
+    parameters spread over the plan's nominal token count; ``microseconds`` is
+    the modelled memory and launch time for that many tokens.
+    """
+
+    ops: tuple[int, ...]
+    fusion: str | None
+    kernel: str
+    bytes_per_token: float
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A window that matched a fusion by type and does not run as it, with the reason."""
+
+    fusion: str
+    side: str
+    ops: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Channel:
+    """An extra output routed to an extra input inside the pipeline."""
+
+    name: str
+    producer: int
+    consumer: int
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What a pipeline runs for one plan key.
+
+    ``forward`` and ``backward`` hold the steps in the order in which they run:
+    backward from the last op to the first, and empty where nothing needs a
+    gradient. ``line_bytes[i]`` is what the main line carries into op ``i``, in
+    bytes a token; the last entry is the output's.
+    """
+
+    key: PlanKey
+    ops: tuple[str, ...]
+    forward: tuple[Step, ...]
+    backward: tuple[Step, ...]
+    unfused_forward: tuple[Step, ...]
+    unfused_backward: tuple[Step, ...]
+    refusals: tuple[Refusal, ...]
+    channels: tuple[Channel, ...]
+    line_bytes: tuple[float, ...]
+    nominal_tokens: int
+
+    def __str__(self) -> str:
+        lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
+        lines += _wrapped("  ", [f"{i} {name}" for i, name in enumerate(self.ops)])
+        lines += [f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels]
+        for side in ("forward", "backward"):
+            lines += ["", *self._side_lines(side)]
+        if self.refusals:
+            lines += ["", "not used"]
+        for refusal in self.refusals:
+            where = _span(refusal.ops)
+            lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
+        lines += [
+            "",
+            f"Modelled for {self.nominal_tokens} tokens: bytes over bandwidth, plus launches. "
+            "GEMM arithmetic is the same in every cover and left out.",
+        ]
+        return "\n".join(lines)
+
+    def _side_lines(self, side: str) -> list[str]:
+        steps, unfused = self.steps(side), self.steps(side, fused=False)
+        if not steps:
+            return [f"{side}: nothing needs a gradient"]
+        rows = [
+            (
+                _span(step.ops),
+                step.fusion or self.ops[step.ops[0]],
+                step.kernel or "(no kernel)",
+                _bytes(step.bytes_per_token),
+                f"{step.microseconds:.1f}",
+            )
+            for step in steps
+        ]
+        heading = (side, "runs as", "kernels", "bytes/token", "us")
+        fused, plain = (
+            (sum(s.bytes_per_token for s in part), sum(s.microseconds for s in part))
+            for part in (steps, unfused)
+        )
+        ratio = plain[1] / fused[1] if fused[1] else 1.0
+        return [
+            *_columns([heading, *rows]),
+            f"  {len(steps)} steps: {_bytes(fused[0])} a token, {fused[1]:.1f} us; unfused "
+            f"{len(unfused)} steps: {_bytes(plain[0])}, {plain[1]:.1f} us ({ratio:.2f}x)",
+        ]
+
+    def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:
+        """The steps of ``"forward"`` or ``"backward"``, or what they would be unfused."""
+        if side == "forward":
+            return self.forward if fused else self.unfused_forward
+        return self.backward if fused else self.unfused_backward
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain lists, strings and numbers, ready for JSON."""
+
+        def steps(part: Iterable[Step]) -> list[dict[str, Any]]:
+            return [{**vars(step), "ops": list(step.ops)} for step in part]
+
+        return {
+            "key": self.key.describe(),
+            "ops": list(self.ops),
+            "channels": [dict(vars(channel)) for channel in self.channels],
+            "nominal_tokens": self.nominal_tokens,
+            "line_bytes": list(self.line_bytes),
+            "forward": steps(self.forward),
+            "backward": steps(self.backward),
+            "unfused_forward": steps(self.unfused_forward),
+            "unfused_backward": steps(self.unfused_backward),
+            "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
+        }
+
+    def to_dot(self) -> str:
+        """The plan as a Graphviz digraph: a cluster a step, forward and backward."""
+        lines = ["digraph plan {", "  rankdir=LR;", '  node [shape=box, style=rounded];']
+        for side in ("forward", "backward"):
+            steps = self.steps(side)
+            prefix = side[0]
+            for number, step in enumerate(steps):
+                label = f"{step.fusion or self.ops[step.ops[0]]}\\n{step.kernel or 'no kernel'}"
+                lines.append(f"  subgraph cluster_{prefix}{number} {{")
+                lines.append(f"    label={_quoted(label)};")
+                for op in step.ops:
+                    name = _quoted(f"{op} {self.ops[op]}")
+                    lines.append(f"    {prefix}{op} [label={name}];")
+                lines.append("  }")
+            order = [op for step in steps for op in _in_run_order(step, side)]
+            for source, target in zip(order, order[1:], strict=False):
+                carried = self.line_bytes[max(source, target)]
+                label = _quoted(f"{_bytes(carried)}/token")
+                lines.append(f"  {prefix}{source} -> {prefix}{target} [label={label}];")
+        for channel in self.channels:
+            label = _quoted(channel.name)
+            lines.append(f"  f{channel.producer} -> f{channel.consumer} [label={label}];")
+        lines.append("}")
+        return "\n".join(lines)
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
+
+        Raises
+        ------
+        InputError
+            If the suffix is another.
+        """
+        target = Path(path)
+        renderer = renderers.get(target.suffix.lower())
+        if renderer is None:
+            raise InputError(
+                f"A plan is drawn as {', '.join(sorted(renderers))}; got {target.name!r}."
+            )
+        renderer(self, target)
+        return target
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{self}</pre>"
+
+
+renderers: dict[str, Callable[[FusionPlan, Path], None]] = {}
+"""File suffix to the function that draws a plan into such a file."""
+
+
+def merged(plans: Iterable[FusionPlan]) -> FusionPlan:
+    """One plan for several pipelines that run one after the other; indices run on."""
+    parts = list(plans)
+    result = parts[0]
+    for plan in parts[1:]:
+        shift = len(result.ops)
+
+        def moved(steps: tuple[Step, ...], by: int = shift) -> tuple[Step, ...]:
+            return tuple(replace(s, ops=tuple(i + by for i in s.ops)) for s in steps)
+
+        result = replace(
+            result,
+            key=replace(result.key, ops=result.key.ops + plan.key.ops),
+            ops=result.ops + plan.ops,
+            forward=result.forward + moved(plan.forward),
+            backward=moved(plan.backward) + result.backward,
+            unfused_forward=result.unfused_forward + moved(plan.unfused_forward),
+            unfused_backward=moved(plan.unfused_backward) + result.unfused_backward,
+            refusals=result.refusals
+            + tuple(replace(r, ops=tuple(i + shift for i in r.ops)) for r in plan.refusals),
+            channels=result.channels
+            + tuple(
+                replace(c, producer=c.producer + shift, consumer=c.consumer + shift)
+                for c in plan.channels
+            ),
+            line_bytes=result.line_bytes[:-1] + plan.line_bytes,
+        )
+    return result
+
+
+def _in_run_order(step: Step, side: str) -> tuple[int, ...]:
+    return step.ops if side == "forward" else step.ops[::-1]
+
+
+def _span(ops: tuple[int, ...]) -> str:
+    return str(ops[0]) if len(ops) == 1 else f"{ops[0]}-{ops[-1]}"
+
+
+def _bytes(count: float) -> str:
+    if count < 1000:
+        return f"{count:.0f} B"
+    exponent = min(int(math.log10(count) / 3), 4)
+    return f"{count / 1000**exponent:.1f} {'kMGT'[exponent - 1]}B"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    numbers = len(widths) - 2  # the last two columns are numbers, and right-aligned
+    return [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if i >= numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _wrapped(indent: str, words: list[str], width: int = 96) -> list[str]:
+    lines = [indent]
+    for number, word in enumerate(words):
+        piece = word + (", " if number + 1 < len(words) else "")
+        if len(lines[-1]) + len(piece) > width and lines[-1].strip():
+            lines.append(indent)
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace('"', '\\"')
+    return f'"{escaped}"'

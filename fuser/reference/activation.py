@@ -1,0 +1,242 @@
+"""Activations and gated linear units in plain torch: values and derivatives.
+
+Everything is computed in fp32 and rounded once, to the dtype of the input.
+A gated unit reads its gate from the first half of the last dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fuser.errors import InputError
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+QGELU_ALPHA = 1.702
+
+
+# How many of a function's leading scalars must be positive.
+_POSITIVE_SCALARS = {"situglu": 2, "clamped_swiglu": 1}
+
+
+@dataclass(frozen=True)
+class Functor:
+    """A pointwise function as a value: its name, its scalars, its memory layout.
+
+    ``interleave`` is the width of the column blocks in which gate and linear
+    part alternate; None where the halves lie side by side.
+
+    Raises
+    ------
+    InputError
+        If a scalar is not finite, a scale of SiTUGLU or a limit is not
+        positive, or the interleave width is not.
+    """
+
+    name: str
+    scalars: tuple[float, ...] = ()
+    interleave: int | None = None
+
+    def __post_init__(self) -> None:
+        must_be_positive = self.scalars[: _POSITIVE_SCALARS.get(self.name, 0)]
+        if not all(map(math.isfinite, self.scalars)) or any(v <= 0 for v in must_be_positive):
+            raise InputError(
+                f"{self.name} got scalars {self.scalars}; all must be finite and the first "
+                f"{len(must_be_positive)} positive."
+            )
+        if self.interleave is not None and self.interleave <= 0:
+            raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
+
+    def output_features(self, features: int) -> int:
+        """Columns of the output for ``features`` columns of input.
+
+        Raises
+        ------
+        InputError
+            If a gated unit cannot split that many columns.
+        """
+        if not self.is_gated:
+            return features
+        multiple = 2 * (self.interleave or 1)
+        if features % multiple:
+            raise InputError(
+                f"{self.name} splits the last dimension into a gate and a linear part, so it "
+                f"must be a multiple of {multiple}; got {features}."
+            )
+        return features // 2
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the output has half the columns of the input."""
+        return self.name in _GATED
+
+
+@dataclass(frozen=True)
+class _Function:
+    """f(x), and backward(dy, x) = dy * f'(x); fp32 in, fp32 out."""
+
+    forward: Forward
+    backward: Backward
+
+
+def _srelu_backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return dy * (2 * torch.relu(x))
+
+
+def _qgelu_backward(dy: torch.Tensor, x: torch.Tensor, alpha: float) -> torch.Tensor:
+    s = torch.sigmoid(alpha * x)
+    return dy * (s + alpha * x * s * (1 - s))
+
+
+def _qgelu(alpha: float) -> _Function:
+    return _Function(
+        lambda x: x * torch.sigmoid(alpha * x), lambda dy, x: _qgelu_backward(dy, x, alpha)
+    )
+
+
+_GELU = _Function(
+    lambda x: F.gelu(x, approximate="tanh"),
+    lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+)
+_RELU = _Function(torch.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
+_SILU = _Function(F.silu, lambda dy, x: torch.ops.aten.silu_backward(dy, x))
+_SRELU = _Function(lambda x: torch.relu(x).square(), _srelu_backward)
+_SIGMOID = _Function(
+    torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
+)
+_IDENTITY = _Function(lambda x: x, lambda dy, x: dy)
+
+
+def _soft_clipped_silu(beta: float) -> _Function:
+    """beta tanh(x / beta) sigmoid(x)."""
+
+    def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        t, s = torch.tanh(x / beta), torch.sigmoid(x)
+        return dy * ((1 - t * t) * s + beta * t * s * (1 - s))
+
+    return _Function(lambda x: beta * torch.tanh(x / beta) * torch.sigmoid(x), backward)
+
+
+def _soft_clip(beta: float) -> _Function:
+    """beta tanh(x / beta)."""
+    return _Function(
+        lambda x: beta * torch.tanh(x / beta),
+        lambda dy, x: dy * (1 - torch.tanh(x / beta).square()),
+    )
+
+
+def _clamped_gate(limit: float, alpha: float) -> _Function:
+    """g sigmoid(alpha g) with g = min(x, limit); the gradient is 0 where clamped."""
+    return _Function(
+        lambda x: _qgelu(alpha).forward(x.clamp(max=limit)),
+        lambda dy, x: torch.where(x <= limit, _qgelu_backward(dy, x, alpha), 0.0),
+    )
+
+
+def _clamped_linear(limit: float, offset: float) -> _Function:
+    """clamp(x, -limit, limit) + offset; the gradient is 0 where clamped."""
+    return _Function(
+        lambda x: x.clamp(-limit, limit) + offset,
+        lambda dy, x: torch.where(x.abs() <= limit, dy, 0.0),
+    )
+
+
+_UNARY = {
+    "gelu": _GELU,
+    "qgelu": _qgelu(QGELU_ALPHA),
+    "relu": _RELU,
+    "srelu": _SRELU,
+    "silu": _SILU,
+}
+
+# name -> (function of the gate, function of the linear part), given the scalars
+_GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
+    "glu": lambda: (_SIGMOID, _IDENTITY),
+    "geglu": lambda: (_GELU, _IDENTITY),
+    "qgeglu": lambda: (_UNARY["qgelu"], _IDENTITY),
+    "reglu": lambda: (_RELU, _IDENTITY),
+    "sreglu": lambda: (_SRELU, _IDENTITY),
+    "swiglu": lambda: (_SILU, _IDENTITY),
+    "situglu": lambda beta1, beta2: (_soft_clipped_silu(beta1), _soft_clip(beta2)),
+    "clamped_swiglu": lambda limit, alpha, offset: (
+        _clamped_gate(limit, alpha),
+        _clamped_linear(limit, offset),
+    ),
+}
+
+# torch runs these in one kernel in any dtype, with fp32 inside.
+_NATIVE = frozenset({"gelu", "relu", "silu"})
+
+
+def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
+    """``functor`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x."""
+    if functor.name in _NATIVE:
+        return _UNARY[functor.name].forward(x)
+    return _forward_fp32(functor, x).to(x.dtype)
+
+
+def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Gradient of the input ``x``, in x's shape and dtype, from that of the output."""
+    if functor.name in _NATIVE and dy.dtype == x.dtype:
+        return _UNARY[functor.name].backward(dy, x)
+    return _backward_fp32(functor, dy.float(), x).to(x.dtype)
+
+
+def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``functor(x) * scales[..., None]``: one factor a row; one rounding, to x's dtype."""
+    return (_forward_fp32(functor, x) * scales.float().unsqueeze(-1)).to(x.dtype)
+
+
+def scaled_activation_backward(
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``x`` and of ``scales``, each in its own shape and dtype."""
+    dy = dy.float()
+    dscales = (dy * _forward_fp32(functor, x)).sum(-1).to(scales.dtype)
+    dx = _backward_fp32(functor, dy * scales.float().unsqueeze(-1), x).to(x.dtype)
+    return dx, dscales
+
+
+def _forward_fp32(functor: Functor, x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    if not functor.is_gated:
+        return _UNARY[functor.name].forward(x)
+    gate, linear = _split(functor, x)
+    gate_function, linear_function = _GATED[functor.name](*functor.scalars)
+    return gate_function.forward(gate) * linear_function.forward(linear)
+
+
+def _backward_fp32(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    if not functor.is_gated:
+        return _UNARY[functor.name].backward(dy, x)
+    gate, linear = _split(functor, x)
+    gate_function, linear_function = _GATED[functor.name](*functor.scalars)
+    d_gate = gate_function.backward(dy * linear_function.forward(linear), gate)
+    d_linear = linear_function.backward(dy * gate_function.forward(gate), linear)
+    return _join(functor, d_gate, d_linear)
+
+
+def _split(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and linear part, each ``[..., n / 2]``."""
+    width = functor.interleave
+    if width is None:
+        gate, linear = x.chunk(2, dim=-1)
+        return gate, linear
+    blocks = x.unflatten(-1, (-1, 2, width))
+    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
+
+
+def _join(functor: Functor, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+    """The inverse of :func:`_split`."""
+    width = functor.interleave
+    if width is None:
+        return torch.cat((gate, linear), dim=-1)
+    halves = (gate.unflatten(-1, (-1, width)), linear.unflatten(-1, (-1, width)))
+    return torch.stack(halves, dim=-2).flatten(-3)

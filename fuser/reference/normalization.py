@@ -1,0 +1,66 @@
+"""LayerNorm, RMSNorm and L2 normalization in plain torch.
+
+Inputs are ``[rows, n]``; statistics are fp32, one a row. ``gain`` is fp32 and
+already holds the ``1 +`` of a zero-centred gamma.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rmsnorm(
+    x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x * rstd * gain`` in ``dtype``, and ``rstd = rsqrt(mean(x^2) + eps)`` of shape [rows, 1]."""
+    x = x.float()
+    rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * rstd * gain).to(dtype), rstd
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor, x: torch.Tensor, gain: torch.Tensor, rstd: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of ``x`` (in ``dtype``) and of ``gain`` (fp32, summed over rows)."""
+    x_hat = x.float() * rstd
+    dy = dy.float()
+    d_gain = (dy * x_hat).sum(0)
+    d_hat = dy * gain
+    dx = (d_hat - x_hat * (d_hat * x_hat).mean(-1, keepdim=True)) * rstd
+    return dx.to(dtype), d_gain
+
+
+def layernorm(
+    x: torch.Tensor, gain: torch.Tensor, bias: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(x - mean) * rstd * gain + bias`` in ``dtype``; mean and rstd of shape [rows, 1]."""
+    y, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], gain, bias.float(), eps)
+    return y.to(dtype), mean, rstd
+
+
+def layernorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``x`` (in ``dtype``), of ``gain`` and of ``bias`` (fp32)."""
+    dx, d_gain, d_bias = torch.ops.aten.native_layer_norm_backward(
+        dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, [True, True, True]
+    )
+    return dx.to(dtype), d_gain, d_bias
+
+
+def l2norm(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x * rnorm`` in x's dtype, and fp32 ``rnorm = rsqrt(sum(x^2) + eps)``, over the last dim."""
+    x32 = x.float()
+    rnorm = torch.rsqrt(x32.square().sum(-1, keepdim=True) + eps)
+    return (x32 * rnorm).to(x.dtype), rnorm
+
+
+def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``x``, in x's dtype."""
+    dy, x_hat = dy.float(), x.float() * rnorm
+    return ((dy - x_hat * (dy * x_hat).sum(-1, keepdim=True)) * rnorm).to(x.dtype)

@@ -1,0 +1,78 @@
+"""Window patterns: which runs of basic ops a fusion asks for, and how they match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# The methods that decide what an op computes; a subclass that overrides one of
+# them is no longer what a fusion was written for.
+_COMPUTE_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+
+
+class Optional:
+    """Zero or one op like ``element``; an absent one is passed on as None."""
+
+    def __init__(self, element: Any) -> None:
+        self.element = element
+
+
+class OneOf:
+    """One op of any of the given types."""
+
+    def __init__(self, *types: type) -> None:
+        self.types = types
+
+
+class Many:
+    """One or more ops like ``element``; passed on as a tuple."""
+
+    def __init__(self, element: Any) -> None:
+        self.element = element
+
+
+@dataclass(frozen=True)
+class Match:
+    """One way a pattern fits a run of ops: where it ends, and what each element took."""
+
+    stop: int
+    bound: tuple[Any, ...]
+
+
+def matches(pattern: Sequence[Any], ops: Sequence[Any], start: int) -> Iterator[Match]:
+    """Every way in which ``pattern`` fits ``ops`` from ``start`` on."""
+    yield from _match(tuple(pattern), ops, start, ())
+
+
+def _match(
+    pattern: tuple[Any, ...], ops: Sequence[Any], at: int, bound: tuple[Any, ...]
+) -> Iterator[Match]:
+    if not pattern:
+        yield Match(at, bound)
+        return
+    element, rest = pattern[0], pattern[1:]
+    if isinstance(element, Optional):
+        yield from _match((element.element, *rest), ops, at, bound)
+        yield from _match(rest, ops, at, (*bound, None))
+        return
+    if isinstance(element, Many):
+        stop = at
+        while stop < len(ops) and _is(ops[stop], element.element):
+            stop += 1
+        for end in range(stop, at, -1):
+            yield from _match(rest, ops, end, (*bound, tuple(ops[at:end])))
+        return
+    if at < len(ops) and _is(ops[at], element):
+        yield from _match(rest, ops, at + 1, (*bound, ops[at]))
+
+
+def _is(op: Any, element: Any) -> bool:
+    types = element.types if isinstance(element, OneOf) else (element,)
+    return any(isinstance(op, cls) and _computes_like(type(op), cls) for cls in types)
+
+
+def _computes_like(actual: type, expected: type) -> bool:
+    return all(
+        getattr(actual, name, None) is getattr(expected, name, None) for name in _COMPUTE_METHODS
+    )
