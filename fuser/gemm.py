@@ -32,6 +32,8 @@ def linear_add(
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``dy @ weight``: the gradient of x, of shape ``[..., K]``."""
+    if dy.dim() == 2:
+        return torch.mm(dy, weight)
     return torch.mm(_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
 
 

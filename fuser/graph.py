@@ -27,6 +27,12 @@ class Source:
     producer: int | None = None
     producer_output: int | None = None
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The producing op and which of its extra outputs; only of a channel."""
+        assert self.producer is not None and self.producer_output is not None
+        return self.producer, self.producer_output
+
 
 def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...]]:
     """For each op, where each of its extra inputs comes from.
@@ -128,8 +134,8 @@ class OpGraph:
     def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
         if source.caller_index is not None:
             return given[source.caller_index]
-        assert source.producer is not None and source.producer_output is not None
-        return self.extra_outputs[source.producer][source.producer_output]
+        producer, output = source.place
+        return self.extra_outputs[producer][output]
 
     def bind(self, key: PlanKey) -> None:
         """Build ``flows``: the digraph of values and the digraph of gradients.
@@ -160,7 +166,7 @@ class OpGraph:
                 if tensor.requires_grad:
                     _add(gradients, i, origin, gradient["extra input", i, k], spec)
             for k, spec in enumerate(self.extra_outputs[i]):
-                if self.ops[i]._output_channels.get(k, ("", True))[1]:
+                if self.ops[i].returns_extra_output(k):
                     _add(values, i, ("extra output", i, k), value["extra output", i, k], spec)
                     name = ("gradient of extra output", i, k)
                     _add(gradients, ("extra output", i, k), i, name, spec)
@@ -192,8 +198,7 @@ class OpGraph:
                 if source.producer is None:
                     value["extra input", i, k] = ("extra input", source.caller_index)
                 else:
-                    node = ("extra output", source.producer, source.producer_output)
-                    value["extra input", i, k] = value[node]
+                    value["extra input", i, k] = value["extra output", *source.place]
         for i in reversed(range(count)):
             here = gradient["line", i + 1]
             passes = passes_on["backward"][i]

@@ -24,9 +24,9 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
-def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype an op computes in: torch autocast's if on, else that of ``tensor``."""
-    return autocast_dtype(tensor.device.type) or tensor.dtype
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in ``dtype``; itself if it is already (0.6 us faster than ``to``)."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -78,6 +78,8 @@ class OperationContext:
     """Whether any backward reaches this op."""
     input_requires_grad: bool = True
     """Whether the gradient of the op's main input is wanted."""
+    autocast_dtype: torch.dtype | None = None
+    """The dtype of torch's autocast in the forward, None where it is off."""
     to_save: tuple[torch.Tensor | None, ...] | None = None
     saved_tensors: tuple[torch.Tensor | None, ...] | None = None
 
@@ -334,6 +336,10 @@ class BasicOperation(FusibleOperation):
         self._input_channels[index] = name
         return self
 
+    def returns_extra_output(self, index: int) -> bool:
+        """Whether extra output ``index`` goes back to the caller."""
+        return self._output_channels.get(index, ("", True))[1]
+
     def _check_channel(self, kind: str, index: int, count: int, name: str) -> None:
         if not 0 <= index < count:
             raise InputError(
@@ -402,6 +408,8 @@ class FusedOperation(FusibleOperation):
         self.basic_ops = torch.nn.ModuleList(basic_ops)
         if not len(self.basic_ops):
             raise InputError(f"{type(self).__name__} was given no basic ops to stand for.")
+        # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.
+        self.members: tuple[Any, ...] = tuple(self.basic_ops)
 
     @property
     def is_fused_op(self) -> bool:
@@ -427,25 +435,17 @@ class FusedOperation(FusibleOperation):
         return ((cls.__name__, len(key.ops)),)
 
     def get_input_quantizer(self) -> Any | None:
-        return self._first().get_input_quantizer()
+        return self.members[0].get_input_quantizer()
 
     def get_grad_output_quantizer(self) -> Any | None:
-        return self._last().get_grad_output_quantizer()
-
-    def _first(self) -> Any:
-        return self.basic_ops[0]
-
-    def _last(self) -> Any:
-        return self.basic_ops[-1]
+        return self.members[-1].get_grad_output_quantizer()
 
     def pre_first_fuser_forward(self) -> None:
-        for op in self.basic_ops:
-            assert isinstance(op, FusibleOperation)
+        for op in self.members:
             op.pre_first_fuser_forward()
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
-        for op in self.basic_ops:
-            assert isinstance(op, FusibleOperation)
+        for op in self.members:
             op.pre_fuser_forward(requires_grad=requires_grad)
 
     def forward(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, compute_dtype
+from fuser.op import BasicOperation, Grads, OperationContext, cast
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, activation, activation_backward
 
@@ -40,18 +40,12 @@ class Activation(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return (self.functor.name if side == "forward" else f"{self.functor.name}_backward",)
 
-    def run(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input in the compute dtype, and the output."""
-        dtype = compute_dtype(input_)
-        x = input_ if input_.dtype is dtype else input_.to(dtype)
-        if self.functor.is_gated:
-            self.functor.output_features(x.shape[-1])
-        return x, activation(self.functor, x)
-
-    def save(self, ctx: OperationContext, x: torch.Tensor) -> None:
-        """Keep the input for backward."""
+    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
+        """The output; keeps the input for backward in ``ctx``."""
+        x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x)
+            ctx.to_save = (x,)
+        return activation(self.functor, x)
 
     def input_grad(self, ctx: OperationContext, grad_output: torch.Tensor) -> torch.Tensor:
         """``dy * f'(x)`` in the input's dtype."""
@@ -65,9 +59,7 @@ class Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        x, y = self.run(input_)
-        self.save(ctx, x)
-        return y
+        return self.run(ctx, input_)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

@@ -12,7 +12,7 @@ from fuser.op import (
     BasicOperation,
     Grads,
     OperationContext,
-    autocast_dtype,
+    cast,
     default_device,
     default_dtype,
 )
@@ -82,17 +82,21 @@ class Bias(BasicOperation):
             return ("add",)
         return ("sum",) if key.ops[0].params[0].requires_grad else ()
 
-    def addend(self) -> torch.Tensor:
+    def addend(self, ctx: OperationContext) -> torch.Tensor:
         """The bias in the compute dtype."""
-        bias: torch.Tensor = self.bias
-        dtype = autocast_dtype(bias.device.type) or bias.dtype
-        return bias if bias.dtype is dtype else bias.to(dtype)
+        bias = self._parameters["bias"]  # without torch.nn.Module.__getattr__
+        assert bias is not None
+        return cast(bias, ctx.autocast_dtype or bias.dtype)
 
     def bias_grad(self, grad_output: torch.Tensor) -> torch.Tensor | None:
         """``dy`` summed over its rows, or None where it is not wanted."""
-        if not self.bias.requires_grad:
+        bias = self._parameters["bias"]
+        assert bias is not None
+        if not bias.requires_grad:
             return None
-        return grad_output.reshape(-1, self.size).sum(0)
+        if grad_output.dim() != 2:
+            grad_output = grad_output.reshape(-1, self.size)
+        return grad_output.sum(0)
 
     def op_forward(
         self,
@@ -102,8 +106,8 @@ class Bias(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
         self._check_features(input_.shape)
-        bias = self.addend()
-        return input_.to(bias.dtype) + bias
+        bias = self.addend(ctx)
+        return cast(input_, bias.dtype) + bias
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

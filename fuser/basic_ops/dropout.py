@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, compute_dtype
+from fuser.op import BasicOperation, Grads, OperationContext, cast
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -53,7 +53,7 @@ class Dropout(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        x = input_.to(compute_dtype(input_))
+        x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if not self.training or self.dropout_probability == 0:
             ctx.save_for_backward(None)
             return x

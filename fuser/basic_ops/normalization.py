@@ -13,7 +13,7 @@ from fuser.op import (
     BasicOperation,
     Grads,
     OperationContext,
-    autocast_dtype,
+    cast,
     default_device,
     default_dtype,
 )
@@ -86,10 +86,6 @@ class _Normalization(BasicOperation):
         return 4 * rows * self.num_statistics
 
     num_statistics = 1
-
-    def output_dtype(self) -> torch.dtype:
-        """The dtype of the output: torch autocast's if on, else the weight's."""
-        return autocast_dtype(self.weight.device.type) or self.weight.dtype
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as ``[rows, elements of the normalized shape]``."""
@@ -177,7 +173,7 @@ class LayerNorm(_Normalization):
         x = self.rows(input_)
         weight, bias = self.weight, self.bias
         y, mean, rstd = reference.layernorm(
-            x, self.gain(weight), bias.flatten(), self.eps, self.output_dtype()
+            x, self.gain(weight), bias.flatten(), self.eps, ctx.autocast_dtype or weight.dtype
         )
         if ctx.requires_grad:
             ctx.save_for_backward(x, weight, mean, rstd)
@@ -238,7 +234,7 @@ class RMSNorm(_Normalization):
         """The output; keeps what backward needs in ``ctx``."""
         x = self.rows(input_)
         weight = self.weight
-        y, rstd = reference.rmsnorm(x, self.gain(weight), self.eps, self.output_dtype())
+        y, rstd = reference.rmsnorm(x, self.gain(weight), self.eps, ctx.autocast_dtype or weight.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, weight, rstd)
         return y.view(input_.shape)
@@ -304,7 +300,7 @@ class L2Normalization(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        x = input_.to(autocast_dtype(input_.device.type) or input_.dtype)
+        x = cast(input_, ctx.autocast_dtype or input_.dtype)
         y, rnorm = reference.l2norm(x, self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(x, rnorm)

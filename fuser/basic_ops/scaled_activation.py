@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext, compute_dtype
+from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext, cast
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, scaled_activation, scaled_activation_backward
 
@@ -67,8 +67,7 @@ class ScaledActivation(BasicOperation):
                 f"{type(self).__name__} got scales of shape {tuple(scales.shape)} for an input of "
                 f"shape {tuple(input_.shape)}; it wants one scale a row, {tuple(input_.shape[:-1])}."
             )
-        x = input_.to(compute_dtype(input_))
-        self.functor.output_features(x.shape[-1])
+        x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
         return scaled_activation(self.functor, x, scales), [()]

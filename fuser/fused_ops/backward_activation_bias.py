@@ -37,8 +37,6 @@ class BackwardActivationBias(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        bias: Any
-        activation: Any
-        bias, activation = self.basic_ops
+        bias, activation = self.members
         dx = activation.input_grad(basic_op_ctxs[1], grad_output)
         return dx, [(bias.bias_grad(dx),), ()], [(), ()]

@@ -30,7 +30,7 @@ class _BackwardAddNorm(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        norm: Any = self.basic_ops[1]
+        norm = self.members[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         grad, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output)
         # The norm's own gradient is a fresh tensor, so the sum may overwrite it.

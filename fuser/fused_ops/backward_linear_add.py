@@ -42,7 +42,7 @@ class BackwardLinearAdd(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        linear: Any = self.basic_ops[1]
+        linear = self.members[1]
         ctx = basic_op_ctxs[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         grad_weight = linear.weight_grad(ctx, grad_output)

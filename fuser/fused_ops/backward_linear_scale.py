@@ -32,9 +32,7 @@ class BackwardLinearScale(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        linear: Any
-        scale: Any
-        linear, scale = self.basic_ops
+        linear, scale = self.members
         ctx = basic_op_ctxs[0]
         grad_weight = linear.weight_grad(ctx, grad_output, scale=scale.scale)
         grad_input = linear.input_grad(ctx, grad_output, scale=scale.scale)

@@ -34,13 +34,13 @@ class _ForwardAddNorm(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        add: Any = self.basic_ops[0]
-        norm: Any = self.basic_ops[-1]
+        add = self.members[0]
+        norm = self.members[-1]
         (extra,) = basic_op_extra_inputs[0]
         add.check_extra(input_.shape, extra)
         z = input_ + extra
         y = norm.normalize(basic_op_ctxs[-1], z)
-        return y, [(), ()] if len(self.basic_ops) == 2 else [(), (z,), ()]
+        return y, [(), ()] if len(self.members) == 2 else [(), (z,), ()]
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):

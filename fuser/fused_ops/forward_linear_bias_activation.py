@@ -61,20 +61,16 @@ class ForwardLinearBiasActivation(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear: Any
-        bias: Any
-        linear, bias, *rest = self.basic_ops
-        x, weight = linear.operands(input_)
-        linear.save(basic_op_ctxs[0], x, weight)
+        linear, bias, *rest = self.members
+        x, weight = linear.operands(basic_op_ctxs[0], input_)
         if not rest:
-            return gemm.linear(x, weight, bias.addend()), [(), ()]
-        activation: Any = rest[0]
+            return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])), [(), ()]
+        (activation,) = rest
         ctx = basic_op_ctxs[2]
         if _is_gelu_epilogue(activation, x.device.type, ctx.requires_grad):
-            return gemm.linear_gelu(x, weight, bias.addend()), [(), (), ()]
-        pre_activation, y = activation.run(gemm.linear(x, weight, bias.addend()))
-        activation.save(ctx, pre_activation)
-        return y, [(), (), ()]
+            return gemm.linear_gelu(x, weight, bias.addend(basic_op_ctxs[1])), [(), (), ()]
+        pre_activation = gemm.linear(x, weight, bias.addend(basic_op_ctxs[1]))
+        return activation.run(ctx, pre_activation), [(), (), ()]
 
 
 def _is_gelu_epilogue(activation: Activation, device: str, requires_grad: bool) -> bool:

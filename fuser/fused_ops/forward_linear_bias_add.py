@@ -63,13 +63,12 @@ class ForwardLinearBiasAdd(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear: Any = self.basic_ops[0]
-        add: Any = self.basic_ops[-1]
+        linear = self.members[0]
+        add = self.members[-1]
         (extra,) = basic_op_extra_inputs[-1]
-        x, weight = linear.operands(input_)
+        x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra)
-        linear.save(basic_op_ctxs[0], x, weight)
-        if len(self.basic_ops) == 2:
+        if len(self.members) == 2:
             return gemm.linear_add(x, weight, extra), [(), ()]
-        bias: Any = self.basic_ops[1]
-        return gemm.linear(x, weight, bias.addend()).add_(extra), [(), (), ()]
+        bias = self.members[1]
+        return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])).add_(extra), [(), (), ()]

@@ -43,12 +43,8 @@ class ForwardLinearScaleAdd(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear: Any
-        scale: Any
-        add: Any
-        linear, scale, add = self.basic_ops
+        linear, scale, add = self.members
         ((extra,),) = basic_op_extra_inputs[2:]
-        x, weight = linear.operands(input_)
+        x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra)
-        linear.save(basic_op_ctxs[0], x, weight)
         return gemm.linear_add(x, weight, extra, scale.scale), [(), (), ()]

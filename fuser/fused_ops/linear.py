@@ -72,23 +72,23 @@ class Linear(FusedOperation):
     @property
     def weight(self) -> torch.nn.Parameter:
         """The weight, shape ``[out_features, in_features]``; may be replaced."""
-        parameter: torch.nn.Parameter = self._first().weight
+        parameter: torch.nn.Parameter = self.members[0].weight
         return parameter
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
         """The bias, shape ``[out_features]``, or None without one; may be replaced."""
-        if len(self.basic_ops) == 1:
+        if len(self.members) == 1:
             return None
-        parameter: torch.nn.Parameter = self._last().bias
+        parameter: torch.nn.Parameter = self.members[-1].bias
         return parameter
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a Parameter here instead of calling a property.
         if name == "weight":
-            self._first().weight = value
-        elif name == "bias" and len(self.basic_ops) > 1:
-            self._last().bias = value
+            self.members[0].weight = value
+        elif name == "bias" and len(self.members) > 1:
+            self.members[-1].bias = value
         elif name == "bias" and value is not None:
             raise InputError("This Linear was made with bias=False and cannot be given a bias.")
         elif name != "bias":

@@ -171,20 +171,28 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
 }
 
 # torch runs these in one kernel in any dtype, with fp32 inside.
-_NATIVE = frozenset({"gelu", "relu", "silu"})
+_NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
 
 
 def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
-    """``functor`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x."""
-    if functor.name in _NATIVE:
-        return _UNARY[functor.name].forward(x)
+    """``functor`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x.
+
+    Raises
+    ------
+    InputError
+        If a gated unit cannot split the columns of ``x``.
+    """
+    native = _NATIVE.get(functor.name)
+    if native is not None:
+        return native.forward(x)
     return _forward_fp32(functor, x).to(x.dtype)
 
 
 def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of the input ``x``, in x's shape and dtype, from that of the output."""
-    if functor.name in _NATIVE and dy.dtype == x.dtype:
-        return _UNARY[functor.name].backward(dy, x)
+    native = _NATIVE.get(functor.name)
+    if native is not None and dy.dtype is x.dtype:
+        return native.backward(dy, x)
     return _backward_fp32(functor, dy.float(), x).to(x.dtype)
 
 
@@ -225,6 +233,7 @@ def _backward_fp32(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch
 
 def _split(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and linear part, each ``[..., n / 2]``."""
+    functor.output_features(x.shape[-1])
     width = functor.interleave
     if width is None:
         gate, linear = x.chunk(2, dim=-1)

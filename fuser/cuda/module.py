@@ -1,0 +1,266 @@
+"""CUDA sources to kernel handles: compiling, caching, and the only import of CuPy."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.resources
+import importlib.util
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fuser.errors import StateError
+
+KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
+"""The folder of the ``.cu`` files; their headers are in ``fuser/*.cuh`` below it."""
+
+CUPY_EXTRAS = {12: "cuda12", 13: "cuda13"}
+"""CUDA's major version to the extra of this package that installs the CuPy for it."""
+
+
+# -- can kernels run here? ----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What is installed and visible here, as far as CUDA kernels care.
+
+    ``torch_cuda`` is the CUDA version that torch was built with, None without.
+    ``cupy_packages`` are the distributions that provide CuPy. ``cupy_cuda`` is
+    the CUDA version CuPy was built with, as 1000 * major + 10 * minor; it and
+    ``cupy_version`` are None where CuPy was not imported, and ``cupy_error``
+    says why if it was tried.
+    """
+
+    torch_version: str
+    torch_cuda: str | None
+    device_count: int
+    cupy_packages: tuple[str, ...] = ()
+    cupy_version: str | None = None
+    cupy_cuda: int | None = None
+    cupy_error: str | None = None
+
+    @property
+    def torch_cuda_major(self) -> int | None:
+        """CUDA's major version in torch, None without CUDA."""
+        return None if self.torch_cuda is None else int(self.torch_cuda.split(".")[0])
+
+    @property
+    def cupy_cuda_major(self) -> int | None:
+        """CUDA's major version in CuPy, None where CuPy was not imported."""
+        return None if self.cupy_cuda is None else self.cupy_cuda // 1000
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why CUDA kernels are not available, and the commands that change it."""
+
+    reason: str
+    commands: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        steps = ", then ".join(f"`{command}`" for command in self.commands)
+        return f"{self.reason} Run {steps}." if steps else self.reason
+
+
+def installation() -> Installation:
+    """Look at torch, its devices and CuPy. Imports CuPy if there is exactly one."""
+    packages = _cupy_packages()
+    facts = Installation(
+        torch_version=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        device_count=torch.cuda.device_count(),
+        cupy_packages=packages,
+    )
+    # Two CuPys overwrite each other's files; importing the mixture may crash.
+    if len(packages) > 1 or importlib.util.find_spec("cupy") is None:
+        return facts
+    try:
+        import cupy
+    except Exception as error:
+        return replace(facts, cupy_error=f"{type(error).__name__}: {error}".strip())
+    return replace(
+        facts,
+        cupy_version=cupy.__version__,
+        cupy_cuda=int(cupy.cuda.driver.get_build_version()),
+    )
+
+
+def obstacle(facts: Installation) -> Obstacle | None:
+    """What keeps CUDA kernels from running on such an installation; None if nothing does."""
+    if facts.torch_cuda is None:
+        return Obstacle(
+            f"torch {facts.torch_version} is built without CUDA. To use an NVIDIA GPU, install "
+            "a CUDA build of torch: https://pytorch.org/get-started/locally."
+        )
+    if facts.device_count == 0:
+        return Obstacle(
+            f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}, but sees no CUDA "
+            "device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
+        )
+    extra = CUPY_EXTRAS.get(facts.torch_cuda_major or 0)
+    if extra is None:
+        return Obstacle(
+            f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}; fuser's kernels "
+            f"need a torch built for CUDA {' or '.join(map(str, CUPY_EXTRAS))}."
+        )
+    install = f'pip install "fuser[{extra}]"'
+    reinstall = (*_uninstall(facts.cupy_packages), install)
+    if len(facts.cupy_packages) > 1:
+        names = " and ".join(facts.cupy_packages)
+        return Obstacle(f"{names} are installed together and overwrite each other.", reinstall)
+    if facts.cupy_error is not None:
+        return Obstacle(f"CuPy cannot be imported ({facts.cupy_error}).", reinstall)
+    if facts.cupy_cuda_major is None:
+        return Obstacle("CuPy, which compiles fuser's CUDA kernels, is not installed.", (install,))
+    if facts.cupy_cuda_major != facts.torch_cuda_major:
+        return Obstacle(
+            f"CuPy {facts.cupy_version} is built for CUDA {facts.cupy_cuda_major} and torch "
+            f"{facts.torch_version} for CUDA {facts.torch_cuda_major}; they must be the same.",
+            reinstall,
+        )
+    return None
+
+
+@functools.cache
+def kernels_unavailable() -> str | None:
+    """Why CUDA kernels are not available here, as a sentence; None if they are.
+
+    Found once in a process.
+    """
+    found = obstacle(installation())
+    return None if found is None else str(found)
+
+
+def _cupy_packages() -> tuple[str, ...]:
+    names = {str(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+    return tuple(sorted(n for n in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", n)))
+
+
+def _uninstall(packages: tuple[str, ...]) -> tuple[str, ...]:
+    return (f"pip uninstall -y {' '.join(packages)}",) if packages else ()
+
+
+# -- compiling ----------------------------------------------------------------
+
+
+def sources_digest(root: Path) -> str:
+    """SHA-256 over the names and contents of every ``.cu`` and ``.cuh`` below ``root``."""
+    digest = hashlib.sha256()
+    for path in sorted([*root.rglob("*.cu"), *root.rglob("*.cuh")]):
+        contents = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(contents)}\0".encode())
+        digest.update(contents)
+    return digest.hexdigest()
+
+
+def arch_name(capability: tuple[int, int]) -> str:
+    """The compiler's name of an architecture, ``(9, 0)`` -> ``sm_90a``.
+
+    From Hopper on, the ``a`` gives the chip's own instructions (wgmma, TMA,
+    tcgen05), which the plain name leaves out.
+    """
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
+    """The NVRTC options of every kernel, for the sources below ``root``.
+
+    CuPy's disk cache is keyed by the ``.cu`` and the options, not by headers:
+    the digest makes an edited header a new key. CuPy appends its own
+    ``-arch=sm_90`` behind; NVRTC then keeps the ``a`` of the same number.
+    """
+    return (
+        "-std=c++17",
+        f"-I{root}",
+        f"-arch={arch_name(capability)}",
+        f"-DFUSER_SOURCES={sources_digest(root)}",
+    )
+
+
+@functools.cache
+def kernel(name: str, symbol: str, device: int) -> Any:
+    """The handle (``cupy.RawKernel``) of a kernel on a device, compiled on first use.
+
+    Parameters
+    ----------
+    name
+        Of the source, ``fuser/cuda/kernels/<name>.cu``.
+    symbol
+        An ``extern "C"`` function, or an instantiation of a template as a C++
+        name expression, e.g. ``fuser_swiglu<float, 4>``.
+    device
+        CUDA device index.
+
+    Raises
+    ------
+    StateError
+        If CUDA kernels are not available here, the source does not exist or
+        does not compile (with the compiler's log), or has no such kernel.
+    """
+    reason = kernels_unavailable()
+    if reason is not None:
+        raise StateError(f"Kernel {symbol} cannot run. {reason}")
+    import cupy
+
+    expressions = (symbol,) if "<" in symbol else ()
+    with cupy.cuda.Device(device):
+        compiled = _compiled(name, expressions, device)
+        try:
+            return compiled.get_function(symbol)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise StateError(f"{_shown(name)} has no kernel {symbol} ({error}).") from error
+
+
+@functools.cache
+def allow_large_shared_memory(name: str, symbol: str, device: int) -> None:
+    """Let a kernel be launched with all the shared memory that a block of the device can have.
+
+    Without this a launch may ask for 48 KiB of dynamic shared memory at most.
+    """
+    import cupy
+
+    handle = kernel(name, symbol, device)
+    with cupy.cuda.Device(device):
+        most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
+
+
+@functools.cache
+def _compiled(name: str, expressions: tuple[str, ...], device: int) -> Any:
+    """The ``cupy.RawModule`` of a source on the current device, ``device``."""
+    import cupy
+
+    capability = torch.cuda.get_device_capability(device)
+    module = cupy.RawModule(
+        code=_source(name),
+        options=compile_options(KERNELS, capability),
+        backend="nvrtc",
+        name_expressions=expressions or None,
+    )
+    try:
+        module.compile()
+    except cupy.cuda.compiler.CompileException as error:
+        raise StateError(
+            f"{_shown(name)} does not compile for {arch_name(capability)}:\n{error}"
+        ) from error
+    return module
+
+
+def _source(name: str) -> str:
+    """The text of a ``.cu`` with a first line that lets compiler errors name the file."""
+    path = KERNELS / f"{name}.cu"
+    if not path.is_file():
+        known = ", ".join(sorted(other.stem for other in KERNELS.glob("*.cu"))) or "none"
+        raise StateError(f"There is no {_shown(name)}; the kernel sources are {known}.")
+    return f'#line 1 "{_shown(name)}"\n{path.read_text(encoding="utf-8")}'
+
+
+def _shown(name: str) -> str:
+    return f"fuser/cuda/kernels/{name}.cu"

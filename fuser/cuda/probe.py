@@ -1,0 +1,58 @@
+"""Launcher of the probe, a kernel that shows whether kernels work on a machine."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.cuda.launch import Kernel, Launch, float32, int64
+from fuser.errors import InputError
+
+THREADS = 256
+# Few enough that a million elements take several steps of the grid-stride loop.
+MAX_BLOCKS = 1024
+
+FUSER_PROBE = Kernel("probe", "fuser_probe")
+
+
+def probe(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
+    """Write ``y[i] = scale * x[i] + i``, in fp32 with one rounding.
+
+    The kernel steps by the number of threads that it is told, so every element
+    comes out right only if grid, block, pointers, the int64 sizes and the float
+    arrive as they were meant. Subnormal inputs count as 0.
+
+    Parameters
+    ----------
+    x
+        Read; fp32, contiguous, any shape, on a CUDA device.
+    y
+        Written; like ``x``. ``i`` counts its elements in memory.
+    scale
+        Any float that fits fp32.
+
+    Raises
+    ------
+    InputError
+        If dtype, layout, size or device of a tensor is another.
+    """
+    for name, tensor in (("x", x), ("y", y)):
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            raise InputError(
+                f"probe takes contiguous float32 tensors; {name} is {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)} and strides {tensor.stride()}."
+            )
+    if x.shape != y.shape:
+        raise InputError(
+            f"probe writes as many elements as it reads; x has shape {tuple(x.shape)} and y "
+            f"{tuple(y.shape)}."
+        )
+    launch = _launch(x.numel())
+    threads = launch.grid[0] * launch.block[0]
+    FUSER_PROBE(launch, x, y, int64(x.numel()), int64(threads), float32(scale))
+
+
+@functools.lru_cache(maxsize=64)
+def _launch(n: int) -> Launch:
+    return Launch(grid=(min(-(-n // THREADS), MAX_BLOCKS),), block=(THREADS,))
