@@ -1,12 +1,15 @@
-"""Walking a plan: its steps forward and backward, as one autograd node.
+"""Running a plan: the straight-line Python it means, as one autograd node.
 
-Everything that does not change from call to call is worked out when a run is
-made. Host time of a small layer is decided here: a microsecond in this file
-is one percent of a training step of Linear-GELU-Linear on 16x128.
+A plan is walked the same way at every call, so it is written out once: ``Run``
+generates one forward and one backward function with every step, context and
+extra tensor named. ``Run.source`` is what runs, and tracebacks show it. Against
+a loop over steps this saves 5 us of the 110 us that a training step of
+Linear-GELU-Linear on 16x128 takes on a CPU.
 """
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,58 +19,13 @@ from fuser.errors import StateError
 from fuser.graph import Source
 from fuser.op import BasicOperation, FusibleOperation, OperationContext
 from fuser.plan import FusionPlan
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.plan_key import PlanKey
 
-Place = tuple[int, int]
-"""An extra output: the index of its op, and its own among that op's."""
-
-
-class Step:
-    """One operation of a plan, with what it takes to call it."""
-
-    def __init__(
-        self,
-        op: FusibleOperation,
-        indices: tuple[int, ...],
-        ops: Sequence[BasicOperation],
-        param_counts: Sequence[int],
-    ) -> None:
-        self.op = op
-        self.start, self.stop = indices[0], indices[-1] + 1
-        members = ops[self.start : self.stop]
-        self.param_counts = list(param_counts[self.start : self.stop])
-        self.extra_input_counts = [member.num_extra_inputs for member in members]
-        self.extra_output_counts = [member.num_extra_outputs for member in members]
-        self.has_extra_inputs = any(self.extra_input_counts)
-        self.has_extra_outputs = any(self.extra_output_counts)
-        self.nothing: list[Any] = [()] * len(members)
-        self.no_kwargs: list[dict[str, Any]] = [{}] * len(members)
-
-    def rows(
-        self, what: str, given: Iterable[Iterable[Any] | None], wanted: list[int]
-    ) -> list[Sequence[Any]]:
-        """One row of tensors for each basic op; ops without any may leave theirs out.
-
-        Raises
-        ------
-        StateError
-            If a row has another length than the op's number of ``what``.
-        """
-        rows: list[Sequence[Any]] = [
-            row if type(row) is tuple else tuple(row or ()) for row in given
-        ]
-        if len(rows) < len(wanted):
-            rows += [()] * (len(wanted) - len(rows))
-        if [len(row) for row in rows] != wanted:
-            raise StateError(
-                f"{type(self.op).__name__} stands for ops {self.start} to {self.stop - 1} with "
-                f"{wanted} {what}, and returned {[len(row) for row in rows]}."
-            )
-        return rows
+PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
 
 class Run:
-    """A plan ready to be walked.
+    """A plan ready to be called.
 
     Parameters
     ----------
@@ -87,35 +45,20 @@ class Run:
         ops: Sequence[BasicOperation],
         sources: Sequence[tuple[Source, ...]],
         param_counts: Sequence[int],
-        forward: Iterable[tuple[FusibleOperation, tuple[int, ...]]],
-        backward: Iterable[tuple[FusibleOperation, tuple[int, ...]]],
+        forward: PlannedOps,
+        backward: PlannedOps,
     ) -> None:
         self.plan = plan
-        self.ops = tuple(ops)
-        self.sources = tuple(sources)
-        self.forward_steps = [Step(op, where, ops, param_counts) for op, where in forward]
-        self.backward_steps = [Step(op, where, ops, param_counts) for op, where in backward]
         self.requires_grad = [op.requires_grad for op in key.ops]
-        self.wants_input_grad = key.ops[0].input_requires_grad
         self.needs_backward = key.requires_grad
-        self.is_quantized = key.recipe is not None
-        self.no_param_grads: list[Sequence[Any]] = [(None,) * n for n in param_counts]
-        self.num_caller_inputs = sum(s.caller_index is not None for row in sources for s in row)
-        self.returned = returned_places(ops)
-        # What holds for every call stands on a class of contexts, one for each
-        # op, so that making a context costs nothing more.
-        self.contexts = [
-            type(
-                "OperationContext",
-                (OperationContext,),
-                {
-                    "requires_grad": op.requires_grad,
-                    "input_requires_grad": op.input_requires_grad,
-                    "autocast_dtype": key.autocast_dtype,
-                },
-            )
-            for op in key.ops
+        # Every extra output; which of them the caller gets, and needs no gradient for.
+        self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
+        self.returned = [
+            n for n, (i, k) in enumerate(self.places) if ops[i].returns_extra_output(k)
         ]
+        self.source, self.forward, self.backward = _Writer(
+            key, ops, sources, param_counts, self.places
+        ).write(forward, backward)
 
     def __call__(
         self,
@@ -126,158 +69,212 @@ class Run:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run forward; under autograd if anything needs a gradient."""
         if self.needs_backward:
-            result: torch.Tensor | tuple[torch.Tensor, ...] = _PipelineFunction.apply(
+            result: torch.Tensor | tuple[torch.Tensor, ...] = _apply(
                 (self, kwargs, len(params)), input_, *params, *extra_inputs
             )
             return result
         output, _, produced = self.forward(input_, extra_inputs, kwargs)
         if not self.returned:
-            return output
-        return (output, *(produced[place] for place in self.returned))
+            return output  # type: ignore[no-any-return]
+        return (output, *(produced[n] for n in self.returned))
 
-    # -- forward --------------------------------------------------------------
 
-    def forward(
+class _Writer:
+    """Writes a plan out as Python source.
+
+    Names: ``x`` the main line and ``dx`` its gradient; of op i, ``c{i}`` the
+    context and ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` and
+    ``dout{i}_{k}`` its extra output k and the gradient of it, ``din{i}_{k}``
+    the gradient of its extra input k.
+    """
+
+    def __init__(
         self,
-        input_: torch.Tensor,
-        extra_inputs: Sequence[torch.Tensor],
-        kwargs: list[dict[str, Any]] | None,
-    ) -> tuple[torch.Tensor, list[OperationContext], dict[Place, torch.Tensor]]:
-        """Walk the forward steps: the output, the contexts, and every extra output."""
-        ctxs = [make() for make in self.contexts]
-        produced: dict[Place, torch.Tensor] = {}
-        before = after = None
-        x = input_
-        for step in self.forward_steps:
-            start, stop = step.start, step.stop
-            if self.is_quantized:
-                before = self._neighbour_quantizer(start - 1, "get_grad_output_quantizer")
-                after = self._neighbour_quantizer(stop, "get_input_quantizer")
-            x, extra_outputs = step.op.fuser_forward(
-                ctxs[start:stop],
-                x,
-                basic_op_extra_inputs=(
-                    [self._extras_of(i, extra_inputs, produced) for i in range(start, stop)]
-                    if step.has_extra_inputs
-                    else step.nothing
-                ),
-                prev_op_grad_output_quantizer=before,
-                next_op_input_quantizer=after,
-                basic_op_kwargs=step.no_kwargs if kwargs is None else kwargs[start:stop],
+        key: PlanKey,
+        ops: Sequence[BasicOperation],
+        sources: Sequence[tuple[Source, ...]],
+        param_counts: Sequence[int],
+        places: Sequence[tuple[int, int]],
+    ) -> None:
+        self.key = key
+        self.ops = ops
+        self.sources = sources
+        self.param_counts = param_counts
+        self.places = places
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"filled": _filled, "total": _total}
+        for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
+            self.names[f"op{i}"] = op
+            # What holds for every call stands on a class of contexts, so that
+            # making a context costs nothing more.
+            self.names[f"Context{i}"] = type(
+                "OperationContext",
+                (OperationContext,),
+                {
+                    "requires_grad": op_key.requires_grad,
+                    "input_requires_grad": op_key.input_requires_grad,
+                    "autocast_dtype": key.autocast_dtype,
+                },
             )
-            if step.has_extra_outputs:
-                rows = step.rows("extra outputs", extra_outputs, step.extra_output_counts)
-                for index, row in enumerate(rows, start):
-                    for k, value in enumerate(row):
-                        produced[index, k] = value
-        return x, ctxs, produced
 
-    def _extras_of(
-        self,
-        index: int,
-        extra_inputs: Sequence[torch.Tensor],
-        produced: dict[Place, torch.Tensor],
-    ) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            extra_inputs[source.caller_index]
+    def write(self, forward: PlannedOps, backward: PlannedOps) -> tuple[str, Any, Any]:
+        """The source, and its two functions."""
+        self._write_forward(forward)
+        self._write_backward(backward)
+        source = "\n".join(self.lines) + "\n"
+        filename = f"<fuser plan {id(self):x}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        exec(compile(source, filename, "exec"), self.names)
+        return source, self.names["forward"], self.names["backward"]
+
+    def _write_forward(self, steps: PlannedOps) -> None:
+        add = self.lines.append
+        contexts = "".join(f"c{i}, " for i in range(len(self.ops)))
+        makes = "".join(f"Context{i}(), " for i in range(len(self.ops)))
+        self.names["no_kwargs"] = [{}] * len(self.ops)
+        add("def forward(x, extra_inputs, kwargs):")
+        add("    kwargs = kwargs or no_kwargs")
+        add(f"    {contexts}= {makes}")
+        for number, (op, indices) in enumerate(steps):
+            self.names[f"forward{number}"] = op.fuser_forward
+            extras = ", ".join(self._extra_inputs(i) for i in indices)
+            before, after = self._quantizers(indices)
+            add(f"    # {type(op).__name__}")
+            add(f"    x, made = forward{number}([{_contexts(indices)}], x,")
+            add(f"        basic_op_extra_inputs=[{extras}],")
+            add(f"        prev_op_grad_output_quantizer={before},")
+            add(f"        next_op_input_quantizer={after},")
+            add(f"        basic_op_kwargs=kwargs[{indices[0]}:{indices[-1] + 1}])")
+            counts = [self.ops[i].num_extra_outputs for i in indices]
+            if any(counts):
+                rows = _names_of_rows("out", indices, counts)
+                add(f"    {rows} = {self._checked(op, indices, 'extra outputs', counts)}(made)")
+        produced = "".join(f"out{i}_{k}, " for i, k in self.places)
+        add(f"    return x, ({contexts}), ({produced})")
+
+    def _write_backward(self, steps: PlannedOps) -> None:
+        add = self.lines.append
+        add("")
+        add("def backward(contexts, dx, dout, specs):")
+        add(f"    ({''.join(f'c{i}, ' for i in range(len(self.ops)))}) = contexts")
+        if self.places:
+            add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
+        covered = {i for _, indices in steps for i in indices}
+        for number, (op, indices) in enumerate(steps):
+            self.names[f"backward{number}"] = op.fuser_backward
+            grads = ", ".join(self._extra_output_grads(i) for i in indices)
+            params = "".join(f"p{i}, " for i in indices)
+            param_counts = [self.param_counts[i] for i in indices]
+            checked = self._checked(op, indices, "parameters", param_counts)
+            add(f"    # {type(op).__name__}")
+            add(f"    dx, params, extras = backward{number}([{_contexts(indices)}], dx,")
+            add(f"        basic_op_grad_extra_outputs=[{grads}])")
+            add(f"    {params}= params if len(params) == {len(indices)} else {checked}(params)")
+            counts = [self.ops[i].num_extra_inputs for i in indices]
+            if any(counts):
+                rows = _names_of_rows("din", indices, counts)
+                add(f"    {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)")
+                self._add_channel_grads(indices)
+        flat = ", ".join(
+            f"*p{i}" if i in covered else ", ".join(["None"] * count)
+            for i, count in enumerate(self.param_counts)
+            if count or i in covered
+        )
+        rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
+        wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
+        checked = self._checked(None, tuple(range(len(self.ops))), "parameters", wanted)
+        add(f"    grads = [{flat}]")
+        add(f"    if len(grads) != {sum(self.param_counts)}:")
+        add(f"        {checked}(({rows}))")
+        callers = "".join(
+            f"din{i}_{k}, " if i in covered else "None, "
+            for i, row in enumerate(self.sources)
+            for k, source in enumerate(row)
             if source.caller_index is not None
-            else produced[source.place]
-            for source in self.sources[index]
+        )
+        dx = "dx" if self.key.ops[0].input_requires_grad else "None"
+        add(f"    return (None, {dx}, *grads, {callers})")
+
+    def _extra_inputs(self, op: int) -> str:
+        return _tuple(
+            f"extra_inputs[{source.caller_index}]"
+            if source.caller_index is not None
+            else "out{}_{}".format(*source.place)
+            for source in self.sources[op]
         )
 
-    def _neighbour_quantizer(self, index: int, question: str) -> Any:
-        if 0 <= index < len(self.ops):
-            return getattr(self.ops[index], question)()
-        return None
+    def _extra_output_grads(self, op: int) -> str:
+        return _tuple(
+            f"filled(dout{i}_{k}, specs[{n}], dx)"
+            for n, (i, k) in enumerate(self.places)
+            if i == op
+        )
 
-    # -- backward -------------------------------------------------------------
+    def _add_channel_grads(self, indices: tuple[int, ...]) -> None:
+        for i in indices:
+            for k, source in enumerate(self.sources[i]):
+                if source.producer is not None:
+                    name = "dout{}_{}".format(*source.place)
+                    self.lines.append(f"    {name} = total({name}, din{i}_{k})")
 
-    def backward(
-        self,
-        ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        grad_extras: dict[Place, torch.Tensor],
-        channel_specs: dict[Place, TensorSpec],
-    ) -> tuple[torch.Tensor | None, ...]:
-        """Walk the backward steps.
+    def _quantizers(self, indices: tuple[int, ...]) -> tuple[str, str]:
+        """What the neighbours want: of the gradient before, of the value after."""
+        before, after = indices[0] - 1, indices[-1] + 1
+        quantized = self.key.recipe is not None
+        return (
+            f"op{before}.get_grad_output_quantizer()" if quantized and before >= 0 else "None",
+            f"op{after}.get_input_quantizer()" if quantized and after < len(self.ops) else "None",
+        )
 
-        ``grad_extras`` holds the gradients of the extra outputs from the
-        caller; those from channels are summed into it on the way. Returns the
-        gradients of the input, of the parameters and of the caller's extra
-        inputs, flat.
-        """
-        param_grads = self.no_param_grads.copy()
-        caller_grads: list[torch.Tensor | None] = [None] * self.num_caller_inputs
-        dx: torch.Tensor | None = grad_output
-        for step in self.backward_steps:
-            start, stop = step.start, step.stop
-            if dx is None:
+    def _checked(
+        self, op: FusibleOperation | None, indices: tuple[int, ...], what: str, counts: list[int]
+    ) -> str:
+        """The name of a function that checks one row of tensors for each basic op."""
+        who = "The backward" if op is None else type(op).__name__
+
+        def checked(given: Iterable[Iterable[Any] | None]) -> list[tuple[Any, ...]]:
+            rows = [tuple(row or ()) for row in given]
+            rows += [()] * (len(counts) - len(rows))  # ops without any may leave theirs out
+            if [len(row) for row in rows] != counts:
                 raise StateError(
-                    f"The backward of {type(step.op).__name__} (ops {start} to {stop - 1}) cannot "
-                    "run: the step after it returned no gradient for its input."
+                    f"{who} stands for ops {indices[0]} to {indices[-1]}, which have {counts} "
+                    f"{what}, and returned {[len(row) for row in rows]}."
                 )
-            dx, step_params, step_extras = step.op.fuser_backward(
-                ctxs[start:stop],
-                dx,
-                basic_op_grad_extra_outputs=(
-                    [
-                        self._grads_of(i, grad_output, grad_extras, channel_specs)
-                        for i in range(start, stop)
-                    ]
-                    if step.has_extra_outputs
-                    else step.nothing
-                ),
-            )
-            param_grads[start:stop] = step.rows("parameters", step_params, step.param_counts)
-            if step.has_extra_inputs:
-                rows = step.rows("extra inputs", step_extras, step.extra_input_counts)
-                for index, row in enumerate(rows, start):
-                    self._route_grads(index, row, caller_grads, grad_extras)
-        if not self.wants_input_grad:
-            dx = None
-        return (dx, *[grad for row in param_grads for grad in row], *caller_grads)
+            return rows
 
-    def _grads_of(
-        self,
-        index: int,
-        grad_output: torch.Tensor,
-        grad_extras: dict[Place, torch.Tensor],
-        channel_specs: dict[Place, TensorSpec],
-    ) -> tuple[torch.Tensor, ...]:
-        """The gradients of an op's extra outputs; zeros where none came back on a channel."""
-        row = []
-        for k in range(self.ops[index].num_extra_outputs):
-            grad = grad_extras.get((index, k))
-            if grad is None:
-                spec = channel_specs[index, k]
-                grad = grad_output.new_zeros(spec.shape, dtype=spec.dtype)
-            row.append(grad)
-        return tuple(row)
-
-    def _route_grads(
-        self,
-        index: int,
-        grads: Sequence[torch.Tensor | None],
-        caller_grads: list[torch.Tensor | None],
-        grad_extras: dict[Place, torch.Tensor],
-    ) -> None:
-        """Hand the gradients of an op's extra inputs to the caller or up their channels."""
-        for source, grad in zip(self.sources[index], grads, strict=True):
-            if source.caller_index is not None:
-                caller_grads[source.caller_index] = grad
-            elif grad is not None:
-                earlier = grad_extras.get(source.place)
-                grad_extras[source.place] = grad if earlier is None else earlier + grad
+        name = f"checked{len(self.names)}"
+        self.names[name] = checked
+        return name
 
 
-def returned_places(ops: Sequence[BasicOperation]) -> list[Place]:
-    """The extra outputs that go back to the caller, in the order they are returned."""
-    return [
-        (i, k)
-        for i, op in enumerate(ops)
-        for k in range(op.num_extra_outputs)
-        if op.returns_extra_output(k)
-    ]
+def _contexts(indices: Iterable[int]) -> str:
+    return ", ".join(f"c{i}" for i in indices)
+
+
+def _tuple(items: Iterable[str]) -> str:
+    return f"({''.join(item + ', ' for item in items)})"
+
+
+def _names_of_rows(prefix: str, indices: Iterable[int], counts: Iterable[int]) -> str:
+    rows = (
+        _tuple(f"{prefix}{i}_{k}" for k in range(count))
+        for i, count in zip(indices, counts, strict=True)
+    )
+    return _tuple(rows)
+
+
+def _filled(
+    grad: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype], like: torch.Tensor
+) -> torch.Tensor:
+    """``grad``, or zeros where no gradient came back on a channel."""
+    return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad
+
+
+def _total(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients of one tensor, either of which may be absent."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
 
 
 class _PipelineFunction(torch.autograd.Function):
@@ -304,22 +301,15 @@ class _PipelineFunction(torch.autograd.Function):
                 saving.append((op_ctx, start, len(to_save)))
                 op_ctx.to_save = None
         ctx.save_for_backward(*to_save)
-        ctx.call = (run, op_ctxs, saving)
-        ctx.channel_specs = {}
-        if not produced:
-            return output
-        ctx.channel_specs = {
-            place: TensorSpec(tuple(tensor.shape), tensor.dtype)
-            for place, tensor in produced.items()
-        }
+        ctx.call = (run, op_ctxs, saving, [(t.shape, t.dtype) for t in produced])
         if not run.returned:
-            return output
+            return output  # type: ignore[no-any-return]
         outputs = [output]
         without_grad = []
-        for place in run.returned:
-            tensor = produced[place]
+        for n in run.returned:
+            tensor = produced[n]
             # Autograd wants a tensor object of its own for each output.
-            if not run.requires_grad[place[0]]:
+            if not run.requires_grad[run.places[n][0]]:
                 tensor = tensor.detach()
                 without_grad.append(tensor)
             elif any(tensor is other for other in outputs):
@@ -330,32 +320,42 @@ class _PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return (None, *_run_backward(ctx, grad_outputs))
-        # create_graph=True: first gradients are right, second ones are refused.
-        with torch.no_grad():
-            grads = _run_backward(ctx, grad_outputs)
-        anchor = torch.zeros((), requires_grad=True)
-        return (None, *(g if g is None else _OnceDifferentiable.apply(anchor, g) for g in grads))
-
-
-def _run_backward(
-    ctx: Any, grad_outputs: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor | None, ...]:
-    run, op_ctxs, saving = ctx.call
-    saved = ctx.saved_tensors
-    for op_ctx, start, stop in saving:
-        op_ctx.saved_tensors = saved[start:stop]
-    try:
-        grad_extras = dict(zip(run.returned, grad_outputs[1:], strict=True))
-        grads: tuple[torch.Tensor | None, ...] = run.backward(
-            op_ctxs, grad_outputs[0], grad_extras, ctx.channel_specs
+        if torch.is_grad_enabled():
+            # create_graph=True: first gradients are right, second ones are refused.
+            with torch.no_grad():
+                grads = _PipelineFunction.backward(ctx, *grad_outputs)
+            anchor = torch.zeros((), requires_grad=True)
+            return tuple(g if g is None else _OnceDifferentiable.apply(anchor, g) for g in grads)
+        run, op_ctxs, saving, specs = ctx.call
+        saved = ctx.saved_tensors
+        for op_ctx, start, stop in saving:
+            op_ctx.saved_tensors = saved[start:stop]
+        grad_extras: list[torch.Tensor | None] = [None] * len(run.places)
+        for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
+            grad_extras[n] = grad
+        # A sum's gradient is one number with zero strides, which every GEMM that
+        # reads it would copy; it is copied once here.
+        result: tuple[torch.Tensor | None, ...] = run.backward(
+            op_ctxs, grad_outputs[0].contiguous(), grad_extras, specs
         )
-        return grads
-    finally:
         # A retained graph runs again; in between, nothing here keeps tensors alive.
         for op_ctx, _, _ in saving:
             op_ctx.saved_tensors = None
+        return result
+
+
+_direct_apply = super(torch.autograd.Function, _PipelineFunction).apply
+
+
+def _apply(*args: Any) -> Any:
+    """``_PipelineFunction.apply`` without torch's wrapper, which costs 2 us.
+
+    The wrapper is there for functorch's transforms; under one of those it is
+    used, and says what it has to say.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _PipelineFunction.apply(*args)
+    return _direct_apply(*args)
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -30,11 +30,11 @@ def linear_add(
     return y.view(addend.shape)
 
 
-def dgrad(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``dy @ weight``: the gradient of x, of shape ``[..., K]``."""
+def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """``scale * dy @ weight``: the gradient of x, ``[..., K]``; the scale is ``alpha``."""
     if dy.dim() == 2:
-        return torch.mm(dy, weight)
-    return torch.mm(_rows(dy), weight).view(*dy.shape[:-1], weight.shape[1])
+        return torch.mm(dy, weight) if scale == 1.0 else _scaled_mm(dy, weight, scale)
+    return dgrad(_rows(dy), weight, scale).view(*dy.shape[:-1], weight.shape[1])
 
 
 def dgrad_add(dy: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor) -> torch.Tensor:
@@ -42,17 +42,11 @@ def dgrad_add(dy: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor) -> t
     return torch.addmm(_rows(addend), _rows(dy), weight).view(addend.shape)
 
 
-def dgrad_scale(dy: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale * (dy @ weight)``: one GEMM with ``alpha``."""
-    dx = _scaled_mm(_rows(dy), weight, scale)
-    return dx.view(*dy.shape[:-1], weight.shape[1])
-
-
 def wgrad(dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """``scale * dy.T @ x`` over all rows: the gradient of the weight, ``[N, K]``."""
-    if scale == 1.0:
-        return torch.mm(_rows(dy).t(), _rows(x))
-    return _scaled_mm(_rows(dy).t(), _rows(x), scale)
+    if dy.dim() != 2:
+        dy, x = _rows(dy), _rows(x)
+    return torch.mm(dy.t(), x) if scale == 1.0 else _scaled_mm(dy.t(), x, scale)
 
 
 def wgrad_accumulate(

@@ -81,17 +81,12 @@ class OperationContext:
     autocast_dtype: torch.dtype | None = None
     """The dtype of torch's autocast in the forward, None where it is off."""
     to_save: tuple[torch.Tensor | None, ...] | None = None
-    saved_tensors: tuple[torch.Tensor | None, ...] | None = None
+    # In backward: what the forward saved, in its order.
+    saved_tensors: Any = None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep ``tensors`` for the backward; called in the forward."""
         self.to_save = tensors
-
-    def saved(self) -> tuple[Any, ...]:
-        """The tensors kept by :meth:`save_for_backward`, in its order."""
-        if self.saved_tensors is None:
-            raise StateError("This op saved no tensors for backward, or they were freed.")
-        return self.saved_tensors
 
 
 class FusibleOperation(torch.nn.Module, abc.ABC):
@@ -285,8 +280,6 @@ class BasicOperation(FusibleOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        if self.num_extra_inputs or self.num_extra_outputs:
-            raise StateError(self._missing_method("backward"))
         grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
         return grad_input, [grad_params], [()]
 

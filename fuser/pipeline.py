@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,9 @@ from fuser.planner import FusionFunction, RegisteredFusions, make_plan
 from fuser.precision import current_recipe
 
 _registered = RegisteredFusions()
+# What a plan may depend on of a tensor; one C call each.
+_kind = operator.attrgetter("dtype", "requires_grad")
+_device = operator.attrgetter("device")
 
 
 class OperationFuser:
@@ -160,18 +164,18 @@ class OperationFuser:
         """The run for these tensors, planned if no earlier call had the like."""
         if len(extra_inputs) != self.num_extra_inputs:
             raise InputError(self._wrong_extra_count(len(extra_inputs)))
-        tensors = [input_, *params, *extra_inputs]
         try:
-            is_cuda = input_.is_cuda
             quick = (
                 current_recipe(),
                 torch.is_grad_enabled(),
-                autocast_dtype("cuda" if is_cuda else "cpu"),
+                autocast_dtype("cuda" if input_.is_cuda else "cpu"),
                 only_planning,
                 id(_registered),
-                *[t.dtype for t in tensors],
-                *[t.requires_grad for t in tensors],
-                *[t.device for t in tensors],
+                _device(input_),
+                *map(_kind, (input_, *params)),
+                *map(torch.Tensor.get_device, params),
+                *map(_kind, extra_inputs),
+                *map(_device, extra_inputs),
             )
             features = input_.shape[-1]
         except (AttributeError, IndexError):

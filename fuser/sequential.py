@@ -42,6 +42,7 @@ class Sequential(torch.nn.Sequential):
         self.fusions = tuple(fusions)
         self._grouped: tuple[torch.nn.Module, ...] | None = None
         self._groups: list[Group] = []
+        self._only: OperationFuser | None = None  # the pipeline, where that is all there is
 
     def __getitem__(self, idx: int | slice | str) -> Any:
         if isinstance(idx, str):
@@ -59,7 +60,7 @@ class Sequential(torch.nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines hold ops by reference; a copy builds its own.
-        return {**self.__dict__, "_grouped": None, "_groups": []}
+        return {**self.__dict__, "_grouped": None, "_groups": [], "_only": None}
 
     # -- running --------------------------------------------------------------
 
@@ -91,9 +92,9 @@ class Sequential(torch.nn.Sequential):
             If the number of extra inputs is wrong, or ``op_kwargs`` names no op here.
         """
         groups = self._pipelines()
+        if self._only is not None and op_kwargs is None:
+            return self._only(input, *extra_inputs)
         kwargs = None if op_kwargs is None else self._kwargs_by_op(op_kwargs)
-        if len(groups) == 1 and isinstance(groups[0], OperationFuser):
-            return groups[0](input, *extra_inputs, basic_op_kwargs=_of(groups[0], kwargs))
         self._check_extra_count(groups, len(extra_inputs))
         x: Any = input
         extra_outputs: list[torch.Tensor] = []
@@ -131,6 +132,8 @@ class Sequential(torch.nn.Sequential):
         if run:
             groups.append(OperationFuser(run, self.fusions))
         self._grouped, self._groups = modules, groups
+        only = groups[0] if len(groups) == 1 else None
+        self._only = only if isinstance(only, OperationFuser) else None
         return groups
 
     def _check_extra_count(self, groups: Iterable[Group], given: int) -> None:

@@ -49,7 +49,7 @@ class Activation(BasicOperation):
 
     def input_grad(self, ctx: OperationContext, grad_output: torch.Tensor) -> torch.Tensor:
         """``dy * f'(x)`` in the input's dtype."""
-        (x,) = ctx.saved()
+        (x,) = ctx.saved_tensors
         return activation_backward(self.functor, grad_output, x)
 
     def op_forward(

@@ -156,19 +156,19 @@ class BasicLinear(BasicOperation):
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """``scale * dy @ weight (+ addend)``, or None where it is not wanted."""
-        weight = ctx.saved()[1]
+        weight = ctx.saved_tensors[1]
         if weight is None:
             return None
         dy = cast(grad_output, weight.dtype)
         if addend is not None:
             return gemm.dgrad_add(dy, weight, addend)
-        return gemm.dgrad(dy, weight) if scale == 1.0 else gemm.dgrad_scale(dy, weight, scale)
+        return gemm.dgrad(dy, weight, scale)
 
     def weight_grad(
         self, ctx: OperationContext, grad_output: torch.Tensor, *, scale: float = 1.0
     ) -> torch.Tensor | None:
         """``scale * dy.T @ x``; None where it is not wanted or went into ``main_grad``."""
-        x = ctx.saved()[0]
+        x = ctx.saved_tensors[0]
         if x is None:
             return None
         dy = cast(grad_output, x.dtype)

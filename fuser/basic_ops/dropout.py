@@ -64,7 +64,7 @@ class Dropout(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        (mask,) = ctx.saved()
+        (mask,) = ctx.saved_tensors
         if mask is None:
             return grad_output, ()
         keep = 1 - self.dropout_probability

@@ -182,7 +182,7 @@ class LayerNorm(_Normalization):
     def input_grad_and_param_grads(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, Grads]:
-        x, weight, mean, rstd = ctx.saved()
+        x, weight, mean, rstd = ctx.saved_tensors
         dx, d_gain, d_bias = reference.layernorm_backward(
             grad_output.reshape(x.shape), x, self.gain(weight), mean, rstd, x.dtype
         )
@@ -242,7 +242,7 @@ class RMSNorm(_Normalization):
     def input_grad_and_param_grads(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, Grads]:
-        x, weight, rstd = ctx.saved()
+        x, weight, rstd = ctx.saved_tensors
         dx, d_gain = reference.rmsnorm_backward(
             grad_output.reshape(x.shape), x, self.gain(weight), rstd, x.dtype
         )
@@ -309,5 +309,5 @@ class L2Normalization(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        x, rnorm = ctx.saved()
+        x, rnorm = ctx.saved_tensors
         return reference.l2norm_backward(grad_output, x, rnorm), ()

@@ -79,7 +79,7 @@ class ScaledActivation(BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        x, scales = basic_op_ctxs[0].saved()
+        x, scales = basic_op_ctxs[0].saved_tensors
         dx, dscales = scaled_activation_backward(self.functor, grad_output, x, scales)
         return dx, [()], [(dscales,)]
 

@@ -136,21 +136,24 @@ def int32(value: int) -> np.int32:
     """``value`` as a kernel's ``int`` argument; InputError if it does not fit."""
     if not -(2**31) <= value < 2**31:
         raise InputError(f"{value} does not fit a kernel's int32 argument.")
-    return np.int32(value)
+    result: np.int32 = np.int32(value)
+    return result
 
 
 def int64(value: int) -> np.int64:
     """``value`` as a kernel's ``long long`` argument; InputError if it does not fit."""
     if not -(2**63) <= value < 2**63:
         raise InputError(f"{value} does not fit a kernel's int64 argument.")
-    return np.int64(value)
+    result: np.int64 = np.int64(value)
+    return result
 
 
 def float32(value: float) -> np.float32:
     """``value`` as a kernel's ``float`` argument; InputError if a finite one overflows."""
     if MAX_FLOAT32 < abs(value) < math.inf:
         raise InputError(f"{value} does not fit a kernel's float32 argument.")
-    return np.float32(value)
+    result: np.float32 = np.float32(value)
+    return result
 
 
 def encode(symbol: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int | None]:

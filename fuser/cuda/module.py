@@ -227,8 +227,8 @@ def allow_large_shared_memory(name: str, symbol: str, device: int) -> None:
     import cupy
 
     handle = kernel(name, symbol, device)
-    with cupy.cuda.Device(device):
-        most = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    with cupy.cuda.Device(device) as current:
+        most = current.attributes["MaxSharedMemoryPerBlockOptin"]
         handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
 
 

@@ -1,0 +1,155 @@
+"""Host time of a small pipeline against torch.nn.Sequential, in one run.
+
+Linear-GELU-Linear on 16x128: the arithmetic is nothing, so what is left is
+what a call costs. Each round times every variant in turn; ratios are taken
+within a round, and their median over the rounds is the figure. Prints a
+table, and with --out writes it as CSV beside machine and commit.
+
+    python benchmarks/host_overhead.py [--device cuda] [--rounds 60] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import fuser
+
+TARGETS = {"forward, no grad": 1.3, "forward + backward": 1.1}
+ROWS, WIDTH = 16, 128
+
+
+def models(device: str, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
+    """The same three layers with the same weights, by name."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.GELU(approximate="tanh"),
+        torch.nn.Linear(WIDTH, WIDTH),
+    ).to(device, dtype)
+    fused = fuser.Sequential(
+        fuser.Linear(WIDTH, WIDTH, device=device, dtype=dtype),
+        fuser.GELU(),
+        fuser.Linear(WIDTH, WIDTH, device=device, dtype=dtype),
+    )
+    for own, theirs in ((fused[0], plain[0]), (fused[2], plain[2])):
+        with torch.no_grad():
+            own.weight.copy_(theirs.weight)
+            own.bias.copy_(theirs.bias)
+    return {"nn.Sequential": plain, "fuser": fused}
+
+
+def calls(model: torch.nn.Module, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """What is timed of a model, by name; gradients start from None as in a training step."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def train() -> None:
+        model(x).sum().backward()
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    parameters = list(model.parameters())
+    return {"forward, no grad": forward, "forward + backward": train}
+
+
+def microseconds(call: Callable[[], object], count: int, device: str) -> float:
+    """Host time of one call; on a GPU the queue is drained before and after."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    elapsed = time.perf_counter() - start
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return elapsed / count * 1e6
+
+
+def measure(device: str, dtype: torch.dtype, rounds: int, count: int) -> list[dict[str, object]]:
+    """One row for each timed call: medians, ratio with its 20th and 80th percentile."""
+    x = torch.randn(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    timed = {name: calls(model, x) for name, model in models(device, dtype).items()}
+    rows: list[dict[str, object]] = []
+    for what, target in TARGETS.items():
+        for variant in timed.values():
+            microseconds(variant[what], 300, device)
+        times = {name: [] for name in timed}  # type: dict[str, list[float]]
+        for _ in range(rounds):
+            for name, variant in timed.items():
+                times[name].append(microseconds(variant[what], count, device))
+        ratios = [f / n for f, n in zip(times["fuser"], times["nn.Sequential"], strict=True)]
+        low, _, _, high = statistics.quantiles(ratios, n=5)
+        rows.append(
+            {
+                "what": what,
+                "nn.Sequential us": round(statistics.median(times["nn.Sequential"]), 1),
+                "fuser us": round(statistics.median(times["fuser"]), 1),
+                "ratio": round(statistics.median(ratios), 3),
+                "p20": round(low, 3),
+                "p80": round(high, 3),
+                "target": target,
+            }
+        )
+    return rows
+
+
+def environment(device: str, dtype: torch.dtype) -> dict[str, object]:
+    """Where and of what commit the figures are."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
+    chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    return {
+        "device": chip,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+def main() -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--count", type=int, default=50, help="calls of each variant in a round")
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    options = parser.parse_args()
+    dtype = getattr(torch, options.dtype)
+    where = environment(options.device, dtype)
+    rows = measure(options.device, dtype, options.rounds, options.count)
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{'':20} {'nn.Sequential':>14} {'fuser':>8} {'ratio':>7}  (p20-p80)       at most")
+    for row in rows:
+        print(
+            f"{row['what']:20} {row['nn.Sequential us']:>11} us {row['fuser us']:>5} us "
+            f"{row['ratio']:>7}  ({row['p20']}-{row['p80']})   {row['target']}"
+        )
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*where, *rows[0]])
+            writer.writeheader()
+            writer.writerows({**where, **row} for row in rows)
+
+
+if __name__ == "__main__":
+    main()

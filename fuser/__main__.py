@@ -1,0 +1,247 @@
+"""The command line: ``python -m fuser demo | plan MODULE:FACTORY | doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fuser.doctor import diagnose
+from fuser.errors import FuserError, InputError, InputTypeError, StateError
+from fuser.op import COMPUTE_DTYPES
+from fuser.sequential import Sequential
+
+DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
+
+# Rows of the input that a plan is made for; bytes a token do not depend on it.
+ROWS = 8192
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    0 is success and 2 a mistake of the user, which one sentence on stderr
+    explains. ``doctor`` returns 1 where something installed is broken, and
+    ``demo`` what the demo returns.
+    """
+    parser = _parser()
+    try:
+        options, rest = parser.parse_known_args(argv)
+        if rest and options.command != "demo":
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    except SystemExit as stop:  # argparse has printed its help or its complaint
+        return int(stop.code or 0)
+    try:
+        if options.command == "demo":
+            return _demo(rest)
+        return _plan(options) if options.command == "plan" else _doctor()
+    except FuserError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fuser", description="Pipelines of basic operations, planned on a graph and run fused."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "demo",
+        help="train a small language model; takes the options of examples/train_lm.py",
+        add_help=False,
+    )
+    plan = commands.add_parser(
+        "plan",
+        help="print the fusion plan of a model",
+        description="Print the fusion plan of a model. Nothing runs but FACTORY itself.",
+    )
+    plan.add_argument(
+        "factory",
+        metavar="MODULE:FACTORY",
+        help="a dotted module name or a .py file, and a function in it that takes nothing and "
+        "returns a fuser.Sequential, or a tuple of one and its inputs",
+    )
+    plan.add_argument("--training", action="store_true", help="plan forward and backward")
+    plan.add_argument("--draw", metavar="FILE", help="also draw it, as .svg, .png or .html")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of text")
+    plan.add_argument("--input", metavar="SHAPE", help=f"shape of the main input, e.g. {ROWS}x1024")
+    plan.add_argument(
+        "--dtype", help=f"convert model and inputs: {', '.join(DTYPES)}; default: as they are"
+    )
+    commands.add_parser("doctor", help="say what this machine can run and what is missing")
+    return parser
+
+
+# -- the commands -------------------------------------------------------------
+
+
+def _doctor() -> int:
+    diagnosis = diagnose()
+    print(diagnosis)
+    return diagnosis.exit_status
+
+
+def _demo(args: list[str]) -> int:
+    if not DEMO.is_file():
+        raise StateError(
+            "The demo, examples/train_lm.py, comes with fuser's source repository and not with "
+            "the installed package: clone the repository and run `python -m fuser demo` in it."
+        )
+    status: int = _module_at(DEMO).main(args)
+    return status
+
+
+def _plan(options: argparse.Namespace) -> int:
+    shape = None if options.input is None else _shape(options.input)
+    dtype = None if options.dtype is None else _dtype(options.dtype)
+    model, inputs = _made_by(options.factory)
+    if dtype is not None:
+        model.to(dtype)
+        inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+    if shape is not None or not inputs:
+        main_input = torch.empty(
+            shape or _default_shape(model),
+            dtype=inputs[0].dtype if inputs else _dtype_of(model),
+            device="meta",
+            # A model in training usually stands behind another layer.
+            requires_grad=options.training,
+        )
+        inputs = (main_input, *inputs[1:])
+    plan = model.plan(*inputs, training=options.training)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    if options.draw is not None:
+        # With --json, stdout is JSON and nothing else.
+        where = plan.draw(options.draw)
+        print(f"\nDrawn into {where}.", file=sys.stderr if options.json else sys.stdout)
+    return 0
+
+
+# -- the model and its input --------------------------------------------------
+
+
+def _made_by(target: str) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
+    """The model that ``MODULE:FACTORY`` makes, and the inputs it gives with it."""
+    name, _, attribute = target.rpartition(":")
+    if not name or not attribute:
+        raise InputError(f"{target!r} is not of the form MODULE:FACTORY, e.g. models.py:build.")
+    is_path = name.endswith(".py")
+    with _importable(Path(name).resolve().parent if is_path else Path.cwd()):
+        module = _module_at(Path(name)) if is_path else _module_named(name)
+        factory = getattr(module, attribute, None)
+        if factory is None:
+            raise InputError(f"{name} has no {attribute!r}.")
+        if not callable(factory):
+            raise InputTypeError(
+                f"{target} is of type {type(factory).__name__}; it is called to make the model."
+            )
+        try:
+            made = factory()
+        except FuserError:
+            raise
+        except Exception as error:
+            raise InputError(f"{target} raised {type(error).__name__}: {error}") from error
+    return _model_and_inputs(target, made)
+
+
+def _model_and_inputs(target: str, made: Any) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
+    model, *inputs = made if isinstance(made, tuple) and made else (made,)
+    if not isinstance(model, Sequential) or not all(isinstance(x, torch.Tensor) for x in inputs):
+        parts = ", ".join(type(part).__name__ for part in (model, *inputs))
+        raise InputTypeError(
+            f"{target} returned {parts}; it returns a fuser.Sequential, or a tuple of one and "
+            "its input tensors."
+        )
+    return model, tuple(inputs)
+
+
+def _module_named(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise InputError(f"There is no module {error.name!r} to take {name} from.") from error
+        raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error
+
+
+def _module_at(path: Path) -> ModuleType:
+    """The module in a file."""
+    if not path.is_file():
+        raise InputError(f"There is no file {str(path)!r}.")
+    # Not the plain stem: a file may be called like a module that is loaded already.
+    spec = importlib.util.spec_from_file_location(f"fuser_loaded_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickle look a class's module up by its name.
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"Importing {path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let modules of ``folder`` be imported, as python does for the script it runs."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _default_shape(model: Sequential) -> tuple[int, ...]:
+    """:data:`ROWS` rows of what the first op that tells its input size takes."""
+    for module in model.modules():
+        size = next(
+            (
+                getattr(module, name)
+                for name in ("in_features", "normalized_shape", "size")
+                if hasattr(module, name)
+            ),
+            None,
+        )
+        if isinstance(size, int):
+            return (ROWS, size)
+        if size is not None:
+            return (ROWS, *size)
+    raise InputError(
+        f"No op of the model tells the size of its input; give the shape, e.g. --input {ROWS}x1024."
+    )
+
+
+def _dtype_of(model: Sequential) -> torch.dtype:
+    """The dtype of the model's first floating-point parameter, torch's default without one."""
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+    return next(dtypes, torch.get_default_dtype())
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split("x")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise InputError(f"--input is {text!r}; a shape is positive sizes with x between, 16x128.")
+    return tuple(map(int, sizes))
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise InputError(f"--dtype is {name!r}; it is one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

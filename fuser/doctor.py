@@ -1,0 +1,307 @@
+"""What this machine can run and what is missing: the facts behind ``python -m fuser doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import networkx
+import numpy
+import torch
+
+from fuser.cuda.module import Installation, Obstacle, installation, obstacle
+from fuser.cuda.probe import probe
+from fuser.version import __version__
+
+MINIMUM_TORCH = (2, 11)
+
+OPTIONAL_PACKAGES = (
+    ("matplotlib", "plans drawn as pictures", 'pip install "fuser[draw]"'),
+    ("tqdm", "the demo's progress bar", "pip install tqdm"),
+)
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A format of matrix products, and the compute capabilities that have it in hardware.
+
+    Native from ``first`` on and, where ``below`` is not None, only below that.
+    """
+
+    name: str
+    first: tuple[int, int]
+    below: tuple[int, int] | None = None
+    is_quantized: bool = True
+
+    def on(self, capability: tuple[int, int] | None) -> str:
+        """How such a product runs on a GPU of that capability, or on a CPU for None."""
+        if capability is None:
+            return "CPU"
+        is_native = self.first <= capability and (self.below is None or capability < self.below)
+        return "native" if is_native else "emulated"
+
+    @property
+    def where_native(self) -> str:
+        """The architectures with the format in hardware, for people."""
+        since = f"sm_{self.first[0]}{self.first[1]}"
+        return f"{since} only" if self.below is not None else f"{since} and later"
+
+
+# What torch and cuBLAS multiply without converting first. Products in blocks of
+# 128 are Hopper's alone: Blackwell has MXFP8 in their place.
+NUMBER_FORMATS = (
+    NumberFormat("fp32", (5, 0), is_quantized=False),
+    NumberFormat("fp16", (7, 0), is_quantized=False),
+    NumberFormat("bf16", (8, 0), is_quantized=False),
+    NumberFormat("FP8, one scale a tensor", (8, 9)),
+    NumberFormat("FP8, blocks of 128", (9, 0), below=(10, 0)),
+    NumberFormat("MXFP8", (10, 0)),
+    NumberFormat("NVFP4", (10, 0)),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that pipelines can run on; a CPU has no capability."""
+
+    name: str
+    model: str
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What came of compiling and running one kernel; ``error`` is None if it was right."""
+
+    error: str | None
+    compile_ms: float = 0.0
+    launch_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that the doctor found; ``str()`` is the report.
+
+    ``obstacle`` is why CUDA kernels are not available, None if they are;
+    ``probe`` is what came of running one, None where they are not.
+    ``optional`` are the optional packages with their version, None if missing.
+    """
+
+    versions: tuple[tuple[str, str], ...]
+    installation: Installation
+    devices: tuple[Device, ...]
+    obstacle: Obstacle | None
+    probe: ProbeResult | None
+    optional: tuple[tuple[str, str | None], ...]
+    has_nvidia_driver: bool
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """What is installed and does not work, as sentences."""
+        found = []
+        if _release(self.installation.torch_version) < MINIMUM_TORCH:
+            found.append(
+                f"torch {self.installation.torch_version} is too old: fuser needs "
+                f"{MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]} or later."
+            )
+        if self.probe is not None and self.probe.error is not None:
+            found.append(f"CUDA kernels do not work: {self.probe.error}")
+        return tuple(found)
+
+    @property
+    def exit_status(self) -> int:
+        """0 if fuser can run here, on a CPU too; 1 if something installed is broken."""
+        return 1 if self.faults else 0
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether and on what fuser runs."""
+        if self.faults:
+            return f"fuser does not run right here: {self.faults[0].splitlines()[0]}"
+        gpu = next((device for device in self.devices if device.capability), None)
+        if gpu is None:
+            return "fuser runs here, on the CPU in plain torch."
+        if self.obstacle is not None:
+            return f"fuser runs here, on {gpu.name} ({gpu.model}) with torch's kernels alone."
+        return f"fuser runs here, on {gpu.name} ({gpu.model}), and CUDA kernels compile and run."
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to install or fix, one line each."""
+        lines = list(self.faults)
+        if _release(self.installation.torch_version) < MINIMUM_TORCH:
+            lines.append(f'pip install "torch>={MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"')
+        if self.obstacle is not None and (self.has_nvidia_driver or self.obstacle.commands):
+            lines += [self.obstacle.reason, *self.obstacle.commands]
+        missing = {name for name, version in self.optional if version is None}
+        lines += [
+            f"{command}   (optional: {use})"
+            for name, use, command in OPTIONAL_PACKAGES
+            if name in missing
+        ]
+        return tuple(lines)
+
+    def __str__(self) -> str:
+        sections = (
+            (f"fuser {__version__}", ()),
+            ("Versions", _aligned(self.versions)),
+            ("Devices", _aligned((device.name, device.model) for device in self.devices)),
+            ("CUDA kernels", self._kernel_lines()),
+            ("Matrix products", self._format_lines()),
+            ("Optional packages", _aligned((n, v or "not installed") for n, v in self.optional)),
+            ("To do", self.advice or ("nothing",)),
+        )
+        text = [f"{title}\n" + "".join(f"  {line}\n" for line in part) for title, part in sections]
+        return "\n".join([*text, self.verdict])
+
+    def _kernel_lines(self) -> tuple[str, ...]:
+        lines = [_agreement(self.installation)]
+        if self.obstacle is not None:
+            lines.append(f"not available: {self.obstacle.reason}")
+        if self.probe is not None and self.probe.error is None:
+            lines.append(
+                f"fuser_probe: right values; first call {self.probe.compile_ms:.0f} ms with "
+                f"compiling or loading, then {self.probe.launch_us:.1f} us a launch"
+            )
+        elif self.probe is not None:
+            lines += f"fuser_probe failed: {self.probe.error}".splitlines()
+        lines.append("The pipelines of this version run on torch's kernels alone.")
+        return tuple(lines)
+
+    def _format_lines(self) -> tuple[str, ...]:
+        gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
+        capabilities = tuple(gpus) or (None,)
+        heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities), "native on")
+        rows = [
+            (f.name, *(f.on(capability) for capability in capabilities), f.where_native)
+            for f in NUMBER_FORMATS
+        ]
+        quantized = [f.name for f in NUMBER_FORMATS if f.is_quantized]
+        return (
+            *_aligned([heading, *rows]),
+            "This version accepts every recipe and computes all of them in fp32, fp16 or bf16. The",
+            f"rows from {quantized[0]!r} to {quantized[-1]!r} say what the hardware offers to the",
+            "versions that will bring these formats.",
+        )
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine: versions, devices, one kernel compiled and run where possible."""
+    facts = installation()
+    found = obstacle(facts)
+    return Diagnosis(
+        versions=_versions(facts),
+        installation=facts,
+        devices=_devices(),
+        obstacle=found,
+        probe=run_probe() if found is None else None,
+        optional=tuple((name, _version_of(name)) for name, _, _ in OPTIONAL_PACKAGES),
+        has_nvidia_driver=shutil.which("nvidia-smi") is not None,
+    )
+
+
+def run_probe() -> ProbeResult:
+    """Compile ``fuser_probe`` on the current CUDA device, run it, check every value, time it."""
+    n = 1_000_003
+    try:
+        x = torch.arange(n, dtype=torch.float32, device="cuda")
+        y = torch.full_like(x, float("nan"))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        probe(x, y, 0.5)
+        torch.cuda.synchronize()
+        compile_ms = 1e3 * (time.perf_counter() - start)
+        # 0.5 i + i is exact in fp32 for every i here.
+        wrong = int((y != 1.5 * x).sum())
+        launch_us = 1e6 * statistics.median(_launch_seconds(x, y) for _ in range(5))
+    except Exception as error:
+        # Whatever a broken driver or installation raises is a finding here.
+        return ProbeResult(f"{type(error).__name__}: {error}")
+    if wrong:
+        return ProbeResult(f"fuser_probe wrote {wrong} wrong values of {n}.")
+    return ProbeResult(None, compile_ms, launch_us)
+
+
+def _launch_seconds(x: torch.Tensor, y: torch.Tensor, count: int = 100) -> float:
+    """Host seconds of one launch, device time not waited for."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        probe(x, y, 0.5)
+    seconds = (time.perf_counter() - start) / count
+    torch.cuda.synchronize()
+    return seconds
+
+
+def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
+    built = f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "built without CUDA"
+    if facts.cupy_version is not None and facts.cupy_cuda is not None:
+        cupy = f"{facts.cupy_version}, built for CUDA {_cuda_version(facts.cupy_cuda)}"
+    elif facts.cupy_packages:
+        cupy = f"{' and '.join(facts.cupy_packages)}, not imported"
+    else:
+        cupy = "not installed"
+    driver = 0
+    if facts.device_count and facts.torch_cuda:
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return (
+        ("python", platform.python_version()),
+        ("torch", f"{facts.torch_version}, {built}"),
+        ("cupy", cupy),
+        ("networkx", networkx.__version__),
+        ("numpy", numpy.__version__),
+        ("driver", f"up to CUDA {_cuda_version(driver)}" if driver else "no CUDA driver in use"),
+    )
+
+
+def _devices() -> tuple[Device, ...]:
+    found = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        memory = properties.total_memory / 2**30
+        model = f"{properties.name}, compute capability {capability[0]}.{capability[1]}"
+        found.append(Device(f"cuda:{index}", f"{model}, {memory:.0f} GiB", capability))
+    return tuple(found)
+
+
+def _agreement(facts: Installation) -> str:
+    torch_cuda, cupy_cuda = facts.torch_cuda_major, facts.cupy_cuda_major
+    if torch_cuda is None or cupy_cuda is None:
+        lacking = [n for n, v in (("torch", torch_cuda), ("CuPy", cupy_cuda)) if v is None]
+        return f"CuPy and torch: nothing to compare, no CUDA in {' and '.join(lacking)}"
+    verb = "agree" if torch_cuda == cupy_cuda else "disagree"
+    return f"CuPy and torch {verb} on CUDA: {cupy_cuda} and {torch_cuda}"
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return tuple(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_version(number: int) -> str:
+    """CUDA's 1000 * major + 10 * minor as ``major.minor``."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as ``2.13.0+cpu``."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
