@@ -10,7 +10,7 @@ Linear-GELU-Linear on 16x128 takes on a CPU.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -325,7 +325,8 @@ class _PipelineFunction(torch.autograd.Function):
             with torch.no_grad():
                 grads = _PipelineFunction.backward(ctx, *grad_outputs)
             anchor = torch.zeros((), requires_grad=True)
-            return tuple(g if g is None else _OnceDifferentiable.apply(anchor, g) for g in grads)
+            refuse: Callable[..., torch.Tensor] = _OnceDifferentiable.apply
+            return tuple(g if g is None else refuse(anchor, g) for g in grads)
         run, op_ctxs, saving, specs = ctx.call
         saved = ctx.saved_tensors
         for op_ctx, start, stop in saving:
@@ -344,7 +345,8 @@ class _PipelineFunction(torch.autograd.Function):
         return result
 
 
-_direct_apply = super(torch.autograd.Function, _PipelineFunction).apply
+_checked_apply: Callable[..., Any] = _PipelineFunction.apply
+_direct_apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
 
 
 def _apply(*args: Any) -> Any:
@@ -354,7 +356,7 @@ def _apply(*args: Any) -> Any:
     used, and says what it has to say.
     """
     if torch._C._are_functorch_transforms_active():
-        return _PipelineFunction.apply(*args)
+        return _checked_apply(*args)
     return _direct_apply(*args)
 
 

@@ -9,16 +9,14 @@ import torch
 import torch.nn.functional as F
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T (+ bias)``, of shape ``[..., N]``; the bias is a GEMM epilogue."""
     return F.linear(x, weight, bias)
 
 
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """``gelu(x @ weight.T + bias)``, tanh GELU as a cuBLASLt epilogue; CUDA only."""
-    y = torch.ops.aten._addmm_activation(bias, _rows(x), weight.t(), use_gelu=True)
+    y: torch.Tensor = torch.ops.aten._addmm_activation(bias, _rows(x), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

@@ -13,7 +13,6 @@ from fuser.errors import InputError
 from fuser.op import BasicOperation
 from fuser.plan_key import PlanKey, TensorSpec
 
-
 Node = Hashable
 Memory = Hashable
 
@@ -30,7 +29,8 @@ class Source:
     @property
     def place(self) -> tuple[int, int]:
         """The producing op and which of its extra outputs; only of a channel."""
-        assert self.producer is not None and self.producer_output is not None
+        assert self.producer is not None
+        assert self.producer_output is not None
         return self.producer, self.producer_output
 
 
@@ -56,22 +56,22 @@ def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...
     for index, op in enumerate(ops):
         row = []
         for slot in range(op.num_extra_inputs):
-            name = op._input_channels.get(slot)
-            if name is None:
+            channel = op._input_channels.get(slot)
+            if channel is None:
                 row.append(Source(taken))
                 taken += 1
                 continue
-            if name not in producers:
+            if channel not in producers:
                 raise InputError(
-                    f"Channel {name!r} has no producer, and {_named(ops, index)} reads from it."
+                    f"Channel {channel!r} has no producer, and {_named(ops, index)} reads from it."
                 )
-            producer, output = producers[name]
+            producer, output = producers[channel]
             if producer >= index:
                 raise InputError(
-                    f"Channel {name!r} is read by {_named(ops, index)} before "
+                    f"Channel {channel!r} is read by {_named(ops, index)} before "
                     f"{_named(ops, producer)} has produced it."
                 )
-            row.append(Source(None, name, producer, output))
+            row.append(Source(None, channel, producer, output))
         sources.append(tuple(row))
     return sources
 
@@ -174,8 +174,8 @@ class OpGraph:
 
     def _origin(self, op: int, slot: int) -> Node:
         source = self.sources[op][slot]
-        return source.producer if source.producer is not None else (
-            "extra input", source.caller_index
+        return (
+            source.producer if source.producer is not None else ("extra input", source.caller_index)
         )
 
     def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
@@ -198,7 +198,8 @@ class OpGraph:
                 if source.producer is None:
                     value["extra input", i, k] = ("extra input", source.caller_index)
                 else:
-                    value["extra input", i, k] = value["extra output", *source.place]
+                    node = ("extra output", *source.place)
+                    value["extra input", i, k] = value[node]
         for i in reversed(range(count)):
             here = gradient["line", i + 1]
             passes = passes_on["backward"][i]

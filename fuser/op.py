@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import overrides
+from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, StateError
 from fuser.plan_key import PlanKey, TensorSpec
@@ -47,10 +49,8 @@ def _default_device_was_set() -> bool:
     """Whether the user chose torch's default device, here or through ``with device:``."""
     # torch has no public question for this; a set device is a DeviceContext on
     # the function-mode stack.
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
-    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, DeviceContext) for mode in stack)
 
 
 def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
@@ -235,15 +235,15 @@ class BasicOperation(FusibleOperation):
 
     # -- running --------------------------------------------------------------
 
-    def op_forward(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Forward of an op without extra inputs or outputs; returns the output."""
+    # Typed so that an op may name the keyword arguments it takes, or take none.
+    def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward of an op without extra inputs or outputs; returns the output.
+
+        Called as ``op_forward(ctx, input_, prev_op_grad_output_quantizer=...,
+        next_op_input_quantizer=..., **kwargs)`` with the quantizer that the op
+        before wants gradients in, the one that the op after wants its input
+        in, and the caller's ``op_kwargs`` for this op.
+        """
         raise StateError(self._missing_method("forward"))
 
     def op_backward(
@@ -408,24 +408,27 @@ class FusedOperation(FusibleOperation):
     def is_fused_op(self) -> bool:
         return True
 
+    # Typed so that a fusion may name its window's ops as parameters.
     @classmethod
-    def refuses(cls, *ops: Any, key: PlanKey) -> str | None:
+    def refuses(cls, *ops: Any, **key: Any) -> str | None:
         """Why this fusion cannot run these ops, as a sentence; None if it can.
 
-        ``ops`` are what the elements of ``window`` matched: an op, None for an
-        absent ``Optional``, a tuple for ``Many``. ``key`` is the plan key
-        narrowed to the window's ops.
+        Called as ``refuses(*ops, key=key)``. ``ops`` are what the elements of
+        ``window`` matched: an op, None for an absent ``Optional``, a tuple for
+        ``Many``. ``key`` is the plan key narrowed to the window's ops.
         """
         return None
 
     @classmethod
-    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:
-        """What is launched on ``side``, in order: a name, and how many ops it finishes.
+    def kernels(cls, *ops: Any, **where: Any) -> tuple[tuple[str, int], ...]:
+        """What is launched, in order: a name, and how many ops it finishes.
 
-        The numbers add up to the length of the window; backward counts from
-        its last op to its first. The default is one kernel for all of it.
+        Called as ``kernels(*ops, side=side, key=key)``, with ``ops`` and
+        ``key`` as in :meth:`refuses`. The numbers add up to the length of the
+        window; backward counts from its last op to its first. The default is
+        one kernel for all of it.
         """
-        return ((cls.__name__, len(key.ops)),)
+        return ((cls.__name__, len(where["key"].ops)),)
 
     def get_input_quantizer(self) -> Any | None:
         return self.members[0].get_input_quantizer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -329,7 +329,8 @@ class OperationFuser:
             named = [(what, tensor) for what, tensor in named if not tensor.is_meta]
             if not named:
                 return default_device(None)
-        first_name, first = named[0]
+        first_name: str = named[0][0]
+        first: torch.Tensor = named[0][1]
         for what, tensor in named:
             if tensor.device != first.device:
                 raise InputError(
@@ -355,9 +356,7 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     _register("backward", op_fusion_func, prepend)
 
 
-def register_forward_backward_fusion(
-    op_fusion_func: FusionFunction, prepend: bool = False
-) -> None:
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """As :func:`register_forward_fusion`, for fused ops that replace both halves."""
     _register("joint", op_fusion_func, prepend)
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ class FusionPlan:
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
         lines += _wrapped("  ", [f"{i} {name}" for i, name in enumerate(self.ops)])
-        lines += [f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels]
+        lines += [
+            f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels
+        ]
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
         if self.refusals:
@@ -143,7 +146,7 @@ class FusionPlan:
 
     def to_dot(self) -> str:
         """The plan as a Graphviz digraph: a cluster a step, forward and backward."""
-        lines = ["digraph plan {", "  rankdir=LR;", '  node [shape=box, style=rounded];']
+        lines = ["digraph plan {", "  rankdir=LR;", "  node [shape=box, style=rounded];"]
         for side in ("forward", "backward"):
             steps = self.steps(side)
             prefix = side[0]
@@ -156,7 +159,7 @@ class FusionPlan:
                     lines.append(f"    {prefix}{op} [label={name}];")
                 lines.append("  }")
             order = [op for step in steps for op in _in_run_order(step, side)]
-            for source, target in zip(order, order[1:], strict=False):
+            for source, target in pairwise(order):
                 carried = self.line_bytes[max(source, target)]
                 label = _quoted(f"{_bytes(carried)}/token")
                 lines.append(f"  {prefix}{source} -> {prefix}{target} [label={label}];")

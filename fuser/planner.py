@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -37,6 +38,9 @@ MACHINES = {"cuda": Machine(4.2e12, 5e-6), "cpu": Machine(2e10, 2e-6)}
 STEP_COST = 1e-9
 
 
+_NO_STEP = Step((), None, "", 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One way to run ops ``start`` up to ``stop``, with its modelled seconds.
@@ -48,7 +52,7 @@ class Candidate:
     stop: int
     cost: float
     run: type[FusedOperation] | FusedOperation | None = None
-    step: Step = Step((), None, "", 0.0, 0.0)
+    step: Step = _NO_STEP
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,13 @@ def cheapest_cover(
             stretches.pop((start, stop), None)
     chosen: tuple[list[Candidate], list[Candidate]] = ([], [])
     path = nx.dijkstra_path(outer, 0, count)
-    for start, stop in zip(path, path[1:], strict=False):
+    for start, stop in pairwise(path):
         if (start, stop) not in stretches:
             for part, candidate in zip(chosen, pairs[start, stop], strict=True):
                 part.append(candidate)
             continue
         for part, graph, gaps in zip(chosen, sides, stretches[start, stop], strict=True):
-            part += [graph.edges[edge]["candidate"] for edge in zip(gaps, gaps[1:], strict=False)]
+            part += [graph.edges[edge]["candidate"] for edge in pairwise(gaps)]
     cost = sum(candidate.cost for part in chosen for candidate in part)
     return Cover(tuple(chosen[0]), tuple(chosen[1]), cost)
 
@@ -214,7 +218,9 @@ class _Search:
         for fused in pinned:
             window = range(*_place(self.graph.ops, fused))
             found = [c for c in found if c.stop <= window.start or c.start >= window.stop]
-            found.append(self._candidate(window, side, fused, [(type(fused).__name__, len(window))]))
+            found.append(
+                self._candidate(window, side, fused, [(type(fused).__name__, len(window))])
+            )
         return found
 
     def basic(self, side: str) -> list[Candidate]:

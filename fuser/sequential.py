@@ -155,8 +155,10 @@ class Sequential(torch.nn.Sequential):
         self, op_kwargs: Mapping[Any, dict[str, Any]]
     ) -> dict[torch.nn.Module, dict[str, Any]]:
         modules = list(self)
-        known = {op for g in self._pipelines() if isinstance(g, OperationFuser) for op in g.basic_ops}
-        result = {}
+        known = {
+            op for g in self._pipelines() if isinstance(g, OperationFuser) for op in g.basic_ops
+        }
+        result: dict[torch.nn.Module, dict[str, Any]] = {}
         for target, kwargs in op_kwargs.items():
             op = target
             if isinstance(target, int) and -len(modules) <= target < len(modules):

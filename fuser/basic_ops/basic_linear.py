@@ -122,7 +122,9 @@ class BasicLinear(BasicOperation):
             return ("mm",)
         (op,) = key.ops
         wanted = (op.input_requires_grad, op.params[0].requires_grad)
-        return tuple(name for name, want in zip(("dgrad mm", "wgrad mm"), wanted, strict=True) if want)
+        return tuple(
+            name for name, want in zip(("dgrad mm", "wgrad mm"), wanted, strict=True) if want
+        )
 
     # -- what fused ops ask ---------------------------------------------------
 

@@ -234,7 +234,9 @@ class RMSNorm(_Normalization):
         """The output; keeps what backward needs in ``ctx``."""
         x = self.rows(input_)
         weight = self.weight
-        y, rstd = reference.rmsnorm(x, self.gain(weight), self.eps, ctx.autocast_dtype or weight.dtype)
+        y, rstd = reference.rmsnorm(
+            x, self.gain(weight), self.eps, ctx.autocast_dtype or weight.dtype
+        )
         if ctx.requires_grad:
             ctx.save_for_backward(x, weight, rstd)
         return y.view(input_.shape)

@@ -65,7 +65,7 @@ class ScaledActivation(BasicOperation):
         if scales.shape != input_.shape[:-1]:
             raise InputError(
                 f"{type(self).__name__} got scales of shape {tuple(scales.shape)} for an input of "
-                f"shape {tuple(input_.shape)}; it wants one scale a row, {tuple(input_.shape[:-1])}."
+                f"shape {tuple(input_.shape)}; it takes one a row, {tuple(input_.shape[:-1])}."
             )
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
@@ -88,9 +88,7 @@ class ScaledSReLU(ScaledActivation):
     """``max(x, 0)^2 * scales``."""
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(
-            Functor("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp
-        )
+        super().__init__(Functor("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledSwiGLU(ScaledActivation):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -19,9 +18,7 @@ class BackwardLinearAdd(FusedOperation):
     side = "backward"
 
     @classmethod
-    def refuses(
-        cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey
-    ) -> str | None:
+    def refuses(cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey) -> str | None:
         compute = key.autocast_dtype or linear.weight.dtype
         incoming = key.ops[0].input_dtype
         if compute != incoming:

@@ -238,7 +238,7 @@ def _split(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     if width is None:
         gate, linear = x.chunk(2, dim=-1)
         return gate, linear
-    blocks = x.unflatten(-1, (-1, 2, width))
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
     return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
 
 
@@ -247,5 +247,7 @@ def _join(functor: Functor, gate: torch.Tensor, linear: torch.Tensor) -> torch.T
     width = functor.interleave
     if width is None:
         return torch.cat((gate, linear), dim=-1)
-    halves = (gate.unflatten(-1, (-1, width)), linear.unflatten(-1, (-1, width)))
-    return torch.stack(halves, dim=-2).flatten(-3)
+    blocks = [
+        half.reshape(*half.shape[:-1], half.shape[-1] // width, width) for half in (gate, linear)
+    ]
+    return torch.stack(blocks, dim=-2).flatten(-3)

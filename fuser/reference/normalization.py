@@ -12,7 +12,7 @@ import torch
 def rmsnorm(
     x: torch.Tensor, gain: torch.Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x * rstd * gain`` in ``dtype``, and ``rstd = rsqrt(mean(x^2) + eps)`` of shape [rows, 1]."""
+    """``x * rstd * gain`` in ``dtype``; ``rstd = rsqrt(mean(x^2) + eps)``, shape [rows, 1]."""
     x = x.float()
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     return (x * rstd * gain).to(dtype), rstd
