@@ -95,7 +95,7 @@ pre {{font: 12px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospa
 <body>
 <figure>
 {svg}</figure>
-<pre>{str(plan)}</pre>
+<pre>{html.escape(str(plan))}</pre>
 </body>
 </html>
 """

@@ -227,8 +227,9 @@ def allow_large_shared_memory(name: str, symbol: str, device: int) -> None:
     import cupy
 
     handle = kernel(name, symbol, device)
-    with cupy.cuda.Device(device) as current:
-        most = current.attributes["MaxSharedMemoryPerBlockOptin"]
+    place = cupy.cuda.Device(device)
+    with place:
+        most = place.attributes["MaxSharedMemoryPerBlockOptin"]
         handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
 
 
