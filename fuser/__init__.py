@@ -2,6 +2,7 @@
 
 import sys as _sys
 
+from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
 from fuser import recipe
 from fuser.basic_ops import (
     GEGLU,

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import html
-import io
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fuser import basic_ops
-from fuser.errors import StateError
-from fuser.plan import FusionPlan, Refusal, Step, _bytes, _span, renderers
+from fuser.picture import (
+    COLORS,
+    SMALL,
+    Box,
+    Line,
+    Picture,
+    Point,
+    Text,
+    matplotlib_or_error,
+    paint,
+    printable,
+    svg,
+    text_width,
+    wrap,
+)
+from fuser.plan import FusionPlan, Refusal, Step, format_bytes, format_time, renderers, span
 
-# Light and dark value of each colour. The kinds of op have hues that stay apart
-# with any colour blindness: blue, orange, teal, grey, purple.
-COLORS = {
-    "paper": ("#ffffff", "#15181c"),
-    "ink": ("#1f242a", "#e8eaed"),
-    "muted": ("#646c75", "#9ea7b1"),
-    "faint": ("#c3c9cf", "#4a525b"),
-    "window": ("#f3f5f7", "#22272d"),
-    "window edge": ("#4d565f", "#8d97a2"),
-    "refused": ("#9c3d12", "#f09a6c"),
-    "channel": ("#35529c", "#93abef"),
-    "GEMM": ("#c9dff3", "#1f4567"),
-    "GEMM edge": ("#2a6ca8", "#6fb0e6"),
-    "activation": ("#fbdcb8", "#5f3d14"),
-    "activation edge": ("#b5670f", "#eaa652"),
-    "norm": ("#c4e8de", "#124a3f"),
-    "norm edge": ("#0f7d66", "#4cc3a8"),
-    "residual, pass-through": ("#e4e4df", "#3a3a37"),
-    "residual, pass-through edge": ("#74746b", "#a6a69c"),
-    "pointwise, other": ("#e5d6ef", "#46305a"),
-    "pointwise, other edge": ("#7a4a99", "#bf94dc"),
-}
 PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}
 
 # Lengths are points, y grows downwards.
@@ -51,31 +40,24 @@ END = 52.0  # "input", "grad output" and the like beside a row
 STUB = 44.0  # the arrow between that and the row
 LANE = 18.0  # one level of channels above a row
 REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
-SMALL = 7.0  # font size of labels
-
-Point = tuple[float, float]
 
 
 def draw_svg(plan: FusionPlan, path: Path) -> None:
     """Write the picture as SVG, with text as text; equal plans give equal files."""
-    with _matplotlib():
-        path.write_text(_svg(lay_out(plan)), encoding="utf-8")
+    path.write_text(svg(lay_out(plan)), encoding="utf-8")
 
 
 def draw_png(plan: FusionPlan, path: Path) -> None:
     """Write the picture as PNG, 160 dots an inch."""
-    with _matplotlib():
-        path.write_bytes(_paint(lay_out(plan), "png"))
+    path.write_bytes(paint(lay_out(plan), "png"))
 
 
 def draw_html(plan: FusionPlan, path: Path) -> None:
     """Write one page that needs no other file: the picture, with tips, and the plan's text."""
-    with _matplotlib():
-        svg = _svg(lay_out(plan))
-    svg = svg[svg.index("<svg") :]
+    picture = svg(lay_out(plan)).partition("<svg")[2]
     light = dark = ""
     for number, (by_day, by_night) in enumerate(COLORS.values()):
-        svg = svg.replace(by_day, f"var(--c{number})")
+        picture = picture.replace(by_day, f"var(--c{number})")
         light += f"--c{number}:{by_day};"
         dark += f"--c{number}:{by_night};"
     page = f"""<!DOCTYPE html>
@@ -94,7 +76,7 @@ pre {{font: 12px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospa
 </head>
 <body>
 <figure>
-{svg}</figure>
+<svg{picture}</figure>
 <pre>{html.escape(str(plan))}</pre>
 </body>
 </html>
@@ -110,7 +92,8 @@ renderers.update({".svg": draw_svg, ".png": draw_png, ".html": draw_html})
 
 def lay_out(plan: FusionPlan) -> Picture:
     """Place everything that a picture of ``plan`` shows."""
-    return _Layout(plan).picture()
+    with matplotlib_or_error():
+        return _Layout(plan).picture()
 
 
 @dataclass(frozen=True)
@@ -128,6 +111,11 @@ class _Wire:
     end: float = 0.0
     middle: float = 0.0
     lane: int = 0
+
+    @property
+    def is_channel(self) -> bool:
+        """Whether both ends are ops."""
+        return self.source is not None and self.target is not None
 
 
 class _Layout:
@@ -164,7 +152,7 @@ class _Layout:
         return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
 
     def _text(self, x: float, y: float, string: str, **style: Any) -> Text:
-        self.items.append(text := Text(x, y, _printable(string), **style))
+        self.items.append(text := Text(x, y, printable(string), **style))
         return text
 
     def _box(self, x: float, y: float, width: float, height: float, *style: Any) -> None:
@@ -179,7 +167,7 @@ class _Layout:
         """Room before ``op``: for an arrow and its bytes, unless both sides fuse across it."""
         if all(op - 1 in self._step(side, op).ops for side in self.sides):
             return 16.0
-        return text_width(_bytes(self.plan.line_bytes[op]), SMALL) + 2 * PAD + 16
+        return text_width(format_bytes(self.plan.line_bytes[op]), SMALL) + 2 * PAD + 16
 
     def _column_widths(self) -> list[float]:
         """Each op's width: its name, and what its steps need above and beneath them."""
@@ -250,7 +238,9 @@ class _Layout:
                 steps = plan.steps(side, fused=fused)
                 moved, time = _totals(steps)
                 times.append(time)
-                words.append(f"{_count(len(steps), 'step')}, {_bytes(moved)}/token, {time:.1f} us")
+                words.append(
+                    f"{_count(len(steps), 'step')}, {format_bytes(moved)}/token, {time:.1f} us"
+                )
                 length = max(110 * time / longest, 1.0) if longest else 1.0
                 self._box(MARGIN + 62, y - 7, length, 8, color, color, 1.0)
             text = f"{words[1]};  unfused {words[0]};  "
@@ -260,7 +250,7 @@ class _Layout:
         return y
 
     def _note(self, y: float, text: str, size: float) -> float:
-        for line in _wrap(text.split(), self.width, size):
+        for line in wrap(text.split(), self.width, size):
             y += 1.5 * size
             self._text(MARGIN, y, line, size=size, color="muted")
         return y
@@ -299,13 +289,15 @@ class _Layout:
     def _row(self, side: str, ops: range, y: float) -> float:
         """Draw ``ops`` of one side from ``y`` downwards; returns where that ends."""
         arrow = "\N{RIGHTWARDS ARROW}" if side == "forward" else "\N{LEFTWARDS ARROW}"
-        title = f"{side} {arrow}" + (f"  ops {_span(tuple(ops))}" if len(self.rows) > 1 else "")
+        title = f"{side} {arrow}" + (f"  ops {span(tuple(ops))}" if len(self.rows) > 1 else "")
         self._text(MARGIN, y + 9, title, size=9.5, bold=True)
         steps = [step for step in self.plan.steps(side) if set(step.ops) & set(ops)]
         wires = self._routed(self._wires(side, ops), ops)
         lowest = y + 8 + LANE * max((wire.lane + 1 for wire in wires), default=0)
         y = lowest + 8 + (HEADER if any(step.fusion for step in steps) else 4)
-        for wire in wires:
+        for wire in reversed(
+            wires
+        ):  # the long ones first: their ends pass behind short ones' names
             self._draw_wire(side, wire, ops, y, lowest - LANE * wire.lane)
         bottom = y + OP_HEIGHT + PAD
         for step in steps:
@@ -322,7 +314,7 @@ class _Layout:
         middle = (left + right) / 2
         is_first = ops[0] == step.ops[0]  # a window that is cut is described where it begins
         name = step.fusion or self.plan.ops[step.ops[0]]
-        tip = f"{side} {_span(step.ops)}: {name}\n{' '.join(_kernels(step))}\n{_cost(step)}"
+        tip = f"{side} {span(step.ops)}: {name}\n{' '.join(_kernels(step))}\n{_cost(step)}"
         bottom = y + OP_HEIGHT
         if step.fusion:
             height = HEADER + OP_HEIGHT + PAD
@@ -333,7 +325,7 @@ class _Layout:
         for i in ops:
             self._draw_op(i, self.plan.ops[i], y, tip, bool(step.kernel))
         bottom += 3
-        for line in _wrap(_kernels(step), right - left, SMALL, mono=True) if is_first else ():
+        for line in wrap(_kernels(step), right - left, SMALL, mono=True) if is_first else ():
             bottom += 9.5
             color = "ink" if step.kernel else "muted"
             self._text(middle, bottom, line, mono=True, color=color, align="center")
@@ -368,7 +360,9 @@ class _Layout:
             color = "muted" if is_inside else "ink"
             self._line(*(points[::-1] if grad else points), color=color, arrow=True)
             if not is_inside:
-                self._text((left + right) / 2, y - 4, _bytes(plan.line_bytes[i]), align="center")
+                self._text(
+                    (left + right) / 2, y - 4, format_bytes(plan.line_bytes[i]), align="center"
+                )
             if i == ops.start:
                 name = f"{grad}input" if i == 0 else f"op {i - 1}"
                 self._text(start - 4, y + 2.5, name, color="muted", align="right")
@@ -386,10 +380,10 @@ class _Layout:
             wanted = sum(side == "forward" or extra.requires_grad for extra in key.extra_inputs)
             wanted -= sum(c.consumer == i and c.producer in known for c in channels)
             if wanted > 0:
-                wires.append(_Wire(_count(wanted, "extra input"), None, i))
+                wires.append(_Wire(_several(wanted, "extra input"), None, i))
             made = getattr(getattr(basic_ops, self.plan.ops[i], None), "num_extra_outputs", 0)
             if made and all(c.producer != i for c in channels):
-                wires.append(_Wire(_count(made, "extra output"), i, None))
+                wires.append(_Wire(_several(made, "extra output"), i, None))
         if side == "backward":
             wires = [_Wire(f"grad of {w.name}", w.target, w.source) for w in wires]
         ends = [{wire.source, wire.target} - {None} for wire in wires]
@@ -397,18 +391,21 @@ class _Layout:
 
     def _routed(self, wires: list[_Wire], ops: range) -> list[_Wire]:
         """Give each wire its place: short ones lowest, and no two over each other in a lane."""
-        targets, right = {wire.target for wire in wires}, self._row_right(ops) + END
+        targets = {wire.target for wire in wires}
+        crowd = Counter(end for wire in wires for end in (wire.source, wire.target))
         found = []
         for wire in wires:
             ends, name = [], wire.name
             for op, word in ((wire.source, "from"), (wire.target, "to")):
                 if op is not None and op in ops:
-                    beside = 14 * (word == "from" and op in targets)
-                    ends.append(self.x[op] + self.widths[op] / 2 + beside)
+                    beside = (word == "from" and op in targets) - (
+                        not wire.is_channel and crowd[op] > 1
+                    )
+                    ends.append(self.x[op] + self.widths[op] / 2 + 14 * beside)
                 elif op is not None:
-                    ends.append(MARGIN if op < ops.start else right)
+                    ends.append(MARGIN if op < ops.start else self._row_right(ops) + END)
                     name += f" {word} op {op}"
-            half = text_width(_printable(name), SMALL) / 2
+            half = text_width(printable(name), SMALL) / 2
             middle = max(sum(ends) / len(ends), MARGIN + half)
             low, high = min(*ends, middle - half - 4), max(*ends, middle + half + 4)
             wire = _Wire(name, wire.source, wire.target, ends[0], ends[-1], middle)
@@ -430,8 +427,9 @@ class _Layout:
         if wire.target is not None and wire.target in ops:
             top = y - HEADER * bool(self._step(side, wire.target).fusion)
             points.append((wire.end, top))
-        is_channel = wire.source is not None and wire.target is not None
-        self._line(*points, color="channel", dashed=is_channel, arrow=True)
+        self._line(*points, color="channel", dashed=wire.is_channel, arrow=True)
+        width = text_width(printable(wire.name), SMALL) + 2
+        self._box(wire.middle - width / 2, lane - 9, width, 8, "paper", "paper")
         self._text(wire.middle, lane - 3, wire.name, color="channel", align="center")
 
     # windows that are not used
@@ -451,9 +449,9 @@ class _Layout:
     ) -> tuple[float, float, float]:
         left, right = self.x[ops[0]], self.x[ops[-1]] + self.widths[ops[-1]]
         what = "joint " if refusal.side == "joint" else ""
-        name = f"{what}{refusal.fusion} over {_span(refusal.ops)}"
+        name = f"{what}{refusal.fusion} over {span(refusal.ops)}"
         width = min(max(right - left, REASON_WIDTHS[0]), REASON_WIDTHS[1])
-        lines = _wrap(refusal.reason.split(), width, SMALL)
+        lines = wrap(refusal.reason.split(), width, SMALL)
         if ops[0] != refusal.ops[0]:
             name, lines = f"{name} (continued)", []
         widest = max(text_width(name, SMALL, bold=True), *(text_width(s, SMALL) for s in lines), 0)
@@ -485,222 +483,22 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def _several(number: int, what: str) -> str:
+    return what if number == 1 else _count(number, what)
+
+
 def _totals(steps: Sequence[Step]) -> tuple[float, float]:
     return sum(s.bytes_per_token for s in steps), sum(s.microseconds for s in steps)
 
 
 def _cost(step: Step) -> str:
-    return f"{_bytes(step.bytes_per_token)}, {step.microseconds:.1f} us" if step.kernel else ""
+    return (
+        f"{format_bytes(step.bytes_per_token)}, {format_time(step.microseconds)}"
+        if step.kernel
+        else ""
+    )
 
 
 def _kernels(step: Step) -> list[str]:
     """The kernels of ``step`` as the words of a list."""
     return (step.kernel or "no kernel").replace(", ", ",\n").split("\n")
-
-
-# -- what a picture is made of ------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Text:
-    """One line of text on the baseline ``y``; ``align`` says what of it is at ``x``.
-
-    ``tip``, here and of a box, is shown where the pointer rests.
-    """
-
-    x: float
-    y: float
-    string: str
-    size: float = SMALL
-    color: str = "ink"
-    bold: bool = False
-    mono: bool = False
-    align: str = "left"
-    tip: str = ""
-
-    @property
-    def bounds(self) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom."""
-        width = text_width(self.string, self.size, self.bold, self.mono)
-        left = self.x - width * {"left": 0.0, "center": 0.5, "right": 1.0}[self.align]
-        return left, self.y - 0.78 * self.size, left + width, self.y + 0.24 * self.size
-
-
-@dataclass(frozen=True)
-class Box:
-    """A rounded box."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str
-    edge: str
-    radius: float = 4.0
-    tip: str = ""
-
-    @property
-    def bounds(self) -> tuple[float, float, float, float]:
-        """Left, top, right and bottom."""
-        return self.x, self.y, self.x + self.width, self.y + self.height
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line through ``points`` with round corners, and a head at its end if it is an arrow."""
-
-    points: tuple[Point, ...]
-    color: str = "ink"
-    dashed: bool = False
-    arrow: bool = False
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Items in the order in which they are painted."""
-
-    width: float
-    height: float
-    items: tuple[Text | Box | Line, ...]
-
-
-# -- text ---------------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def text_width(string: str, size: float, bold: bool = False, mono: bool = False) -> float:
-    """Width of one line in points, in the font that it is painted in."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import text_to_path
-
-    family, weight = _font(bold, mono)
-    font = FontProperties(family=family, weight=weight, size=size)
-    return float(text_to_path.get_text_width_height_descent(string, font, False)[0])
-
-
-def _font(bold: bool, mono: bool) -> tuple[str, str]:
-    return "monospace" if mono else "sans-serif", "bold" if bold else "normal"
-
-
-def _wrap(words: Sequence[str], width: float, size: float, mono: bool = False) -> list[str]:
-    """``words`` in lines of at most ``width``; a word that is wider is broken."""
-
-    def fits(line: str) -> bool:
-        return text_width(line, size, mono=mono) <= width
-
-    lines = [""]
-    for word in map(_printable, words):
-        if fits(f"{lines[-1]} {word}".strip()):
-            lines[-1] = f"{lines[-1]} {word}".strip()
-            continue
-        lines.append("")
-        for letter in word:
-            if not fits(lines[-1] + letter):
-                lines.append("")
-            lines[-1] += letter
-    return [line for line in lines if line]
-
-
-def _printable(text: str) -> str:
-    """``text`` without control characters, which XML cannot hold."""
-    return "".join(c if c.isprintable() else " " for c in text)
-
-
-# -- painting -----------------------------------------------------------------
-
-
-@contextmanager
-def _matplotlib() -> Iterator[None]:
-    """matplotlib with its own defaults, whatever the user has set; text stays text in SVG.
-
-    Raises
-    ------
-    StateError
-        If matplotlib cannot be imported.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise StateError(
-            "Drawing a plan needs matplotlib, which cannot be imported here: "
-            'run pip install "fuser[draw]".'
-        ) from error
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fuser"})
-        yield
-
-
-def _svg(picture: Picture) -> str:
-    """The picture as SVG, with tips as titles."""
-    svg = _paint(picture, "svg").decode()
-    for number, item in enumerate(picture.items):
-        if not isinstance(item, Line) and item.tip:
-            group = f'<g id="item{number}">'
-            tip = "\n".join(html.escape(_printable(line)) for line in item.tip.splitlines())
-            svg = svg.replace(group, f"{group}\n<title>{tip}</title>", 1)
-    return svg
-
-
-def _paint(picture: Picture, file_format: str) -> bytes:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import FancyBboxPatch, PathPatch, Polygon
-
-    color = {name: light for name, (light, _) in COLORS.items()}
-    figure = Figure((picture.width / 72, picture.height / 72), facecolor=color["paper"])
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, picture.width), ylim=(picture.height, 0))
-    axes.set_axis_off()
-    for number, item in enumerate(picture.items):
-        artists: list[Any]
-        if isinstance(item, Text):
-            family, weight = _font(item.bold, item.mono)
-            style: dict[str, Any] = {"family": family, "weight": weight, "ha": item.align}
-            style |= {"size": item.size, "color": color[item.color], "parse_math": False}
-            artists = [axes.text(item.x, item.y, item.string, **style)]
-        elif isinstance(item, Box):
-            shape = f"round,pad=0,rounding_size={item.radius}"
-            box = FancyBboxPatch((item.x, item.y), item.width, item.height, shape, linewidth=0.9)
-            box.set(facecolor=color[item.fill], edgecolor=color[item.edge])
-            artists = [box]
-        else:
-            dashes = (0, (3, 2)) if item.dashed else "solid"
-            line = PathPatch(_rounded(item.points), fill=False, linewidth=0.9, linestyle=dashes)
-            line.set_edgecolor(color[item.color])
-            artists = [line]
-            if item.arrow:
-                artists.append(Polygon(_head(item.points), color=color[item.color], linewidth=0))
-        for artist in artists:
-            artist.set_zorder(number)
-            if not isinstance(item, Text):
-                axes.add_patch(artist)
-            if not isinstance(item, Line):
-                artist.set_gid(f"item{number}")
-    target = io.BytesIO()
-    # Without these a file would hold the time and links to metadata schemes.
-    metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}
-    figure.savefig(target, format=file_format, dpi=160, metadata=metadata)
-    return target.getvalue()
-
-
-def _rounded(points: Sequence[Point], radius: float = 6.0) -> Any:
-    """The path through ``points`` with its corners rounded off."""
-    from matplotlib.path import Path as Curve
-
-    vertices, codes = [points[0]], [Curve.MOVETO]
-    for before, corner, after in zip(points, points[1:], points[2:], strict=False):
-        vertices += [_toward(corner, before, radius), corner, _toward(corner, after, radius)]
-        codes += [Curve.LINETO, Curve.CURVE3, Curve.CURVE3]
-    return Curve([*vertices, points[-1]], [*codes, Curve.LINETO])
-
-
-def _head(points: Sequence[Point], length: float = 5.0, half: float = 2.2) -> list[Point]:
-    """The triangle at the end of an arrow."""
-    (x, y), (back_x, back_y) = points[-1], _toward(points[-1], points[-2], length)
-    across, down = (y - back_y) * half / length, (back_x - x) * half / length
-    return [(x, y), (back_x + across, back_y + down), (back_x - across, back_y - down)]
-
-
-def _toward(point: Point, other: Point, distance: float) -> Point:
-    """The point ``distance`` from ``point`` on the way to ``other``, at most half way."""
-    part = min(distance / max(math.dist(point, other), 1e-9), 0.5)
-    return point[0] + (other[0] - point[0]) * part, point[1] + (other[1] - point[1]) * part

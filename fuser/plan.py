@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import html
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -84,7 +84,7 @@ class FusionPlan:
         if self.refusals:
             lines += ["", "not used"]
         for refusal in self.refusals:
-            where = _span(refusal.ops)
+            where = span(refusal.ops)
             lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
         lines += [
             "",
@@ -99,24 +99,19 @@ class FusionPlan:
             return [f"{side}: nothing needs a gradient"]
         rows = [
             (
-                _span(step.ops),
+                span(step.ops),
                 step.fusion or self.ops[step.ops[0]],
                 step.kernel or "(no kernel)",
-                _bytes(step.bytes_per_token),
-                f"{step.microseconds:.1f}",
+                format_bytes(step.bytes_per_token),
+                format_time(step.microseconds),
             )
             for step in steps
         ]
-        heading = (side, "runs as", "kernels", "bytes/token", "us")
-        fused, plain = (
-            (sum(s.bytes_per_token for s in part), sum(s.microseconds for s in part))
-            for part in (steps, unfused)
-        )
-        ratio = plain[1] / fused[1] if fused[1] else 1.0
+        heading = (side, "runs as", "kernels", "bytes/token", "modelled")
+        ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
             *_columns([heading, *rows]),
-            f"  {len(steps)} steps: {_bytes(fused[0])} a token, {fused[1]:.1f} us; unfused "
-            f"{len(unfused)} steps: {_bytes(plain[0])}, {plain[1]:.1f} us ({ratio:.2f}x)",
+            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x)",
         ]
 
     def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:
@@ -151,7 +146,7 @@ class FusionPlan:
             steps = self.steps(side)
             prefix = side[0]
             for number, step in enumerate(steps):
-                label = f"{step.fusion or self.ops[step.ops[0]]}\\n{step.kernel or 'no kernel'}"
+                label = f"{step.fusion or self.ops[step.ops[0]]}\n{step.kernel or 'no kernel'}"
                 lines.append(f"  subgraph cluster_{prefix}{number} {{")
                 lines.append(f"    label={_quoted(label)};")
                 for op in step.ops:
@@ -161,7 +156,7 @@ class FusionPlan:
             order = [op for step in steps for op in _in_run_order(step, side)]
             for source, target in pairwise(order):
                 carried = self.line_bytes[max(source, target)]
-                label = _quoted(f"{_bytes(carried)}/token")
+                label = _quoted(f"{format_bytes(carried)}/token")
                 lines.append(f"  {prefix}{source} -> {prefix}{target} [label={label}];")
         for channel in self.channels:
             label = _quoted(channel.name)
@@ -187,7 +182,7 @@ class FusionPlan:
         return target
 
     def _repr_html_(self) -> str:
-        return f"<pre>{self}</pre>"
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 renderers: dict[str, Callable[[FusionPlan, Path], None]] = {}
@@ -224,19 +219,43 @@ def merged(plans: Iterable[FusionPlan]) -> FusionPlan:
     return result
 
 
+def _time(steps: Iterable[Step]) -> float:
+    return sum(step.microseconds for step in steps)
+
+
+def _total(steps: tuple[Step, ...]) -> str:
+    moved = format_bytes(sum(step.bytes_per_token for step in steps))
+    noun = "step" if len(steps) == 1 else "steps"
+    return f"{len(steps)} {noun}, {moved} a token, {format_time(_time(steps))}"
+
+
 def _in_run_order(step: Step, side: str) -> tuple[int, ...]:
     return step.ops if side == "forward" else step.ops[::-1]
 
 
-def _span(ops: tuple[int, ...]) -> str:
+def span(ops: tuple[int, ...]) -> str:
+    """A run of op indices for people: ``3`` or ``3-5``."""
     return str(ops[0]) if len(ops) == 1 else f"{ops[0]}-{ops[-1]}"
 
 
-def _bytes(count: float) -> str:
-    if count < 1000:
-        return f"{count:.0f} B"
-    exponent = min(int(math.log10(count) / 3), 4)
-    return f"{count / 1000**exponent:.1f} {'kMGT'[exponent - 1]}B"
+def format_bytes(count: float) -> str:
+    """A number of bytes for people, such as ``516 B`` or ``4.1 kB``."""
+    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_time(microseconds: float) -> str:
+    """A time for people, such as ``21.4 us`` or ``3.4 ms``."""
+    return _scaled(microseconds, ("us", "ms", "s"), digits=1)
+
+
+def _scaled(value: float, units: tuple[str, ...], digits: int = 0) -> str:
+    text = f"{value:.{digits}f} {units[0]}"
+    for unit in units[1:]:
+        if round(value, digits) < 1000:
+            break
+        value, digits = value / 1000, 1
+        text = f"{value:.1f} {unit}"
+    return text
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -263,5 +282,6 @@ def _wrapped(indent: str, words: list[str], width: int = 96) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace('"', '\\"')
+    # A label's own line breaks are written as a backslash and an n.
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
