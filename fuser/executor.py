@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -69,7 +69,8 @@ class Run:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run forward; under autograd if anything needs a gradient."""
         if self.needs_backward:
-            result: torch.Tensor | tuple[torch.Tensor, ...] = _apply(
+            apply = _checked_apply if torch._C._are_functorch_transforms_active() else _direct_apply
+            result: torch.Tensor | tuple[torch.Tensor, ...] = apply(
                 (self, kwargs, len(params)), input_, *params, *extra_inputs
             )
             return result
@@ -136,10 +137,16 @@ class _Writer:
         add("    kwargs = kwargs or no_kwargs")
         add(f"    {contexts}= {makes}")
         for number, (op, indices) in enumerate(steps):
-            self.names[f"forward{number}"] = op.fuser_forward
-            extras = ", ".join(self._extra_inputs(i) for i in indices)
             before, after = self._quantizers(indices)
             add(f"    # {type(op).__name__}")
+            if _is_plain(op, "forward"):
+                i = indices[0]
+                self.names[f"forward{number}"] = op.op_forward
+                add(f"    x = forward{number}(c{i}, x, prev_op_grad_output_quantizer={before},")
+                add(f"        next_op_input_quantizer={after}, **kwargs[{i}])")
+                continue
+            self.names[f"forward{number}"] = op.fuser_forward
+            extras = ", ".join(self._extra_inputs(i) for i in indices)
             add(f"    x, made = forward{number}([{_contexts(indices)}], x,")
             add(f"        basic_op_extra_inputs=[{extras}],")
             add(f"        prev_op_grad_output_quantizer={before},")
@@ -161,6 +168,12 @@ class _Writer:
             add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
         covered = {i for _, indices in steps for i in indices}
         for number, (op, indices) in enumerate(steps):
+            if _is_plain(op, "backward"):
+                i = indices[0]
+                self.names[f"backward{number}"] = op.op_backward
+                add(f"    # {type(op).__name__}")
+                add(f"    dx, p{i} = backward{number}(c{i}, dx)")
+                continue
             self.names[f"backward{number}"] = op.fuser_backward
             grads = ", ".join(self._extra_output_grads(i) for i in indices)
             params = "".join(f"p{i}, " for i in indices)
@@ -247,6 +260,17 @@ class _Writer:
         return name
 
 
+def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
+    """Whether ``op`` is one basic op that does nothing on ``side`` but what its half does."""
+    method = f"fuser_{side}"
+    return (
+        isinstance(op, BasicOperation)
+        and not op.num_extra_inputs
+        and not op.num_extra_outputs
+        and getattr(type(op), method) is getattr(BasicOperation, method)
+    )
+
+
 def _contexts(indices: Iterable[int]) -> str:
     return ", ".join(f"c{i}" for i in indices)
 
@@ -331,9 +355,11 @@ class _PipelineFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         for op_ctx, start, stop in saving:
             op_ctx.saved_tensors = saved[start:stop]
-        grad_extras: list[torch.Tensor | None] = [None] * len(run.places)
-        for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
-            grad_extras[n] = grad
+        grad_extras: list[torch.Tensor | None] = []
+        if run.places:
+            grad_extras = [None] * len(run.places)
+            for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
+                grad_extras[n] = grad
         # A sum's gradient is one number with zero strides, which every GEMM that
         # reads it would copy; it is copied once here.
         result: tuple[torch.Tensor | None, ...] = run.backward(
@@ -345,19 +371,10 @@ class _PipelineFunction(torch.autograd.Function):
         return result
 
 
+# torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and is
+# used only under one of those: it says what it has to say.
 _checked_apply: Callable[..., Any] = _PipelineFunction.apply
 _direct_apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
-
-
-def _apply(*args: Any) -> Any:
-    """``_PipelineFunction.apply`` without torch's wrapper, which costs 2 us.
-
-    The wrapper is there for functorch's transforms; under one of those it is
-    used, and says what it has to say.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return _checked_apply(*args)
-    return _direct_apply(*args)
 
 
 class _OnceDifferentiable(torch.autograd.Function):

@@ -117,7 +117,7 @@ class OperationFuser:
         if not self._is_started:
             self._start(input)
         params = [slot[name] for slot, name in self._param_slots]
-        run = self._find_run(input, params, extra_inputs)
+        run = self._find_run(input, params, extra_inputs, False)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         return run(input, params, extra_inputs, basic_op_kwargs)
@@ -133,7 +133,7 @@ class OperationFuser:
             self._find_param_slots()
         params = [slot[name] for slot, name in self._param_slots]
         with torch.set_grad_enabled(training):
-            return self._find_run(input, params, extra_inputs, only_planning=True).plan
+            return self._find_run(input, params, extra_inputs, True).plan
 
     def output_like(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """A meta tensor like the main output for such inputs."""
@@ -159,7 +159,7 @@ class OperationFuser:
         input_: torch.Tensor,
         params: list[torch.Tensor],
         extra_inputs: Sequence[torch.Tensor],
-        only_planning: bool = False,
+        only_planning: bool,
     ) -> Run:
         """The run for these tensors, planned if no earlier call had the like."""
         if len(extra_inputs) != self.num_extra_inputs:

@@ -140,8 +140,13 @@ class BasicLinear(BasicOperation):
         assert parameter is not None
         if input_.shape[-1] != self.in_features:
             self._check_features(input_.shape)
+        x: torch.Tensor = input_
+        weight: torch.Tensor = parameter
         dtype = ctx.autocast_dtype or parameter.dtype
-        x, weight = cast(input_, dtype), cast(parameter, dtype)
+        if x.dtype is not dtype:
+            x = x.to(dtype)
+        if weight.dtype is not dtype:
+            weight = weight.to(dtype)
         if ctx.requires_grad:
             ctx.to_save = (
                 x if parameter.requires_grad else None,
@@ -149,33 +154,31 @@ class BasicLinear(BasicOperation):
             )
         return x, weight
 
-    def input_grad(
+    def grads(
         self,
         ctx: OperationContext,
         grad_output: torch.Tensor,
-        *,
         scale: float = 1.0,
         addend: torch.Tensor | None = None,
-    ) -> torch.Tensor | None:
-        """``scale * dy @ weight (+ addend)``, or None where it is not wanted."""
-        weight = ctx.saved_tensors[1]
-        if weight is None:
-            return None
-        dy = cast(grad_output, weight.dtype)
-        if addend is not None:
-            return gemm.dgrad_add(dy, weight, addend)
-        return gemm.dgrad(dy, weight, scale)
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """``scale * dy @ weight (+ addend)`` and ``scale * dy.T @ x``; None where not wanted.
 
-    def weight_grad(
-        self, ctx: OperationContext, grad_output: torch.Tensor, *, scale: float = 1.0
-    ) -> torch.Tensor | None:
-        """``scale * dy.T @ x``; None where it is not wanted or went into ``main_grad``."""
-        x = ctx.saved_tensors[0]
-        if x is None:
-            return None
-        dy = cast(grad_output, x.dtype)
-        if not self._accumulate_into_main_grad:
-            return gemm.wgrad(dy, x, scale)
+        The weight's is None as well where it went into ``main_grad``.
+        """
+        x, weight = ctx.saved_tensors
+        dy = cast(grad_output, (weight if x is None else x).dtype)
+        grad_input = grad_weight = None
+        if weight is not None:
+            grad_input = gemm.dgrad(dy, weight, scale, addend)
+        if x is not None:
+            if self._accumulate_into_main_grad:
+                grad_weight = self._accumulate(dy, x, scale)
+            else:
+                grad_weight = gemm.wgrad(dy, x, scale)
+        return grad_input, grad_weight
+
+    def _accumulate(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """Add the weight gradient to ``main_grad``; returns what autograd is to see of it."""
         weight = self.weight
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None:
@@ -207,7 +210,8 @@ class BasicLinear(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return self.input_grad(ctx, grad_output), (self.weight_grad(ctx, grad_output),)
+        grad_input, grad_weight = self.grads(ctx, grad_output)
+        return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.in_features:

@@ -33,6 +33,5 @@ class BackwardLinearScale(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         linear, scale = self.members
         ctx = basic_op_ctxs[0]
-        grad_weight = linear.weight_grad(ctx, grad_output, scale=scale.scale)
-        grad_input = linear.input_grad(ctx, grad_output, scale=scale.scale)
+        grad_input, grad_weight = linear.grads(ctx, grad_output, scale.scale)
         return grad_input, [(grad_weight,), ()], [(), ()]

@@ -6,6 +6,7 @@ A gated unit reads its gate from the first half of the last dimension.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,11 +102,11 @@ def _qgelu(alpha: float) -> _Function:
 
 
 _GELU = _Function(
-    lambda x: F.gelu(x, approximate="tanh"),
-    lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    functools.partial(F.gelu, approximate="tanh"),
+    functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 )
 _RELU = _Function(torch.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
-_SILU = _Function(F.silu, lambda dy, x: torch.ops.aten.silu_backward(dy, x))
+_SILU = _Function(F.silu, torch.ops.aten.silu_backward)
 _SRELU = _Function(lambda x: torch.relu(x).square(), _srelu_backward)
 _SIGMOID = _Function(
     torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
