@@ -238,9 +238,8 @@ class _Layout:
                 steps = plan.steps(side, fused=fused)
                 moved, time = _totals(steps)
                 times.append(time)
-                words.append(
-                    f"{_count(len(steps), 'step')}, {format_bytes(moved)}/token, {format_time(time)}"
-                )
+                count = _count(len(steps), "step")
+                words.append(f"{count}, {format_bytes(moved)}/token, {format_time(time)}")
                 length = max(110 * time / longest, 1.0) if longest else 1.0
                 self._box(MARGIN + 62, y - 7, length, 8, color, color, 1.0)
             text = f"{words[1]};  unfused {words[0]};  "

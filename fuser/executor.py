@@ -9,7 +9,10 @@ Linear-GELU-Linear on 16x128 takes on a CPU.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import linecache
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +23,8 @@ from fuser.graph import Source
 from fuser.op import BasicOperation, FusibleOperation, OperationContext
 from fuser.plan import FusionPlan
 from fuser.plan_key import PlanKey
+
+_plan_numbers = itertools.count()
 
 PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
@@ -56,9 +61,12 @@ class Run:
         self.returned = [
             n for n, (i, k) in enumerate(self.places) if ops[i].returns_extra_output(k)
         ]
-        self.source, self.forward, self.backward = _Writer(
-            key, ops, sources, param_counts, self.places
-        ).write(forward, backward)
+        writer = _Writer(key, ops, sources, param_counts, self.places)
+        self.source, self.forward, self.backward = writer.write(forward, backward)
+        # A traceback through the generated code shows its lines.
+        name, lines = writer.filename, self.source.splitlines(keepends=True)
+        linecache.cache[name] = (len(self.source), None, lines, name)
+        weakref.finalize(self, linecache.cache.pop, name, None)
 
     def __call__(
         self,
@@ -102,6 +110,7 @@ class _Writer:
         self.sources = sources
         self.param_counts = param_counts
         self.places = places
+        self.filename = f"<fuser plan {next(_plan_numbers)}>"
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"filled": _filled, "total": _total}
         for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
@@ -123,9 +132,7 @@ class _Writer:
         self._write_forward(forward)
         self._write_backward(backward)
         source = "\n".join(self.lines) + "\n"
-        filename = f"<fuser plan {id(self):x}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        exec(compile(source, filename, "exec"), self.names)
+        exec(compile(source, self.filename, "exec"), self.names)
         return source, self.names["forward"], self.names["backward"]
 
     def _write_forward(self, steps: PlannedOps) -> None:
@@ -173,6 +180,7 @@ class _Writer:
                 self.names[f"backward{number}"] = op.op_backward
                 add(f"    # {type(op).__name__}")
                 add(f"    dx, p{i} = backward{number}(c{i}, dx)")
+                self._add_none_check(op, indices, number + 1 < len(steps))
                 continue
             self.names[f"backward{number}"] = op.fuser_backward
             grads = ", ".join(self._extra_output_grads(i) for i in indices)
@@ -183,22 +191,23 @@ class _Writer:
             add(f"    dx, params, extras = backward{number}([{_contexts(indices)}], dx,")
             add(f"        basic_op_grad_extra_outputs=[{grads}])")
             add(f"    {params}= params if len(params) == {len(indices)} else {checked}(params)")
+            self._add_none_check(op, indices, number + 1 < len(steps))
             counts = [self.ops[i].num_extra_inputs for i in indices]
             if any(counts):
                 rows = _names_of_rows("din", indices, counts)
                 add(f"    {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)")
                 self._add_channel_grads(indices)
         flat = ", ".join(
-            f"*p{i}" if i in covered else ", ".join(["None"] * count)
+            f"*(p{i} or ())" if i in covered else ", ".join(["None"] * count)
             for i, count in enumerate(self.param_counts)
             if count or i in covered
         )
         rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
         wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
-        checked = self._checked(None, tuple(range(len(self.ops))), "parameters", wanted)
+        self.names["refuse_param_grads"] = functools.partial(_refuse_param_grads, self.ops, wanted)
         add(f"    grads = [{flat}]")
         add(f"    if len(grads) != {sum(self.param_counts)}:")
-        add(f"        {checked}(({rows}))")
+        add(f"        refuse_param_grads(({rows}))")
         callers = "".join(
             f"din{i}_{k}, " if i in covered else "None, "
             for i, row in enumerate(self.sources)
@@ -207,6 +216,15 @@ class _Writer:
         )
         dx = "dx" if self.key.ops[0].input_requires_grad else "None"
         add(f"    return (None, {dx}, *grads, {callers})")
+
+    def _add_none_check(
+        self, op: FusibleOperation, indices: tuple[int, ...], is_wanted: bool
+    ) -> None:
+        """Where steps follow, name an op that returns no gradient for its input."""
+        if is_wanted:
+            name = f"dropped{len(self.names)}"
+            self.names[name] = functools.partial(_refuse_dropped, op, indices)
+            self.lines.append(f"    if dx is None: {name}()")
 
     def _extra_inputs(self, op: int) -> str:
         return _tuple(
@@ -240,18 +258,17 @@ class _Writer:
         )
 
     def _checked(
-        self, op: FusibleOperation | None, indices: tuple[int, ...], what: str, counts: list[int]
+        self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]
     ) -> str:
         """The name of a function that checks one row of tensors for each basic op."""
-        who = "The backward" if op is None else type(op).__name__
 
         def checked(given: Iterable[Iterable[Any] | None]) -> list[tuple[Any, ...]]:
             rows = [tuple(row or ()) for row in given]
             rows += [()] * (len(counts) - len(rows))  # ops without any may leave theirs out
             if [len(row) for row in rows] != counts:
                 raise StateError(
-                    f"{who} stands for ops {indices[0]} to {indices[-1]}, which have {counts} "
-                    f"{what}, and returned {[len(row) for row in rows]}."
+                    f"{type(op).__name__} stands for ops {indices[0]} to {indices[-1]}, which have "
+                    f"{counts} {what}, and returned {[len(row) for row in rows]}."
                 )
             return rows
 
@@ -287,6 +304,25 @@ def _names_of_rows(prefix: str, indices: Iterable[int], counts: Iterable[int]) -
     return _tuple(rows)
 
 
+def _refuse_param_grads(
+    ops: Sequence[BasicOperation], wanted: Sequence[int], rows: Sequence[Sequence[Any] | None]
+) -> None:
+    """Name the op whose backward returned another number of gradients than it has parameters."""
+    for index, (op, count, row) in enumerate(zip(ops, wanted, rows, strict=True)):
+        if len(row or ()) != count:
+            raise StateError(
+                f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
+                f"returned {len(row or ())} gradients for them."
+            )
+
+
+def _refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:
+    raise StateError(
+        f"The backward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned no "
+        "gradient for its input, and ops before it need one."
+    )
+
+
 def _filled(
     grad: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype], like: torch.Tensor
 ) -> torch.Tensor:
@@ -319,7 +355,7 @@ class _PipelineFunction(torch.autograd.Function):
         saving: list[tuple[OperationContext, int, int]] = []
         for op_ctx in op_ctxs:
             tensors = op_ctx.to_save
-            if tensors is not None:
+            if tensors is not None and op_ctx.requires_grad:
                 start = len(to_save)
                 to_save += tensors
                 saving.append((op_ctx, start, len(to_save)))
@@ -345,12 +381,14 @@ class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # create_graph=True: first gradients are right, second ones are refused.
-            with torch.no_grad():
-                grads = _PipelineFunction.backward(ctx, *grad_outputs)
-            anchor = torch.zeros((), requires_grad=True)
-            refuse: Callable[..., torch.Tensor] = _OnceDifferentiable.apply
-            return tuple(g if g is None else refuse(anchor, g) for g in grads)
+            # Refused at once: a gradient handed out here would look like a
+            # constant to a second derivative, which would come out as zero.
+            raise StateError(
+                "A fuser pipeline cannot be differentiated twice, and this backward was asked for "
+                "with create_graph=True: the backward runs fused operations that have no "
+                "derivative of their own. Compute this part with plain torch modules if you need "
+                "second derivatives."
+            )
         run, op_ctxs, saving, specs = ctx.call
         saved = ctx.saved_tensors
         for op_ctx, start, stop in saving:
@@ -375,19 +413,3 @@ class _PipelineFunction(torch.autograd.Function):
 # used only under one of those: it says what it has to say.
 _checked_apply: Callable[..., Any] = _PipelineFunction.apply
 _direct_apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes a gradient on, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        raise StateError(
-            "A fuser pipeline cannot be differentiated twice: its backward runs fused "
-            "operations that have no derivative of their own. Compute this part with plain "
-            "torch modules if you need second derivatives."
-        )

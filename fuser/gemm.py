@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
 # bias is a GEMM epilogue. torch's own, by name: a wrapper would cost 0.1 us.
 linear = F.linear
@@ -42,6 +41,8 @@ def dgrad(
         addend = None if addend is None else _rows(addend)
         return dgrad(_rows(dy), weight, scale, addend).view(*dy.shape[:-1], weight.shape[1])
     if addend is not None:
+        if addend.dtype is not dy.dtype:
+            return dgrad(dy, weight, scale) + addend
         return torch.addmm(addend, dy, weight, alpha=scale)
     return torch.mm(dy, weight) if scale == 1.0 else _scaled_mm(dy, weight, scale)
 

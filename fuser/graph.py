@@ -10,7 +10,7 @@ import networkx as nx
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation
+from fuser.op import COMPUTE_DTYPES, BasicOperation
 from fuser.plan_key import PlanKey, TensorSpec
 
 Node = Hashable
@@ -110,16 +110,22 @@ class OpGraph:
     ) -> None:
         self.ops = tuple(ops)
         self.sources = tuple(sources)
-        # An empty batch is planned as one token.
-        rows = tuple(max(size, 1) for size in input_spec.shape[:-1])
-        self.tokens = math.prod(rows)
-        self.line = [TensorSpec((*rows, input_spec.shape[-1]), input_spec.dtype)]
+        # An empty batch is planned as one token, and its shapes are not checked here.
+        told = 0 not in input_spec.shape  # whether every op so far has told its output
+        self.line = [_without_zeros(input_spec)]
+        self.tokens = math.prod(self.line[0].shape[:-1])
+        given = [_without_zeros(spec) for spec in extra_specs]
         self.extra_inputs: list[tuple[TensorSpec, ...]] = []
         self.extra_outputs: list[tuple[TensorSpec, ...]] = []
-        told = True  # whether every op so far has told its output
         for op, row in zip(ops, sources, strict=True):
             spec = self.line[-1]
-            extras = tuple(self._extra_spec(source, extra_specs) for source in row)
+            extras = tuple(self._extra_spec(source, given) for source in row)
+            for extra in extras if op.takes_floating_extras else ():
+                if extra.dtype not in COMPUTE_DTYPES:
+                    raise InputError(
+                        f"{_named(ops, len(self.line) - 1)} got an extra input of {extra.dtype}; "
+                        f"it takes {', '.join(map(str, COMPUTE_DTYPES))}."
+                    )
             try:
                 output = op.output_spec(spec, extras, autocast)
             except InputError:
@@ -185,6 +191,10 @@ class OpGraph:
             side: [not op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(self.ops)]
             for side in ("forward", "backward")
         }
+        passes_on["backward"] = [
+            passes or op.passes_gradient_on
+            for passes, op in zip(passes_on["backward"], self.ops, strict=True)
+        ]
         value: dict[Node, Memory] = {("line", 0): ("value", 0)}
         gradient: dict[Node, Memory] = {("line", count): ("gradient", count)}
         for i, op in enumerate(self.ops):
@@ -261,6 +271,10 @@ class OpGraph:
             nbytes = parameter.numel() * parameter.element_size()
             total += nbytes * (1 + (side == "backward" and key.requires_grad))
         return total
+
+
+def _without_zeros(spec: TensorSpec) -> TensorSpec:
+    return TensorSpec(tuple(max(size, 1) for size in spec.shape), spec.dtype)
 
 
 def _add(graph: nx.DiGraph, source: Node, target: Node, memory: Memory, spec: TensorSpec) -> None:

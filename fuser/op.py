@@ -170,8 +170,12 @@ class BasicOperation(FusibleOperation):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    takes_floating_extras: bool = False
+    """Whether extra inputs must be in one of the dtypes that pipelines run in."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
+    passes_gradient_on: bool = False
+    """Whether the gradient of the input is that of the output, whatever else backward launches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
 from fuser.catalog import FUSIONS
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.executor import Run
 from fuser.graph import OpGraph, extra_input_sources
 from fuser.op import (
@@ -27,9 +31,8 @@ from fuser.planner import FusionFunction, RegisteredFusions, make_plan
 from fuser.precision import current_recipe
 
 _registered = RegisteredFusions()
-# What a plan may depend on of a tensor; one C call each.
-_kind = operator.attrgetter("dtype", "requires_grad")
-_device = operator.attrgetter("device")
+# What a plan may depend on of a tensor, in one C call.
+_described = operator.attrgetter("dtype", "requires_grad", "device")
 
 
 class OperationFuser:
@@ -69,6 +72,7 @@ class OperationFuser:
         self._plans: dict[PlanKey, Run] = {}
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._is_started = False
+        self._start_lock = threading.Lock()
         self._hooked = [
             (index, op)
             for index, op in enumerate(self.basic_ops)
@@ -79,17 +83,24 @@ class OperationFuser:
 
     def _find_param_slots(self) -> None:
         """Where each op's parameters live: a replaced parameter is found in its old place."""
-        self._param_slots: list[tuple[dict[str, Any], str]] = []
-        self._param_counts: list[int] = []
-        for op in self.basic_ops:
+        slots: list[tuple[dict[str, Any], str]] = []
+        counts: list[int] = []
+        for index, op in enumerate(self.basic_ops):
+            if is_parametrized(op):
+                raise StateError(
+                    f"Op {index} ({type(op).__name__}) has a parametrized "
+                    f"{' and '.join(op.parametrizations)}; fuser gives gradients to an op's own "  # type: ignore[arg-type]
+                    "parameters only. Remove the parametrization, or use a torch module here."
+                )
             seen: set[int] = set()
-            before = len(self._param_slots)
+            before = len(slots)
             for module in op.modules():
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) not in seen:
                         seen.add(id(parameter))
-                        self._param_slots.append((module._parameters, name))
-            self._param_counts.append(len(self._param_slots) - before)
+                        slots.append((module._parameters, name))
+            counts.append(len(slots) - before)
+        self._param_slots, self._param_counts = slots, counts
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
@@ -114,13 +125,26 @@ class OperationFuser:
         InputError, InputTypeError
             If the inputs do not fit; nothing has run then.
         """
+        if torch.compiler.is_dynamo_compiling():
+            # Planning is no tensor program; dynamo breaks its graph around the call.
+            return _call_eagerly(self, input, extra_inputs, basic_op_kwargs)
+        return self._call(input, extra_inputs, basic_op_kwargs)
+
+    def _call(
+        self,
+        input_: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        kwargs: list[dict[str, Any]] | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not self._is_started:
-            self._start(input)
+            self._start(input_, extra_inputs)
         params = [slot[name] for slot, name in self._param_slots]
-        run = self._find_run(input, params, extra_inputs, False)
+        run = self._find_run(input_, params, extra_inputs, False)
+        if kwargs is not None:
+            self._check_kwargs(kwargs)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
-        return run(input, params, extra_inputs, basic_op_kwargs)
+        return run(input_, params, extra_inputs, kwargs)
 
     def plan(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
@@ -144,13 +168,29 @@ class OperationFuser:
         spec = graph.line[-1]
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=needs_grad)
 
-    def _start(self, input_: torch.Tensor) -> None:
-        # On the meta device a model runs to learn shapes, and stays there.
-        if not (isinstance(input_, torch.Tensor) and input_.is_meta):
+    def _start(self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]) -> None:
+        """Before the first call: check its tensors, then let the ops make what they deferred."""
+        with self._start_lock:
+            if self._is_started:
+                return
+            self._find_param_slots()
+            self._check_before_start(input_, extra_inputs)
+            if input_.is_meta:
+                return  # on the meta device a model runs to learn shapes, and stays there
             for op in self.basic_ops:
                 op.pre_first_fuser_forward()
+            self._find_param_slots()
             self._is_started = True
-        self._find_param_slots()
+
+    def _check_before_start(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Refuse a bad first call while deferred parameters are still on meta."""
+        params = [slot[name] for slot, name in self._param_slots]
+        self._check_kinds(input_, params, extra_inputs)
+        made = params if input_.is_meta else [p for p in params if not p.is_meta]
+        device = self._check_devices(input_, made, extra_inputs, False)
+        self._graph(input_, extra_inputs, autocast_dtype(device.type))
 
     # -- planning -------------------------------------------------------------
 
@@ -162,8 +202,6 @@ class OperationFuser:
         only_planning: bool,
     ) -> Run:
         """The run for these tensors, planned if no earlier call had the like."""
-        if len(extra_inputs) != self.num_extra_inputs:
-            raise InputError(self._wrong_extra_count(len(extra_inputs)))
         try:
             quick = (
                 current_recipe(),
@@ -171,21 +209,14 @@ class OperationFuser:
                 autocast_dtype("cuda" if input_.is_cuda else "cpu"),
                 only_planning,
                 id(_registered),
-                _device(input_),
-                *map(_kind, (input_, *params)),
-                *map(torch.Tensor.get_device, params),
-                *map(_kind, extra_inputs),
-                *map(_device, extra_inputs),
+                *map(_described, (input_, *params, *extra_inputs)),
             )
             features = input_.shape[-1]
         except (AttributeError, IndexError):
             self._check_kinds(input_, params, extra_inputs)
             raise
-        if not features:
-            raise InputError(
-                f"The input has shape {tuple(input_.shape)}; its last dimension must not be empty."
-            )
-        run = self._runs.get(quick)
+        # The number of extra inputs shows in the key, and a wrong one is never in the table.
+        run = self._runs.get(quick) if features else None
         if run is None:
             run = self._plan_run(input_, params, extra_inputs, only_planning)
             self._runs[quick] = run
@@ -289,6 +320,8 @@ class OperationFuser:
         params: Sequence[torch.Tensor],
         extra_inputs: Sequence[Any],
     ) -> None:
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise InputError(self._wrong_extra_count(len(extra_inputs)))
         for what, value in [("input", input_), *self._extra_names(extra_inputs)]:
             if not isinstance(value, torch.Tensor):
                 raise InputTypeError(
@@ -296,11 +329,26 @@ class OperationFuser:
                 )
         if input_.dim() == 0:
             raise InputError("The input has no dimensions; it needs at least one.")
+        if input_.shape[-1] == 0:
+            raise InputError(
+                f"The input has shape {tuple(input_.shape)}; its last dimension must not be empty."
+            )
         named = [("input", input_), *((f"parameter of shape {tuple(p.shape)}", p) for p in params)]
         for what, tensor in named:
             if tensor.dtype not in COMPUTE_DTYPES:
                 allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
                 raise InputError(f"The {what} is {tensor.dtype}; a pipeline runs in {allowed}.")
+
+    def _check_kwargs(self, kwargs: list[dict[str, Any]]) -> None:
+        for index, (op, given) in enumerate(zip(self.basic_ops, kwargs, strict=True)):
+            taken = _keyword_names(type(op))
+            for name in given:
+                if taken is not None and name not in taken:
+                    takes = ", ".join(taken) or "none"
+                    raise InputTypeError(
+                        f"Op {index} ({type(op).__name__}) takes no keyword argument {name!r}; "
+                        f"it takes {takes}."
+                    )
 
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each extra input from the caller, with a name that says which op takes it."""
@@ -338,6 +386,32 @@ class OperationFuser:
                     "a pipeline runs on one device."
                 )
         return first.device
+
+
+@functools.cache
+def _keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
+    """The keyword arguments that an op of this class takes from its caller; None for any."""
+    if cls.fuser_forward is not BasicOperation.fuser_forward:
+        return None
+    parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    own = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+    return tuple(p.name for p in parameters if p.name not in own)
+
+
+def _call_eagerly(
+    fuser: OperationFuser,
+    input_: torch.Tensor,
+    extra_inputs: tuple[torch.Tensor, ...],
+    kwargs: list[dict[str, Any]] | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Run a pipeline outside of dynamo's trace; only called while it traces."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    result: torch.Tensor | tuple[torch.Tensor, ...] = disable(OperationFuser._call)(
+        fuser, input_, extra_inputs, kwargs
+    )
+    return result
 
 
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:

@@ -88,8 +88,8 @@ class FusionPlan:
             lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
         lines += [
             "",
-            f"Modelled for {self.nominal_tokens} tokens: bytes over bandwidth, plus launches; without "
-            "GEMM arithmetic.",
+            f"Modelled for {self.nominal_tokens} tokens: bytes over bandwidth, plus launches; "
+            "without GEMM arithmetic.",
         ]
         return "\n".join(lines)
 

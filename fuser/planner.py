@@ -105,10 +105,12 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
     pinned = _apply_registered(graph.ops, key, registered)
     forward = search.side("forward", pinned["forward"])
     backward = search.side("backward", pinned["backward"])
-    cover = cheapest_cover(len(graph.ops), forward, backward, search.joint(pinned))
+    joint = search.joint(pinned)
+    cover = cheapest_cover(len(graph.ops), forward, backward, joint)
     forward_run = cover.forward
-    backward_run = tuple(c for c in reversed(cover.backward) if c.start >= search.first)
+    backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     unchosen = [*_unchosen(forward, cover.forward), *_unchosen(backward, cover.backward)]
+    unchosen += _unchosen_joint(len(graph.ops), forward, backward, joint, cover)
     plan = FusionPlan(
         key=key,
         ops=tuple(type(op).__name__ for op in graph.ops),
@@ -217,7 +219,7 @@ class _Search:
         found = [*self.basic(side), *self._fused(side)]
         for fused in pinned:
             window = range(*_place(self.graph.ops, fused))
-            found = [c for c in found if c.stop <= window.start or c.start >= window.stop]
+            found = _outside(window, found)
             found.append(
                 self._candidate(window, side, fused, [(type(fused).__name__, len(window))])
             )
@@ -247,7 +249,7 @@ class _Search:
             backward = self._ask(fusion, window, bound, "backward")
             if forward is None or backward is None:
                 continue
-            if not self.key.requires_grad:
+            if window.stop <= self.first:
                 backward = Candidate(window.start, window.stop, 0.0, fusion, backward.step)
             pairs.append((forward, backward))
         return pairs
@@ -370,14 +372,49 @@ def _unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> li
         ):
             continue
         extra = before[candidate.start] + _weight(candidate) + after[candidate.stop] - best
-        reason = (
-            f"possible, but the chosen cover is {extra * 1e6:.2f} us cheaper."
-            if extra > 2 * STEP_COST
-            else "possible, but another cover costs the same with no more steps."
-        )
-        window = tuple(range(candidate.start, candidate.stop))
-        refusals.append(Refusal(fusion.__name__, fusion.side, window, reason))
+        refusals.append(_unchosen_refusal(candidate, extra))
     return refusals
+
+
+def _unchosen_joint(
+    count: int,
+    forward: Sequence[Candidate],
+    backward: Sequence[Candidate],
+    joint: Sequence[tuple[Candidate, Candidate]],
+    cover: Cover,
+) -> list[Refusal]:
+    """For each joint window that the cover does not use, what using it would cost."""
+    refusals = []
+    for pair in joint:
+        if pair[0] not in cover.forward:
+            window = range(pair[0].start, pair[0].stop)
+            forced = cheapest_cover(
+                count,
+                _outside(window, forward),
+                _outside(window, backward),
+                [*(other for other in joint if _outside(window, other[:1])), pair],
+            )
+            refusals.append(_unchosen_refusal(pair[0], forced.cost - cover.cost))
+    return refusals
+
+
+def _unchosen_refusal(candidate: Candidate, extra: float) -> Refusal:
+    """That ``candidate`` could run, and the seconds by which its best cover costs more."""
+    assert isinstance(candidate.run, type)
+    if extra > STEP_COST * len(candidate.step.ops):
+        reason = f"possible, but the chosen cover is {extra * 1e6:.2f} us cheaper."
+    elif extra > -STEP_COST:
+        reason = "possible, but another cover costs the same with no more steps."
+    else:
+        reason = (
+            "possible, but a joint fusion takes these ops, and is cheaper on both sides in all."
+        )
+    return Refusal(candidate.run.__name__, candidate.run.side, candidate.step.ops, reason)
+
+
+def _outside(window: range, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """The candidates that share no op with ``window``."""
+    return [c for c in candidates if c.stop <= window.start or c.start >= window.stop]
 
 
 def _place(ops: Sequence[BasicOperation], fused: FusedOperation) -> tuple[int, int]:

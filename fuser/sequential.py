@@ -39,10 +39,20 @@ class Sequential(torch.nn.Sequential):
             super().__init__(OrderedDict(modules[0]))
         else:
             super().__init__(*modules)  # type: ignore[arg-type]
-        self.fusions = tuple(fusions)
+        self._fusions = tuple(fusions)
         self._grouped: tuple[torch.nn.Module, ...] | None = None
         self._groups: list[Group] = []
         self._only: OperationFuser | None = None  # the pipeline, where that is all there is
+
+    @property
+    def fusions(self) -> tuple[type[FusedOperation], ...]:
+        """The fusion classes the planner may use; setting them plans anew."""
+        return self._fusions
+
+    @fusions.setter
+    def fusions(self, fusions: Sequence[type[FusedOperation]]) -> None:
+        self._fusions = tuple(fusions)
+        self._grouped = None
 
     def __getitem__(self, idx: int | slice | str) -> Any:
         if isinstance(idx, str):
@@ -166,9 +176,11 @@ class Sequential(torch.nn.Sequential):
             if isinstance(op, FusedOperation) and any(op is module for module in modules):
                 op = op.basic_ops[0]
             if not isinstance(op, torch.nn.Module) or op not in known:
-                what = target if isinstance(target, int) else type(target).__name__
+                what = repr(target)
+                if isinstance(target, torch.nn.Module):
+                    what = type(target).__name__
                 raise InputError(
-                    f"op_kwargs names {what!r}, which is no op of this Sequential: it holds "
+                    f"op_kwargs names {what}, which is no op of this Sequential: it holds "
                     f"{', '.join(f'{i} {type(m).__name__}' for i, m in enumerate(modules))}."
                 )
             result[op] = kwargs

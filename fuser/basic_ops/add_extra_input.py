@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext
+from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -26,6 +26,7 @@ class AddExtraInput(BasicOperation):
     """
 
     num_extra_inputs = 1
+    takes_floating_extras = True
     saves_input = False
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -36,22 +37,18 @@ class AddExtraInput(BasicOperation):
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         (extra,) = extras
-        if extra.dtype not in COMPUTE_DTYPES:
-            raise InputError(
-                f"AddExtraInput got an extra input of {extra.dtype}; it takes "
-                f"{', '.join(map(str, COMPUTE_DTYPES))}."
-            )
+        self.check_extra(spec.shape, extra.shape)
         return TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("add",) if side == "forward" else ()
 
-    def check_extra(self, x_shape: torch.Size, extra: torch.Tensor) -> None:
-        """Raise InputError if ``extra`` is not of shape ``x_shape``."""
-        if extra.shape != x_shape:
+    def check_extra(self, main: tuple[int, ...], extra: tuple[int, ...]) -> None:
+        """Raise InputError if the shapes of the main and the extra input differ."""
+        if extra != main:
             raise InputError(
-                f"AddExtraInput got an extra input of shape {tuple(extra.shape)} for a main "
-                f"input of shape {tuple(x_shape)}; the two must be equal."
+                f"AddExtraInput got an extra input of shape {tuple(extra)} for a main input of "
+                f"shape {tuple(main)}; the two must be equal."
             )
 
     def fuser_forward(
@@ -65,7 +62,7 @@ class AddExtraInput(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
-        self.check_extra(input_.shape, extra)
+        self.check_extra(input_.shape, extra.shape)
         return input_ + extra, [()]
 
     def fuser_backward(

@@ -33,6 +33,7 @@ class Bias(BasicOperation):
     """
 
     saves_input = False
+    passes_gradient_on = True
 
     def __init__(
         self,

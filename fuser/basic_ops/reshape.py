@@ -21,18 +21,23 @@ class Reshape(BasicOperation):
     def __init__(self, shape: Iterable[int]) -> None:
         super().__init__()
         self.shape = tuple(shape)
+        if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
+            raise InputError(
+                f"Reshape got shape {self.shape}; sizes are not negative, but for one that may "
+                "be -1."
+            )
 
     def extra_repr(self) -> str:
         return f"shape={self.shape}"
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
-    ) -> TensorSpec | None:
-        known = math.prod(size for size in self.shape if size >= 0)
-        if not known or math.prod(spec.shape) % known:
-            return None
-        rest = math.prod(spec.shape) // known
-        return TensorSpec(tuple(rest if s < 0 else s for s in self.shape), spec.dtype)
+    ) -> TensorSpec:
+        try:
+            shape = torch.empty(spec.shape, device="meta").reshape(self.shape).shape
+        except RuntimeError as error:
+            raise self._does_not_fit(spec.shape) from error
+        return TensorSpec(tuple(shape), spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ()
@@ -48,12 +53,15 @@ class Reshape(BasicOperation):
         try:
             return input_.reshape(self.shape)
         except RuntimeError as error:
-            raise InputError(
-                f"Reshape({self.shape}) got an input of shape {tuple(input_.shape)}, "
-                f"which holds {input_.numel()} elements and does not fit."
-            ) from error
+            raise self._does_not_fit(input_.shape) from error
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         return grad_output.reshape(ctx.input_shape), ()  # type: ignore[attr-defined]
+
+    def _does_not_fit(self, shape: tuple[int, ...]) -> InputError:
+        return InputError(
+            f"Reshape({self.shape}) got an input of shape {tuple(shape)}, which holds "
+            f"{math.prod(shape)} elements and does not fit."
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import COMPUTE_DTYPES, BasicOperation, Grads, OperationContext, cast
+from fuser.op import BasicOperation, Grads, OperationContext, cast
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, scaled_activation, scaled_activation_backward
 
@@ -28,6 +28,7 @@ class ScaledActivation(BasicOperation):
     """
 
     num_extra_inputs = 1
+    takes_floating_extras = True
 
     def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -38,11 +39,7 @@ class ScaledActivation(BasicOperation):
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         (scales,) = extras
-        if scales.dtype not in COMPUTE_DTYPES:
-            raise InputError(
-                f"{type(self).__name__} got scales of {scales.dtype}; it takes "
-                f"{', '.join(map(str, COMPUTE_DTYPES))}."
-            )
+        self._check_scales(spec.shape, scales.shape)
         features = self.functor.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
@@ -62,11 +59,7 @@ class ScaledActivation(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
-        if scales.shape != input_.shape[:-1]:
-            raise InputError(
-                f"{type(self).__name__} got scales of shape {tuple(scales.shape)} for an input of "
-                f"shape {tuple(input_.shape)}; it takes one a row, {tuple(input_.shape[:-1])}."
-            )
+        self._check_scales(input_.shape, scales.shape)
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
@@ -82,6 +75,13 @@ class ScaledActivation(BasicOperation):
         x, scales = basic_op_ctxs[0].saved_tensors
         dx, dscales = scaled_activation_backward(self.functor, grad_output, x, scales)
         return dx, [()], [(dscales,)]
+
+    def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:
+        if scales != x[:-1]:
+            raise InputError(
+                f"{type(self).__name__} got scales of shape {tuple(scales)} for an input of shape "
+                f"{tuple(x)}; it takes one a row, {tuple(x[:-1])}."
+            )
 
 
 class ScaledSReLU(ScaledActivation):

@@ -37,7 +37,7 @@ class _ForwardAddNorm(FusedOperation):
         add = self.members[0]
         norm = self.members[-1]
         (extra,) = basic_op_extra_inputs[0]
-        add.check_extra(input_.shape, extra)
+        add.check_extra(input_.shape, extra.shape)
         z = input_ + extra
         y = norm.normalize(basic_op_ctxs[-1], z)
         return y, [(), ()] if len(self.members) == 2 else [(), (z,), ()]

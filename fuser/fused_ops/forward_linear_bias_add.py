@@ -67,7 +67,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         add = self.members[-1]
         (extra,) = basic_op_extra_inputs[-1]
         x, weight = linear.operands(basic_op_ctxs[0], input_)
-        add.check_extra((*x.shape[:-1], weight.shape[0]), extra)
+        add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
         if len(self.members) == 2:
             return gemm.linear_add(x, weight, extra), [(), ()]
         bias = self.members[1]

@@ -1,0 +1,652 @@
+"""Train a byte-level language model whose feed-forward blocks are fuser pipelines.
+
+The text is the Python standard library's own source, which every machine has.
+The same steps are then trained with plain torch modules, from the same weights
+and on the same batches, and the two runs are compared.
+
+    python examples/train_lm.py
+    python examples/train_lm.py --device cuda --dtype bfloat16 --width 1024 --heads 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fuser
+
+VOCABULARY = 256
+# Bulk that teaches little: tests, generated tables, what is not the library itself.
+SKIPPED_FOLDERS = {
+    "dist-packages",
+    "distutils",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+# Of so many source files one is held out for validation.
+FILES_PER_HELD_OUT = 10
+VALIDATION_BATCHES = 16
+# A run reports its training loss so often, and validates at every second report.
+REPORTS = 20
+REPORTS_PER_VALIDATION = 2
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Bytes ``[batch, context]`` and, for each of them, the byte that follows."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. ``dtype`` is that of torch's autocast; parameters are float32."""
+
+    steps: int = 1000
+    layers: int = 3
+    width: int = 160
+    heads: int = 5
+    context: int = 128
+    batch_size: int = 8
+    learning_rate: float = 2e-3
+    seed: int = 0
+    device: str = "cpu"
+    dtype: str = "float32"
+    out: Path = Path("out")
+    compare: bool = True
+    prompt: str = "def "
+    temperature: float = 0.5
+    top_k: int = 20
+    sample_bytes: int = 400
+
+    def autocast(self) -> torch.autocast:
+        """The context in which the model runs."""
+        dtype = DTYPES[self.dtype]
+        return torch.autocast(self.device, dtype, enabled=dtype is not torch.float32)
+
+
+# -- text ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Bytes to train on and bytes held out, one long text each."""
+
+    training: torch.Tensor
+    validation: torch.Tensor
+
+
+def read_corpus(root: Path, device: str) -> Corpus:
+    """The Python sources under ``root`` in sorted order, split by file."""
+    texts = [path.read_bytes() for path in source_files(root)]
+    training = [text for i, text in enumerate(texts) if i % FILES_PER_HELD_OUT]
+    validation = texts[::FILES_PER_HELD_OUT]
+    # frombuffer takes no empty text, which a machine without sources would have.
+    both = (bytearray(b"\n".join(part) or b"\n") for part in (training, validation))
+    return Corpus(*(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
+
+
+def source_files(root: Path) -> Iterator[Path]:
+    """The library's own .py files under ``root``, in an order that is always the same."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
+    """The ``context`` bytes at each of ``starts``, and the bytes that follow them."""
+    positions = starts[:, None] + torch.arange(context + 1)
+    taken = text[positions.to(text.device)].long()
+    return taken[:, :-1], taken[:, 1:]
+
+
+def training_batches(text: torch.Tensor, options: Options) -> Iterator[Batch]:
+    """One batch a step, at random places; the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(options.steps):
+        starts = torch.randint(
+            len(text) - options.context, (options.batch_size,), generator=generator
+        )
+        yield windows(text, starts, options.context)
+
+
+# -- model --------------------------------------------------------------------
+
+
+def fused_feed_forward(width: int, hidden: int, device: str) -> nn.Module:
+    """``x + down(swiglu(up(rmsnorm(x))))`` as one pipeline.
+
+    The first op exposes x on the channel "residual" and the last one adds it
+    back, so the planner sees the residual connection too.
+    """
+    fork, join = fuser.MakeExtraOutput(), fuser.AddExtraInput()
+    fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+    join.set_extra_input_channel(0, "residual")
+    return fuser.Sequential(
+        fork,
+        fuser.RMSNorm(width, device=device),
+        fuser.Linear(width, 2 * hidden, device=device),
+        fuser.SwiGLU(),
+        fuser.Linear(hidden, width, device=device),
+        join,
+    )
+
+
+class PlainFeedForward(nn.Module):
+    """The same block out of plain torch modules, with its parameters in the same order."""
+
+    def __init__(self, width: int, hidden: int, device: str) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width, eps=1e-5, device=device)
+        self.up = nn.Linear(width, 2 * hidden, device=device)
+        self.down = nn.Linear(hidden, width, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, linear = self.up(self.norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * linear)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with its norm and residual connection."""
+
+    def __init__(self, width: int, heads: int, device: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.RMSNorm(width, eps=1e-5, device=device)
+        self.qkv = nn.Linear(width, 3 * width, bias=False, device=device)
+        self.out = nn.Linear(width, width, bias=False, device=device)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        split = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, head, length, size]
+        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021) of ``x``: ``[..., length, size]``."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only transformer over bytes: ``[batch, length]`` to logits for the next byte.
+
+    ``feed_forward(width, hidden, device)`` makes the feed-forward block of each layer.
+    """
+
+    def __init__(
+        self, options: Options, feed_forward: Callable[[int, int, str], nn.Module]
+    ) -> None:
+        super().__init__()
+        width, device, layers = options.width, options.device, range(options.layers)
+        self.embedding = nn.Embedding(VOCABULARY, width, device=device)
+        self.attention = nn.ModuleList(Attention(width, options.heads, device) for _ in layers)
+        self.feed_forward = nn.ModuleList(feed_forward(width, 3 * width, device) for _ in layers)
+        self.norm = nn.RMSNorm(width, eps=1e-5, device=device)
+        self.head = nn.Linear(width, VOCABULARY, bias=False, device=device)
+
+        pairs = width // options.heads // 2
+        frequencies = 1000.0 ** (-torch.arange(pairs, device=device) / pairs)
+        angles = torch.arange(options.context, device=device)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        length = text.shape[-1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(text)
+        for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
+            x = feed_forward(attention(x, cos, sin))
+        return self.head(self.norm(x))
+
+
+def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
+    """The model out of fuser pipelines and the plain one, with the same initial weights."""
+    torch.manual_seed(options.seed)
+    fused = LanguageModel(options, fused_feed_forward)
+    plain = LanguageModel(options, PlainFeedForward)
+    with torch.no_grad():
+        for ours, theirs in zip(plain.parameters(), fused.parameters(), strict=True):
+            ours.copy_(theirs)
+    return fused, plain
+
+
+# -- training -----------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What one training run measured; losses are in nats a byte.
+
+    ``losses`` has one entry a step, ``validation`` is by steps taken, ``rates``
+    holds the tokens a second of each report.
+    """
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    validation: dict[int, float] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """That of the fastest report: what else the machine does can only slow one down."""
+        return max(self.rates)
+
+
+def train(name: str, model: LanguageModel, corpus: Corpus, options: Options) -> Run:
+    """Train ``model`` in place and report on the way."""
+    run = Run(name)
+    progress = Progress(name, options.steps)
+    optimizer = make_optimizer(model, options)
+    # float16 gradients underflow unless the loss is scaled up.
+    scaler = torch.amp.GradScaler(options.device, enabled=options.dtype == "float16")
+    report_every = math.ceil(options.steps / REPORTS)
+
+    def validate(step: int) -> None:
+        run.validation[step] = validation_loss(model, corpus.validation, options)
+        progress.validated(step, run.validation[step])
+
+    validate(0)
+    losses: list[torch.Tensor] = []
+    started = time.perf_counter()
+    for step, batch in enumerate(training_batches(corpus.training, options), start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, options)
+        losses.append(training_step(model, batch, optimizer, scaler, options))
+        progress.advanced()
+        is_last = step == options.steps
+        if not is_last and step % report_every:
+            continue
+        # Reading losses waits for the device, so it happens once a report.
+        run.losses += torch.stack(losses).tolist()
+        seconds = time.perf_counter() - started
+        run.rates.append(len(losses) * batch[0].numel() / seconds)
+        progress.reported(step, statistics.fmean(run.losses[-len(losses) :]), run.rates[-1])
+        losses.clear()
+        if is_last or step % (report_every * REPORTS_PER_VALIDATION) == 0:
+            validate(step)
+        started = time.perf_counter()
+    progress.close()
+    return run
+
+
+def training_step(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    options: Options,
+) -> torch.Tensor:
+    """Forward, backward, clipped update; returns the loss, still on its device."""
+    with options.autocast():
+        loss = next_byte_loss(model, batch)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def next_byte_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Mean cross-entropy in nats a byte; autocast leaves it in float32."""
+    text, following = batch
+    return F.cross_entropy(model(text).flatten(0, 1), following.flatten())
+
+
+def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """AdamW that decays matrices, and leaves gains and biases alone."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Linear warmup over a tenth of the steps, then a cosine down to a tenth of the peak."""
+    warmup = math.ceil(options.steps / 10)
+    if step <= warmup:
+        return options.learning_rate * step / warmup
+    done = (step - warmup) / (options.steps - warmup)
+    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> float:
+    """Mean loss in nats a byte over windows spread evenly over the held-out text."""
+    count = VALIDATION_BATCHES * options.batch_size
+    last = len(text) - options.context - 1
+    starts = torch.arange(count) * last // count
+    losses = []
+    for part in starts.split(options.batch_size):
+        with options.autocast():
+            losses.append(next_byte_loss(model, windows(text, part, options.context)))
+    return torch.stack(losses).mean().item()
+
+
+class Progress:
+    """A tqdm bar on a terminal; lines where tqdm is missing or stdout is no terminal."""
+
+    def __init__(self, name: str, steps: int) -> None:
+        self.steps = steps
+        self.bar: Any = None
+        print(f"\nTraining with {name} feed-forward blocks:")
+        if sys.stdout.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                self.bar = tqdm(total=steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+
+    def advanced(self) -> None:
+        """One more step was taken."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def reported(self, step: int, loss: float, rate: float) -> None:
+        """Show the mean training loss since the last report, and tokens a second."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
+        else:
+            print(f"{self._at(step)}loss {loss:.4f}  {rate:>10,.0f} tokens/s", flush=True)
+
+    def validated(self, step: int, loss: float) -> None:
+        """Show the validation loss, in both of its units."""
+        bits = loss / math.log(2)
+        line = f"{self._at(step)}validation loss {loss:.4f} nats/byte = {bits:.4f} bits/byte"
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def _at(self, step: int) -> str:
+        return f"  step {step:>{len(str(self.steps))}}/{self.steps}  "
+
+    def close(self) -> None:
+        """The run is over."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+# -- sampling -----------------------------------------------------------------
+
+
+@torch.inference_mode()
+def sample(model: nn.Module, options: Options) -> bytes:
+    """The prompt, continued by ``options.sample_bytes`` bytes drawn from the model.
+
+    Each is one of the ``top_k`` likeliest, drawn at ``temperature``; at
+    temperature 0 it is the likeliest.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    text = list(options.prompt.encode(errors="surrogateescape"))
+    for _ in range(options.sample_bytes):
+        window = torch.tensor([text[-options.context :]], device=options.device)
+        with options.autocast():
+            logits = model(window)[0, -1].float().cpu()
+        values, candidates = logits.topk(min(options.top_k, VOCABULARY))
+        if options.temperature == 0:
+            text.append(int(candidates[0]))
+            continue
+        chances = torch.softmax(values / options.temperature, dim=-1)
+        text.append(int(candidates[torch.multinomial(chances, 1, generator=generator)]))
+    return bytes(text)
+
+
+# -- results ------------------------------------------------------------------
+
+
+def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPlan:
+    """What a training step runs for one feed-forward block; a meta tensor tells the shape."""
+    shape = (options.batch_size, options.context, options.width)
+    block: Any = model.feed_forward[0]
+    with options.autocast():
+        return block.plan(torch.empty(shape, device="meta", requires_grad=True))
+
+
+def loss_differences(runs: Sequence[Run]) -> list[float]:
+    """How far apart the training losses of two runs are, at each step."""
+    fused, plain = runs
+    return [abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=True)]
+
+
+def print_results(runs: Sequence[Run]) -> None:
+    """A row for each run and, of two, how far apart they are."""
+    print("\n          validation loss, nats/byte    bits/byte")
+    print("blocks         before         after         after     tokens/s")
+    for run in runs:
+        before, *_, after = run.validation.values()
+        print(
+            f"{run.name:<7}{before:>14.4f}{after:>14.4f}{after / math.log(2):>14.4f}"
+            f"{run.tokens_per_second:>13,.0f}"
+        )
+    if len(runs) == 2:
+        fused, plain = runs
+        differences = loss_differences(runs)
+        largest = max(differences)
+        early = math.ceil(len(differences) / 10)
+        ratio = fused.tokens_per_second / plain.tokens_per_second
+        print(
+            f"\nLargest loss difference: {largest:.1e} nats/byte, at step "
+            f"{differences.index(largest) + 1} of {len(differences)}; in the first {early} "
+            f"steps {max(differences[:early]):.1e}.\n"
+            "The two round in different places, and training magnifies any rounding.\n"
+            f"Speed: fuser runs at {ratio:.2f}x the tokens/s of plain."
+        )
+
+
+def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> None:
+    """``losses.csv``, ``loss.png`` and ``plan.svg``; pictures only where they can be drawn."""
+    write_losses(out / "losses.csv", runs)
+    written = ["losses.csv"]
+    try:
+        plan.draw(out / "plan.svg")
+        written.append("plan.svg")
+    except fuser.StateError as error:
+        print(f"\nNo plan.svg: {error}")
+    try:
+        draw_losses(out / "loss.png", runs)
+        written.append("loss.png")
+    except ImportError:
+        print("\nNo loss.png: drawing it needs matplotlib; pip install matplotlib.")
+    print(f"\nIn {out}: {', '.join(written)}")
+
+
+def write_losses(path: Path, runs: Sequence[Run]) -> None:
+    """The training loss of every step as CSV, a column a run."""
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", *(run.name for run in runs)])
+        losses = zip(*(run.losses for run in runs), strict=True)
+        rows.writerows([step, *row] for step, row in enumerate(losses, start=1))
+
+
+def draw_losses(path: Path, runs: Sequence[Run]) -> None:
+    """Training and validation loss by step and, of two runs, their difference below.
+
+    Raises
+    ------
+    ImportError
+        If matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4 + len(runs)), layout="constrained")
+    heights = [3, 1][: len(runs)]
+    panels = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    losses = panels[0]
+    steps = range(1, len(runs[0].losses) + 1)
+    losses.plot(steps, runs[0].losses, color="tab:blue", lw=0.5, alpha=0.3)
+    # Equal runs lie on top of each other, so the first is broad and the second thin.
+    looks = [("tab:blue", 5.0, 0.5, "o", 8), ("tab:red", 1.0, 1.0, "x", 6)]
+    for run, (color, width, alpha, marker, size) in zip(runs, looks, strict=False):
+        losses.plot(
+            steps,
+            smoothed(run.losses),
+            color=color,
+            lw=width,
+            alpha=alpha,
+            label=f"{run.name}, training",
+        )
+        losses.plot(
+            list(run.validation),
+            list(run.validation.values()),
+            marker,
+            color=color,
+            ms=size,
+            label=f"{run.name}, validation",
+        )
+    losses.set_title("Byte-level language model of the Python standard library")
+    losses.set_ylabel("loss (nats/byte)")
+    losses.legend(frameon=False)
+    bits = losses.secondary_yaxis(
+        "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
+    )
+    bits.set_ylabel("bits/byte")
+    bits.spines.right.set_visible(False)
+    if len(runs) == 2:
+        differences = loss_differences(runs)
+        panels[1].plot(steps, differences, ".", color="gray", ms=2, label="each step")
+        largest = list(accumulate(differences, max))
+        panels[1].plot(steps, largest, color="black", lw=1, label="largest so far")
+        if largest[-1] > 0:
+            panels[1].set_yscale("log")
+        panels[1].set_ylabel("difference\n(nats/byte)")
+        panels[1].legend(frameon=False, loc="lower right", ncols=2)
+    panels[-1].set_xlabel("step")
+    for panel in panels:
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of each loss and the hundredth part of all losses on either side of it."""
+    span = math.ceil(len(losses) / 100)
+    return [statistics.fmean(losses[max(0, i - span) : i + span + 1]) for i in range(len(losses))]
+
+
+# -- command line -------------------------------------------------------------
+
+
+def parse(argv: list[str] | None) -> Options:
+    """The options; of a bad one argparse prints a sentence and exits with status 2."""
+    default = Options()
+    parser = argparse.ArgumentParser(
+        description="Train a language model out of fuser pipelines on Python's own source.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=default.steps, help="training steps")
+    add("--layers", type=int, default=default.layers, help="transformer layers")
+    add("--width", type=int, default=default.width, help="features of the residual stream")
+    add("--heads", type=int, default=default.heads, help="attention heads")
+    add("--context", type=int, default=default.context, help="bytes the model sees at once")
+    add("--batch-size", type=int, default=default.batch_size, help="windows a step")
+    add("--learning-rate", type=float, default=default.learning_rate, help="its peak")
+    add("--seed", type=int, default=default.seed, help="of weights, batches and sampling")
+    add("--device", choices=("cpu", "cuda"), default=default.device, help="where to train")
+    add("--dtype", choices=tuple(DTYPES), default=default.dtype, help="of torch's autocast")
+    add("--out", type=Path, metavar="DIR", default=default.out, help="where results go")
+    add("--no-compare", dest="compare", action="store_false", help="skip the plain run")
+    add("--prompt", default=default.prompt, help="start of the sampled text")
+    add("--temperature", type=float, default=default.temperature, help="of sampling")
+    add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")
+    add("--sample-bytes", type=int, default=default.sample_bytes, help="bytes to sample")
+    options = Options(**vars(parser.parse_args(argv)))
+    if problem := problem_with(options):
+        parser.error(problem)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} is no folder and cannot become one: {error.strerror}.")
+    return options
+
+
+def problem_with(options: Options) -> str | None:
+    """What is wrong with the options, as a sentence."""
+    for name in ("steps", "layers", "width", "heads", "context", "batch_size", "top_k"):
+        value = getattr(options, name)
+        if value < 1:
+            return f"--{name.replace('_', '-')} is {value}; it must be at least 1."
+    size, left_over = divmod(options.width, options.heads)
+    if left_over or size % 2:
+        return (
+            f"--width {options.width} does not give each of --heads {options.heads} "
+            "the same even number of features."
+        )
+    if not 0 < options.learning_rate < math.inf:
+        return f"--learning-rate is {options.learning_rate}; it must be positive and finite."
+    if not 0 <= options.temperature < math.inf:
+        return f"--temperature is {options.temperature}; it must be finite and not negative."
+    if options.sample_bytes < 0:
+        return f"--sample-bytes is {options.sample_bytes}; it must not be negative."
+    if not -(2**63) <= options.seed < 2**64:
+        return f"--seed is {options.seed}; it must fit into 64 bits."
+    if not options.prompt:
+        return "--prompt is empty; the model continues at least one byte."
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "--device is cuda, but torch sees no CUDA device."
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, sample, train again without fuser, compare; returns the exit status."""
+    options = parse(argv)
+    root = Path(sysconfig.get_path("stdlib"))
+    corpus = read_corpus(root, options.device)
+    sizes = len(corpus.training), len(corpus.validation)
+    if min(sizes) < options.context + 2:
+        print(
+            f"The Python sources under {root} hold {sizes[0]:,} bytes to train on and "
+            f"{sizes[1]:,} to validate, too few for a context of {options.context}.",
+            file=sys.stderr,
+        )
+        return 1
+    model, plain = make_models(options)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters on {options.device}; "
+        f"{sizes[0]:,} bytes to train on and {sizes[1]:,} held out, from {root}.\n"
+    )
+    plan = plan_of_one_block(model, options)
+    print(f"One feed-forward block in training:\n{plan}")
+
+    runs = [train("fuser", model, corpus, options)]
+    text = sample(model, options).decode(errors="replace")
+    print(f"\nThe model continues {options.prompt!r} by {options.sample_bytes} bytes:\n\n{text}")
+    if options.compare:
+        runs.append(train("plain", plain, corpus, options))
+
+    print_results(runs)
+    write_results(options.out, runs, plan)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Pipelines on the GPU: the same results as fp64, no synchronisation, graphs, streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def block(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
+    """A pre-norm feed-forward block whose residual stays inside."""
+    model = fuser.Sequential(
+        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        fuser.RMSNorm(width, device="cuda", dtype=dtype),
+        fuser.Linear(width, 4 * width, device="cuda", dtype=dtype),
+        fuser.SwiGLU(),
+        fuser.Linear(2 * width, width, device="cuda", dtype=dtype),
+        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+    return oracles.randomize(model)
+
+
+def linear_gelu_linear(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
+    model = fuser.Sequential(
+        fuser.Linear(width, 2 * width, device="cuda", dtype=dtype),
+        fuser.GELU(),
+        fuser.Linear(2 * width, width, device="cuda", dtype=dtype),
+    )
+    return oracles.randomize(model)
+
+
+@every_dtype
+@pytest.mark.parametrize("case", oracles.CASES, ids=str)
+def test_every_op_is_as_right_as_torch(case: oracles.Case, dtype: torch.dtype) -> None:
+    draws = []
+    for seed in range(3):
+        module = oracles.randomize(case.make(dtype), seed=100 + 10 * seed).to("cuda")
+        shape = (6, 4, *case.features)
+        x = oracles.random_tensor(shape, dtype, seed, case.spread).to("cuda")
+        extras = [e.to("cuda") for e in case.extras_for(x.cpu(), seed)]
+        tensors = {"x": x, **{f"extra {k}": e for k, e in enumerate(extras)}}
+        tensors |= oracles.params_of(module)
+        names = ["x", *oracles.params_of(module), *(f"extra {k}" for k in range(len(extras)))]
+        ordered = {name: tensors[name] for name in names}
+        draws.append(
+            oracles.Draw(
+                oracles.run_module(module, oracles.leaf(x), [oracles.leaf(e) for e in extras]),
+                oracles.run_formula(case.formula, ordered, dtype),
+                oracles.run_formula(case.formula, ordered, torch.float64),
+            )
+        )
+    oracles.assert_no_worse_than_torch(*draws)
+
+
+@every_dtype
+@pytest.mark.parametrize("make", [block, linear_gelu_linear])
+def test_a_pipeline_is_as_right_on_the_gpu_as_on_the_cpu_in_fp32(
+    make: Any, dtype: torch.dtype
+) -> None:
+    model = make(dtype)
+    x = oracles.random_tensor((32, 64), dtype, 1).to("cuda").requires_grad_()
+    on_gpu = oracles.run_module(model, x)
+    exact = oracles.run_module(model.to("cpu", torch.float32), x.detach().cpu().float())
+    unfused = make(dtype)
+    unfused.fusions = ()
+    plain = oracles.run_module(unfused, x.detach().requires_grad_())
+    for name, value in exact.items():
+        if value is None:
+            continue
+        scale = value.abs().max()
+        error = (on_gpu[name].cpu().float() - value).abs().max() / scale
+        unfused_error = (plain[name].cpu().float() - value).abs().max() / scale
+        # TF32 is off by default; one rounding of the largest value is always allowed.
+        assert error <= 2 * unfused_error + torch.finfo(dtype).eps, name
+
+
+@every_dtype
+def test_gelu_is_a_gemm_epilogue_without_gradients(dtype: torch.dtype) -> None:
+    model = linear_gelu_linear(dtype)
+    x = oracles.random_tensor((32, 64), dtype, 1).to("cuda")
+    with torch.no_grad():
+        y = model(x)
+    assert "addmm+gelu" in str(model.plan(x, training=False))
+    assert "addmm+gelu" not in str(model.plan(x))
+    with_grad = model(x)
+    scale = with_grad.abs().max()
+    # One rounding less: the pre-activation is never written.
+    assert (y - with_grad).abs().max() <= 4 * torch.finfo(dtype).eps * scale
+
+
+def test_a_step_in_steady_state_never_waits_for_the_device() -> None:
+    model = block(torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(x).sum().backward()
+        with torch.no_grad():
+            linear_gelu = model(x)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.isfinite(linear_gelu).all()
+
+
+@pytest.mark.parametrize("make", [block, linear_gelu_linear])
+def test_forward_and_backward_capture_into_a_graph(make: Any) -> None:
+    model = make(torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    x.grad = None
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = model(x)
+        y.sum().backward()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.cuda.synchronize()
+    captured = (y.clone(), x.grad.clone(), *(p.grad.clone() for p in model.parameters()))
+    x.grad = None
+    model.zero_grad(set_to_none=True)
+    again = model(x)
+    again.sum().backward()
+    eager = (again, x.grad, *(p.grad for p in model.parameters()))
+    for replayed, direct in zip(captured, eager, strict=True):
+        torch.testing.assert_close(replayed, direct, rtol=0, atol=0)
+
+
+def test_forward_under_one_stream_and_backward_under_another() -> None:
+    model = block(torch.float32)
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), x)[0]
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    first.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(first):
+        loss = model(x).square().sum()
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        (grad,) = torch.autograd.grad(loss, x)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(grad, expected)
+
+
+def test_autocast_runs_in_its_dtype_and_returns_gradients_in_the_parameters() -> None:
+    model = block(torch.float32)
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = model(x)
+        plan = model.plan(x)
+    y.sum().backward()
+    assert "autocast bfloat16" in str(plan)
+    assert y.dtype is torch.float32  # the residual stream is fp32, as in torch
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_main_grad_gets_the_gemms_fp32_accumulator() -> None:
+    linear = fuser.Linear(
+        64, 128, bias=False, device="cuda", dtype=torch.bfloat16, accumulate_into_main_grad=True
+    )
+    linear.weight.main_grad = torch.ones(128, 64, device="cuda")
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16)
+    linear(x).backward(dy)
+    exact = 1 + dy.double().T @ x.double()
+    # 256 products accumulated in fp32: far below one rounding to bf16.
+    assert (linear.weight.main_grad - exact).abs().max() <= 1e-4 * exact.abs().max()
+    assert linear.weight.grad is None
+
+
+def test_mixed_devices_are_refused_by_name() -> None:
+    model = linear_gelu_linear(torch.float32)
+    with pytest.raises(fuser.InputError, match=r"input is on cpu.*parameter.*on cuda:0"):
+        model(torch.randn(4, 64, device="cpu"))
+    assert model(torch.randn(4, 64, device="cuda")).shape == (4, 64)
+
+
+def test_parameters_are_made_on_the_gpu_by_default() -> None:
+    assert fuser.Linear(8, 8).weight.is_cuda
+    with torch.device("cpu"):
+        assert not fuser.Linear(8, 8).weight.is_cuda
+    assert not fuser.Linear(8, 8, device="cpu").weight.is_cuda
+    deferred = fuser.Linear(8, 8, device="meta")
+    assert deferred(torch.randn(2, 8, device="cuda")).is_cuda

@@ -1,0 +1,971 @@
+"""Bad input: a sentence with the values in it, nothing left half-changed, the next call works."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracles
+import pytest
+import torch
+
+import fuser
+import fuser.pipeline
+from fuser.op import BasicOperation, FusedOperation, OperationContext
+
+
+def x_of(*shape: int, **kwargs: Any) -> torch.Tensor:
+    return oracles.random_tensor(shape, torch.float32, 11).to(**kwargs)
+
+
+class Silent(BasicOperation):
+    """Passes its input on, and tells the planner nothing about its output."""
+
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return input_
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output, ()
+
+
+# -- models ---------------------------------------------------------------------------
+
+
+def mlp(**kwargs: Any) -> fuser.Sequential:
+    ops = (fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(12, 8))
+    return oracles.randomize(fuser.Sequential(*ops, **kwargs))
+
+
+def with_extras() -> fuser.Sequential:
+    """Wants two extra inputs: one like x, and one scale a row."""
+    ops = (fuser.Linear(8, 8), fuser.AddExtraInput(), fuser.GELU(), fuser.ScaledSwiGLU())
+    return oracles.randomize(fuser.Sequential(*ops))
+
+
+def sequence(*ops: torch.nn.Module) -> Callable[[], fuser.Sequential]:
+    """A maker of pipelines of copies of ``ops``."""
+    return lambda: oracles.randomize(fuser.Sequential(*copy.deepcopy(ops)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bad call of a model, the good call that must still work, and what the sentence holds."""
+
+    name: str
+    make: Callable[[], fuser.Sequential]
+    bad: tuple[Any, ...]
+    words: tuple[str, ...]
+    good: tuple[Any, ...] = (x_of(3, 8),)
+    kind: type[Exception] = fuser.InputError
+    meta_would_do: bool = False
+    """Whether the bad tensors are fine for planning: meta tensors stand for any."""
+    shows_at_run: bool = False
+    """Whether planning cannot know, because an op did not tell what it returns."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+X = x_of(3, 8)
+GOOD_EXTRAS = (X, x_of(3, 8), x_of(3))
+WANTED = ("AddExtraInput", "ScaledSwiGLU")
+FLOATS = ("torch.float32", "torch.float16", "torch.bfloat16")
+
+
+class _Anything:
+    """Not a tensor."""
+
+    def __repr__(self) -> str:
+        return "<anything>"
+
+
+NO_TENSORS = (None, 3, 2.5, [1.0, 2.0], "text", np.zeros((3, 8), np.float32), _Anything())
+
+
+def described(value: Any) -> tuple[str, ...]:
+    return (type(value).__name__, f"{value!r}"[:12])
+
+
+CASES = (
+    # the number of extra inputs
+    *(
+        Case(
+            f"{len(extras)} extra inputs instead of 2",
+            with_extras,
+            (X, *extras),
+            ("takes 2 extra inputs", f"got {len(extras)}", *WANTED),
+            GOOD_EXTRAS,
+        )
+        for extras in ((), (x_of(3, 8),), (x_of(3, 8), x_of(3), x_of(3)))
+    ),
+    Case("an extra input nobody wants", mlp, (X, X), ("takes 0 extra inputs", "got 1")),
+    Case(
+        "no extra input in a mixed model",
+        sequence(fuser.GELU(), torch.nn.Identity(), fuser.AddExtraInput()),
+        (X,),
+        ("takes 1 extra inputs", "got 0", "AddExtraInput"),
+        (X, X),
+    ),
+    # what is no tensor
+    *(
+        Case(
+            f"{type(value).__name__} as input",
+            mlp,
+            (value,),
+            ("input", "must be a tensor", *described(value)),
+            kind=fuser.InputTypeError,
+        )
+        for value in NO_TENSORS
+    ),
+    *(
+        Case(
+            f"{type(value).__name__} as extra input",
+            with_extras,
+            (X, X, value),
+            ("extra input 1", "op 4", "ScaledSwiGLU", "must be a tensor", *described(value)),
+            GOOD_EXTRAS,
+            fuser.InputTypeError,
+        )
+        for value in NO_TENSORS
+    ),
+    # dtypes
+    *(
+        Case(f"input of {dtype}", mlp, (x_of(3, 8).to(dtype),), ("input", str(dtype), *FLOATS))
+        for dtype in (torch.float64, torch.int64, torch.int8, torch.bool, torch.complex64)
+    ),
+    *(
+        Case(
+            f"extra input of {dtype}",
+            with_extras,
+            (X, x_of(3, 8).to(dtype), x_of(3)),
+            ("AddExtraInput", str(dtype), *FLOATS),
+            GOOD_EXTRAS,
+        )
+        for dtype in (torch.int64, torch.float64, torch.bool, torch.complex64)
+    ),
+    *(
+        Case(
+            f"scales of {dtype}",
+            with_extras,
+            (X, x_of(3, 8), x_of(3).to(dtype)),
+            ("ScaledSwiGLU", str(dtype), *FLOATS),
+            GOOD_EXTRAS,
+        )
+        for dtype in (torch.int64, torch.float64)
+    ),
+    Case(
+        "int64 extra input behind an op that tells nothing",
+        sequence(Silent(), fuser.AddExtraInput()),
+        (X, torch.ones(3, 8, dtype=torch.int64)),
+        ("AddExtraInput", "torch.int64"),
+        (X, X),
+    ),
+    Case(
+        "int64 scales behind an op that tells nothing",
+        sequence(Silent(), fuser.ScaledSReLU()),
+        (X, torch.ones(3, dtype=torch.int64)),
+        ("ScaledSReLU", "torch.int64"),
+        (X, x_of(3)),
+    ),
+    # feature sizes
+    Case("too few features", mlp, (x_of(3, 7),), ("BasicLinear(8, 12)", "(3, 7)", "must be 8")),
+    Case("transposed input", mlp, (x_of(8, 3),), ("BasicLinear(8, 12)", "(8, 3)")),
+    *(
+        Case(
+            f"wrong features at a {type(op).__name__} behind {type(before[-1]).__name__}",
+            sequence(*before, op),
+            (x_of(2, 3, 7),),
+            (*words, "(2, 3, 7)", "8"),
+            shows_at_run=isinstance(before[0], Silent),
+        )
+        for op, words in (
+            (fuser.Linear(8, 4), ("BasicLinear(8, 4)",)),
+            (fuser.Bias(8), ("Bias(8)",)),
+            (fuser.LayerNorm(8), ("LayerNorm((8,))",)),
+            (fuser.RMSNorm(8), ("RMSNorm((8,))",)),
+        )
+        for before in ((fuser.GELU(),), (Silent(), fuser.ConstantScale(2.0)))
+    ),
+    Case(
+        "a norm over more dimensions than there are",
+        sequence(fuser.LayerNorm((3, 8))),
+        (x_of(8),),
+        ("LayerNorm((3, 8))", "(8,)"),
+    ),
+    Case("odd width of a GLU", sequence(fuser.SwiGLU()), (x_of(3, 7),), ("multiple of 2", "7")),
+    Case(
+        "odd width of a GLU later on",
+        sequence(fuser.ConstantScale(2.0), fuser.GEGLU()),
+        (x_of(3, 7),),
+        ("multiple of 2", "7"),
+    ),
+    Case(
+        "width that does not interleave",
+        sequence(fuser.SwiGLU(glu_interleave_size=4)),
+        (x_of(3, 12),),
+        ("multiple of 8", "12"),
+    ),
+    Case(
+        "odd width of a scaled GLU",
+        sequence(fuser.ScaledSwiGLU()),
+        (x_of(3, 7), x_of(3)),
+        ("multiple of 2", "7"),
+        (X, x_of(3)),
+    ),
+    # extra inputs of other shapes, those that torch would broadcast among them
+    *(
+        Case(
+            f"extra input of shape {shape}",
+            with_extras,
+            (X, x_of(*shape), x_of(3)),
+            ("AddExtraInput", str(shape), "(3, 8)"),
+            GOOD_EXTRAS,
+        )
+        for shape in ((3, 7), (4, 8), (1, 8), (8,), (1, 3, 8))
+    ),
+    *(
+        Case(
+            f"scales of shape {shape}",
+            with_extras,
+            (X, x_of(3, 8), x_of(*shape)),
+            ("ScaledSwiGLU", str(shape), "(3,)"),
+            GOOD_EXTRAS,
+        )
+        for shape in ((3, 1), (4,), (1,), ())
+    ),
+    Case(
+        "extra input of another shape where nothing fuses",
+        sequence(fuser.GELU(), fuser.AddExtraInput()),
+        (X, x_of(3, 4)),
+        ("AddExtraInput", "(3, 4)", "(3, 8)"),
+        (X, X),
+    ),
+    # shapes that mean nothing
+    Case("a feature dimension of size zero", mlp, (x_of(3, 0),), ("(3, 0)", "last dimension")),
+    Case(
+        "a feature dimension of size zero into an op of any width",
+        sequence(fuser.GELU()),
+        (x_of(3, 0),),
+        ("(3, 0)", "last dimension"),
+    ),
+    Case("a number as a tensor", mlp, (x_of(),), ("no dimensions",)),
+    Case(
+        "a reshape that does not fit",
+        sequence(fuser.ReLU(), fuser.Reshape((-1, 4))),
+        (x_of(3, 7),),
+        ("Reshape((-1, 4))", "(3, 7)", "21 elements"),
+    ),
+    Case(
+        "a reshape to a fixed shape that does not fit",
+        sequence(fuser.Reshape((4, 6)), fuser.ReLU()),
+        (x_of(3, 7),),
+        ("Reshape((4, 6))", "(3, 7)", "21 elements"),
+    ),
+    # devices
+    Case(
+        "a meta input of a model on the CPU",
+        mlp,
+        (X.to("meta"),),
+        ("meta", "cpu", "input"),
+        meta_would_do=True,
+    ),
+    Case(
+        "a meta extra input",
+        with_extras,
+        (X, x_of(3, 8), x_of(3).to("meta")),
+        ("meta", "cpu", "extra input 1", "ScaledSwiGLU"),
+        GOOD_EXTRAS,
+        meta_would_do=True,
+    ),
+)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+# -- what holds for all of them ----------------------------------------------------------
+
+
+def state_of(model: fuser.Sequential) -> list[Any]:
+    """Parameters, gradients, plans and torch's random state."""
+    return [
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+        {name: parameter._version for name, parameter in model.named_parameters()},
+        len(model.plans),
+        torch.get_rng_state(),
+    ]
+
+
+def assert_unchanged(model: fuser.Sequential, before: list[Any]) -> None:
+    state, grads, versions, plans, rng = before
+    now = state_of(model)
+    for old, new in ((state, now[0]), (grads, now[1])):
+        assert old.keys() == new.keys()
+        for name, value in old.items():
+            assert (value is None) == (new[name] is None), name
+            assert value is None or torch.equal(value, new[name]), name
+    assert now[2] == versions
+    assert now[3] == plans
+    assert torch.equal(now[4], rng)
+
+
+def assert_sentence(error: BaseException, words: tuple[str, ...]) -> None:
+    sentence = str(error)
+    assert sentence.endswith("."), sentence
+    missing = [word for word in words if word not in sentence]
+    assert not missing, f"{missing} not in: {sentence}"
+
+
+def results_of(model: fuser.Sequential, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Outputs and parameter gradients of a good call."""
+    model.zero_grad()
+    outputs = oracles.as_tuple(model(*args))
+    if any(y.requires_grad for y in outputs):
+        torch.autograd.backward([y.square().sum() for y in outputs])
+    return [*outputs, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@every_case
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_bad_call_of_a_running_model_is_refused_and_changes_nothing(
+    case: Case, fusions: Any
+) -> None:
+    model = case.make()
+    model.fusions = fusions
+    expected = results_of(model, case.good)
+    before = state_of(model)
+    with pytest.raises(case.kind) as caught:
+        model(*case.bad)
+    assert type(caught.value) is case.kind
+    assert_sentence(caught.value, case.words)
+    assert_unchanged(model, before)
+    for found, wanted in zip(results_of(model, case.good), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert len(model.plans) == before[3]
+
+
+@every_case
+@pytest.mark.parametrize("training", [True, False])
+def test_a_bad_first_call_is_refused_and_leaves_no_plan(case: Case, training: bool) -> None:
+    model = case.make()
+    before = state_of(model)
+    with torch.set_grad_enabled(training), pytest.raises(case.kind) as caught:
+        model(*case.bad)
+    assert_sentence(caught.value, case.words)
+    if case.shows_at_run:
+        before[3] = len(model.plans)
+    assert_unchanged(model, before)
+    fresh = case.make()
+    for found, wanted in zip(
+        results_of(model, case.good), results_of(fresh, case.good), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert case.shows_at_run or model.plans == fresh.plans
+
+
+KNOWN_WHEN_PLANNED = [case for case in CASES if not case.meta_would_do and not case.shows_at_run]
+
+
+@pytest.mark.parametrize("case", KNOWN_WHEN_PLANNED, ids=str)
+def test_planning_refuses_what_a_call_would_refuse(case: Case) -> None:
+    model = case.make()
+    before = state_of(model)
+    with pytest.raises(case.kind) as caught:
+        model.plan(*case.bad)
+    assert_sentence(caught.value, case.words)
+    assert_unchanged(model, before)
+
+
+def test_every_error_is_of_its_builtin_kind_too() -> None:
+    assert issubclass(fuser.InputError, ValueError)
+    assert issubclass(fuser.InputTypeError, TypeError)
+    assert issubclass(fuser.StateError, RuntimeError)
+    for kind in (fuser.InputError, fuser.InputTypeError, fuser.StateError):
+        assert issubclass(kind, fuser.FuserError)
+
+
+def test_an_op_called_alone_checks_as_a_pipeline_does() -> None:
+    with pytest.raises(fuser.InputError, match=r"BasicLinear\(8, 4\).*\(3, 7\)"):
+        fuser.BasicLinear(8, 4)(x_of(3, 7))
+    with pytest.raises(fuser.InputError, match=r"AddExtraInput\) 1"):
+        fuser.AddExtraInput()(X)
+    with pytest.raises(fuser.InputTypeError, match="NoneType"):
+        fuser.Linear(8, 4)(None)
+
+
+def test_a_model_whose_sizes_disagree_names_the_op() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(13, 8))
+    before = state_of(model)
+    for call in (model, model.plan):
+        with pytest.raises(fuser.InputError, match=r"BasicLinear\(13, 8\).*\(3, 12\)"):
+            call(X)
+        assert_unchanged(model, before)
+    model[2] = fuser.Linear(12, 8)
+    assert model(X).shape == (3, 8)
+
+
+# -- parameters -------------------------------------------------------------------------------
+
+
+def test_parameters_of_other_dtypes_are_refused() -> None:
+    model = mlp()
+    expected = model(X)
+    model.double()
+    with pytest.raises(fuser.InputError) as caught:
+        model(X)
+    assert_sentence(caught.value, ("parameter of shape (12, 8)", "torch.float64", *FLOATS))
+    torch.testing.assert_close(model.float()(X), expected)
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_parameter_on_another_device_is_refused(is_running: bool) -> None:
+    model = mlp()
+    if is_running:
+        model(X)
+    weight = model[2].weight
+    plans = model.plans
+    model[2].weight = torch.nn.Parameter(weight.detach().to("meta"))
+    if not is_running:
+        # Else the first call would take the weight for a deferred one, and make it.
+        model[2].basic_ops[0].pre_first_fuser_forward = lambda: None
+    with pytest.raises(fuser.InputError) as caught:
+        model(X)
+    assert_sentence(caught.value, ("(8, 12)", "meta", "cpu"))
+    assert model.plans == plans
+    model[2].weight = weight
+    torch.testing.assert_close(model(X), mlp()(X))
+
+
+def test_a_bad_first_call_does_not_make_deferred_parameters() -> None:
+    for bad in ((None,), (X, X), (x_of(3, 7),), (X.double(),)):
+        model = fuser.Sequential(
+            fuser.Linear(8, 4, device="meta"), fuser.RMSNorm(4, device="meta"), fuser.GELU()
+        )
+        rng = torch.get_rng_state()
+        with pytest.raises(fuser.FuserError):
+            model(*bad)
+        assert all(parameter.is_meta for parameter in model.parameters()), bad
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert model(X).shape == (3, 4)
+
+
+def test_supported_dtypes_may_be_mixed_and_the_weight_decides() -> None:
+    """What ``api.md`` promises: the compute dtype is the weight's."""
+    for weight_dtype, input_dtype in itertools.permutations(oracles.DTYPES, 2):
+        model = mlp().to(weight_dtype)
+        x = oracles.leaf(X, input_dtype)
+        y = model(x)
+        assert y.dtype == weight_dtype
+        y.float().sum().backward()
+        assert x.grad.dtype == input_dtype
+        assert {p.grad.dtype for p in model.parameters()} == {weight_dtype}
+        reference = mlp()(X)
+        assert (y.float() - reference).norm() < 0.03 * reference.norm()
+
+
+def test_a_reparametrized_weight_is_refused_or_right() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    op = oracles.randomize(fuser.BasicLinear(8, 4))
+    plain = torch.nn.Linear(8, 4, bias=False)
+    plain.weight = torch.nn.Parameter(op.weight.detach().clone())
+    for module in (op, plain):
+        torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+    plain(X).sum().backward()
+    try:
+        y = fuser.Sequential(op)(X)
+        y.sum().backward()
+    except fuser.FuserError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        torch.testing.assert_close(y, plain(X))
+        found = op.parametrizations.weight.original.grad
+        torch.testing.assert_close(found, plain.parametrizations.weight.original.grad)
+    assert not refusal or "weight" in refusal
+
+
+# -- op_kwargs --------------------------------------------------------------------------------
+
+
+class Scaling(Silent):
+    """Takes a keyword argument."""
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        factor: float = 1.0,
+    ) -> torch.Tensor:
+        return input_ * factor
+
+
+def kwargs_model() -> fuser.Sequential:
+    ops = (fuser.Linear(8, 8), fuser.GELU(), Scaling(), torch.nn.Tanh())
+    return oracles.randomize(fuser.Sequential(*ops))
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (4, ("4",)),
+        (-5, ("-5",)),
+        (3, ("3", "Tanh")),
+        ("1", ("'1'",)),
+        (None, ("None",)),
+        (1.0, ("1.0",)),
+        (fuser.GELU(), ("GELU",)),
+        (torch.nn.Tanh(), ("Tanh",)),
+    ],
+    ids=repr,
+)
+def test_an_unknown_target_of_op_kwargs_is_refused(target: Any, words: tuple[str, ...]) -> None:
+    model = kwargs_model()
+    expected = results_of(model, (X,))
+    before = state_of(model)
+    with pytest.raises(fuser.InputError) as caught:
+        model(X, op_kwargs={target: {"factor": 2.0}})
+    known = ("0 Linear", "1 GELU", "2 Scaling", "3 Tanh")
+    assert_sentence(caught.value, ("op_kwargs", *words, *known))
+    assert_unchanged(model, before)
+    for found, wanted in zip(results_of(model, (X,)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_known_targets_of_op_kwargs_are_an_op_or_an_index() -> None:
+    model = kwargs_model()
+    expected = torch.tanh(3 * torch.atanh(model(X)))
+    for target in (2, -2, model[2]):
+        torch.testing.assert_close(model(X, op_kwargs={target: {"factor": 3.0}}), expected)
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+@pytest.mark.parametrize("target", [0, 1])
+def test_a_keyword_that_an_op_does_not_take_is_refused_fused_or_not(
+    target: int, fusions: Any
+) -> None:
+    model = mlp(fusions=fusions)
+    with pytest.raises(TypeError, match="factor"):
+        model(X, op_kwargs={target: {"factor": 3.0}})
+    torch.testing.assert_close(model(X), mlp()(X))
+
+
+# -- channels ---------------------------------------------------------------------------------
+
+
+def test_a_channel_without_producer_is_refused_until_it_has_one() -> None:
+    make, add = fuser.MakeExtraOutput(), fuser.AddExtraInput().set_extra_input_channel(0, "skip")
+    model = fuser.Sequential(make, fuser.GELU(), add)
+    for call in (model, model.plan):
+        with pytest.raises(fuser.InputError) as caught:
+            call(X)
+        assert_sentence(caught.value, ("'skip'", "no producer", "op 2 (AddExtraInput)"))
+    make.set_extra_output_channel(0, "skip", output_to_caller=False)
+    torch.testing.assert_close(model(X), oracles.gelu(X) + X)
+
+
+def test_a_channel_with_two_producers_is_refused_until_it_has_one() -> None:
+    first, second = (fuser.MakeExtraOutput().set_extra_output_channel(0, "skip") for _ in range(2))
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "skip")
+    model = fuser.Sequential(first, fuser.GELU(), second, add)
+    with pytest.raises(fuser.InputError) as caught:
+        model(X)
+    assert_sentence(
+        caught.value,
+        ("'skip'", "two producers", "op 0 (MakeExtraOutput)", "op 2 (MakeExtraOutput)"),
+    )
+    second.set_extra_output_channel(0, "another")
+    torch.testing.assert_close(model(X)[0], oracles.gelu(X) + X)
+
+
+def test_a_channel_read_before_it_is_produced_is_refused_until_the_order_is_right() -> None:
+    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False)
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "skip")
+    model = fuser.Sequential(add, fuser.GELU(), make)
+    with pytest.raises(fuser.InputError) as caught:
+        model(X)
+    assert_sentence(
+        caught.value, ("'skip'", "op 0 (AddExtraInput)", "op 2 (MakeExtraOutput)", "before")
+    )
+    torch.testing.assert_close(fuser.Sequential(make, fuser.GELU(), add)(X), oracles.gelu(X) + X)
+
+
+def test_a_channel_does_not_cross_a_plain_module() -> None:
+    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "skip")
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "skip")
+    with pytest.raises(fuser.InputError, match="'skip' has no producer"):
+        fuser.Sequential(make, torch.nn.Tanh(), add)(X)
+    torch.testing.assert_close(fuser.Sequential(make, add)(X)[0], 2 * X)
+
+
+@pytest.mark.parametrize("index", [-1, 1, 5])
+def test_a_channel_of_an_extra_that_an_op_does_not_have_is_refused(index: int) -> None:
+    op = fuser.MakeExtraOutput()
+    with pytest.raises(fuser.InputError) as caught:
+        op.set_extra_output_channel(index, "skip")
+    assert_sentence(caught.value, ("'skip'", str(index), "MakeExtraOutput", "1"))
+    with pytest.raises(fuser.InputError, match=r"'skip'.*extra input 0 of MakeExtraOutput"):
+        op.set_extra_input_channel(0, "skip")
+    torch.testing.assert_close(fuser.Sequential(op)(X)[0], X)
+
+
+def test_rebinding_a_channel_after_a_pipeline_has_captured_the_op_is_refused() -> None:
+    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "skip", output_to_caller=False)
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "skip")
+    model = fuser.Sequential(make, fuser.GELU(), add)
+    expected = model(X)
+    with pytest.raises(fuser.StateError, match=r"'other'.*MakeExtraOutput"):
+        make.set_extra_output_channel(0, "other")
+    with pytest.raises(fuser.StateError, match=r"'other'.*AddExtraInput"):
+        add.set_extra_input_channel(0, "other")
+    torch.testing.assert_close(model(X), expected)
+
+
+# -- fusions and ops that misbehave -----------------------------------------------------------
+
+
+class _Bad(FusedOperation):
+    """A fusion to break in one way or another."""
+
+    window = (fuser.GELU, fuser.ConstantScale)
+    side = "forward"
+
+
+def broken_pipeline(*fusions: type[FusedOperation]) -> fuser.Sequential:
+    ops = (fuser.Linear(8, 8), fuser.GELU(), fuser.ConstantScale(2.0))
+    return oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+
+
+@pytest.mark.parametrize("method", ["refuses", "kernels"])
+@pytest.mark.parametrize("side", ["forward", "backward", "joint"])
+def test_a_fusion_that_raises_when_asked_is_named_and_left_out(method: str, side: str) -> None:
+    def fails(*ops: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("division by a careless author")
+
+    broken = type("Careless", (_Bad,), {"side": side, method: staticmethod(fails)})
+    model = broken_pipeline(broken)
+    words = ("Careless", "ZeroDivisionError", "division by a careless author")
+    with pytest.warns(UserWarning, match="Careless is not used") as caught:
+        y = model(X)
+    warning = str(caught[0].message)
+    assert all(word in warning for word in (*words, "2-3"))
+    (refusal,) = model.plans[0].refusals
+    assert (refusal.fusion, refusal.side, refusal.ops) == ("Careless", side, (2, 3))
+    assert all(word in refusal.reason for word in words)
+    assert all(word in str(model.plans[0]) for word in words)
+    torch.testing.assert_close(y, broken_pipeline()(X))
+    y.sum().backward()
+    assert model[0].weight.grad is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X)
+
+
+def test_a_broken_fusion_does_not_keep_a_good_one_from_running() -> None:
+    class Careless(_Bad):
+        window = (fuser.BasicLinear, fuser.Bias)
+
+        @classmethod
+        def refuses(cls, *ops: Any, key: Any) -> str | None:
+            raise KeyError("missing")
+
+    model = mlp(fusions=(Careless, *fuser.FUSIONS))
+    with pytest.warns(UserWarning, match="Careless"):
+        y = model(X)
+    assert "ForwardLinearBiasActivation" in {step.fusion for step in model.plans[0].forward}
+    torch.testing.assert_close(y, mlp()(X))
+
+
+@pytest.mark.parametrize("kernels", [(), (("one", 1),), (("two", 2), ("one", 1))])
+def test_kernels_that_do_not_cover_the_window_are_refused_with_the_numbers(kernels: Any) -> None:
+    broken = type("Short", (_Bad,), {"kernels": classmethod(lambda cls, *ops, side, key: kernels)})
+    model = broken_pipeline(broken)
+    torch.testing.assert_close(model(X), broken_pipeline()(X))
+    (refusal,) = model.plans[0].refusals
+    assert (refusal.fusion, refusal.ops) == ("Short", (2, 3))
+    assert "2 ops" in refusal.reason
+    assert str(kernels) in refusal.reason
+
+
+@pytest.fixture
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what a test registered."""
+    monkeypatch.setattr(fuser.pipeline, "_registered", fuser.pipeline._registered)
+
+
+REGISTER = (
+    fuser.register_forward_fusion,
+    fuser.register_backward_fusion,
+    fuser.register_forward_backward_fusion,
+)
+
+
+@pytest.mark.usefixtures("_registry")
+@pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("how", ["too few", "too many", "another order", "foreign"])
+def test_a_registered_fusion_that_does_not_cover_the_pipeline_is_refused(
+    register: Any, how: str
+) -> None:
+    def careless_fusion(ops: list[Any], *, recipe: Any) -> list[Any]:
+        changed = {
+            "too few": ops[:-1],
+            "too many": [*ops, ops[0]],
+            "another order": ops[::-1],
+            "foreign": [*ops[:-1], fuser.ConstantScale(2.0)],
+        }
+        return changed[how]
+
+    model = broken_pipeline()
+    expected = results_of(model, (X,))
+    plans = model.plans
+    nothing_registered = fuser.pipeline._registered
+    register(careless_fusion)
+    before = state_of(model)
+    with pytest.raises(fuser.StateError) as caught:
+        model(X)
+    names = "BasicLinear, Bias, GELU, ConstantScale"
+    assert_sentence(caught.value, ("careless_fusion", "cover", names))
+    assert_unchanged(model, before)
+    fuser.pipeline._registered = nothing_registered
+    for found, wanted in zip(results_of(model, (X,)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert model.plans == plans
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_registered_fused_op_over_half_a_pair_of_ops_is_refused() -> None:
+    def half(ops: list[Any], *, recipe: Any) -> list[Any]:
+        return [*ops[:2], _Bad([ops[2]])]
+
+    fuser.register_forward_fusion(half)
+    with pytest.raises(fuser.StateError, match=r"half.*GELU, ConstantScale.*Bias, GELU\]"):
+        broken_pipeline()(X)
+
+
+def test_a_fused_op_of_nothing_is_refused() -> None:
+    with pytest.raises(fuser.InputError, match=r"_Bad.*no basic ops"):
+        _Bad([])
+
+
+class _Overeager(fuser.BasicOperation):
+    """Returns more gradients than it has parameters."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+    extra_outputs = 1
+    parameter_gradients = 0
+    extra_gradients = 1
+
+    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return input_ * 1, [(input_ * 2,) * self.extra_outputs]
+
+    def fuser_backward(self, ctxs: Any, grad_output: torch.Tensor, **kwargs: Any) -> Any:
+        return (
+            grad_output,
+            [(grad_output,) * self.parameter_gradients],
+            [(grad_output,) * self.extra_gradients],
+        )
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("extra_outputs", 2, ("_Overeager", "extra outputs", "[1]", "[2]")),
+        ("extra_outputs", 0, ("_Overeager", "extra outputs", "[1]", "[0]")),
+        ("parameter_gradients", 1, ("_Overeager", "0 parameters", "1 gradients")),
+        ("extra_gradients", 0, ("_Overeager", "extra inputs", "[1]", "[0]")),
+        ("extra_gradients", 3, ("_Overeager", "extra inputs", "[1]", "[3]")),
+    ],
+)
+def test_an_op_that_returns_a_wrong_number_of_tensors_is_refused_with_the_numbers(
+    attribute: str, value: int, words: tuple[str, ...]
+) -> None:
+    op = _Overeager()
+    model = oracles.randomize(fuser.Sequential(fuser.Linear(8, 8), op))
+    expected = results_of(model, (X, X))
+    model.zero_grad()
+    setattr(op, attribute, value)
+    with pytest.raises(fuser.StateError) as caught:
+        model(X, X)[0].sum().backward()
+    assert_sentence(caught.value, words)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    delattr(op, attribute)
+    for found, wanted in zip(results_of(model, (X, X)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("missing", ["forward", "backward"])
+@pytest.mark.parametrize("extras", [0, 1])
+def test_an_op_without_a_method_says_which_one(missing: str, extras: int) -> None:
+    methods = {
+        "op_forward": Silent.op_forward,
+        "op_backward": Silent.op_backward,
+        "fuser_forward": _Overeager.fuser_forward,
+        "fuser_backward": _Overeager.fuser_backward,
+    }
+    prefix = "fuser" if extras else "op"
+    del methods[f"{prefix}_{missing}"]
+    kept = {name: method for name, method in methods.items() if name.startswith(prefix)}
+    numbers = {"num_extra_inputs": extras, "num_extra_outputs": 0, "extra_outputs": 0}
+    rest = {"parameter_gradients": 0, "extra_gradients": extras}
+    half = type("Half", (fuser.BasicOperation,), {**kept, **numbers, **rest})
+    with pytest.raises(fuser.StateError) as caught:
+        fuser.Sequential(half())(x_of(3, 8).requires_grad_(), *[X] * extras).sum().backward()
+    assert_sentence(caught.value, ("Half", f"{extras} extra inputs", f"{prefix}_{missing}"))
+
+
+class _FailsInBackward(Silent):
+    """Fails in backward while it is told to."""
+
+    is_failing = True
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        if self.is_failing:
+            raise OverflowError("in the middle of backward")
+        return grad_output, ()
+
+
+def test_a_backward_that_fails_half_way_leaves_no_gradients() -> None:
+    op = _FailsInBackward()
+    model = oracles.randomize(fuser.Sequential(fuser.Linear(8, 8), op, fuser.Linear(8, 8)))
+    x = x_of(3, 8).requires_grad_()
+    y = model(x)
+    with pytest.raises(OverflowError, match="in the middle of backward"):
+        y.sum().backward(retain_graph=True)
+    assert x.grad is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+    op.is_failing = False
+    y.sum().backward()
+    found = x.grad.clone()
+    x.grad = None
+    model(x).sum().backward()
+    torch.testing.assert_close(found, x.grad, rtol=0, atol=0)
+
+
+# -- constructors -----------------------------------------------------------------------------
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fuser.BasicLinear(0, 4), ("BasicLinear", "in_features=0", "out_features=4")),
+        (lambda: fuser.BasicLinear(4, -2), ("BasicLinear", "in_features=4", "out_features=-2")),
+        (lambda: fuser.Linear(-1, 4), ("in_features=-1",)),
+        (lambda: fuser.Bias(0), ("Bias", "0")),
+        (lambda: fuser.Bias(-3), ("Bias", "-3")),
+        (lambda: fuser.LayerNorm(0), ("LayerNorm", "0")),
+        (lambda: fuser.RMSNorm((4, -1)), ("RMSNorm", "(4, -1)")),
+        (lambda: fuser.LayerNorm(()), ("LayerNorm", "()")),
+        (lambda: fuser.Dropout(2), ("Dropout", "p=2")),
+        (lambda: fuser.Dropout(-0.5), ("Dropout", "p=-0.5")),
+        (lambda: fuser.Dropout(NAN), ("Dropout", "p=nan")),
+        (lambda: fuser.SwiGLU(glu_interleave_size=0), ("swiglu", "glu_interleave_size 0")),
+        (lambda: fuser.ScaledSwiGLU(-4), ("swiglu", "glu_interleave_size -4")),
+        (lambda: fuser.SiTUGLU(beta1=0.0), ("situglu", "0.0")),
+        (lambda: fuser.SiTUGLU(beta2=-1.0), ("situglu", "-1.0")),
+        (lambda: fuser.SiTUGLU(beta2=INF), ("situglu", "inf")),
+        (lambda: fuser.ScaledSiTUGLU(beta1=NAN), ("situglu", "nan")),
+        (lambda: fuser.ClampedSwiGLU(limit=-7.0), ("clamped_swiglu", "-7.0")),
+        (lambda: fuser.ClampedSwiGLU(alpha=INF), ("clamped_swiglu", "inf")),
+        (lambda: fuser.Linear(4, 4, dtype=torch.float64), ("torch.float64",)),
+        (lambda: fuser.Bias(4, dtype=torch.int32), ("torch.int32",)),
+        (lambda: fuser.LayerNorm(4, dtype=torch.float64), ("torch.float64",)),
+        (lambda: fuser.Linear(4, 4, tensor_parallel_mode="diagonal"), ("'diagonal'", "'column'")),
+        (lambda: fuser.Reshape((-1, -1)), ("Reshape", "(-1, -1)")),
+        (lambda: fuser.Reshape((-2, 4)), ("Reshape", "(-2, 4)")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_constructor_arguments_are_refused(
+    make: Callable[[], Any], words: tuple[str, ...]
+) -> None:
+    rng = torch.get_rng_state()
+    with pytest.raises(fuser.InputError) as caught:
+        make()
+    assert_sentence(caught.value, words)
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_a_linear_without_bias_cannot_be_given_one() -> None:
+    linear = oracles.randomize(fuser.Linear(8, 4, bias=False))
+    expected = linear(X)
+    with pytest.raises(fuser.InputError, match="bias=False"):
+        linear.bias = torch.nn.Parameter(torch.ones(4))
+    assert linear.bias is None
+    linear.bias = None
+    torch.testing.assert_close(linear(X), expected)
+
+
+# -- what looks bad and works -------------------------------------------------------------------
+
+WORKS = (
+    mlp,
+    sequence(fuser.RMSNorm(8), fuser.LayerNorm(8), fuser.L2Normalization()),
+    sequence(fuser.BasicLinear(8, 8), fuser.ConstantScale(2.0)),
+    sequence(fuser.BasicLinear(8, 8), fuser.ConstantScale(2.0), fuser.AddExtraInput()),
+    sequence(fuser.Linear(8, 8), fuser.AddExtraInput(), fuser.MakeExtraOutput(), fuser.RMSNorm(8)),
+    sequence(fuser.GELU(), fuser.MakeExtraOutput(), fuser.BasicLinear(8, 4)),
+    sequence(fuser.Bias(8), fuser.SwiGLU(), fuser.ScaledSReLU()),
+    sequence(fuser.SwiGLU(glu_interleave_size=2), fuser.SiTUGLU(), fuser.ReLU()),
+    sequence(fuser.Reshape((-1, 4)), fuser.Dropout(0.5), fuser.Bias(4)),
+)
+
+
+def extras_for(model: fuser.Sequential, x: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        torch.zeros(x.shape if isinstance(op, fuser.AddExtraInput) else x.shape[:-1])
+        for op in model
+        for _ in range(getattr(op, "num_extra_inputs", 0))
+    ]
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0, 3, 8)])
+@pytest.mark.parametrize("make", WORKS)
+def test_an_empty_batch_works(make: Callable[[], fuser.Sequential], shape: tuple[int, ...]) -> None:
+    model = make()
+    x = torch.zeros(shape, requires_grad=True)
+    extras = [extra.requires_grad_() for extra in extras_for(model, x)]
+    outputs = oracles.as_tuple(model(x, *extras))
+    assert all(y.numel() == 0 and y.shape[-1] > 0 for y in outputs)
+    torch.autograd.backward([y.sum() for y in outputs])
+    assert x.grad.shape == x.shape
+    for extra in extras:
+        assert extra.grad.shape == extra.shape
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad, torch.zeros_like(parameter))
+    full = torch.ones(3, 8)
+    assert model(full, *extras_for(model, full)) is not None
+
+
+@pytest.mark.parametrize("make", WORKS)
+def test_a_non_contiguous_input_works(make: Callable[[], fuser.Sequential]) -> None:
+    values = oracles.random_tensor((4, 2, 8), torch.float32, 5)
+    results = []
+    for x in (values.clone(), values.permute(2, 1, 0).contiguous().permute(2, 1, 0)):
+        model = make().eval()
+        x.requires_grad_()
+        outputs = oracles.as_tuple(model(x, *extras_for(model, x)))
+        torch.autograd.backward([y.square().sum() for y in outputs])
+        results.append([*outputs, x.grad, *(p.grad for p in model.parameters())])
+    assert not x.is_contiguous()
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_an_empty_sequential_returns_its_input() -> None:
+    assert fuser.Sequential()(X) is X
+    with pytest.raises(fuser.InputError, match="takes 0 extra inputs and got 1"):
+        fuser.Sequential()(X, X)

@@ -1,0 +1,492 @@
+"""CUDA sources, installation checks and argument encoding, as far as they need no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fuser.cuda import module
+from fuser.cuda.launch import Kernel, Launch, encode, float32, int32, int64
+from fuser.cuda.module import Installation, Obstacle, obstacle
+from fuser.cuda.probe import probe
+from fuser.errors import InputError, InputTypeError, StateError
+
+HERE = Installation(
+    torch_version="2.11.0+cu130",
+    torch_cuda="13.0",
+    device_count=1,
+    cupy_packages=("cupy-cuda13x",),
+    cupy_version="14.2.0",
+    cupy_cuda=13000,
+)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a CUDA device, for encoding alone."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device_index = 0
+
+    def get_device(self) -> int:
+        return self.device_index
+
+
+def on_device(index: int = 0) -> torch.Tensor:
+    tensor = torch.zeros(4).as_subclass(OnDevice)
+    tensor.device_index = index
+    return tensor
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the kernel sources, in force for this test."""
+    copy = tmp_path / "kernels"
+    shutil.copytree(module.KERNELS, copy)
+    (copy / "fuser").mkdir(exist_ok=True)
+    (copy / "fuser" / "extra.cuh").write_text("#pragma once\n")
+    monkeypatch.setattr(module, "KERNELS", copy)
+    return copy
+
+
+# -- import and sources -----------------------------------------------------------
+
+
+def test_importing_fuser_imports_no_cupy() -> None:
+    code = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        assert name.partition(".")[0] != "cupy", "something imported cupy"
+
+sys.meta_path.insert(0, Refuse())
+import fuser, fuser.cuda.module, fuser.cuda.launch, fuser.cuda.probe, fuser.doctor
+assert "cupy" not in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_kernel_source_is_package_data() -> None:
+    assert (module.KERNELS / "probe.cu").is_file()
+    patterns = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    for path in [*module.KERNELS.rglob("*.cu"), *module.KERNELS.rglob("*.cuh")]:
+        folder = path.parent.relative_to(module.KERNELS.parent.parent).as_posix()
+        assert f'"{folder}/*{path.suffix}"' in patterns, f"{path} would not be installed"
+
+
+def test_the_digest_changes_with_any_source_and_with_its_name(kernels: Path) -> None:
+    digests = [module.sources_digest(kernels), module.sources_digest(kernels)]
+    assert digests[0] == digests[1]
+    with (kernels / "probe.cu").open("a", encoding="utf-8") as file:
+        file.write("\n")
+    digests.append(module.sources_digest(kernels))
+    (kernels / "fuser" / "extra.cuh").write_text("#pragma once\nint edited;\n")
+    digests.append(module.sources_digest(kernels))
+    (kernels / "fuser" / "extra.cuh").rename(kernels / "fuser" / "renamed.cuh")
+    digests.append(module.sources_digest(kernels))
+    (kernels / "new.cu").write_text("")
+    digests.append(module.sources_digest(kernels))
+    assert len(set(digests[1:])) == 5
+
+
+def test_the_digest_tells_apart_where_one_file_ends_and_the_next_begins(tmp_path: Path) -> None:
+    for folder, first, second in (("one", "ab", "c"), ("two", "a", "bc")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.cu").write_text(first)
+        (tmp_path / folder / "y.cu").write_text(second)
+    assert module.sources_digest(tmp_path / "one") != module.sources_digest(tmp_path / "two")
+
+
+def test_the_options_hold_the_digest_the_headers_folder_and_the_architecture(
+    kernels: Path,
+) -> None:
+    options = module.compile_options(kernels, (9, 0))
+    assert f"-DFUSER_SOURCES={module.sources_digest(kernels)}" in options
+    assert f"-I{kernels}" in options
+    assert "-std=c++17" in options
+    assert "-arch=sm_90a" in options
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a")],
+)
+def test_architectures_from_hopper_on_get_their_own_instructions(
+    capability: tuple[int, int], arch: str
+) -> None:
+    assert module.arch_name(capability) == arch
+
+
+# -- why kernels are not available --------------------------------------------------
+
+
+def test_nothing_stands_in_the_way_of_a_matching_installation() -> None:
+    assert obstacle(HERE) is None
+    cuda12 = dataclasses.replace(
+        HERE, torch_cuda="12.8", cupy_cuda=12090, cupy_packages=("cupy-cuda12x",)
+    )
+    assert obstacle(cuda12) is None
+    assert obstacle(dataclasses.replace(HERE, cupy_packages=())) is None  # built from source
+
+
+NO_CUPY: dict[str, Any] = {"cupy_packages": (), "cupy_version": None, "cupy_cuda": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words", "commands"),
+    [
+        ({"torch_cuda": None}, ["2.11.0+cu130", "without CUDA", "pytorch.org"], ()),
+        ({"device_count": 0}, ["CUDA 13.0", "no CUDA device", "CUDA_VISIBLE_DEVICES"], ()),
+        ({"torch_cuda": "11.8"}, ["CUDA 11.8", "12 or 13"], ()),
+        (NO_CUPY, ["CuPy", "not installed"], ('pip install "fuser[cuda13]"',)),
+        ({**NO_CUPY, "torch_cuda": "12.8"}, ["not installed"], ('pip install "fuser[cuda12]"',)),
+        (
+            {"cupy_packages": ("cupy-cuda12x",), "cupy_cuda": 12090},
+            ["CuPy 14.2.0", "CUDA 12", "torch 2.11.0+cu130", "CUDA 13"],
+            ("pip uninstall -y cupy-cuda12x", 'pip install "fuser[cuda13]"'),
+        ),
+        (
+            {**NO_CUPY, "cupy_packages": ("cupy-cuda12x", "cupy-cuda13x")},
+            ["cupy-cuda12x and cupy-cuda13x", "overwrite"],
+            ("pip uninstall -y cupy-cuda12x cupy-cuda13x", 'pip install "fuser[cuda13]"'),
+        ),
+        (
+            {**NO_CUPY, "cupy_packages": ("cupy-cuda13x",), "cupy_error": "ImportError: libx"},
+            ["cannot be imported", "ImportError: libx"],
+            ("pip uninstall -y cupy-cuda13x", 'pip install "fuser[cuda13]"'),
+        ),
+    ],
+)
+def test_an_obstacle_is_a_sentence_with_the_commands_that_remove_it(
+    changes: dict[str, Any], words: list[str], commands: tuple[str, ...]
+) -> None:
+    found = obstacle(dataclasses.replace(HERE, **changes))
+    assert found is not None
+    assert all(word in found.reason for word in words), found.reason
+    assert found.reason.endswith(".")
+    assert found.commands == commands
+    assert all(f"`{command}`" in str(found) for command in commands)
+
+
+def test_the_installation_is_read_from_torch_and_the_installed_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    found = module.installation()
+    assert found.torch_version == torch.__version__
+    assert found.torch_cuda == torch.version.cuda
+    assert (found.cupy_version, found.cupy_error) == (None, None)
+
+
+def test_two_cupys_are_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["cupy-cuda12x", "numpy", "cupy-cuda13x", "cupy-cuda13x", "cupyish"]
+    monkeypatch.setattr(
+        module.importlib.metadata,
+        "distributions",
+        lambda: [types.SimpleNamespace(metadata={"Name": name}) for name in names],
+    )
+    monkeypatch.setitem(sys.modules, "cupy", None)  # importing it would raise
+    found = module.installation()
+    assert found.cupy_packages == ("cupy-cuda12x", "cupy-cuda13x")
+    assert found.cupy_error is None
+
+
+def test_a_cupy_that_raises_on_import_is_reported_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_cupy_packages", lambda: ("cupy-cuda13x",))
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    error = module.installation().cupy_error
+    assert error is not None
+    assert error.startswith(("ImportError", "ModuleNotFoundError"))
+
+
+@pytest.fixture
+def unavailable(monkeypatch: pytest.MonkeyPatch) -> Obstacle:
+    """A reason why kernels cannot run, in force for this test."""
+    reason = Obstacle("There is no GPU in this test.", ("pip install gpu",))
+    monkeypatch.setattr(module, "kernels_unavailable", lambda: str(reason))
+    return reason
+
+
+def test_a_kernel_that_cannot_run_says_why(unavailable: Obstacle) -> None:
+    with pytest.raises(StateError, match=r"fuser_probe.*no GPU in this test.*pip install gpu"):
+        module.kernel("probe", "fuser_probe", 0)
+
+
+# -- compiling, with a stand-in for CuPy ------------------------------------------
+
+
+class CompileException(Exception):
+    """Stands for CuPy's."""
+
+
+class CUDADriverError(Exception):
+    """Stands for CuPy's."""
+
+
+class FakeRawModule:
+    """Records what it was asked to compile; the only kernels it knows are ``found``."""
+
+    made: list[FakeRawModule]
+    found = ("fuser_probe", "fuser_probe<float, 4>")
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.made.append(self)
+
+    def compile(self) -> None:
+        if "syntax error" in self.arguments["code"]:
+            raise CompileException('fuser/cuda/kernels/probe.cu(3): error: expected a ";"')
+
+    def get_function(self, symbol: str) -> tuple[FakeRawModule, str]:
+        if symbol not in self.found:
+            raise CUDADriverError("CUDA_ERROR_NOT_FOUND: named symbol not found")
+        return self, symbol
+
+
+@pytest.fixture
+def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
+    """CuPy replaced by a recorder, and a Hopper GPU that is not there."""
+
+    class Recorder(FakeRawModule):
+        made: list[FakeRawModule] = []  # noqa: RUF012
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> Device:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    cupy = types.ModuleType("cupy")
+    cupy.RawModule = Recorder  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Device=Device,
+        driver=types.SimpleNamespace(CUDADriverError=CUDADriverError),
+        compiler=types.SimpleNamespace(CompileException=CompileException),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(module, "kernels_unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    caches = (module.kernel, module._compiled)
+    for cached in caches:
+        cached.cache_clear()
+    yield Recorder
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_a_source_is_compiled_once_for_each_device_and_by_nvrtc(
+    fake_cupy: type[FakeRawModule], kernels: Path
+) -> None:
+    handle = module.kernel("probe", "fuser_probe", 0)
+    assert module.kernel("probe", "fuser_probe", 0) is handle
+    assert len(fake_cupy.made) == 1
+    module.kernel("probe", "fuser_probe", 1)
+    assert len(fake_cupy.made) == 2
+    arguments = fake_cupy.made[0].arguments
+    assert arguments["backend"] == "nvrtc"
+    assert arguments["options"] == module.compile_options(kernels, (9, 0))
+    assert arguments["name_expressions"] is None
+    first, rest = arguments["code"].split("\n", 1)
+    assert first == '#line 1 "fuser/cuda/kernels/probe.cu"'
+    assert rest == (kernels / "probe.cu").read_text(encoding="utf-8")
+
+
+def test_a_template_is_compiled_for_its_instantiation(fake_cupy: type[FakeRawModule]) -> None:
+    _, symbol = module.kernel("probe", "fuser_probe<float, 4>", 0)
+    assert symbol == "fuser_probe<float, 4>"
+    assert fake_cupy.made[0].arguments["name_expressions"] == ("fuser_probe<float, 4>",)
+
+
+def test_a_compile_error_names_the_file_and_holds_the_log(
+    fake_cupy: type[FakeRawModule], kernels: Path
+) -> None:
+    (kernels / "probe.cu").write_text("syntax error")
+    with pytest.raises(StateError) as raised:
+        module.kernel("probe", "fuser_probe", 0)
+    message = str(raised.value)
+    assert message.startswith("fuser/cuda/kernels/probe.cu does not compile for sm_90a:\n")
+    assert 'probe.cu(3): error: expected a ";"' in message
+
+
+def test_a_missing_source_or_kernel_is_named(fake_cupy: type[FakeRawModule]) -> None:
+    with pytest.raises(StateError, match=r"no fuser/cuda/kernels/nowhere\.cu; .* probe"):
+        module.kernel("nowhere", "fuser_x", 0)
+    with pytest.raises(StateError, match=r"probe\.cu has no kernel fuser_x .*NOT_FOUND"):
+        module.kernel("probe", "fuser_x", 0)
+
+
+# -- launching --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", [(0,), (4, 0), (4, 2, 0)])
+def test_an_empty_grid_launches_nothing(
+    grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a handle was asked for")
+
+    monkeypatch.setattr(module, "kernel", refuse)
+    Kernel("probe", "fuser_probe")(Launch(grid, (256,)), int64(0))
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "shared_bytes", "words"),
+    [
+        ((-1,), (32,), 0, r"grid \(-1,\)"),
+        ((1,), (0,), 0, r"block \(0,\)"),
+        ((1,), (1025,), 0, r"block \(1025,\)"),
+        ((1,), (64, 32), 0, "2048 threads"),
+        ((1,), (1, 1, 65), 0, r"block \(1, 1, 65\)"),
+        ((1, 65536), (32,), 0, r"grid \(1, 65536\)"),
+        ((), (32,), 0, r"grid \(\)"),
+        ((1, 1, 1, 1), (32,), 0, r"grid \(1, 1, 1, 1\)"),
+        ((1.0,), (32,), 0, r"grid \(1\.0,\)"),
+        (1, (32,), 0, "grid 1"),
+        ((1,), (32,), -4, "-4 bytes"),
+    ],
+)
+def test_a_launch_outside_cudas_limits_is_refused(
+    grid: Any, block: Any, shared_bytes: int, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        Launch(grid, block, shared_bytes)
+
+
+def test_a_launch_and_a_kernel_are_frozen_values() -> None:
+    assert Launch((4,), (256,)) == Launch((4,), (256,), 0)
+    assert hash(Kernel("probe", "fuser_probe")) == hash(Kernel("probe", "fuser_probe"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Launch((4,), (256,)).grid = (5,)  # type: ignore[misc]
+
+
+def test_a_kernel_symbol_starts_with_the_packages_name() -> None:
+    with pytest.raises(InputError, match=r"fuser_.*'probe'"):
+        Kernel("probe", "probe")
+
+
+def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def handle(grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any) -> None:
+        calls.append((grid, block, args, shared_mem, stream.ptr))
+
+    allowed: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "kernel", lambda *key: handle)
+    monkeypatch.setattr(module, "allow_large_shared_memory", lambda *key: allowed.append(key))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False
+    )
+    x = on_device()
+    kernel = Kernel("probe", "fuser_probe")
+    kernel(Launch((2, 3), (64,), 1024), x, int32(5))
+    assert calls == [((2, 3), (64,), (np.uint64(x.data_ptr()), np.int32(5)), 1024, 7000)]
+    assert allowed == []
+    kernel(Launch((2,), (64,), 49153), x)
+    assert allowed == [("probe", "fuser_probe", 0)]
+
+
+# -- arguments --------------------------------------------------------------------
+
+
+def test_arguments_arrive_with_the_width_they_were_given() -> None:
+    x = on_device()
+    struct = np.zeros(1, dtype=[("pointer", np.uint64), ("size", np.int32)])
+    scalars = (int32(-5), int64(2**40), float32(0.5), np.uint8(3), np.bool_(True), np.float64(2))
+    values, device = encode("fuser_x", (x, None, struct, *scalars))
+    assert device == 0
+    assert values[0] == x.data_ptr()
+    assert [v.dtype for v in values[:2]] == [np.uint64, np.uint64]
+    assert values[1] == 0
+    assert values[2] is struct
+    assert values[3:] == scalars
+    assert [v.dtype.itemsize for v in values[3:]] == [4, 8, 4, 1, 1, 8]
+
+
+def test_without_a_tensor_the_device_is_open() -> None:
+    assert encode("fuser_x", (int32(1),)) == ((np.int32(1),), None)
+
+
+@pytest.mark.parametrize(
+    ("arg", "words"),
+    [
+        (5, r"Python int 5 as argument 1; .*int32\(5\) or int64\(5\)"),
+        (2.5, r"Python float 2\.5 as argument 1; .*float32\(2\.5\)"),
+        (True, r"Python bool True as argument 1; .*numpy\.bool_"),
+        ("x", "object of type str as argument 1"),
+        ((1, 2), "object of type tuple"),
+        (np.zeros(3), "numpy array of 3 elements of float64"),
+        (np.zeros(1), "numpy array of 1 elements of float64"),
+        (np.zeros(2, dtype=[("a", np.int32)]), "numpy array of 2 elements"),
+        (np.str_("x"), "object of type str_"),
+        (torch.float32, "object of type dtype"),
+    ],
+)
+def test_an_argument_without_a_width_is_refused(arg: Any, words: str) -> None:
+    with pytest.raises(InputTypeError, match=f"Kernel fuser_x got .*{words}"):
+        encode("fuser_x", (int32(1), arg))
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    with pytest.raises(InputError, match=r"fuser_x got a tensor on cpu as argument 0"):
+        encode("fuser_x", (torch.zeros(2),))
+    with pytest.raises(InputError, match=r"fuser_x got a tensor on meta as argument 1"):
+        encode("fuser_x", (on_device(), torch.zeros(2, device="meta")))
+    with pytest.raises(InputError, match=r"cuda:0 and, as argument 1, on cuda:1"):
+        encode("fuser_x", (on_device(), on_device(1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [(int32, 2**31), (int32, -(2**31) - 1), (int64, 2**63), (float32, 1e39), (float32, -1e300)],
+)
+def test_a_scalar_that_does_not_fit_is_refused(make: Any, value: float) -> None:
+    with pytest.raises(InputError, match=f"does not fit a kernel's {make.__name__} argument"):
+        make(value)
+
+
+def test_the_limits_and_the_special_values_fit() -> None:
+    assert int32(2**31 - 1) == 2**31 - 1
+    assert int64(-(2**63)) == -(2**63)
+    assert float32(float("inf")) == float("inf")
+    assert np.isnan(float32(float("nan")))
+    assert float32(3.4028234663852886e38) == np.finfo(np.float32).max
+
+
+# -- the probe's launcher ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (torch.zeros(4, dtype=torch.float64), torch.zeros(4), r"x is torch\.float64"),
+        (torch.zeros(4, 4), torch.zeros(4, 4).t(), r"y is .* strides \(1, 4\)"),
+        (torch.zeros(4), torch.zeros(5), r"shape \(4,\) and y \(5,\)"),
+        (torch.zeros(4), torch.zeros(4), "tensor on cpu"),
+    ],
+)
+def test_the_probe_refuses_what_it_cannot_take(
+    x: torch.Tensor, y: torch.Tensor, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        probe(x, y, 1.0)

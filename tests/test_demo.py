@@ -1,0 +1,280 @@
+"""The demo, examples/train_lm.py: it learns, agrees with plain torch and says what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import math
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
+TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4"]
+STEPS = 20
+SAMPLE_BYTES = 60
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_lm", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_lm"] = module  # where dataclasses look for annotations
+    spec.loader.exec_module(module)
+    return module
+
+
+train_lm = load_script()
+
+
+def run_main(out: Path, *arguments: str) -> str:
+    """What main() prints with a tiny model; it must succeed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert train_lm.main([*TINY, "--out", str(out), *arguments]) == 0
+    return printed.getvalue()
+
+
+def read_losses(out: Path) -> dict[str, list[float]]:
+    with (out / "losses.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row.pop("step")) for row in rows] == list(range(1, len(rows) + 1))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    # Threads that wait for each other are far slower than one where tests share the cores.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = str(tmp_path_factory.mktemp("options"))
+    return train_lm.parse([*TINY, "--steps", str(STEPS), "--out", out])
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Any:
+    return train_lm.read_corpus(Path(train_lm.sysconfig.get_path("stdlib")), "cpu")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder with the results of one comparison, and what was printed."""
+    out = tmp_path_factory.mktemp("demo")
+    return out, run_main(out, "--steps", str(STEPS), "--sample-bytes", str(SAMPLE_BYTES))
+
+
+def test_both_runs_learn(demo: tuple[Path, str]) -> None:
+    losses = read_losses(demo[0])
+    assert list(losses) == ["fuser", "plain"]
+    for run in losses.values():
+        assert len(run) == STEPS
+        assert all(map(math.isfinite, run))
+        # Before training a byte costs about ln 256 = 5.5 nats.
+        assert run[-1] < run[0] - 0.5
+
+
+def test_fuser_is_as_close_to_float64_training_as_plain_torch_is(
+    demo: tuple[Path, str], options: Any, corpus: Any
+) -> None:
+    # Same weights, batches and learning rates, so float64 is the truth that both
+    # runs round. The bound is the other run's own error, plus one rounding of a loss.
+    _, plain = train_lm.make_models(options)
+    exact = train_lm.train("float64", plain.double(), corpus, options).losses
+    losses = read_losses(demo[0])
+    errors = {
+        name: max(abs(a - b) for a, b in zip(run, exact, strict=True))
+        for name, run in losses.items()
+    }
+    rounding = torch.finfo(torch.float32).eps * max(exact)
+    assert errors["fuser"] <= 2 * errors["plain"] + rounding
+    assert errors["plain"] < 1e-3, "float64 training followed other steps"
+
+
+def test_largest_loss_difference_is_that_of_the_losses(demo: tuple[Path, str]) -> None:
+    out, printed = demo
+    losses = read_losses(out)
+    differences = [abs(a - b) for a, b in zip(losses["fuser"], losses["plain"], strict=True)]
+    step = differences.index(max(differences)) + 1
+    expected = f"Largest loss difference: {max(differences):.1e} nats/byte, at step {step} of 20"
+    assert expected in printed
+
+
+def test_plan_table_and_progress_are_printed(demo: tuple[Path, str]) -> None:
+    printed = demo[1]
+    assert "Fusion plan of 8 ops: float32 on cpu, training" in printed
+    assert "channel 'residual': op 0 to op 7" in printed
+    for fusion in ("ForwardLinearBiasAdd", "BackwardActivationBias", "BackwardAddRMSNorm"):
+        assert fusion in printed
+    for name in ("fuser", "plain"):
+        assert re.search(rf"^{name} +\d\.\d{{4}} +\d\.\d{{4}} +\d\.\d{{4}} +[\d,]+$", printed, re.M)
+    assert (
+        len(re.findall(r"^  step  ?\d+/20  loss \d\.\d{4} +[\d,]+ tokens/s$", printed, re.M)) == 40
+    )
+    assert re.search(r"validation loss \d\.\d{4} nats/byte = \d\.\d{4} bits/byte", printed)
+
+
+def test_two_runs_of_the_demo_print_the_same_losses(demo: tuple[Path, str], tmp_path: Path) -> None:
+    run_main(tmp_path, "--steps", str(STEPS), "--no-compare", "--sample-bytes", "0")
+    assert read_losses(tmp_path) == {"fuser": read_losses(demo[0])["fuser"]}
+
+
+def test_another_seed_gives_other_losses(demo: tuple[Path, str], tmp_path: Path) -> None:
+    run_main(tmp_path, "--steps", "3", "--no-compare", "--sample-bytes", "0", "--seed", "1")
+    assert read_losses(tmp_path)["fuser"][0] != read_losses(demo[0])["fuser"][0]
+
+
+def test_pictures_are_drawn(demo: tuple[Path, str]) -> None:
+    pytest.importorskip("matplotlib")
+    out, printed = demo
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (out / "plan.svg").read_text()
+    assert printed.endswith(f"In {out}: losses.csv, plan.svg, loss.png\n")
+
+
+def test_without_matplotlib_everything_but_the_pictures_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*sys.modules, "matplotlib"]:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
+    printed = run_main(tmp_path, "--steps", "3", "--no-compare", "--sample-bytes", "0")
+    assert re.search(r"No plan\.svg: .*matplotlib", printed)
+    assert re.search(r"No loss\.png: .*pip install matplotlib", printed)
+    assert [path.name for path in tmp_path.iterdir()] == ["losses.csv"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_16_bit_autocast_gives_the_float32_loss_up_to_its_own_rounding(
+    dtype: str, demo: tuple[Path, str], tmp_path: Path
+) -> None:
+    exact = read_losses(demo[0])["fuser"][0]
+    printed = run_main(tmp_path, "--steps", "3", "--dtype", dtype, "--sample-bytes", "4")
+    assert f"autocast {dtype}" in printed
+    rounding = torch.finfo(getattr(torch, dtype)).eps * exact
+    for run in read_losses(tmp_path).values():
+        assert run[0] == pytest.approx(exact, abs=rounding)
+        assert all(map(math.isfinite, run))
+
+
+def test_sample_continues_the_prompt_by_the_requested_bytes(options: Any) -> None:
+    model, plain = train_lm.make_models(options)
+    wanted = replace(options, prompt="déf ", sample_bytes=SAMPLE_BYTES)
+    text = train_lm.sample(model, wanted)
+    assert text.startswith("déf ".encode())
+    assert len(text) == len("déf ".encode()) + SAMPLE_BYTES
+    assert text == train_lm.sample(model, wanted)
+    assert text != train_lm.sample(model, replace(wanted, seed=1))
+    greedy = replace(wanted, temperature=0.0)
+    assert train_lm.sample(model, greedy) == train_lm.sample(plain, replace(greedy, seed=1))
+
+
+def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}.py").write_text(f"file_{number:02}")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "skipped.py").write_text("skipped")
+    corpus = train_lm.read_corpus(tmp_path, "cpu")
+    assert bytes(corpus.validation.tolist()) == b"file_00\nfile_10"
+    training = [number for number in range(20) if number % 10]
+    assert bytes(corpus.training.tolist()).split() == [b"file_%02d" % n for n in training]
+
+
+def test_a_batch_pairs_each_byte_with_the_next() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    taken, following = train_lm.windows(text, torch.tensor([0, 95]), context=4)
+    assert taken.tolist() == [[0, 1, 2, 3], [95, 96, 97, 98]]
+    assert following.tolist() == [[1, 2, 3, 4], [96, 97, 98, 99]]
+
+
+def test_learning_rate_rises_then_falls_to_a_tenth(options: Any) -> None:
+    rates = [train_lm.learning_rate(step, options) for step in range(1, STEPS + 1)]
+    peak = options.learning_rate
+    assert rates[:2] == pytest.approx([peak / 2, peak])
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[-1] == pytest.approx(peak / 10)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show_progress() -> str:
+    shown = Terminal()
+    with contextlib.redirect_stdout(shown):
+        progress = train_lm.Progress("fuser", 1)
+        progress.advanced()
+        progress.reported(1, 2.5, 1000.0)
+        progress.validated(1, 2.5)
+        progress.close()
+    return shown.getvalue()
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    pytest.importorskip("tqdm")
+    shown = show_progress()
+    assert "loss 2.500, 1,000 tokens/s" in shown
+    assert "1/1" in shown
+    assert "validation loss 2.5000 nats/byte = 3.6067 bits/byte" in shown
+
+
+def test_a_terminal_without_tqdm_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert "  step 1/1  loss 2.5000       1,000 tokens/s\n" in show_progress()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--width", "30", "--heads", "4"], "--width 30 does not give each of --heads 4 the same"),
+        (["--width", "12", "--heads", "4"], "--width 12 does not give each of --heads 4 the same"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1."),
+        (["--batch-size", "-1"], "--batch-size is -1; it must be at least 1."),
+        (["--learning-rate", "nan"], "--learning-rate is nan; it must be positive and finite."),
+        (["--temperature", "-1"], "--temperature is -1.0; it must be finite and not negative."),
+        (["--sample-bytes", "-1"], "--sample-bytes is -1; it must not be negative."),
+        (["--seed", str(2**64)], "--seed is 18446744073709551616; it must fit into 64 bits."),
+        (["--prompt", ""], "--prompt is empty; the model continues at least one byte."),
+        (["--dtype", "float8"], "argument --dtype: invalid choice: 'float8'"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--out", str(SCRIPT)], "is no folder and cannot become one"),
+    ],
+)
+def test_a_bad_option_gives_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train_lm.main(arguments)
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_lm.main(["--device", "cuda"])
+    assert "--device is cuda, but torch sees no CUDA device." in capsys.readouterr().err
+
+
+def test_a_machine_without_sources_gets_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train_lm.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert train_lm.main([*TINY, "--out", str(tmp_path)]) == 1
+    assert f"The Python sources under {tmp_path} hold 1 bytes" in capsys.readouterr().err

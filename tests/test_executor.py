@@ -1,0 +1,939 @@
+"""The executor: one autograd node, no wasted gradient, and what autograd's users expect of one."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import linecache
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fuser
+from fuser.op import BasicOperation, FusedOperation, OperationContext
+
+aten = torch.ops.aten
+GEMMS = {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default}
+
+
+def mlp(width: int = 8, **kwargs: Any) -> fuser.Sequential:
+    torch.manual_seed(1)
+    ops = (fuser.Linear(width, 12), fuser.GELU(), fuser.Linear(12, width))
+    return oracles.randomize(fuser.Sequential(*ops, **kwargs))
+
+
+def block(in_place: bool = False, **kwargs: Any) -> fuser.Sequential:
+    """Every kind of wiring: x and the normed sum go out, an extra comes in, a channel inside."""
+    ops = (
+        fuser.MakeExtraOutput(in_place=in_place),
+        fuser.RMSNorm(8),
+        fuser.MakeExtraOutput().set_extra_output_channel(0, "normed", output_to_caller=False),
+        fuser.Linear(8, 16),
+        fuser.SwiGLU(),
+        fuser.Linear(8, 8),
+        fuser.AddExtraInput(in_place=in_place),
+        fuser.MakeExtraOutput(in_place=in_place),
+        fuser.LayerNorm(8),
+        fuser.BasicLinear(8, 8),
+        fuser.ConstantScale(0.5),
+        fuser.AddExtraInput().set_extra_input_channel(0, "normed"),
+    )
+    return oracles.randomize(fuser.Sequential(*ops, **kwargs))
+
+
+def plain_block(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor,
+    w2: torch.Tensor,
+    b2: torch.Tensor,
+    gain: torch.Tensor,
+    shift: torch.Tensor,
+    w3: torch.Tensor,
+    extra: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`block` in plain torch."""
+    normed = oracles.rmsnorm()(x, gamma)
+    hidden = oracles.gated(oracles.silu)(oracles.linear_bias(normed, w1, b1))
+    total = oracles.linear_bias(hidden, w2, b2) + extra
+    y = 0.5 * (oracles.layernorm()(total, gain, shift) @ w3.T) + normed
+    return y, x.clone(), total
+
+
+def inputs(*shapes: tuple[int, ...], requires_grad: bool = True) -> list[torch.Tensor]:
+    return [
+        oracles.random_tensor(shape, torch.float32, 30 + number).requires_grad_(requires_grad)
+        for number, shape in enumerate(shapes)
+    ]
+
+
+def gradients(
+    outputs: Sequence[torch.Tensor], leaves: Iterable[torch.Tensor], **kwargs: Any
+) -> list[torch.Tensor | None]:
+    """Gradients for one random output gradient each."""
+    cotangents = [oracles.random_tensor(y.shape, y.dtype, 90 + n) for n, y in enumerate(outputs)]
+    return list(torch.autograd.grad(outputs, list(leaves), cotangents, **kwargs))
+
+
+def assert_same(actual: Iterable[Any], expected: Iterable[Any], **tolerances: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **tolerances)
+
+
+class _Spy(BasicOperation):
+    """Doubles its input, saves it in any case, and remembers it weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refs: list[weakref.ref[torch.Tensor]] = []
+        self.started = 0
+
+    def pre_first_fuser_forward(self) -> None:
+        time.sleep(0.05)
+        self.started += 1
+
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        double = input_ * 2
+        ctx.save_for_backward(double)
+        self.refs.append(weakref.ref(double))
+        return double + 0
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        assert ctx.saved_tensors is not None
+        (double,) = ctx.saved_tensors
+        assert double is not None
+        return grad_output * 2, ()
+
+
+class _Gemms(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in GEMMS
+        return func(*args, **(kwargs or {}))
+
+
+# -- one node, and nothing that nobody asked for ---------------------------------------
+
+
+def test_a_pipeline_is_one_autograd_node() -> None:
+    x, extra = inputs((3, 8), (3, 8))
+    y, first, second = block()(x, extra)
+    assert y.grad_fn is first.grad_fn is second.grad_fn
+    names = {type(node).__name__ for node, _ in y.grad_fn.next_functions if node is not None}
+    assert names == {"AccumulateGrad"}
+    leaves = [node.variable for node, _ in y.grad_fn.next_functions if node is not None]
+    assert leaves[0] is x
+    assert leaves[-1] is extra
+
+
+def test_all_results_equal_plain_torch() -> None:
+    model = block()
+    x, extra = inputs((3, 8), (3, 8))
+    outputs = model(x, extra)
+    found = gradients(outputs, [x, *model.parameters(), extra])
+    leaves = [oracles.leaf(t, torch.float64) for t in (x, *model.parameters(), extra)]
+    expected = plain_block(*leaves)
+    expected_grads = gradients(expected, leaves)
+    for actual, exact in zip([*outputs, *found], [*expected, *expected_grads], strict=True):
+        torch.testing.assert_close(actual, exact.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+@pytest.mark.parametrize(
+    ("trainable", "x_requires_grad", "gemms"),
+    [
+        ({"w1", "b1", "w2", "b2"}, True, 4),
+        ({"w1", "b1", "w2", "b2"}, False, 3),
+        ({"w2"}, False, 1),
+        ({"b2"}, False, 0),
+        ({"b1"}, False, 1),
+        ({"w1"}, False, 2),
+        (set(), True, 2),
+        ({"w2"}, True, 3),
+    ],
+)
+def test_backward_runs_only_the_gemms_that_are_wanted(
+    trainable: set[str], x_requires_grad: bool, gemms: int, fusions: Any
+) -> None:
+    model = mlp(fusions=fusions)
+    for name, parameter in zip(("w1", "b1", "w2", "b2"), model.parameters(), strict=True):
+        parameter.requires_grad_(name in trainable)
+    (x,) = inputs((3, 8), requires_grad=x_requires_grad)
+    y = model(x)
+    with _Gemms() as counted:
+        y.backward(torch.ones(3, 8))
+    assert counted.count == gemms
+    has_gradient = {
+        name
+        for name, parameter in zip(("w1", "b1", "w2", "b2"), model.parameters(), strict=True)
+        if parameter.grad is not None
+    }
+    assert has_gradient == trainable
+    assert (x.grad is not None) == x_requires_grad
+
+
+def saved_by(call: Callable[[], Any]) -> tuple[list[tuple[int, ...]], Any]:
+    """Shapes of the tensors that autograd keeps for ``call``, and its result."""
+    shapes: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    return shapes, result
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_nothing_is_saved(mode: Any) -> None:
+    x, extra = inputs((3, 8), (3, 8))
+    expected = block()(x, extra)
+    with mode():
+        shapes, outputs = saved_by(lambda: block()(x, extra))
+    assert shapes == []
+    assert all(y.grad_fn is None for y in outputs)
+    assert_same(outputs, expected)
+
+
+def test_where_nothing_is_trainable_nothing_is_saved() -> None:
+    model = block().requires_grad_(False)
+    x, extra = inputs((3, 8), (3, 8), requires_grad=False)
+    shapes, outputs = saved_by(lambda: model(x, extra))
+    assert shapes == []
+    assert not any(y.requires_grad for y in outputs)
+
+
+def test_a_linear_saves_what_its_gradients_read() -> None:
+    for x_grad, weight_grad, expected in (
+        (True, True, [(3, 8), (5, 8)]),
+        (False, True, [(3, 8)]),
+        (True, False, [(5, 8)]),
+    ):
+        (x,) = inputs((3, 8), requires_grad=x_grad)
+        model = fuser.Sequential(fuser.BasicLinear(8, 5)).requires_grad_(weight_grad)
+        shapes, _ = saved_by(lambda model=model, x=x: model(x))
+        assert shapes == expected
+
+
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        lambda: fuser.RMSNorm(8),
+        lambda: fuser.LayerNorm(8),
+        lambda: fuser.L2Normalization(),
+        lambda: fuser.Linear(8, 8),
+        lambda: fuser.GELU(),
+        lambda: fuser.Dropout(0.5),
+        _Spy,
+    ],
+    ids=["RMSNorm", "LayerNorm", "L2Normalization", "Linear", "GELU", "Dropout", "custom"],
+)
+def test_ops_before_the_first_gradient_save_nothing(frozen: Callable[[], Any]) -> None:
+    model = fuser.Sequential(frozen().requires_grad_(False), fuser.BasicLinear(8, 5))
+    (x,) = inputs((3, 8), requires_grad=False)
+    shapes, _ = saved_by(lambda: model(x))
+    assert shapes == [(3, 8)]
+
+
+def test_a_frozen_extra_input_gets_no_gradient() -> None:
+    x, extra = inputs((3, 8), (3, 8))
+    model = block()
+    y = model(x, extra.requires_grad_(False))[0]
+    y.sum().backward()
+    assert extra.grad is None
+    assert x.grad is not None
+
+
+# -- forward and backward in any order --------------------------------------------------
+
+
+def test_several_forwards_before_one_backward() -> None:
+    model = mlp()
+    batches = [oracles.random_tensor((n, 8), torch.float32, n) for n in (2, 3, 5)]
+    losses = [model(x).square().sum() for x in batches]
+    sum(losses).backward()
+    together = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for x in reversed(batches):
+        model(x).square().sum().backward()
+    assert_same(together, [p.grad for p in model.parameters()])
+
+
+def test_backwards_may_come_in_any_order() -> None:
+    model = mlp()
+    first, second = inputs((2, 8), (4, 8))
+    expected = [gradients([model(x)], [x, *model.parameters()]) for x in (first, second)]
+    y_first, y_second = model(first), model(second)
+    assert_same(gradients([y_second], [second, *model.parameters()]), expected[1])
+    assert_same(gradients([y_first], [first, *model.parameters()]), expected[0])
+
+
+def test_a_pipeline_can_follow_itself() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    leaves = [oracles.leaf(t, torch.float64) for t in (x, *model.parameters())]
+
+    def plain(x: torch.Tensor, w1: Any, b1: Any, w2: Any, b2: Any) -> torch.Tensor:
+        for _ in range(2):
+            x = oracles.linear_bias(oracles.gelu(oracles.linear_bias(x, w1, b1)), w2, b2)
+        return x
+
+    expected = gradients([plain(*leaves)], leaves)
+    found = gradients([model(model(x))], [x, *model.parameters()])
+    assert_same(found, [g.float() for g in expected], rtol=1e-4, atol=1e-3)
+
+
+def test_one_op_may_stand_twice_in_a_pipeline() -> None:
+    linear = oracles.randomize(fuser.Linear(8, 8))
+    model = fuser.Sequential(linear, fuser.GELU(), linear)
+    (x,) = inputs((3, 8))
+    leaves = [oracles.leaf(t, torch.float64) for t in (x, linear.weight, linear.bias)]
+    hidden = oracles.gelu(oracles.linear_bias(*leaves))
+    expected = gradients([oracles.linear_bias(hidden, *leaves[1:])], leaves)
+    found = gradients([model(x)], [x, linear.weight, linear.bias])
+    assert_same(found, [g.float() for g in expected], rtol=1e-4, atol=1e-4)
+
+
+def test_a_retained_graph_gives_the_same_gradients_again() -> None:
+    model = block()
+    x, extra = inputs((3, 8), (3, 8))
+    outputs = model(x, extra)
+    leaves = [x, extra, *model.parameters()]
+    first = gradients(outputs, leaves, retain_graph=True)
+    second = gradients(outputs, leaves)
+    assert_same(first, second, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(outputs, leaves)
+
+
+class _ManyDropouts(torch.nn.Module):
+    """Random numbers inside: a recomputation has to draw the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipeline = fuser.Sequential(fuser.Linear(8, 8), fuser.Dropout(0.5), fuser.GELU())
+        oracles.randomize(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pipeline(x)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("make", [mlp, _ManyDropouts])
+def test_activation_checkpointing_changes_nothing(
+    make: Callable[[], torch.nn.Module], use_reentrant: bool
+) -> None:
+    model = make()
+    results = []
+    for wrap in (False, True):
+        (x,) = inputs((3, 8))
+        torch.manual_seed(5)
+        y = checkpoint(model, x, use_reentrant=use_reentrant) if wrap else model(x)
+        model.zero_grad()
+        y.square().sum().backward()
+        results.append([y, x.grad, *[p.grad.clone() for p in model.parameters()]])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_a_block_with_extras_changes_nothing(use_reentrant: bool) -> None:
+    model = block()
+    results = []
+    for wrap in (False, True):
+        x, extra = inputs((3, 8), (3, 8))
+        args = (x, extra)
+        outputs = checkpoint(model, *args, use_reentrant=use_reentrant) if wrap else model(*args)
+        model.zero_grad()
+        cotangents = [oracles.random_tensor(y.shape, y.dtype, 9) for y in outputs]
+        torch.autograd.backward(outputs, cotangents)
+        grads = [p.grad.clone() for p in model.parameters()]
+        results.append([*outputs, x.grad, extra.grad, *grads])
+    assert_same(*results)
+
+
+def test_a_copy_made_between_forward_and_backward_is_independent() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    y = model(x)
+    twin = copy.deepcopy(model)
+    gradients_of_model = gradients([y], model.parameters())
+    assert all(p.grad is None for p in twin.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same(gradients([twin(x)], twin.parameters()), gradients_of_model)
+    assert not model(x).any()
+
+
+# -- parameters ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_replaced_parameter_is_the_one_that_is_used(fusions: Any) -> None:
+    model = mlp(fusions=fusions)
+    (x,) = inputs((3, 8))
+    model(x).sum().backward()
+    old = model[0].weight
+    old.grad = None
+    new = torch.nn.Parameter(torch.zeros_like(old))
+    model[0].weight = new
+    model[2].bias = torch.nn.Parameter(torch.full((8,), 7.0))
+    y = model(x)
+    hidden = oracles.gelu(model[0].bias)
+    torch.testing.assert_close(y, (hidden @ model[2].weight.T + 7.0).expand(3, 8))
+    y.sum().backward()
+    assert new.grad is not None
+    assert model[2].bias.grad is not None
+    assert old.grad is None
+
+
+def test_a_parameter_replaced_by_another_dtype_is_planned_anew() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(8, 8), fuser.GELU())
+    (x,) = inputs((3, 8))
+    assert model(x).dtype == torch.float32
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach().bfloat16())
+    y = model(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert model[0].weight.grad.dtype == torch.bfloat16
+    assert x.grad.dtype == torch.float32
+    assert len(model.plans) == 2
+
+
+def test_a_parameter_replaced_between_forward_and_backward_gets_no_gradient() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    expected = gradients([model(x)], [x, model[2].weight])
+    old = model[2].weight
+    y = model(x)
+    model[2].weight = torch.nn.Parameter(torch.zeros_like(old))
+    assert_same(gradients([y], [x, old]), expected)
+
+
+def test_functional_call_uses_the_given_parameters() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    given = {name: oracles.leaf(p * 2) for name, p in model.named_parameters()}
+    y = torch.func.functional_call(model, given, (x,))
+    found = gradients([y], given.values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    assert_same(found, gradients([model(x)], model.parameters()))
+
+
+def test_freezing_and_unfreezing_takes_effect_at_the_next_call() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8), requires_grad=False)
+    for frozen in (True, False, True):
+        model.zero_grad()
+        model[0].requires_grad_(not frozen)
+        model(x).sum().backward()
+        assert (model[0].weight.grad is None) == frozen
+        assert model[2].weight.grad is not None
+    assert len(model.plans) == 2
+
+
+# -- modes --------------------------------------------------------------------------------
+
+
+def test_evaluation_and_training_alternate() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 8), fuser.Dropout(0.5), fuser.Linear(8, 8))
+    (x,) = inputs((3, 8))
+    for _ in range(2):
+        evaluated = model.eval()(x)
+        with torch.no_grad():
+            assert_same([model(x)], [evaluated])
+        with torch.inference_mode():
+            inferred = model(x)
+        assert inferred.is_inference()
+        assert_same([inferred.clone()], [evaluated])
+        assert not torch.equal(model.train()(x), evaluated)
+        evaluated.sum().backward()
+    assert len(model.plans) == 2
+
+
+def test_torch_autocast_runs_in_bf16_and_gives_fp32_gradients() -> None:
+    model = block()
+    x, extra = inputs((3, 8), (3, 8))
+    leaves = [x, *model.parameters(), extra]
+    exact = plain_block(*(leaf.double() for leaf in leaves))
+    expected = gradients(model(x, extra), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = model(x, extra)
+    # Backward runs outside the region, as torch recommends.
+    found = gradients([y.float() for y in outputs], leaves)
+    assert [g.dtype for g in found] == [torch.float32] * len(found)
+    for actual, truth in zip([*outputs, *found], [*exact, *expected], strict=True):
+        error = (actual.double() - truth.double()).norm() / truth.double().norm()
+        assert error < 0.05
+    assert len(model.plans) == 2
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        mlp_output = mlp()(x)
+    assert mlp_output.dtype == torch.bfloat16
+    assert_same(gradients(model(x, extra), leaves), expected)
+
+
+# -- higher derivatives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_graph_of_the_gradients_is_refused_with_a_sentence(fusions: Any) -> None:
+    model = mlp(fusions=fusions)
+    (x,) = inputs((3, 8))
+    with pytest.raises(fuser.StateError, match=r"cannot be differentiated twice.*plain torch"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    with pytest.raises(fuser.StateError, match="create_graph=True"):
+        model(x).sum().backward(create_graph=True)
+    assert x.grad is None
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    y = x.detach().requires_grad_()
+    mlp(fusions=fusions)(y).sum().backward()
+    assert_same([x.grad], [y.grad])
+
+
+@pytest.mark.parametrize("make", [mlp, lambda: fuser.Sequential(fuser.GELU())])
+def test_a_second_derivative_by_the_input_is_refused_and_not_zero(make: Any) -> None:
+    model = make()
+    (x,) = inputs((3, 8))
+    with pytest.raises(fuser.StateError, match="differentiated twice"):
+        torch.autograd.functional.hessian(lambda x: model(x).sum(), x.detach())
+
+
+# -- which outputs the loss uses ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_the_loss_may_use_any_of_the_outputs(used: tuple[int, ...], fusions: Any) -> None:
+    model = block(fusions=fusions)
+    x, extra = inputs((3, 8), (3, 8))
+    leaves = [x, *model.parameters(), extra]
+    outputs = model(x, extra)
+    found = gradients([outputs[n] for n in used], leaves, allow_unused=True)
+    exact_leaves = [oracles.leaf(t, torch.float64) for t in leaves]
+    exact = plain_block(*exact_leaves)
+    expected = gradients([exact[n] for n in used], exact_leaves, allow_unused=True)
+    for grad, truth, leaf in zip(found, expected, leaves, strict=True):
+        wanted = torch.zeros_like(leaf) if truth is None else truth.float()
+        actual = torch.zeros_like(leaf) if grad is None else grad
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_extra_output_without_gradient_is_not_differentiable() -> None:
+    model = fuser.Sequential(fuser.MakeExtraOutput(), fuser.Linear(8, 8), fuser.MakeExtraOutput())
+    (x,) = inputs((3, 8), requires_grad=False)
+    y, before, after = model(x)
+    assert (y.requires_grad, before.requires_grad, after.requires_grad) == (True, False, True)
+    torch.testing.assert_close(before, x)
+    (y.sum() + after.sum()).backward()
+    torch.testing.assert_close(model[1].bias.grad, torch.full((8,), 6.0))
+
+
+def test_a_channel_that_fans_out_sums_gradients() -> None:
+    ops = [fuser.MakeExtraOutput().set_extra_output_channel(0, "x"), fuser.ReLU()]
+    ops += [fuser.AddExtraInput().set_extra_input_channel(0, "x") for _ in range(3)]
+    (x,) = inputs((3, 8))
+    y, echoed = fuser.Sequential(*ops)(x)
+    torch.testing.assert_close(y, torch.relu(x) + 3 * x)
+    (y.sum() + 10 * echoed.sum()).backward()
+    torch.testing.assert_close(x.grad, (x > 0).float() + 13)
+
+
+# -- the caller's tensors -----------------------------------------------------------------------
+
+
+def awkward(grad: torch.Tensor, how: str) -> torch.Tensor:
+    """The values of ``grad``, laid out otherwise."""
+    if how == "transposed":
+        return grad.transpose(0, 1).contiguous().transpose(0, 1)
+    if how == "strided":
+        wide = torch.full((*grad.shape[:-1], 2 * grad.shape[-1]), float("nan"))
+        wide[..., ::2] = grad
+        return wide[..., ::2]
+    return grad.clone()
+
+
+@pytest.mark.parametrize("how", ["transposed", "strided"])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_output_gradients_may_lie_anyhow_in_memory(how: str, fusions: Any) -> None:
+    model = block(fusions=fusions)
+    x, extra = inputs((4, 3, 8), (4, 3, 8))
+    leaves = [x, extra, *model.parameters()]
+    outputs = model(x, extra)
+    grads = [oracles.random_tensor(y.shape, y.dtype, n) for n, y in enumerate(outputs)]
+    expected = torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+    found = torch.autograd.grad(outputs, leaves, [awkward(g, how) for g in grads])
+    assert_same(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_the_gradient_of_a_sum_is_one_number_expanded(fusions: Any) -> None:
+    for make in (block, mlp):
+        model = make(fusions=fusions)
+        given = inputs((4, 3, 8), (4, 3, 8))[: 2 if make is block else 1]
+        leaves = [*given, *model.parameters()]
+        outputs = oracles.as_tuple(model(*given))
+        ones = [torch.ones_like(y) for y in outputs]
+        expected = torch.autograd.grad(outputs, leaves, ones, retain_graph=True)
+        found = torch.autograd.grad(sum(y.sum() for y in outputs), leaves)
+        assert_same(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["transposed", "strided"])
+def test_inputs_may_lie_anyhow_in_memory(how: str) -> None:
+    model = block()
+    x, extra = inputs((4, 3, 8), (4, 3, 8))
+    leaves = [x, extra, *model.parameters()]
+    expected = model(x, extra)
+    outputs = model(awkward(x, how), awkward(extra, how))
+    assert_same(outputs, expected)
+    assert_same(gradients(outputs, leaves), gradients(expected, leaves), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_callers_tensors_are_never_changed(in_place: bool, fusions: Any) -> None:
+    model = block(in_place=in_place, fusions=fusions)
+    x, extra = inputs((3, 8), (3, 8))
+    versions = [x._version, extra._version]
+    outputs = model(x, extra)
+    grads = [oracles.random_tensor(y.shape, y.dtype, n) for n, y in enumerate(outputs)]
+    given = [x, extra, *grads]
+    before = [t.detach().clone() for t in given]
+    torch.autograd.backward(outputs, grads)
+    assert_same([t.detach() for t in given], before, rtol=0, atol=0)
+    assert [x._version, extra._version] == versions
+    assert [g._version for g in grads] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [fuser.Identity()],
+        [fuser.AddExtraInput()],
+        [fuser.MakeExtraOutput(), fuser.AddExtraInput()],
+        [fuser.Quantize(), fuser.AddExtraInput(), fuser.Bias(8)],
+    ],
+    ids=lambda ops: "-".join(type(op).__name__ for op in ops),
+)
+def test_accumulated_gradients_share_no_memory(ops: list[BasicOperation]) -> None:
+    model = fuser.Sequential(*copy.deepcopy(ops))
+    count = sum(op.num_extra_inputs for op in ops)
+    x, *extras = inputs(*[(3, 8)] * (1 + count))
+    outputs = oracles.as_tuple(model(x, *extras))
+    grads = [torch.ones(3, 8) for _ in outputs]
+    torch.autograd.backward(outputs, grads)
+    tensors = [x.grad, *(extra.grad for extra in extras), *grads]
+    assert len({t.data_ptr() for t in tensors}) == len(tensors)
+
+
+@pytest.mark.parametrize("what", ["input", "weight"])
+def test_changing_a_saved_tensor_before_backward_is_noticed(what: str) -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    y = model(x)
+    with torch.no_grad():
+        (x if what == "input" else model[2].weight).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    model(x).sum().backward()
+
+
+def test_changing_an_extra_output_before_backward_is_noticed_or_harmless() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(8, 8), fuser.MakeExtraOutput(), fuser.GELU())
+    (x,) = inputs((3, 8))
+    (expected,) = torch.autograd.grad(model(x)[0].sum(), x)
+    y, hidden = model(x)
+    with torch.no_grad():
+        hidden.mul_(3)
+    try:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    except RuntimeError as error:
+        complaint = str(error)
+    else:
+        complaint = ""
+        torch.testing.assert_close(found, expected)
+    assert not complaint or "modified by an inplace operation" in complaint
+
+
+def test_changing_what_was_not_saved_is_allowed() -> None:
+    model = fuser.Sequential(fuser.Bias(8), fuser.ConstantScale(3.0))
+    (x,) = inputs((3, 8))
+    y = model(x)
+    with torch.no_grad():
+        x.zero_()
+        model[0].bias.zero_()
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3, 8), 3.0))
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def spied() -> tuple[fuser.Sequential, _Spy]:
+    spy = _Spy()
+    return fuser.Sequential(fuser.Linear(8, 8), spy, fuser.Linear(8, 8)), spy
+
+
+def alive(spy: _Spy) -> bool:
+    return any(ref() is not None for ref in spy.refs)
+
+
+def test_saved_tensors_are_freed_by_backward() -> None:
+    model, spy = spied()
+    (x,) = inputs((3, 8))
+    gc.disable()
+    try:
+        y = model(x)
+        assert alive(spy)
+        y.sum().backward()
+        assert not alive(spy)
+        assert y is not None
+    finally:
+        gc.enable()
+
+
+def test_saved_tensors_live_as_long_as_the_graph_and_no_longer() -> None:
+    model, spy = spied()
+    (x,) = inputs((3, 8))
+    gc.disable()
+    try:
+        y = model(x)
+        y.sum().backward(retain_graph=True)
+        assert alive(spy)
+        del y
+        assert not alive(spy)
+        with torch.no_grad():
+            model(x)
+        assert not alive(spy)
+    finally:
+        gc.enable()
+
+
+def test_a_dropped_model_is_freed() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    model(x).sum().backward()
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
+    """``work(0)``, ``work(1)`` ... at the same time; their results."""
+    results: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def one(number: int) -> None:
+        barrier.wait()
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_threads_may_share_a_module() -> None:
+    model = block()
+    batches = [
+        [oracles.random_tensor((3 + n, 8), torch.float32, s).requires_grad_() for s in (n, 50 + n)]
+        for n in range(2)
+    ]
+
+    def step(number: int) -> list[torch.Tensor | None]:
+        x, extra = batches[number]
+        for _ in range(20):
+            found = gradients(model(x, extra), [x, extra, *model.parameters()])
+        return found
+
+    expected = [step(number) for number in range(2)]
+    for found, wanted in zip(in_threads(2, step), expected, strict=True):
+        assert_same(found, wanted)
+
+
+def test_threads_that_race_for_the_first_call_start_the_ops_once() -> None:
+    model, spy = spied()
+    (x,) = inputs((3, 8))
+    first, second = in_threads(2, lambda number: model(x).detach())
+    assert_same([first], [second])
+    assert spy.started == 1
+
+
+def test_backward_may_run_in_another_thread_than_forward() -> None:
+    model = block()
+    x, extra = inputs((3, 8), (3, 8))
+    leaves = [x, extra, *model.parameters()]
+    expected = gradients(model(x, extra), leaves)
+    outputs = model(x, extra)
+    (found,) = in_threads(1, lambda number: gradients(outputs, leaves))
+    assert_same(found, expected)
+
+
+# -- torch.compile ---------------------------------------------------------------------------------
+
+
+def test_a_compiled_module_equals_the_eager_one() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(8, 8)
+            self.pipeline = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.pipeline(torch.tanh(self.first(x))) * 2)
+
+    model = Model()
+    (x,) = inputs((3, 8))
+    expected = gradients([model(x)], [x, *model.parameters()])
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert_same([compiled(x)], [model(x)])
+        assert_same(gradients([compiled(x)], [x, *model.parameters()]), expected)
+    with torch.no_grad():
+        assert_same([compiled(x)], [model(x)])
+    torch._dynamo.reset()
+
+
+# -- fused and custom ops --------------------------------------------------------------------------
+
+
+class _ScaledTwice(FusedOperation):
+    """Two constant scales as one product, with its own idea of what to save."""
+
+    window = (fuser.ConstantScale, fuser.ConstantScale)
+    side = "joint"
+
+    def fuser_forward(
+        self, basic_op_ctxs: list[OperationContext], input_: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        first, second = (op.scale for op in self.basic_ops)
+        basic_op_ctxs[0].save_for_backward(torch.tensor(first * second))
+        return input_ * (first * second), [(), ()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **kwargs: Any
+    ) -> Any:
+        (factor,) = basic_op_ctxs[0].saved_tensors
+        return grad_output * factor, [(), ()], [(), ()]
+
+
+def test_a_joint_fusion_gets_in_backward_what_it_saved_in_forward() -> None:
+    ops = (fuser.Linear(8, 8), fuser.ConstantScale(3.0), fuser.ConstantScale(0.5), fuser.GELU())
+    fused = fuser.Sequential(*ops, fusions=(_ScaledTwice,))
+    unfused = fuser.Sequential(*copy.deepcopy(ops), fusions=())
+    (x,) = inputs((3, 8))
+    plan = fused.plan(x)
+    assert "_ScaledTwice" in {step.fusion for step in plan.forward}
+    assert "_ScaledTwice" in {step.fusion for step in plan.backward}
+    results = [
+        [model(x), *gradients([model(x)], [x, *model.parameters()])] for model in (fused, unfused)
+    ]
+    assert_same(*results)
+    with torch.no_grad():
+        assert_same([fused(x)], [unfused(x)])
+
+
+class _Rounding(BasicOperation):
+    """Rounds to bf16, and does not tell the planner."""
+
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        return input_.bfloat16()
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output.float(), ()
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [_Rounding(), fuser.MakeExtraOutput(), fuser.BasicLinear(8, 8)],
+        [_Rounding(), fuser.MakeExtraOutput(), fuser.RMSNorm(8)],
+        [_Rounding(), fuser.ConstantScale(2.0), fuser.Linear(8, 8), fuser.GELU()],
+    ],
+    ids=lambda ops: "-".join(type(op).__name__ for op in ops),
+)
+def test_an_op_may_change_the_dtype_without_telling(ops: list[BasicOperation]) -> None:
+    results = []
+    for fusions in (fuser.FUSIONS, ()):
+        model = oracles.randomize(fuser.Sequential(*copy.deepcopy(ops), fusions=fusions))
+        (x,) = inputs((3, 8))
+        outputs = oracles.as_tuple(model(x))
+        results.append([*outputs, *gradients(outputs, [x, *model.parameters()])])
+    assert_same(*results, rtol=0.02, atol=0.02)
+
+
+class _Failing(_Spy):
+    """Fails in forward."""
+
+    def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise KeyError("on purpose")
+
+
+def test_a_traceback_shows_the_source_of_the_plan_that_ran() -> None:
+    (x,) = inputs((3, 8))
+    counts = range(1, 21)
+    models = [fuser.Sequential(*[fuser.GELU()] * n, _Failing(), fusions=()) for n in counts]
+    for model in models:
+        model.plan(x)
+        for _ in range(20):
+            fuser.Sequential(fuser.SiLU()).plan(x)
+    for count, model in zip(counts, models, strict=True):
+        with pytest.raises(KeyError, match="on purpose") as caught:
+            model(x)
+        (code,) = {
+            entry.frame.code.raw
+            for entry in caught.traceback
+            if entry.frame.code.raw.co_filename.startswith("<fuser plan")
+        }
+        source = linecache.getlines(code.co_filename)
+        assert sum("# GELU" in line for line in source) == 2 * count
+
+
+def test_a_dropped_plan_leaves_no_source_behind() -> None:
+    def sources() -> int:
+        return sum(str(name).startswith("<fuser plan") for name in linecache.cache)
+
+    (x,) = inputs((3, 8))
+    gc.collect()
+    before = sources()
+    for _ in range(20):
+        fuser.Sequential(fuser.SiLU())(x)
+    gc.collect()
+    assert sources() <= before

@@ -1,0 +1,561 @@
+"""Plans as people and programs see them: frozen values, text, dict, DOT, and what keys hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fuser
+from fuser.op import FusedOperation
+from fuser.plan import Channel
+from fuser.plan_key import TensorSpec
+
+
+def mlp(width: int = 8, **kwargs: Any) -> fuser.Sequential:
+    """Linear, GELU, Linear: basic ops 0-1, 2, 3-4."""
+    return fuser.Sequential(
+        fuser.Linear(width, 2 * width), fuser.GELU(), fuser.Linear(2 * width, width), **kwargs
+    )
+
+
+def residual(width: int = 8, **kwargs: Any) -> fuser.Sequential:
+    """A feed-forward block whose residual runs on a channel: 8 basic ops."""
+    return fuser.Sequential(
+        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        fuser.RMSNorm(width),
+        fuser.Linear(width, 2 * width),
+        fuser.SwiGLU(),
+        fuser.Linear(width, width),
+        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
+        **kwargs,
+    )
+
+
+class _Choosy(FusedOperation):
+    """Refuses with a sentence that a test can look for."""
+
+    window = (fuser.BasicLinear, fuser.Bias)
+    side = "forward"
+
+    @classmethod
+    def refuses(cls, *ops: Any, key: fuser.PlanKey) -> str | None:
+        return "it is choosy."
+
+
+class _RealOps(TorchDispatchMode):
+    """Collects every operator that makes or changes a tensor with data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(t, torch.Tensor) and not t.is_meta for t in tree_leaves(result)):
+            self.seen.append(str(func))
+        return result
+
+
+# -- values -----------------------------------------------------------------------
+
+
+def test_plans_steps_and_refusals_are_frozen() -> None:
+    plan = mlp(fusions=(*fuser.FUSIONS, _Choosy)).plan(torch.empty(2, 8))
+    for value in (plan, plan.forward[0], plan.backward[0], plan.refusals[0], plan.key):
+        for field in dataclasses.fields(value):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(value, field.name, None)
+    for part in (plan.ops, plan.forward, plan.backward, plan.refusals, plan.forward[0].ops):
+        assert isinstance(part, tuple)
+
+
+def test_steps_of_a_known_pipeline() -> None:
+    plan = mlp().plan(torch.empty(2, 8, requires_grad=True))
+    assert plan.ops == ("BasicLinear", "Bias", "GELU", "BasicLinear", "Bias")
+    assert [(step.ops, step.fusion) for step in plan.forward] == [
+        ((0, 1, 2), "ForwardLinearBiasActivation"),
+        ((3, 4), "ForwardLinearBiasActivation"),
+    ]
+    assert [(step.ops, step.fusion) for step in plan.backward] == [
+        ((4,), None),
+        ((3,), None),
+        ((1, 2), "BackwardActivationBias"),
+        ((0,), None),
+    ]
+    assert [step.kernel for step in plan.forward] == ["addmm, gelu", "addmm"]
+    assert [step.ops for step in plan.unfused_forward] == [(i,) for i in range(5)]
+    assert [step.ops for step in plan.unfused_backward] == [(i,) for i in reversed(range(5))]
+    assert all(step.fusion is None for step in plan.unfused_forward + plan.unfused_backward)
+
+
+@pytest.mark.parametrize("make", [mlp, residual])
+@pytest.mark.parametrize("training", [True, False])
+def test_forward_runs_from_the_first_op_and_backward_from_the_last(
+    make: Callable[[], fuser.Sequential], training: bool
+) -> None:
+    plan = make().plan(torch.empty(2, 8, requires_grad=True), training=training)
+    everything = list(range(len(plan.ops)))
+    for fused in (True, False):
+        assert [i for step in plan.steps("forward", fused=fused) for i in step.ops] == everything
+        backward = [i for step in plan.steps("backward", fused=fused) for i in reversed(step.ops)]
+        assert backward == (everything[::-1] if training else [])
+
+
+def test_backward_ends_where_nothing_earlier_needs_a_gradient() -> None:
+    model = mlp()
+    for parameter in (model[0].weight, model[0].bias):
+        parameter.requires_grad_(False)
+    plan = model.plan(torch.empty(2, 8))
+    assert [step.ops for step in plan.backward] == [(4,), (3,)]
+    assert [step.ops for step in plan.unfused_backward] == [(4,), (3,)]
+    assert plan.backward[-1].kernel == "wgrad mm"
+    refused = [r for r in plan.refusals if r.side == "backward"]
+    assert refused == []
+
+
+def test_nothing_is_cheaper_than_it_would_be_unfused() -> None:
+    plan = residual().plan(torch.empty(2, 8, requires_grad=True))
+    for side in ("forward", "backward"):
+        fused, plain = (
+            sum(step.microseconds for step in plan.steps(side, fused=fused))
+            for fused in (True, False)
+        )
+        assert 0 < fused <= plain
+    assert len(plan.forward) < len(plan.unfused_forward)
+
+
+def test_evaluation_has_no_backward() -> None:
+    plan = mlp().plan(torch.empty(2, 8), training=False)
+    assert plan.backward == plan.unfused_backward == ()
+    assert not plan.key.requires_grad
+    assert "backward: nothing needs a gradient" in str(plan)
+    with torch.no_grad():
+        assert mlp().plan(torch.empty(2, 8), training=True).backward != ()
+
+
+def test_every_refusal_names_its_window_and_its_reason() -> None:
+    model = mlp(fusions=(*fuser.FUSIONS, _Choosy))
+    plan = model.plan(torch.empty(2, 8))
+    choosy = [refusal for refusal in plan.refusals if refusal.fusion == "_Choosy"]
+    assert [(r.side, r.ops, r.reason) for r in choosy] == [
+        ("forward", (0, 1), "it is choosy."),
+        ("forward", (3, 4), "it is choosy."),
+    ]
+
+
+class _Joint(FusedOperation):
+    """A joint fusion of four kernels: dearer than what it stands for."""
+
+    window = (fuser.GELU, fuser.SiLU)
+    side = "joint"
+
+    @classmethod
+    def kernels(cls, *ops: Any, side: str, key: fuser.PlanKey) -> tuple[tuple[str, int], ...]:
+        return (("first", 1), ("wasteful", 0), ("wasteful", 0), ("second", 1))
+
+
+def test_a_possible_window_that_lost_is_listed_whatever_its_side() -> None:
+    class Forward(_Joint):
+        side = "forward"
+
+    class Backward(_Joint):
+        side = "backward"
+
+    for fusion in (Forward, Backward, _Joint):
+        model = fuser.Sequential(fuser.GELU(), fuser.SiLU(), fusions=(fusion,))
+        plan = model.plan(torch.empty(2, 8, requires_grad=True))
+        assert all(step.fusion is None for step in plan.forward + plan.backward)
+        found = [(r.fusion, r.side, r.ops) for r in plan.refusals]
+        assert found == [(fusion.__name__, fusion.side, (0, 1))], f"side {fusion.side}"
+        assert "cheaper" in plan.refusals[0].reason
+
+
+# -- planning runs nothing ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_meta_tensor_gives_the_plan_of_a_real_one(training: bool) -> None:
+    for make in (mlp, residual):
+        model = make()
+        x = torch.randn(3, 8, requires_grad=True)
+        stand_in = x.detach().to("meta").requires_grad_()
+        assert model.plan(stand_in, training=training) == model.plan(x, training=training)
+        assert make().plan(stand_in, training=training) == model.plan(x, training=training)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_planning_runs_nothing(device: str) -> None:
+    model = fuser.Sequential(*residual(), torch.nn.Linear(8, 8), *mlp())
+    x = torch.empty(2, 8, device=device, requires_grad=True)
+    before = torch.get_rng_state()
+    with _RealOps() as watch:
+        model.plan(x)
+        model.plan(x, training=False)
+    assert watch.seen == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_planning_does_not_make_deferred_parameters() -> None:
+    model = fuser.Sequential(
+        fuser.LayerNorm(8, device="meta"), fuser.Linear(8, 8, device="meta"), fuser.GELU()
+    )
+    x = torch.randn(2, 8)
+    plan = model.plan(x)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model.plan(x.to("meta")) == plan
+    model(x)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert model.plans == (plan,)
+
+
+def test_planning_then_running_plans_once() -> None:
+    model = mlp()
+    plan = model.plan(torch.empty(5, 8, device="meta"))
+    assert model.plans == (plan,)
+    model(torch.randn(2, 3, 8))
+    assert model.plans == (plan,)
+    model.eval()
+    with torch.no_grad():
+        model(torch.randn(2, 8))
+    assert len(model.plans) == 2
+    assert model.plans[1] == model.plan(torch.empty(1, 8), training=False)
+
+
+@pytest.mark.parametrize(
+    "shape", [(8,), (1, 8), (7, 8), (2, 3, 8), (4, 1, 2, 8), (0, 8), (2, 0, 8)]
+)
+def test_the_number_of_tokens_changes_nothing(shape: tuple[int, ...]) -> None:
+    expected = residual().plan(torch.empty(2, 8, requires_grad=True))
+    assert residual().plan(torch.empty(shape, requires_grad=True)) == expected
+
+
+@pytest.mark.parametrize("shape", [(8,), (7, 8), (0, 8), (2, 0, 8)])
+def test_the_number_of_tokens_changes_nothing_with_extra_inputs(shape: tuple[int, ...]) -> None:
+    def plan(shape: tuple[int, ...]) -> fuser.FusionPlan:
+        model = fuser.Sequential(
+            fuser.Linear(8, 8), fuser.AddExtraInput(), fuser.RMSNorm(8), fuser.ScaledSwiGLU()
+        )
+        return model.plan(torch.empty(shape), torch.empty(shape), torch.empty(shape[:-1]))
+
+    assert plan(shape) == plan((3, 8))
+
+
+# -- text ---------------------------------------------------------------------------
+
+
+def test_text_says_what_runs_what_it_moves_and_what_was_refused() -> None:
+    model = residual(fusions=(*fuser.FUSIONS, _Choosy))
+    plan = model.plan(torch.empty(2, 8, requires_grad=True))
+    lines = str(plan).splitlines()
+    assert_a_line_holds(lines, "8 ops", "float32 on cpu", "training", "no recipe")
+    assert_a_line_holds(lines, "'residual'", "op 0", "op 7")
+    listed = " ".join(str(plan).split())
+    for index, name in enumerate(plan.ops):
+        assert f"{index} {name}" in listed
+    for side in ("forward", "backward"):
+        fused, plain = plan.steps(side), plan.steps(side, fused=False)
+        for step in fused:
+            span = f"{step.ops[0]}-{step.ops[-1]}" if len(step.ops) > 1 else str(step.ops[0])
+            name = step.fusion or plan.ops[step.ops[0]]
+            numbers = (f"{step.bytes_per_token:.0f} B", f"{step.microseconds:.1f}")
+            assert_a_line_holds(lines, f" {span} ", name, step.kernel, *numbers)
+        totals = []
+        for label, steps in (("", fused), ("unfused ", plain)):
+            totals.append(f"{label}{len(steps)} steps")
+            totals.append(f"{sum(step.bytes_per_token for step in steps):.0f} B")
+            totals.append(f"{sum(step.microseconds for step in steps):.1f} us")
+        ratio = sum(s.microseconds for s in plain) / sum(s.microseconds for s in fused)
+        assert_a_line_holds(lines, *totals, f"{ratio:.2f}x")
+    assert len(plan.refusals) >= 3
+    for refusal in plan.refusals:
+        span = f"{refusal.ops[0]}-{refusal.ops[-1]}"
+        assert_a_line_holds(lines, refusal.side, refusal.fusion, span, refusal.reason)
+
+
+def assert_a_line_holds(lines: list[str], *words: str) -> None:
+    """That one line has all ``words`` in this order."""
+    pattern = ".*".join(map(re.escape, words))
+    assert any(re.search(pattern, line) for line in lines), (words, lines)
+
+
+def test_text_keeps_large_numbers_short() -> None:
+    text = str(mlp(4096).plan(torch.empty(2, 4096, device="meta")))
+    assert re.search(r"\d+\.\d kB", text)
+    assert all(len(line) < 160 for line in text.splitlines())
+
+
+def test_text_is_an_ipython_block() -> None:
+    plan = mlp().plan(torch.empty(2, 8))
+    assert plan._repr_html_().startswith("<pre>Fusion plan of 5 ops")
+
+
+# -- dict ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [mlp, residual])
+def test_the_dict_is_json_and_holds_the_plan(make: Callable[..., fuser.Sequential]) -> None:
+    plan = make(fusions=(*fuser.FUSIONS, _Choosy)).plan(torch.empty(2, 8, requires_grad=True))
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data == plan.to_dict()
+    for side in ("forward", "backward", "unfused_forward", "unfused_backward"):
+        rebuilt = tuple(fuser.Step(**{**step, "ops": tuple(step["ops"])}) for step in data[side])
+        assert rebuilt == getattr(plan, side)
+    refusals = (fuser.Refusal(**{**r, "ops": tuple(r["ops"])}) for r in data["refusals"])
+    assert tuple(refusals) == plan.refusals
+    assert tuple(Channel(**channel) for channel in data["channels"]) == plan.channels
+    assert tuple(data["ops"]) == plan.ops
+    assert tuple(data["line_bytes"]) == plan.line_bytes
+    assert data["nominal_tokens"] == plan.nominal_tokens
+    assert data["key"] == plan.key.describe()
+
+
+def test_changing_the_dict_leaves_the_plan_alone() -> None:
+    plan = residual().plan(torch.empty(2, 8))
+    before = plan.to_dict()
+    changed = plan.to_dict()
+    changed["forward"][0]["kernel"] = "changed"
+    changed["channels"][0]["name"] = "changed"
+    changed["ops"].clear()
+    assert plan.to_dict() == before
+
+
+# -- DOT ------------------------------------------------------------------------------
+
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|->|[A-Za-z_0-9]+|[{}\[\];=,]|\S')
+
+
+def parsed_dot(text: str) -> tuple[dict[str, str], list[tuple[str, str, str]], int]:
+    """Nodes with labels, edges with labels, and clusters of a DOT text; checks its structure."""
+    tokens = TOKEN.findall(text)
+    # What no pattern but the last takes is an unbalanced quote or a stray character.
+    assert not [token for token in tokens if token in ('"', "\\")], text
+    assert tokens[:3] == ["digraph", "plan", "{"]
+    assert tokens[-1] == "}"
+    nodes: dict[str, str] = {}
+    edges: list[tuple[str, str, str]] = []
+    depth = clusters = 0
+    statement: list[str] = []
+    for token in tokens[2:]:
+        if token in "{};":
+            depth += {"{": 1, "}": -1}.get(token, 0)
+            clusters += token == "{" and statement[:1] == ["subgraph"]
+            if token == ";":
+                _read(statement, nodes, edges)
+            statement = []
+            assert depth >= 0
+            continue
+        statement.append(token)
+    assert depth == 0
+    return nodes, edges, clusters
+
+
+def _read(statement: list[str], nodes: dict[str, str], edges: list[tuple[str, str, str]]) -> None:
+    """Note one statement: ``a [label=..]``, ``a -> b [label=..]``, or an attribute."""
+    if len(statement) == 3 and statement[1] == "=":
+        return
+    label = ""
+    if "[" in statement:
+        attributes = statement[statement.index("[") + 1 :]
+        assert attributes[-1] == "]", statement
+        if attributes[:2] == ["label", "="]:
+            label = json.loads(attributes[2])
+    if statement[1] == "->":
+        edges.append((statement[0], statement[2], label))
+    elif statement[0] != "node":
+        assert statement[0] not in nodes, f"node {statement[0]} stands in two clusters"
+        nodes[statement[0]] = label
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("make", [mlp, residual])
+def test_dot_shows_every_op_every_step_and_every_tensor(
+    make: Callable[[], fuser.Sequential], training: bool
+) -> None:
+    plan = make().plan(torch.empty(2, 8, requires_grad=True), training=training)
+    nodes, edges, clusters = parsed_dot(plan.to_dot())
+    count = len(plan.ops)
+    expected = {f"f{i}": f"{i} {name}" for i, name in enumerate(plan.ops)}
+    if training:
+        expected |= {f"b{i}": f"{i} {name}" for i, name in enumerate(plan.ops)}
+    assert nodes == expected
+    assert clusters == len(plan.forward) + len(plan.backward)
+    assert all(a in nodes and b in nodes for a, b, _ in edges)
+    line = [(a, b) for a, b, label in edges if label.endswith("/token")]
+    wanted = [(f"f{i}", f"f{i + 1}") for i in range(count - 1)]
+    if training:
+        wanted += [(f"b{i + 1}", f"b{i}") for i in reversed(range(count - 1))]
+    assert line == wanted
+    for channel in plan.channels:
+        assert (f"f{channel.producer}", f"f{channel.consumer}", channel.name) in edges
+    for step in plan.forward:
+        if step.fusion is not None:
+            assert step.fusion in plan.to_dot()
+
+
+AWKWARD_NAMES = ('a "quoted" name', "{braces}; [and] -> arrows", "back\\slash", "\\")
+
+
+@pytest.mark.parametrize("name", AWKWARD_NAMES)
+def test_dot_survives_a_channel_of_any_name(name: str) -> None:
+    model = fuser.Sequential(
+        fuser.MakeExtraOutput().set_extra_output_channel(0, name),
+        fuser.GELU(),
+        fuser.AddExtraInput().set_extra_input_channel(0, name),
+    )
+    plan = model.plan(torch.empty(2, 8))
+    nodes, edges, _ = parsed_dot(plan.to_dot())
+    assert len(nodes) == 3
+    assert ("f0", "f2", name) in edges
+
+
+def test_drawing_into_an_unknown_format_is_refused(tmp_path: Any) -> None:
+    plan = mlp().plan(torch.empty(2, 8))
+    with pytest.raises(fuser.InputError, match=r"'plan\.jpeg2000'"):
+        plan.draw(tmp_path / "plan.jpeg2000")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- several pipelines -----------------------------------------------------------------
+
+
+def mixed() -> fuser.Sequential:
+    """A pipeline of 5 basic ops, a plain module, a pipeline of 8, a plain one, one of 1."""
+    return fuser.Sequential(
+        *mlp(), torch.nn.Linear(8, 8), *residual(), torch.nn.Tanh(), fuser.GELU()
+    )
+
+
+def test_plans_of_several_pipelines_are_merged_with_running_indices() -> None:
+    model = mixed()
+    x = torch.empty(2, 8, requires_grad=True)
+    plan = model.plan(x)
+    parts = [mlp().plan(x), residual().plan(x), fuser.Sequential(fuser.GELU()).plan(x)]
+    shifts = (0, 5, 13)
+    assert plan.ops == parts[0].ops + parts[1].ops + parts[2].ops
+
+    def moved(steps: tuple[fuser.Step, ...], by: int) -> tuple[fuser.Step, ...]:
+        return tuple(dataclasses.replace(s, ops=tuple(i + by for i in s.ops)) for s in steps)
+
+    for fused in (True, False):
+        forward = [
+            moved(p.steps("forward", fused=fused), s) for p, s in zip(parts, shifts, strict=True)
+        ]
+        backward = [
+            moved(p.steps("backward", fused=fused), s) for p, s in zip(parts, shifts, strict=True)
+        ]
+        assert plan.steps("forward", fused=fused) == sum(forward, ())
+        assert plan.steps("backward", fused=fused) == sum(reversed(backward), ())
+    assert plan.channels == (Channel("residual", 5, 12),)
+    assert len(plan.line_bytes) == len(plan.ops) + 1
+    assert len(plan.key.ops) == len(plan.ops)
+    assert {refusal.ops for refusal in plan.refusals} == {
+        tuple(i + shift for i in refusal.ops)
+        for part, shift in zip(parts, shifts, strict=True)
+        for refusal in part.refusals
+    }
+    nodes, _, _ = parsed_dot(plan.to_dot())
+    assert len(nodes) == 2 * len(plan.ops)
+    assert "14 ops" in str(plan)
+
+
+def test_running_a_mixed_model_uses_the_plans_it_was_shown() -> None:
+    model = mixed()
+    x = torch.randn(2, 8, requires_grad=True)
+    model.plan(x)
+    shown = model.plans
+    model(x).sum().backward()
+    assert model.plans == shown
+    assert [len(plan.ops) for plan in shown] == [5, 8, 1]
+
+
+def test_a_frozen_first_pipeline_still_has_no_backward_when_merged() -> None:
+    model = fuser.Sequential(*mlp(), torch.nn.Tanh(), *mlp())
+    for parameter in [*model[0].parameters(), *model[2].parameters()]:
+        parameter.requires_grad_(False)
+    plan = model.plan(torch.empty(2, 8))
+    assert {i for step in plan.backward for i in step.ops} == set(range(5, 10))
+    model(torch.randn(2, 8))
+    assert [bool(part.backward) for part in model.plans] == [False, True]
+
+
+def test_a_model_without_fusible_ops_has_no_plan() -> None:
+    with pytest.raises(fuser.InputError, match="no fusible op"):
+        fuser.Sequential(torch.nn.Linear(4, 4)).plan(torch.empty(2, 4))
+    assert fuser.Sequential(torch.nn.Linear(4, 4)).plans == ()
+
+
+# -- keys --------------------------------------------------------------------------------
+
+
+def key_of(
+    model: fuser.Sequential | None = None, x: torch.Tensor | None = None, **kwargs: Any
+) -> fuser.PlanKey:
+    return (model or mlp()).plan(torch.empty(2, 8) if x is None else x, **kwargs).key
+
+
+def test_keys_of_equal_pipelines_are_equal_and_hash_alike() -> None:
+    assert key_of() == key_of()
+    assert hash(key_of()) == hash(key_of())
+    assert key_of() is not key_of()
+    assert {key_of(): "plan"}[key_of(x=torch.empty(3, 4, 5, 8, device="meta"))] == "plan"
+
+
+def test_what_a_plan_depends_on_changes_the_key() -> None:
+    frozen = mlp()
+    frozen[2].weight.requires_grad_(False)
+    half = mlp().to(torch.bfloat16)
+    recipe = fuser.recipe.MXFP8BlockScaling
+    keys = {
+        "as it is": key_of(),
+        "evaluation": key_of(training=False),
+        "input needs a gradient": key_of(x=torch.empty(2, 8, requires_grad=True)),
+        "input dtype": key_of(x=torch.empty(2, 8, dtype=torch.bfloat16)),
+        "parameter dtype": key_of(half),
+        "a frozen parameter": key_of(frozen),
+        "fusions in force": key_of(mlp(fusions=())),
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        keys["torch autocast"] = key_of()
+    for name, made in {
+        "a recipe": recipe(),
+        "other contents": recipe(enable_2d_quantization=True),
+        "an override": recipe(backward_override="dequantized"),
+        "another override": recipe(backward_override="high_precision"),
+    }.items():
+        with pytest.warns(UserWarning, match="high precision"), fuser.autocast(recipe=made):
+            keys[name] = key_of()
+    assert len(set(keys.values())) == len(keys)
+
+
+def test_a_key_narrowed_to_a_window_keeps_everything_else() -> None:
+    key = key_of()
+    part = key.window(1, 3)
+    assert part.ops == key.ops[1:3]
+    assert dataclasses.replace(part, ops=key.ops) == key
+    assert len(key.ops) == 5
+
+
+def test_a_key_says_what_each_op_gets_and_needs() -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    key = key_of(model)
+    assert [op.requires_grad for op in key.ops] == [False, True, True, True, True]
+    assert [op.input_requires_grad for op in key.ops] == [False, False, True, True, True]
+    assert {op.input_dtype for op in key.ops} == {torch.float32}
+    assert [len(op.params) for op in key.ops] == [1, 1, 0, 1, 1]
+    assert key.requires_grad
+    assert (key.device, key.arch, key.recipe, key.autocast_dtype) == ("cpu", None, None, None)
+
+
+def test_tensor_specs_count_bytes() -> None:
+    assert TensorSpec((2, 3, 5), torch.bfloat16).nbytes == 60
+    assert TensorSpec((0, 4), torch.float32).nbytes == 0
+    assert TensorSpec((), torch.float32).nbytes == 4

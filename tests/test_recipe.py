@@ -1,0 +1,443 @@
+"""Recipes and autocast: values equal by contents, read from the environment once, scoped."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fuser
+from fuser.precision import current_recipe
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+
+VARIABLE = "NVTE_BACKWARD_OVERRIDE"
+RECIPES = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Float8BlockScaling,
+    NVFP4BlockScaling,
+    CustomRecipe,
+)
+OVERRIDABLE = tuple(recipe for recipe in RECIPES if recipe is not DelayedScaling)
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_overridable = pytest.mark.parametrize("recipe", OVERRIDABLE)
+
+# A recipe announces that this version computes in high precision; the test of
+# that looks for it, the others do not want to hear it.
+quietly = pytest.mark.filterwarnings("ignore:.*high precision")
+
+
+@pytest.fixture(autouse=True)
+def _no_override_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+@pytest.fixture
+def pipeline() -> Iterator[fuser.OperationFuser]:
+    torch.manual_seed(0)
+    yield fuser.OperationFuser([fuser.Linear(4, 6), fuser.GELU(), fuser.Linear(6, 4)])
+    assert current_recipe() is None
+
+
+def quantizer_factory(role: Any) -> None:
+    """A stand-in for a user's quantizer factory."""
+
+
+def another_factory(role: Any) -> None:
+    """Another one."""
+
+
+# -- recipes are values -----------------------------------------------------------
+
+
+@every_recipe
+def test_a_recipe_is_frozen(recipe: type[Recipe]) -> None:
+    made = recipe()
+    for field in dataclasses.fields(made):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field.name, getattr(made, field.name))
+
+
+@every_recipe
+def test_recipes_are_equal_and_hash_alike_by_contents(recipe: type[Recipe]) -> None:
+    assert recipe() == recipe()
+    assert recipe() is not recipe()
+    assert len({recipe(), recipe()}) == 1
+    assert copy.deepcopy(recipe()) == recipe()
+    assert pickle.loads(pickle.dumps(recipe())) == recipe()
+
+
+def test_recipes_of_two_kinds_are_never_equal() -> None:
+    assert len({recipe() for recipe in RECIPES}) == len(RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        (
+            DelayedScaling,
+            {
+                "margin": 1,
+                "fp8_format": Format.E4M3,
+                "amax_history_len": 16,
+                "amax_compute_algo": "most_recent",
+                "reduce_amax": False,
+            },
+        ),
+        (
+            Float8CurrentScaling,
+            {
+                "use_power_2_scales": True,
+                "fp8_format": Format.E4M3,
+                "fp8_gemm_fprop": MMParams(use_split_accumulator=True),
+                "fp8_gemm_dgrad": MMParams(use_split_accumulator=False),
+                "fp8_gemm_wgrad": MMParams(use_split_accumulator=False),
+                "backward_override": "dequantized",
+            },
+        ),
+        (
+            MXFP8BlockScaling,
+            {
+                "fp8_format": Format.E5M2,
+                "enable_2d_quantization": True,
+                "backward_override": "high_precision",
+            },
+        ),
+        (
+            Float8BlockScaling,
+            {
+                "use_f32_scales": True,
+                "fp8_format": Format.E5M2,
+                "x_block_scaling_dim": 2,
+                "w_block_scaling_dim": 1,
+                "grad_block_scaling_dim": 2,
+                "backward_override": "high_precision",
+            },
+        ),
+        (NVFP4BlockScaling, {"backward_override": "dequantized"}),
+        (CustomRecipe, {"qfactory": quantizer_factory}),
+    ],
+)
+def test_every_field_makes_another_recipe(recipe: type[Recipe], changes: dict[str, Any]) -> None:
+    made = [recipe(), *(recipe(**{name: value}) for name, value in changes.items())]
+    assert len(set(made)) == 1 + len(changes)
+    for name, value in changes.items():
+        assert recipe(**{name: value}) == dataclasses.replace(recipe(), **{name: value})
+
+
+def test_positional_arguments_stand_in_the_documented_order() -> None:
+    assert DelayedScaling(2, Format.E4M3, 16, "most_recent", False) == DelayedScaling(
+        margin=2,
+        fp8_format=Format.E4M3,
+        amax_history_len=16,
+        amax_compute_algo="most_recent",
+        reduce_amax=False,
+    )
+    assert Float8CurrentScaling(True, Format.E4M3) == Float8CurrentScaling(
+        use_power_2_scales=True, fp8_format=Format.E4M3
+    )
+    assert MXFP8BlockScaling(Format.E5M2, True) == MXFP8BlockScaling(
+        fp8_format=Format.E5M2, enable_2d_quantization=True
+    )
+    assert Float8BlockScaling(True, Format.E5M2, 2, 1, 2) == Float8BlockScaling(
+        use_f32_scales=True,
+        fp8_format=Format.E5M2,
+        x_block_scaling_dim=2,
+        w_block_scaling_dim=1,
+        grad_block_scaling_dim=2,
+    )
+    assert CustomRecipe(quantizer_factory) == CustomRecipe(qfactory=quantizer_factory)
+    assert CustomRecipe(quantizer_factory) != CustomRecipe(another_factory)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    delayed = DelayedScaling()
+    assert (delayed.margin, delayed.fp8_format) == (0, Format.HYBRID)
+    assert (delayed.amax_history_len, delayed.amax_compute_algo) == (1024, "max")
+    assert delayed.reduce_amax is True
+    current = Float8CurrentScaling()
+    assert (current.use_power_2_scales, current.fp8_format) == (False, Format.HYBRID)
+    mxfp8 = MXFP8BlockScaling()
+    assert (mxfp8.fp8_format, mxfp8.enable_2d_quantization) == (Format.E4M3, False)
+    block = Float8BlockScaling()
+    assert (block.use_f32_scales, block.fp8_format) == (False, Format.E4M3)
+    dims = (block.x_block_scaling_dim, block.w_block_scaling_dim, block.grad_block_scaling_dim)
+    assert dims == (1, 2, 1)
+    assert {member.name for member in Format} == {"E2M1", "E4M3", "E5M2", "HYBRID"}
+    assert all(recipe().backward_override is None for recipe in RECIPES)
+
+
+def test_a_recipe_says_which_one_it_is() -> None:
+    questions = (
+        "delayed",
+        "float8_current_scaling",
+        "mxfp8",
+        "float8_block_scaling",
+        "nvfp4",
+        "custom",
+    )
+    for recipe, own in zip(RECIPES, questions, strict=True):
+        answers = {question: getattr(recipe(), question)() for question in questions}
+        assert answers == {question: question == own for question in questions}
+
+
+# -- backward_override ------------------------------------------------------------
+
+
+@every_overridable
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+def test_backward_override_is_kept(recipe: type[Recipe], override: str | None) -> None:
+    assert recipe(backward_override=override).backward_override == override
+
+
+@every_overridable
+@pytest.mark.parametrize("override", ["", "HIGH_PRECISION", "quantized", 1])
+def test_another_backward_override_is_refused_with_the_accepted_values(
+    recipe: type[Recipe], override: Any
+) -> None:
+    with pytest.raises(fuser.InputError) as caught:
+        recipe(backward_override=override)
+    sentence = str(caught.value)
+    for part in (recipe.__name__, repr(override), "'high_precision'", "'dequantized'", "None"):
+        assert part in sentence
+
+
+@every_overridable
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_the_environment_gives_the_default_when_the_recipe_is_built(
+    recipe: type[Recipe], override: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built_before = recipe()
+    monkeypatch.setenv(VARIABLE, override)
+    built_under = recipe()
+    assert built_before.backward_override is None
+    assert built_under.backward_override == override
+    assert built_under == recipe(backward_override=override)
+    assert recipe(backward_override=None).backward_override is None
+    monkeypatch.delenv(VARIABLE)
+    assert built_under.backward_override == override
+    assert recipe().backward_override is None
+
+
+@every_overridable
+def test_an_empty_variable_is_no_override(
+    recipe: type[Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    assert recipe().backward_override is None
+
+
+@every_overridable
+def test_a_wrong_value_in_the_environment_is_refused(
+    recipe: type[Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "sometimes")
+    with pytest.raises(fuser.InputError, match=rf"{recipe.__name__} is 'sometimes'"):
+        recipe()
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_delayed_scaling_refuses_an_override_and_names_who_takes_one(override: str) -> None:
+    with pytest.raises(fuser.InputError) as caught:
+        DelayedScaling(backward_override=override)
+    sentence = str(caught.value)
+    assert sentence.startswith("DelayedScaling")
+    assert repr(override) in sentence
+    assert all(recipe.__name__ in sentence for recipe in OVERRIDABLE)
+
+
+@pytest.mark.parametrize("value", ["high_precision", "dequantized", "sometimes"])
+def test_delayed_scaling_ignores_the_environment(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    assert DelayedScaling() == DelayedScaling(backward_override=None)
+    assert DelayedScaling().backward_override is None
+
+
+@quietly
+def test_the_environment_is_not_read_while_a_pipeline_runs(
+    pipeline: fuser.OperationFuser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = MXFP8BlockScaling()
+    x = torch.randn(2, 4)
+    with fuser.autocast(recipe=recipe):
+        pipeline(x)
+        monkeypatch.setenv(VARIABLE, "high_precision")
+        pipeline(x)
+    assert pipeline.planned_count == 1
+    assert pipeline.plans[0].key.recipe == MXFP8BlockScaling(backward_override=None)
+
+
+# -- autocast ---------------------------------------------------------------------
+
+
+@quietly
+def test_autocast_sets_the_recipe_and_takes_it_back() -> None:
+    recipe = Float8CurrentScaling()
+    assert current_recipe() is None
+    with fuser.autocast(recipe=recipe):
+        assert current_recipe() is recipe
+    assert current_recipe() is None
+
+
+@quietly
+def test_autocast_without_a_recipe_means_delayed_scaling() -> None:
+    with fuser.autocast():
+        assert current_recipe() == DelayedScaling()
+
+
+@quietly
+def test_the_innermost_autocast_counts() -> None:
+    outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
+    with fuser.autocast(recipe=outer):
+        with fuser.autocast(recipe=inner):
+            assert current_recipe() is inner
+            with fuser.autocast(enabled=False, recipe=inner):
+                assert current_recipe() is None
+            assert current_recipe() is inner
+        assert current_recipe() is outer
+        with fuser.autocast(recipe=outer):
+            assert current_recipe() is outer
+        assert current_recipe() is outer
+    assert current_recipe() is None
+
+
+@quietly
+def test_one_autocast_object_can_be_entered_again_and_inside_itself() -> None:
+    recipe = MXFP8BlockScaling()
+    region = fuser.autocast(recipe=recipe)
+    for _ in range(2):
+        with region:
+            assert current_recipe() is recipe
+            with region:
+                assert current_recipe() is recipe
+            assert current_recipe() is recipe
+        assert current_recipe() is None
+
+
+@quietly
+def test_autocast_decorates_a_function() -> None:
+    recipe = MXFP8BlockScaling()
+
+    @fuser.autocast(recipe=recipe)
+    def inside() -> Recipe | None:
+        return current_recipe()
+
+    assert [inside(), inside()] == [recipe, recipe]
+    assert current_recipe() is None
+
+
+@quietly
+def test_an_exception_restores_the_outer_recipe() -> None:
+    outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
+
+    def fails_inside() -> None:
+        with fuser.autocast(recipe=inner):
+            raise KeyError("gone")
+
+    with fuser.autocast(recipe=outer):
+        with pytest.raises(KeyError, match="gone"):
+            fails_inside()
+        assert current_recipe() is outer
+    assert current_recipe() is None
+
+
+@quietly
+def test_a_recipe_of_one_thread_is_not_seen_by_another() -> None:
+    seen: list[Recipe | None] = []
+    with fuser.autocast(recipe=MXFP8BlockScaling()):
+        thread = threading.Thread(target=lambda: seen.append(current_recipe()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+@quietly
+def test_every_recipe_content_is_planned_once(pipeline: fuser.OperationFuser) -> None:
+    x = torch.randn(2, 4)
+    recipes = [
+        None,
+        MXFP8BlockScaling(),
+        MXFP8BlockScaling(enable_2d_quantization=True),
+        MXFP8BlockScaling(backward_override="dequantized"),
+        MXFP8BlockScaling(backward_override="high_precision"),
+        Float8CurrentScaling(),
+        Float8CurrentScaling(use_power_2_scales=True),
+    ]
+    for _ in range(3):
+        for recipe in recipes:
+            # A fresh object with the same contents: contents count, not identity.
+            with fuser.autocast(enabled=recipe is not None, recipe=copy.copy(recipe)):
+                pipeline(x)
+    assert pipeline.planned_count == len(recipes) == len(pipeline.plans)
+    assert [plan.key.recipe for plan in pipeline.plans] == recipes
+
+
+@quietly
+@every_recipe
+def test_under_any_recipe_results_are_those_of_high_precision(
+    recipe: type[Recipe], pipeline: fuser.OperationFuser
+) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    cotangent = torch.randn(3, 4)
+    expected = pipeline(x)
+    (expected_grad,) = torch.autograd.grad(expected, x, cotangent)
+    with fuser.autocast(recipe=recipe()):
+        y = pipeline(x)
+    # Backward runs outside the region, as it does in every training loop.
+    (grad,) = torch.autograd.grad(y, x, cotangent)
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    torch.testing.assert_close(grad, expected_grad, rtol=0, atol=0)
+
+
+@every_recipe
+def test_autocast_warns_that_it_computes_in_high_precision(recipe: type[Recipe]) -> None:
+    sentence = f"{recipe.__name__}.*high precision"
+    with pytest.warns(UserWarning, match=sentence) as caught, fuser.autocast(recipe=recipe()):
+        pass
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_disabled_autocast_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fuser.autocast(enabled=False, recipe=MXFP8BlockScaling()):
+            assert current_recipe() is None
+
+
+def test_the_warning_comes_once_a_place_and_not_every_step() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(5):
+            with fuser.autocast(recipe=MXFP8BlockScaling()):
+                pass
+    assert len(caught) == 1
+
+
+def test_the_plan_names_the_recipe(pipeline: fuser.OperationFuser) -> None:
+    x = torch.randn(2, 4)
+    recipe = MXFP8BlockScaling(backward_override="dequantized")
+    with pytest.warns(UserWarning, match="MXFP8"), fuser.autocast(recipe=recipe):
+        text = str(pipeline.plan(x))
+    assert re.search(r"MXFP8BlockScaling\(.*backward_override='dequantized'", text)
+    assert "no recipe" in str(pipeline.plan(x))
