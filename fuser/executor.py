@@ -160,9 +160,11 @@ class _Writer:
             add(f"        next_op_input_quantizer={after},")
             add(f"        basic_op_kwargs=kwargs[{indices[0]}:{indices[-1] + 1}])")
             counts = [self.ops[i].num_extra_outputs for i in indices]
+            checked = self._checked(op, indices, "extra outputs", counts)
             if any(counts):
-                rows = _names_of_rows("out", indices, counts)
-                add(f"    {rows} = {self._checked(op, indices, 'extra outputs', counts)}(made)")
+                add(f"    {_names_of_rows('out', indices, counts)} = {checked}(made)")
+            else:
+                add(f"    if any(made): {checked}(made)")
         produced = "".join(f"out{i}_{k}, " for i, k in self.places)
         add(f"    return x, ({contexts}), ({produced})")
 

@@ -139,7 +139,7 @@ class OperationFuser:
         if not self._is_started:
             self._start(input_, extra_inputs)
         params = [slot[name] for slot, name in self._param_slots]
-        run = self._find_run(input_, params, extra_inputs, False)
+        run = self._find_run(input_, params, extra_inputs)
         if kwargs is not None:
             self._check_kwargs(kwargs)
         for index, op in self._hooked:
@@ -157,7 +157,7 @@ class OperationFuser:
             self._find_param_slots()
         params = [slot[name] for slot, name in self._param_slots]
         with torch.set_grad_enabled(training):
-            return self._find_run(input, params, extra_inputs, True).plan
+            return self._plan_run(input, params, extra_inputs, True).plan
 
     def output_like(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """A meta tensor like the main output for such inputs."""
@@ -199,7 +199,6 @@ class OperationFuser:
         input_: torch.Tensor,
         params: list[torch.Tensor],
         extra_inputs: Sequence[torch.Tensor],
-        only_planning: bool,
     ) -> Run:
         """The run for these tensors, planned if no earlier call had the like."""
         try:
@@ -207,7 +206,6 @@ class OperationFuser:
                 current_recipe(),
                 torch.is_grad_enabled(),
                 autocast_dtype("cuda" if input_.is_cuda else "cpu"),
-                only_planning,
                 id(_registered),
                 *map(_described, (input_, *params, *extra_inputs)),
             )
@@ -218,7 +216,7 @@ class OperationFuser:
         # The number of extra inputs shows in the key, and a wrong one is never in the table.
         run = self._runs.get(quick) if features else None
         if run is None:
-            run = self._plan_run(input_, params, extra_inputs, only_planning)
+            run = self._plan_run(input_, params, extra_inputs, False)
             self._runs[quick] = run
         return run
 

@@ -216,39 +216,35 @@ def _forward_fp32(functor: Functor, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     if not functor.is_gated:
         return _UNARY[functor.name].forward(x)
-    gate, linear = _split(functor, x)
+    gate, linear = _halves(functor, x)
     gate_function, linear_function = _GATED[functor.name](*functor.scalars)
-    return gate_function.forward(gate) * linear_function.forward(linear)
+    y = gate_function.forward(gate) * linear_function.forward(linear)
+    return y if functor.interleave is None else y.flatten(-2)
 
 
 def _backward_fp32(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     if not functor.is_gated:
         return _UNARY[functor.name].backward(dy, x)
-    gate, linear = _split(functor, x)
+    # Both gradients are written into one tensor: joining two would move them again.
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    gate, linear = _halves(functor, x)
+    d_gate, d_linear = _halves(functor, dx)
     gate_function, linear_function = _GATED[functor.name](*functor.scalars)
-    d_gate = gate_function.backward(dy * linear_function.forward(linear), gate)
-    d_linear = linear_function.backward(dy * gate_function.forward(gate), linear)
-    return _join(functor, d_gate, d_linear)
+    dy = dy.reshape(gate.shape)
+    d_gate.copy_(gate_function.backward(dy * linear_function.forward(linear), gate))
+    d_linear.copy_(linear_function.backward(dy * gate_function.forward(gate), linear))
+    return dx
 
 
-def _split(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and linear part, each ``[..., n / 2]``."""
-    functor.output_features(x.shape[-1])
+def _halves(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and linear part of ``x``: ``[..., n / 2]``, or blocks ``[..., n / (2 w), w]``.
+
+    Views where ``x`` is contiguous.
+    """
+    features = functor.output_features(x.shape[-1])
     width = functor.interleave
     if width is None:
-        gate, linear = x.chunk(2, dim=-1)
-        return gate, linear
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // (2 * width), 2, width)
-    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
-
-
-def _join(functor: Functor, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_split`."""
-    width = functor.interleave
-    if width is None:
-        return torch.cat((gate, linear), dim=-1)
-    blocks = [
-        half.reshape(*half.shape[:-1], half.shape[-1] // width, width) for half in (gate, linear)
-    ]
-    return torch.stack(blocks, dim=-2).flatten(-3)
+        return x[..., :features], x[..., features:]
+    blocks = x.reshape(*x.shape[:-1], features // width, 2, width)
+    return blocks[..., 0, :], blocks[..., 1, :]
