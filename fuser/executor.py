@@ -363,7 +363,8 @@ class _PipelineFunction(torch.autograd.Function):
                 saving.append((op_ctx, start, len(to_save)))
                 op_ctx.to_save = None
         ctx.save_for_backward(*to_save)
-        ctx.call = (run, op_ctxs, saving, [(t.shape, t.dtype) for t in produced])
+        specs = [(t.shape, t.dtype) for t in produced] if produced else None
+        ctx.call = (run, op_ctxs, saving, specs)
         if not run.returned:
             return output  # type: ignore[no-any-return]
         outputs = [output]
@@ -395,8 +396,8 @@ class _PipelineFunction(torch.autograd.Function):
         saved = ctx.saved_tensors
         for op_ctx, start, stop in saving:
             op_ctx.saved_tensors = saved[start:stop]
-        grad_extras: list[torch.Tensor | None] = []
-        if run.places:
+        grad_extras: list[torch.Tensor | None] | None = None
+        if specs is not None:
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad

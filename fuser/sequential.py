@@ -101,9 +101,13 @@ class Sequential(torch.nn.Sequential):
         InputError
             If the number of extra inputs is wrong, or ``op_kwargs`` names no op here.
         """
-        groups = self._pipelines()
-        if self._only is not None and op_kwargs is None:
+        if (
+            self._only is not None
+            and op_kwargs is None
+            and tuple(self._modules.values()) == self._grouped
+        ):
             return self._only(input, *extra_inputs)
+        groups = self._pipelines()
         kwargs = None if op_kwargs is None else self._kwargs_by_op(op_kwargs)
         self._check_extra_count(groups, len(extra_inputs))
         x: Any = input

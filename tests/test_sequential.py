@@ -295,7 +295,7 @@ def test_extra_outputs_follow_the_main_output_in_op_order_across_pipelines() -> 
     x = leaf(torch.ones(2, 2))
     outputs = model(x)
     assert isinstance(outputs, tuple)
-    assert [float(t[0, 0]) for t in outputs] == [6, 1, 2, 6]
+    assert [float(t.detach()[0, 0]) for t in outputs] == [6, 1, 2, 6]
     sum((k + 1) * t.sum() for k, t in enumerate(outputs)).backward()
     assert torch.equal(x.grad, torch.full((2, 2), 1.0 * 6 + 2 * 1 + 3 * 2 + 4 * 6))
 
@@ -633,6 +633,10 @@ def test_a_plan_is_made_once_for_each_way_of_calling_and_never_again() -> None:
         with torch.no_grad():
             pipeline(x)
 
+    def no_grad_of_a_leaf() -> None:
+        with torch.no_grad():
+            pipeline(leaf(x))
+
     def autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             pipeline(x)
@@ -641,13 +645,22 @@ def test_a_plan_is_made_once_for_each_way_of_calling_and_never_again() -> None:
         with torch.inference_mode():
             pipeline(x)
 
-    ways = [lambda: pipeline(x), lambda: pipeline(leaf(x)), no_grad, autocast, inference]
+    ways = [
+        lambda: pipeline.plan(x),
+        lambda: pipeline(x),
+        lambda: pipeline(leaf(x)),
+        no_grad,
+        no_grad_of_a_leaf,
+        inference,
+        lambda: pipeline.plan(x, training=False),
+        autocast,
+    ]
     counts = []
     for way in [*ways, *ways, *ways[::-1]]:
         way()
         counts.append(pipeline.planned_count)
-    # inference_mode wants no gradients, just as no_grad.
-    assert counts == [1, 2, 3, 4, 4] + [4] * 10
+    # A plan made ahead is the one that runs, and inference_mode wants what no_grad does.
+    assert counts == [1, 1, 2, 3, 3, 3, 3, 4] + [4] * 16
     assert len(pipeline.plans) == len(set(pipeline.plans)) == 4
 
 

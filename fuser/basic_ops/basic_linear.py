@@ -15,7 +15,6 @@ from fuser.op import (
     BasicOperation,
     Grads,
     OperationContext,
-    cast,
     default_device,
     default_dtype,
 )
@@ -166,7 +165,9 @@ class BasicLinear(BasicOperation):
         The weight's is None as well where it went into ``main_grad``.
         """
         x, weight = ctx.saved_tensors
-        dy = cast(grad_output, (weight if x is None else x).dtype)
+        dy, dtype = grad_output, (weight if x is None else x).dtype
+        if dy.dtype is not dtype:
+            dy = dy.to(dtype)
         grad_input = grad_weight = None
         if weight is not None:
             grad_input = gemm.dgrad(dy, weight, scale, addend)

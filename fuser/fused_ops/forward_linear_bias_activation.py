@@ -47,7 +47,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         if activation is None:
             return (("addmm", 2),)
-        if _is_gelu_epilogue(activation, key.device, key.requires_grad):
+        if not key.ops[2].requires_grad and _is_gelu_epilogue(activation, key.device):
             return (("addmm+gelu", 3),)
         return (("addmm", 2), (activation.functor.name, 1))
 
@@ -67,12 +67,12 @@ class ForwardLinearBiasActivation(FusedOperation):
             return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])), [(), ()]
         (activation,) = rest
         ctx = basic_op_ctxs[2]
-        if _is_gelu_epilogue(activation, x.device.type, ctx.requires_grad):
+        if not ctx.requires_grad and _is_gelu_epilogue(activation, x.device.type):
             return gemm.linear_gelu(x, weight, bias.addend(basic_op_ctxs[1])), [(), (), ()]
         pre_activation = gemm.linear(x, weight, bias.addend(basic_op_ctxs[1]))
         return activation.run(ctx, pre_activation), [(), (), ()]
 
 
-def _is_gelu_epilogue(activation: Activation, device: str, requires_grad: bool) -> bool:
+def _is_gelu_epilogue(activation: Activation, device: str) -> bool:
     # On the CPU torch's fused call is the erf GELU, and slower than two calls.
-    return isinstance(activation, GELU) and device == "cuda" and not requires_grad
+    return isinstance(activation, GELU) and device == "cuda"
