@@ -38,4 +38,4 @@ class BackwardActivationBias(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         bias, activation = self.members
         dx = activation.input_grad(basic_op_ctxs[1], grad_output)
-        return dx, [(bias.bias_grad(dx),), ()], [(), ()]
+        return dx, [(bias.bias_grad(dx),), ()], ((), ())

@@ -61,16 +61,15 @@ class ForwardLinearBiasActivation(FusedOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear, bias, *rest = self.members
-        x, weight = linear.operands(basic_op_ctxs[0], input_)
-        if not rest:
-            return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])), [(), ()]
-        (activation,) = rest
-        ctx = basic_op_ctxs[2]
+        members = self.members
+        x, weight = members[0].operands(basic_op_ctxs[0], input_)
+        bias = members[1].addend(basic_op_ctxs[1])
+        if len(members) == 2:
+            return gemm.linear(x, weight, bias), ((), ())
+        activation, ctx = members[2], basic_op_ctxs[2]
         if not ctx.requires_grad and _is_gelu_epilogue(activation, x.device.type):
-            return gemm.linear_gelu(x, weight, bias.addend(basic_op_ctxs[1])), [(), (), ()]
-        pre_activation = gemm.linear(x, weight, bias.addend(basic_op_ctxs[1]))
-        return activation.run(ctx, pre_activation), [(), (), ()]
+            return gemm.linear_gelu(x, weight, bias), ((), (), ())
+        return activation.run(ctx, gemm.linear(x, weight, bias)), ((), (), ())
 
 
 def _is_gelu_epilogue(activation: Activation, device: str) -> bool:

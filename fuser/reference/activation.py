@@ -103,7 +103,7 @@ def _qgelu(alpha: float) -> _Function:
 
 _GELU = _Function(
     functools.partial(F.gelu, approximate="tanh"),
-    functools.partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    functools.partial(torch.ops.aten.gelu_backward.default, approximate="tanh"),
 )
 _RELU = _Function(torch.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
 _SILU = _Function(F.silu, torch.ops.aten.silu_backward)
