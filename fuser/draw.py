@@ -132,6 +132,7 @@ class _Layout:
         self.gaps = [self._gap(i) for i in range(len(plan.ops))]
         self.widths = self._column_widths()
         self.rows = self._rows()
+        self._widen_parts()
         self.width = max(MIN_ROW, *(self._row_width(ops) for ops in self.rows))
         self.x: list[float] = []
         for ops in self.rows:
@@ -176,10 +177,22 @@ class _Layout:
             needs = [text_width(word, SMALL, mono=True) for word in _kernels(step)]
             needs.append(text_width(_cost(step), SMALL))
             needs.append(text_width(step.fusion or "", 8.0, bold=True))
-            have = sum(widths[i] for i in step.ops) + sum(self.gaps[i] for i in step.ops[1:])
-            for i in step.ops:
-                widths[i] += max(max(needs) - have, 0.0) / len(step.ops)
+            self._widen(widths, step.ops, max(needs))
         return widths
+
+    def _widen(self, widths: list[float], ops: Sequence[int], need: float) -> None:
+        have = sum(widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])
+        for i in ops:
+            widths[i] += max(need - have, 0.0) / len(ops)
+
+    def _widen_parts(self) -> None:
+        """Room for the name over each part of a window that goes on in the next row."""
+        for step in self.steps:
+            name = f"{step.fusion} (continued)" if step.fusion else ""
+            for row in self.rows:
+                part = [i for i in row if i in step.ops]
+                if name and 0 < len(part) < len(step.ops):
+                    self._widen(self.widths, part, text_width(name, 8.0, bold=True))
 
     def _row_width(self, ops: range) -> float:
         inner = sum(self.widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])

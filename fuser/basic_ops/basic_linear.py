@@ -149,31 +149,6 @@ class BasicLinear(BasicOperation):
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
         return x, weight
 
-    def grads(
-        self,
-        ctx: OperationContext,
-        grad_output: torch.Tensor,
-        scale: float = 1.0,
-        addend: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """``scale * dy @ weight (+ addend)`` and ``scale * dy.T @ x``; None where not wanted.
-
-        The weight's is None as well where it went into ``main_grad``.
-        """
-        x, weight = ctx.saved_tensors
-        dy, dtype = grad_output, (weight if x is None else x).dtype
-        if dy.dtype is not dtype:
-            dy = dy.to(dtype)
-        grad_input = grad_weight = None
-        if weight is not None:
-            grad_input = gemm.dgrad(dy, weight, scale, addend)
-        if x is not None:
-            if self._accumulate_into_main_grad:
-                grad_weight = self._accumulate(dy, x, scale)
-            else:
-                grad_weight = gemm.wgrad(dy, x, scale)
-        return grad_input, grad_weight
-
     def _accumulate(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
         """Add the weight gradient to ``main_grad``; returns what autograd is to see of it."""
         weight = self.weight
@@ -205,9 +180,29 @@ class BasicLinear(BasicOperation):
         return gemm.linear(x, weight)
 
     def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        scale: float = 1.0,
+        addend: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, Grads]:
-        grad_input, grad_weight = self.grads(ctx, grad_output)
+        """``scale * dy @ weight (+ addend)``, and ``scale * dy.T @ x`` for the weight.
+
+        Each is None where it is not wanted; the weight's as well where it went
+        into ``main_grad``.
+        """
+        x, weight = ctx.saved_tensors
+        dy, dtype = grad_output, (weight if x is None else x).dtype
+        if dy.dtype is not dtype:
+            dy = dy.to(dtype)
+        grad_input = grad_weight = None
+        if weight is not None:
+            grad_input = gemm.dgrad(dy, weight, scale, addend)
+        if x is not None:
+            if self._accumulate_into_main_grad:
+                grad_weight = self._accumulate(dy, x, scale)
+            else:
+                grad_weight = gemm.wgrad(dy, x, scale)
         return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:

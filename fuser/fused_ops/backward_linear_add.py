@@ -42,5 +42,5 @@ class BackwardLinearAdd(FusedOperation):
         linear = self.members[1]
         ctx = basic_op_ctxs[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
-        grad_input, grad_weight = linear.grads(ctx, grad_output, addend=grad_extra)
-        return grad_input, [(), (grad_weight,)], [(), ()]
+        grad_input, param_grads = linear.op_backward(ctx, grad_output, addend=grad_extra)
+        return grad_input, [(), param_grads], [(), ()]

@@ -32,6 +32,5 @@ class BackwardLinearScale(FusedOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         linear, scale = self.members
-        ctx = basic_op_ctxs[0]
-        grad_input, grad_weight = linear.grads(ctx, grad_output, scale.scale)
-        return grad_input, [(grad_weight,), ()], [(), ()]
+        grad_input, param_grads = linear.op_backward(basic_op_ctxs[0], grad_output, scale.scale)
+        return grad_input, [param_grads, ()], [(), ()]
