@@ -199,7 +199,8 @@ def test_svg_holds_every_name_reason_and_number_as_text(make_plan, tmp_path):
         for step in plan.steps(side):
             assert step.fusion is None or step.fusion in texts
             assert not step.kernel or any(
-                re.fullmatch(rf"[\d.]+ k?B, {format_time(step.microseconds)}", text) for text in texts
+                re.fullmatch(rf"[\d.]+ k?B, {format_time(step.microseconds)}", text)
+                for text in texts
             )
             assert all(word in words for word in step.kernel.replace(",", " ").split())
     assert plan.key.describe() in texts
