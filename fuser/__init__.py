@@ -37,6 +37,7 @@ from fuser.basic_ops import (
 )
 from fuser.catalog import FUSIONS
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
+from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
 from fuser.pipeline import (
@@ -49,6 +50,19 @@ from fuser.plan import FusionPlan, Refusal, Step
 from fuser.plan_key import PlanKey
 from fuser.precision import autocast
 from fuser.sequential import Sequential
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    MXFP8Quantizer,
+    MXFP8Tensor,
+    NVFP4Quantizer,
+    NVFP4Tensor,
+    QuantizedTensor,
+    Quantizer,
+)
 from fuser.version import __version__
 
 # A script written for te.ops finds the same names under ``fuser.ops``.
@@ -62,8 +76,14 @@ __all__ = [
     "Bias",
     "ClampedSwiGLU",
     "ConstantScale",
+    "DType",
     "Dropout",
     "FUSIONS",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
     "FusedOperation",
     "FuserError",
     "FusibleOperation",
@@ -77,13 +97,19 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "MXFP8Quantizer",
+    "MXFP8Tensor",
     "MakeExtraOutput",
+    "NVFP4Quantizer",
+    "NVFP4Tensor",
     "OperationContext",
     "OperationFuser",
     "PlanKey",
     "QGEGLU",
     "QGELU",
     "Quantize",
+    "QuantizedTensor",
+    "Quantizer",
     "RMSNorm",
     "ReGLU",
     "ReLU",

@@ -124,6 +124,8 @@ class _Writer:
                     "requires_grad": op_key.requires_grad,
                     "input_requires_grad": op_key.input_requires_grad,
                     "autocast_dtype": key.autocast_dtype,
+                    "is_quantized": key.recipe is not None,
+                    "backward_override": key.recipe and key.recipe.backward_override,
                 },
             )
 

@@ -12,6 +12,9 @@ from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, StateError
 from fuser.plan_key import PlanKey, TensorSpec
+from fuser.precision import DelayedScales, current_recipe, make_quantizer
+from fuser.recipe import DelayedScaling
+from fuser.tensors import Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,6 +83,10 @@ class OperationContext:
     """Whether the gradient of the op's main input is wanted."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of torch's autocast in the forward, None where it is off."""
+    is_quantized: bool = False
+    """Whether the forward runs under a recipe."""
+    backward_override: str | None = None
+    """The recipe's override: how backward gets its operands, None for quantized ones."""
     to_save: tuple[torch.Tensor | None, ...] | None = None
     # In backward: what the forward saved, in its order.
     saved_tensors: Any = None
@@ -182,6 +189,7 @@ class BasicOperation(FusibleOperation):
         self._input_channels: dict[int, str] = {}
         self._output_channels: dict[int, tuple[str, bool]] = {}
         self._captured = False
+        self._delayed: dict[str, DelayedScales] = {}
 
     @property
     def is_fused_op(self) -> bool:
@@ -223,13 +231,23 @@ class BasicOperation(FusibleOperation):
 
     # -- quantizers -----------------------------------------------------------
 
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        """What this op quantizes in ``mode``: ``"input"``, ``"weight"``, ``"grad_output"``."""
+        return ()
+
     def num_quantizers(self, mode: str) -> int:
         """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
-        return 0
+        return len(self.quantizer_roles(mode))
 
-    def get_quantizer(self, mode: str, index: int) -> Any | None:
+    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """Quantizer ``index`` of ``mode``, or None outside a quantized region."""
-        return None
+        recipe = current_recipe()
+        if recipe is None:
+            return None
+        roles = self.quantizer_roles(mode)
+        if isinstance(recipe, DelayedScaling):
+            return self._delayed.setdefault(mode, DelayedScales()).quantizer(recipe, roles, index)
+        return make_quantizer(recipe, roles[index])
 
     def get_input_quantizer(self) -> Any | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None

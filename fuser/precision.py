@@ -1,24 +1,143 @@
-"""Which recipe is in force: autocast."""
+"""Which recipe is in force, the quantizers it stands for, and delayed scaling's state."""
 
 from __future__ import annotations
 
 import contextlib
-import warnings
+import functools
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from typing import Any
 
-from fuser.recipe import DelayedScaling, Recipe
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import DType
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from fuser.reference import fp8_scaling
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
 _active_recipe: ContextVar[Recipe | None] = ContextVar("fuser_recipe", default=None)
 current_recipe = _active_recipe.get
 """The recipe of the innermost :class:`autocast`, or None outside one."""
 
 
-class autocast(contextlib.ContextDecorator):
-    """Run pipelines under ``recipe``: a context, or a decorator; nests and re-enters.
+def fp8_dtype(recipe_format: Format, role: str) -> DType:
+    """The FP8 format of a tensor in that role: E5M2 for gradients under HYBRID."""
+    if recipe_format is Format.HYBRID:
+        return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
+    return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
 
-    The recipe is part of every plan's key. This version computes in high
-    precision under every recipe, and warns so.
+
+@functools.lru_cache(maxsize=1024)
+def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
+    """The quantizer that ``recipe`` means for an ``"input"``, ``"weight"`` or ``"grad_output"``."""
+    if isinstance(recipe, Float8CurrentScaling):
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype(recipe.fp8_format, role), force_pow_2_scales=recipe.use_power_2_scales
+        )
+    if isinstance(recipe, MXFP8BlockScaling):
+        return MXFP8Quantizer(
+            fp8_dtype(recipe.fp8_format, role),
+            with_2d_quantization=recipe.enable_2d_quantization and role == "weight",
+        )
+    if isinstance(recipe, Float8BlockScaling):
+        dims = {
+            "input": recipe.x_block_scaling_dim,
+            "weight": recipe.w_block_scaling_dim,
+            "grad_output": recipe.grad_block_scaling_dim,
+        }
+        return Float8BlockQuantizer(
+            fp8_dtype(recipe.fp8_format, role),
+            force_pow_2_scales=not recipe.use_f32_scales,
+            block_scaling_dim=dims[role],
+        )
+    if isinstance(recipe, NVFP4BlockScaling):
+        return NVFP4Quantizer(
+            with_2d_quantization=role == "weight" and not recipe.disable_2d_quantization,
+            with_rht=role != "weight" and not recipe.disable_rht,
+            stochastic_rounding=(role == "grad_output" and not recipe.disable_stochastic_rounding),
+        )
+    if isinstance(recipe, CustomRecipe) and recipe.qfactory is not None:
+        quantizer: Quantizer = recipe.qfactory(role)
+        return quantizer
+    raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
+
+
+class DelayedScales:
+    """Delayed scaling's state for the tensors that one op quantizes on one side.
+
+    ``scale`` fp32 [n] and ``amax_history`` fp32 [length, n], plain tensors;
+    row 0 of the history collects the amax of the running step.
+    """
+
+    def __init__(self) -> None:
+        self.scale = torch.empty(0)
+        self.amax_history = torch.empty(0, 0)
+        self._quantizers: list[Quantizer] = []
+        self._recipe: Recipe | None = None
+
+    def quantizer(self, recipe: DelayedScaling, roles: Sequence[str], index: int) -> Quantizer:
+        """The quantizer of tensor ``index``, which reads and writes this state."""
+        if recipe != self._recipe:
+            self._resize(recipe, len(roles))
+            self._quantizers = [
+                Float8Quantizer(
+                    self.scale[i : i + 1],
+                    self.amax_history[0, i : i + 1],
+                    fp8_dtype(recipe.fp8_format, role),
+                )
+                for i, role in enumerate(roles)
+            ]
+            self._max = torch.tensor([q.fp8_dtype.max for q in self._quantizers])  # type: ignore[attr-defined]
+            self._recipe = recipe
+        _in_use.add(self)
+        return self._quantizers[index]
+
+    def _resize(self, recipe: DelayedScaling, count: int) -> None:
+        """Make the state, or keep as much of it as the history's new length holds."""
+        if not self.scale.numel():
+            self.scale = torch.ones(count)
+            self.amax_history = torch.zeros(recipe.amax_history_len, count)
+            return
+        kept = self.amax_history[: recipe.amax_history_len]
+        history = torch.zeros(recipe.amax_history_len, count)
+        history[: len(kept)] = kept
+        self.amax_history = history
+
+    def update(self) -> None:
+        """After a step: roll the history, and set the scales from it."""
+        assert isinstance(self._recipe, DelayedScaling)
+        fp8_scaling.update_delayed(
+            self.amax_history,
+            self.scale,
+            self._max,
+            margin=self._recipe.margin,
+            algorithm=self._recipe.amax_compute_algo,
+        )
+
+
+# States whose quantizers were asked for since their last update.
+_in_use: set[DelayedScales] = set()
+
+
+class autocast(contextlib.ContextDecorator):
+    """Run pipelines quantized under ``recipe``: a context, or a decorator; nests and re-enters.
 
     Parameters
     ----------
@@ -45,12 +164,10 @@ class autocast(contextlib.ContextDecorator):
         self._tokens: list[Token[Recipe | None]] = []
 
     def __enter__(self) -> None:
-        if self.recipe is not None:
-            warnings.warn(
-                "This version of fuser has no quantized kernels: pipelines under "
-                f"{type(self.recipe).__name__} are planned for it and computed in high precision.",
-                stacklevel=2,
-            )
+        if current_recipe() is None:
+            # The gradients of the last step have been seen by now.
+            while _in_use:
+                _in_use.pop().update()
         self._tokens.append(_active_recipe.set(self.recipe))
 
     def __exit__(self, *exc_info: object) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(fuser.__file__).parent
 # The first pattern that fits a path decides. Paths are relative to the package.
 FLOORS = (
     ("errors.py", 0),
-    ("formats.py", 0),
+    ("formats.py", 1),
     ("version.py", 0),
     ("recipe.py", 1),
     ("cuda/module.py", 1),
@@ -28,6 +28,7 @@ FLOORS = (
     ("cuda/*.py", 3),
     ("reference/*.py", 3),
     ("functional/*.py", 4),
+    ("tensors/base.py", 4),
     ("tensors/*.py", 5),
     ("gemm.py", 6),
     ("precision.py", 6),

@@ -7,7 +7,6 @@ import dataclasses
 import pickle
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +42,6 @@ every_overridable = pytest.mark.parametrize("recipe", OVERRIDABLE)
 
 # A recipe announces that this version computes in high precision; the test of
 # that looks for it, the others do not want to hear it.
-quietly = pytest.mark.filterwarnings("ignore:.*high precision")
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +52,7 @@ def _no_override_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pipeline() -> Iterator[fuser.OperationFuser]:
     torch.manual_seed(0)
-    yield fuser.OperationFuser([fuser.Linear(4, 6), fuser.GELU(), fuser.Linear(6, 4)])
+    yield fuser.OperationFuser([fuser.Linear(32, 64), fuser.GELU(), fuser.Linear(64, 32)])
     assert current_recipe() is None
 
 
@@ -274,12 +272,11 @@ def test_delayed_scaling_ignores_the_environment(
     assert DelayedScaling().backward_override is None
 
 
-@quietly
 def test_the_environment_is_not_read_while_a_pipeline_runs(
     pipeline: fuser.OperationFuser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = MXFP8BlockScaling()
-    x = torch.randn(2, 4)
+    x = torch.randn(32, 32)
     with fuser.autocast(recipe=recipe):
         pipeline(x)
         monkeypatch.setenv(VARIABLE, "high_precision")
@@ -291,7 +288,6 @@ def test_the_environment_is_not_read_while_a_pipeline_runs(
 # -- autocast ---------------------------------------------------------------------
 
 
-@quietly
 def test_autocast_sets_the_recipe_and_takes_it_back() -> None:
     recipe = Float8CurrentScaling()
     assert current_recipe() is None
@@ -300,13 +296,11 @@ def test_autocast_sets_the_recipe_and_takes_it_back() -> None:
     assert current_recipe() is None
 
 
-@quietly
 def test_autocast_without_a_recipe_means_delayed_scaling() -> None:
     with fuser.autocast():
         assert current_recipe() == DelayedScaling()
 
 
-@quietly
 def test_the_innermost_autocast_counts() -> None:
     outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
     with fuser.autocast(recipe=outer):
@@ -322,7 +316,6 @@ def test_the_innermost_autocast_counts() -> None:
     assert current_recipe() is None
 
 
-@quietly
 def test_one_autocast_object_can_be_entered_again_and_inside_itself() -> None:
     recipe = MXFP8BlockScaling()
     region = fuser.autocast(recipe=recipe)
@@ -335,7 +328,6 @@ def test_one_autocast_object_can_be_entered_again_and_inside_itself() -> None:
         assert current_recipe() is None
 
 
-@quietly
 def test_autocast_decorates_a_function() -> None:
     recipe = MXFP8BlockScaling()
 
@@ -347,7 +339,6 @@ def test_autocast_decorates_a_function() -> None:
     assert current_recipe() is None
 
 
-@quietly
 def test_an_exception_restores_the_outer_recipe() -> None:
     outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
 
@@ -362,7 +353,6 @@ def test_an_exception_restores_the_outer_recipe() -> None:
     assert current_recipe() is None
 
 
-@quietly
 def test_a_recipe_of_one_thread_is_not_seen_by_another() -> None:
     seen: list[Recipe | None] = []
     with fuser.autocast(recipe=MXFP8BlockScaling()):
@@ -372,9 +362,8 @@ def test_a_recipe_of_one_thread_is_not_seen_by_another() -> None:
     assert seen == [None]
 
 
-@quietly
 def test_every_recipe_content_is_planned_once(pipeline: fuser.OperationFuser) -> None:
-    x = torch.randn(2, 4)
+    x = torch.randn(32, 32)
     recipes = [
         None,
         MXFP8BlockScaling(),
@@ -393,51 +382,10 @@ def test_every_recipe_content_is_planned_once(pipeline: fuser.OperationFuser) ->
     assert [plan.key.recipe for plan in pipeline.plans] == recipes
 
 
-@quietly
-@every_recipe
-def test_under_any_recipe_results_are_those_of_high_precision(
-    recipe: type[Recipe], pipeline: fuser.OperationFuser
-) -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    cotangent = torch.randn(3, 4)
-    expected = pipeline(x)
-    (expected_grad,) = torch.autograd.grad(expected, x, cotangent)
-    with fuser.autocast(recipe=recipe()):
-        y = pipeline(x)
-    # Backward runs outside the region, as it does in every training loop.
-    (grad,) = torch.autograd.grad(y, x, cotangent)
-    torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    torch.testing.assert_close(grad, expected_grad, rtol=0, atol=0)
-
-
-@every_recipe
-def test_autocast_warns_that_it_computes_in_high_precision(recipe: type[Recipe]) -> None:
-    sentence = f"{recipe.__name__}.*high precision"
-    with pytest.warns(UserWarning, match=sentence) as caught, fuser.autocast(recipe=recipe()):
-        pass
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_disabled_autocast_says_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with fuser.autocast(enabled=False, recipe=MXFP8BlockScaling()):
-            assert current_recipe() is None
-
-
-def test_the_warning_comes_once_a_place_and_not_every_step() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(5):
-            with fuser.autocast(recipe=MXFP8BlockScaling()):
-                pass
-    assert len(caught) == 1
-
-
 def test_the_plan_names_the_recipe(pipeline: fuser.OperationFuser) -> None:
-    x = torch.randn(2, 4)
+    x = torch.randn(32, 32)
     recipe = MXFP8BlockScaling(backward_override="dequantized")
-    with pytest.warns(UserWarning, match="MXFP8"), fuser.autocast(recipe=recipe):
+    with fuser.autocast(recipe=recipe):
         text = str(pipeline.plan(x))
     assert re.search(r"MXFP8BlockScaling\(.*backward_override='dequantized'", text)
     assert "no recipe" in str(pipeline.plan(x))

@@ -710,7 +710,7 @@ def test_recipes_with_equal_contents_share_a_plan_and_others_do_not() -> None:
     ]
     counts = []
     for recipe in [*recipes, *recipes]:
-        with pytest.warns(UserWarning, match="no quantized kernels"), fuser.autocast(recipe=recipe):
+        with fuser.autocast(recipe=recipe):
             pipeline(x)
         counts.append(pipeline.planned_count)
     assert counts == [1, 1, 2, 3, 3, 3, 3, 3]

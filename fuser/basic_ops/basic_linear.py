@@ -15,10 +15,13 @@ from fuser.op import (
     BasicOperation,
     Grads,
     OperationContext,
+    cast,
     default_device,
     default_dtype,
 )
 from fuser.plan_key import PlanKey, TensorSpec
+from fuser.precision import current_recipe
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class BasicLinear(BasicOperation):
@@ -145,9 +148,52 @@ class BasicLinear(BasicOperation):
             x = x.to(dtype)
         if weight.dtype is not dtype:
             weight = weight.to(dtype)  # type: ignore[assignment]
+        if ctx.is_quantized:
+            return self._quantized_operands(ctx, x, weight, wants_grad)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
         return x, weight
+
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        return ("input", "weight") if mode == "forward" else ("grad_output",)
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        """None where backward wants the original, which a quantizing producer would hide."""
+        recipe = current_recipe()
+        if recipe is not None and recipe.backward_override == "high_precision":
+            return None
+        return super().get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        recipe = current_recipe()
+        if recipe is not None and recipe.backward_override is not None:
+            return None
+        return super().get_grad_output_quantizer()
+
+    def _quantized_operands(
+        self, ctx: OperationContext, x: torch.Tensor, weight: torch.Tensor, wants_grad: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operands of the emulated GEMM: quantized, and dequantized again."""
+        input_quantizer = self.get_quantizer("forward", 0)
+        weight_quantizer = self.get_quantizer("forward", 1)
+        assert input_quantizer is not None
+        assert weight_quantizer is not None
+        # Without an override backward reads columnwise copies.
+        quantized_backward = ctx.requires_grad and ctx.backward_override is None
+        wants_wgrad = ctx.requires_grad and wants_grad
+        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
+        qx = _quantized(x, input_quantizer, quantized_backward and wants_wgrad)
+        qw = _quantized(weight, weight_quantizer, quantized_backward and wants_dgrad)
+        if quantized_backward:
+            ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+        if ctx.requires_grad:
+            which = {None: "columnwise", "dequantized": "rowwise"}.get(ctx.backward_override)
+            kept_x, kept_weight = (x, weight) if which is None else (qx, qw)
+            ctx.to_save = (
+                _only(kept_x, which) if wants_wgrad else None,
+                _only(kept_weight, which) if wants_dgrad else None,
+            )
+        return qx.only("rowwise").dequantize(), qw.only("rowwise").dequantize()
 
     def _accumulate(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
         """Add the weight gradient to ``main_grad``; returns what autograd is to see of it."""
@@ -192,6 +238,8 @@ class BasicLinear(BasicOperation):
         into ``main_grad``.
         """
         x, weight = ctx.saved_tensors
+        if ctx.is_quantized:
+            return self._quantized_backward(ctx, grad_output, x, weight, scale, addend)
         dy, dtype = grad_output, (weight if x is None else x).dtype
         if dy.dtype is not dtype:
             dy = dy.to(dtype)
@@ -199,11 +247,44 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = gemm.dgrad(dy, weight, scale, addend)
         if x is not None:
-            if self._accumulate_into_main_grad:
-                grad_weight = self._accumulate(dy, x, scale)
-            else:
-                grad_weight = gemm.wgrad(dy, x, scale)
+            grad_weight = self._weight_grad(dy, x, scale)
         return grad_input, (grad_weight,)
+
+    def _quantized_backward(
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        x: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        scale: float,
+        addend: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, Grads]:
+        """:meth:`op_backward` of a forward under a recipe."""
+        saved = weight if x is None else x
+        assert saved is not None
+        dy_rows = dy_columns = cast(_plain(grad_output), saved.dtype)
+        if ctx.backward_override is None:
+            quantizer = ctx.grad_output_quantizer.with_usage(  # type: ignore[attr-defined]
+                rowwise=weight is not None, columnwise=x is not None
+            )
+            dy = grad_output
+            if not isinstance(dy, QuantizedTensor):
+                dy = quantizer(dy_rows)
+            if weight is not None:
+                dy_rows = dy.only("rowwise").dequantize(dtype=saved.dtype)
+            if x is not None:
+                dy_columns = dy.only("columnwise").dequantize(dtype=saved.dtype)
+        grad_input = grad_weight = None
+        if weight is not None:
+            grad_input = gemm.dgrad(dy_rows, _plain(weight), scale, addend)
+        if x is not None:
+            grad_weight = self._weight_grad(dy_columns, _plain(x), scale)
+        return grad_input, (grad_weight,)
+
+    def _weight_grad(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
+        if self._accumulate_into_main_grad:
+            return self._accumulate(dy, x, scale)
+        return gemm.wgrad(dy, x, scale)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.in_features:
@@ -211,6 +292,24 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
+
+
+def _quantized(tensor: torch.Tensor, quantizer: Quantizer, columnwise: bool) -> QuantizedTensor:
+    """``tensor`` with a rowwise copy, and a columnwise one if asked; as it is if quantized."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor
+    return quantizer.with_usage(rowwise=True, columnwise=columnwise)(tensor)
+
+
+def _only(tensor: torch.Tensor, which: str | None) -> torch.Tensor:
+    """The named copy of a quantized tensor alone; any tensor as it is where none is named."""
+    if which is None or not isinstance(tensor, QuantizedTensor):
+        return tensor
+    return tensor.only(which)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _check_parallelism(mode: str | None, group: Any | None) -> None:

@@ -9,17 +9,17 @@ import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.plan_key import PlanKey, TensorSpec
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class Quantize(BasicOperation):
     """Quantize the main line under a recipe; the identity outside one.
 
-    This version has no quantized formats, so it is always the identity.
-
     Parameters
     ----------
     forward, backward
-        Whether to quantize the values, and their gradients.
+        Whether to quantize the values, and their gradients. Gradients stay as
+        they are under a ``backward_override``.
     """
 
     saves_input = False
@@ -32,13 +32,22 @@ class Quantize(BasicOperation):
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
 
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        if mode == "forward":
+            return ("input",) if self._quantize_forward else ()
+        return ("grad_output",) if self._quantize_backward else ()
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ()
+        if key.recipe is None or not self.quantizer_roles(side):
+            return ()
+        if side == "backward" and key.recipe.backward_override is not None:
+            return ()
+        return ("quantize",)
 
     def op_forward(
         self,
@@ -47,9 +56,20 @@ class Quantize(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return input_
+        if not ctx.is_quantized:
+            return input_
+        if self._quantize_backward and ctx.backward_override is None:
+            ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+        if not self._quantize_forward or isinstance(input_, QuantizedTensor):
+            return input_
+        quantizer = self.get_quantizer("forward", 0)
+        assert quantizer is not None
+        return quantizer(input_)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return grad_output, ()
+        quantizer: Quantizer | None = getattr(ctx, "grad_output_quantizer", None)
+        if quantizer is None or isinstance(grad_output, QuantizedTensor):
+            return grad_output, ()
+        return quantizer(grad_output), ()

@@ -19,6 +19,8 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def refuses(cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey) -> str | None:
+        if key.recipe is not None and key.recipe.backward_override is None:
+            return "quantized GEMMs are emulated here, and have no epilogue."
         compute = key.autocast_dtype or linear.weight.dtype
         incoming = key.ops[0].input_dtype
         if compute != incoming:

@@ -18,6 +18,12 @@ class BackwardLinearScale(FusedOperation):
     side = "backward"
 
     @classmethod
+    def refuses(cls, linear: BasicLinear, scale: ConstantScale, *, key: PlanKey) -> str | None:
+        if key.recipe is not None and key.recipe.backward_override is None:
+            return "quantized GEMMs are emulated here, and have no epilogue."
+        return None
+
+    @classmethod
     def kernels(
         cls, linear: BasicLinear, scale: ConstantScale, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:

@@ -28,6 +28,8 @@ class ForwardLinearBiasAdd(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, bias: Bias | None, add: AddExtraInput, *, key: PlanKey
     ) -> str | None:
+        if key.recipe is not None:
+            return "quantized GEMMs are emulated here, and have no epilogue."
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
         if produced != extra:

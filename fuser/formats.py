@@ -1,0 +1,111 @@
+"""Number formats and block geometry: constants, shapes and paddings; no tensors.
+
+``M`` is the product of a tensor's leading dimensions and ``K`` its last one. Rowwise blocks run
+along K, columnwise blocks along M.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+
+from fuser.errors import InputError
+
+MXFP8_BLOCK = 32
+FP8_BLOCK = 128
+NVFP4_BLOCK = 16
+
+# Scales of MXFP8 and NVFP4 are padded to whole tiles of 128 rows and 4 blocks, the unit in which
+# block-scaled tensor cores read them; fp32 scales of FP8 blocks to 16 bytes, four of them.
+SCALE_TILE_ROWS = 128
+SCALE_TILE_BLOCKS = 4
+FP8_BLOCK_SCALE_ALIGNMENT = 4
+
+
+class DType(enum.Enum):
+    """An element type of quantized data.
+
+    ``max`` is its largest finite value. ``torch_dtype`` is the type that its bytes are viewed as;
+    for E2M1, which torch cannot compute with, that is the storage itself: uint8, two values a
+    byte, the low nibble first.
+    """
+
+    kFloat8E4M3 = ("E4M3", 448.0, torch.float8_e4m3fn)
+    kFloat8E5M2 = ("E5M2", 57344.0, torch.float8_e5m2)
+    kFloat4E2M1 = ("E2M1", 6.0, torch.uint8)
+
+    def __init__(self, label: str, largest: float, torch_dtype: torch.dtype) -> None:
+        self.label = label
+        self.max = largest
+        self.torch_dtype = torch_dtype
+
+
+def ceil_div(n: int, divisor: int) -> int:
+    """``n / divisor``, rounded up."""
+    return -(-n // divisor)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``n``."""
+    return ceil_div(n, multiple) * multiple
+
+
+def mxfp8_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
+    """Shape of the padded E8M0 scales of an MXFP8 tensor ``[m, k]``.
+
+    Rowwise ``[M, K / 32]``, columnwise ``[M / 32, K]``, each padded to whole tiles.
+    """
+    if columnwise:
+        blocks = ceil_div(m, MXFP8_BLOCK)
+        return round_up(blocks, SCALE_TILE_BLOCKS), round_up(k, SCALE_TILE_ROWS)
+    return round_up(m, SCALE_TILE_ROWS), round_up(ceil_div(k, MXFP8_BLOCK), SCALE_TILE_BLOCKS)
+
+
+def nvfp4_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
+    """Shape of the padded E4M3 scales of an NVFP4 tensor ``[m, k]``.
+
+    Rowwise ``[M, K / 16]``; columnwise, whose data is stored transposed, ``[K, M / 16]``; each
+    padded to whole tiles.
+    """
+    if columnwise:
+        m, k = k, m
+    return round_up(m, SCALE_TILE_ROWS), round_up(ceil_div(k, NVFP4_BLOCK), SCALE_TILE_BLOCKS)
+
+
+def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> tuple[int, int]:
+    """Shape of the padded fp32 ``scale_inv`` of a tensor ``[m, k]`` in FP8 blocks of 128.
+
+    ``block_dim`` 1 (blocks of 1x128): rowwise ``[K / 128, M]``, columnwise ``[M / 128, K]``, so
+    that neighbours in memory are neighbours across the blocks. ``block_dim`` 2 (128x128): rowwise
+    ``[M / 128, K / 128]``, columnwise the transpose. The second dimension is padded.
+
+    Raises
+    ------
+    InputError
+        If ``block_dim`` is neither 1 nor 2.
+    """
+    if block_dim not in (1, 2):
+        raise InputError(f"FP8 block scaling got block_dim {block_dim}; it is 1 or 2.")
+    if columnwise:
+        m, k = k, m
+    blocks = ceil_div(k, FP8_BLOCK)
+    if block_dim == 1:
+        return blocks, round_up(m, FP8_BLOCK_SCALE_ALIGNMENT)
+    return ceil_div(m, FP8_BLOCK), round_up(blocks, FP8_BLOCK_SCALE_ALIGNMENT)
+
+
+def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
+    """Refuse a tensor ``[m, k]`` that does not divide into whole blocks.
+
+    Raises
+    ------
+    InputError
+        If M or K is not a multiple of ``multiple``; ``what`` names the format.
+    """
+    for name, where, size in (("M", "leading dimensions", m), ("K", "last dimension", k)):
+        if size % multiple:
+            raise InputError(
+                f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
+                f"got {name} = {size} of a tensor [{m}, {k}]."
+            )

@@ -1,0 +1,175 @@
+"""FP8 with one scale a tensor, in plain torch: current and delayed scaling.
+
+Data is uint8 and holds E4M3 or E5M2; ``scale_inv`` is fp32. A tensor ``[M, K]`` has rowwise data
+``[M, K]`` and columnwise data ``[K, M]``: the transpose of the same bytes, under the same scale.
+Formulas are those of Micikevicius et al., "FP8 Formats for Deep Learning" (2022), with the
+rounding of every step fixed: each is one fp32 operation, rounded to nearest.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import DType
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """``max |x|`` as fp32 ``[1]``: 0 for an empty tensor, NaN where one element is."""
+    if x.numel() == 0:
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
+    low, high = torch.aminmax(x)
+    return torch.maximum(low.abs(), high.abs()).float().reshape(1)
+
+
+def scale_from_amax(
+    amax: torch.Tensor | float, max_fp8: float, pow2: bool, eps: float, when_infinite: float
+) -> torch.Tensor:
+    """The scale that brings ``amax`` to ``max_fp8``, as fp32 of amax's shape.
+
+    ``scale = max_fp8 / max(amax, eps)``, and 1 where the amax is 0, infinite or NaN. A quotient
+    that overflows becomes ``when_infinite``. ``pow2`` then rounds down to a power of two.
+    """
+    amax = torch.as_tensor(amax, dtype=torch.float32)
+    amax = torch.where(amax < eps, eps, amax)
+    # A scalar over a tensor would be computed as scalar * (1 / tensor), which rounds twice.
+    scale = torch.full_like(amax, max_fp8).div_(amax)
+    scale = scale.masked_fill_(scale == math.inf, when_infinite)
+    if pow2:
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """``RNE_satfinite(fp32(x) * scale)``: uint8 in x's shape.
+
+    ``scale`` is fp32 and broadcasts. Infinities saturate too. Any NaN becomes 0x7F, the one NaN
+    that the conversion instruction of the GPU writes; a CPU would keep its sign.
+    """
+    product = x.float() * scale
+    product.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
+    return product.to(dtype.torch_dtype).view(torch.uint8).contiguous()
+
+
+def quantize_current(
+    x: torch.Tensor,
+    dtype: DType,
+    *,
+    pow2: bool = False,
+    eps: float = 0.0,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax_value: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Quantize ``x [M, K]`` with the scale of its own amax.
+
+    ``amax_value`` (fp32 ``[1]``) replaces that amax where a group of processes has reduced it.
+
+    Returns
+    -------
+    row, col, scale_inv
+        Data ``[M, K]`` and ``[K, M]`` (None where not asked for), and fp32 ``[1]``.
+    """
+    largest = amax(x) if amax_value is None else amax_value.reshape(1)
+    scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
+    row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
+    return row, col, scale.reciprocal()
+
+
+def quantize_delayed(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: DType,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Quantize ``x [M, K]`` with a ``scale`` (fp32 ``[1]``) from earlier steps.
+
+    Returns
+    -------
+    row, col, scale_inv, amax
+        Data ``[M, K]`` and ``[K, M]`` (None where not asked for), and fp32 ``[1]`` each; ``amax``
+        is measured before scaling, for :func:`update_delayed`.
+    """
+    row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
+    return row, col, scale.reciprocal(), amax(x)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``data [M, K]`` as a new contiguous ``[K, M]``."""
+    return data.t().clone(memory_format=torch.contiguous_format)
+
+
+def dequantize(
+    data: torch.Tensor, scale_inv: torch.Tensor, dtype: DType, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``data * scale_inv`` in fp32, rounded once to ``out_dtype``; in data's shape."""
+    return (_decode(data, dtype) * scale_inv).to(out_dtype)
+
+
+def update_delayed(
+    amax_history: torch.Tensor,
+    scale: torch.Tensor,
+    max_fp8: torch.Tensor | float,
+    *,
+    margin: int = 0,
+    algorithm: str = "max",
+) -> None:
+    """Bring the scales of ``n`` tensors up to date with their amaxes, in place.
+
+    ``scale = max_fp8 * 2^-margin / amax`` where the amax is positive and finite, FLT_MAX where
+    that overflows, and unchanged otherwise. ``amax`` is the maximum of the whole history, or its
+    newest entry. After it is read, the history rolls: row 0 (the newest) becomes the last row,
+    row ``i`` becomes ``i - 1``, and row 0 is 0, ready for the next step. The history of a tensor
+    whose newest amax is 0, because it was not used, stays as it is.
+
+    Parameters
+    ----------
+    amax_history
+        fp32 ``[length, n]``, row 0 the newest.
+    scale
+        fp32 ``[n]``.
+    max_fp8
+        Largest value of the format: ``[n]``, or one number for all.
+    algorithm
+        ``"max"`` or ``"most_recent"``.
+
+    Raises
+    ------
+    InputError
+        If ``algorithm`` is neither.
+    """
+    if algorithm not in ("max", "most_recent"):
+        raise InputError(
+            f"Delayed scaling got amax algorithm {algorithm!r}; it is 'max' or 'most_recent'."
+        )
+    newest = amax_history[0]
+    largest = amax_history.amax(0) if algorithm == "max" else newest
+    numerator = torch.zeros_like(scale).add_(max_fp8).mul_(2.0**-margin)
+    fresh = numerator.div_(largest).clamp_(max=FLOAT32_MAX)
+    scale.copy_(torch.where((largest > 0) & (largest < math.inf), fresh, scale))
+    rolled = amax_history.roll(-1, 0)
+    rolled[0].zero_()
+    amax_history.copy_(torch.where(newest != 0, rolled, amax_history))
+
+
+def _cast_both(
+    x: torch.Tensor, scale: torch.Tensor, dtype: DType, rowwise: bool, columnwise: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if not (rowwise or columnwise):
+        return None, None
+    row = cast(x, scale, dtype)
+    return row if rowwise else None, transpose(row) if columnwise else None
+
+
+def _decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is seven times slower."""
+    if not data.is_cpu:
+        return data.view(dtype.torch_dtype).float()
+    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
+    return table.index_select(0, data.flatten().long()).view(data.shape)

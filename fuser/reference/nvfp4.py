@@ -1,0 +1,231 @@
+"""NVFP4 in plain torch: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 amax.
+
+Data is uint8, two values a byte, the low nibble first. Columnwise data is stored transposed,
+``[K, M / 2]``, with blocks along M. Scales are uint8 and hold E4M3, padded with zeros to whole
+tiles (``formats.nvfp4_scale_shape``). The scheme is that of NVIDIA, "Pretraining Large Language
+Models with NVFP4" (2025): two levels of scales, 16x16 blocks for weights, stochastic rounding for
+gradients and a random Hadamard transform of the operands of wgrad.
+
+A NaN is E2M1's +6 (the format has none; the GPU's conversion does the same) in a block whose
+scale is NaN; since the tensor's amax is NaN too, all of the tensor dequantizes to NaN.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fuser.formats import NVFP4_BLOCK, DType, check_multiple, nvfp4_scale_shape
+
+Wanted = torch.Tensor | None  # None where it was not asked for
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+E2M1_MAX = DType.kFloat4E2M1.max
+E4M3_MAX = DType.kFloat8E4M3.max
+
+# Bit i set: element i of every 16 changes its sign before the Hadamard transform. The bits are
+# the truth table of i0 i1 xor i2 i3, a bent function: a constant block, and any other Walsh
+# pattern, comes out with 16 equal magnitudes, the furthest that the transform can spread it.
+HADAMARD_SIGNS = 0x7888
+
+# Rowwise and columnwise data round with independent streams: word 2 of the Philox counter.
+_ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 1
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    two_dimensional: bool = False,
+    hadamard: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    amax_value: torch.Tensor | None = None,
+) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
+    """Quantize ``x [M, K]``.
+
+    Parameters
+    ----------
+    two_dimensional
+        Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
+    hadamard
+        Transform the columnwise copy along M, in fp32, before its amax is taken.
+    stochastic, seed, offset
+        Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
+        word ``offset + i`` of the copy's stream (:func:`random_words`).
+    amax_value
+        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax where a group has reduced it.
+
+    Returns
+    -------
+    row, row_scale, amax_row, col, col_scale, amax_col
+        Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``;
+        None where not asked for.
+
+    Raises
+    ------
+    InputError
+        If M or K is not a multiple of 16.
+    """
+    check_multiple("NVFP4", x.shape[0], x.shape[1], NVFP4_BLOCK)
+    x = x.float()
+    rows = NVFP4_BLOCK if two_dimensional else 1
+    given = None if amax_value is None else amax_value.reshape(-1)
+    row = row_scale = amax_row = col = col_scale = amax_col = words = None
+    if rowwise:
+        if stochastic:
+            words = random_words(seed, offset, x.shape, _ROWWISE_STREAM, x.device)
+        amax_row = None if given is None else given[:1].clone()
+        row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words)
+    if columnwise:
+        turned = hadamard_transform(x.t()) if hadamard else x.t()
+        if stochastic:
+            words = random_words(seed, offset, turned.shape, _COLUMNWISE_STREAM, x.device)
+        amax_col = None if given is None else given[-1:].clone()
+        col, col_scale, amax_col = _quantize_rows(turned, rows, amax_col, words)
+    return row, row_scale, amax_row, col, col_scale, amax_col
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+) -> torch.Tensor:
+    """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
+
+    Columnwise ``data`` is ``[K, M / 2]``, and is turned back; a Hadamard transform is not undone.
+    """
+    rows, cols = data.shape[0], 2 * data.shape[1]
+    # The sign of a nibble in bit 15 and the rest from bit 9 are, read as fp16, its value * 2^-14.
+    pairs = data.to(torch.int32)
+    pairs = (pairs & 0x07) << 9 | (pairs & 0x08) << 12 | (pairs & 0x70) << 21 | (pairs & 0x80) << 24
+    values = pairs.view(torch.float16).float().mul_(2.0**14)
+    scale = scale[:rows, : cols // NVFP4_BLOCK].view(torch.float8_e4m3fn)
+    factor = scale.float() * amax * (1.0 / (E2M1_MAX * E4M3_MAX))
+    out = values.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK) * factor[..., None]
+    out = out.view(rows, cols).to(out_dtype)
+    return out.t().clone(memory_format=torch.contiguous_format) if columnwise else out
+
+
+def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
+    """``H (signs * x) / 4`` over every 16 elements of the last dimension: fp32, orthonormal.
+
+    ``H`` is the Sylvester matrix; butterflies run at distances 1, 2, 4 and 8, in this order.
+    """
+    groups = x.float().view(*x.shape[:-1], x.shape[-1] // 16, 16)
+    return _hadamard(groups * _signs(x.device)).flatten(-2)
+
+
+def inverse_hadamard_transform(y: torch.Tensor) -> torch.Tensor:
+    """``signs * (H y) / 4``, the inverse (and transpose) of :func:`hadamard_transform`; fp32."""
+    groups = y.float().view(*y.shape[:-1], y.shape[-1] // 16, 16)
+    return _hadamard(groups).mul_(_signs(y.device)).flatten(-2)
+
+
+def cast_e2m1(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+    """E2M1 codes (sign, two bits of exponent, one of mantissa) of an fp32 ``x``: uint8 0..15.
+
+    Rounds to nearest, ties to even; beyond 6 saturates; -0 keeps its sign; NaN gives 7, which is
+    +6. With ``words`` (32 random bits in int64, x's shape) rounds up in magnitude if the top 24
+    bits of a word and the remainder, as fractions of the grid's step, sum to 1 or more.
+    """
+    return _encode_in(x.clone(), words)
+
+
+def _encode_in(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
+    """:func:`cast_e2m1`, with x's memory to work in."""
+    x.clamp_(-E2M1_MAX, E2M1_MAX).nan_to_num_(nan=E2M1_MAX)
+    sign = (x.view(torch.int32) >> 28).bitwise_and_(8).to(torch.uint8)
+    # The grid's step is 2^(octave - 1), with octave 0 below 2, where E2M1 has its subnormals.
+    # Octaves stand where fp32 has its exponent.
+    octave = (x.abs_().view(torch.int32) & 0x7F800000).clamp_(min=127 << 23).sub_(127 << 23)
+    if words is None:
+        # Adding 2^(octave + 22) leaves x / step, rounded to even, in the low bits.
+        code = x.add_(octave.add_(149 << 23).view(torch.float32)).view(torch.int32).bitwise_and_(7)
+        octave.sub_(149 << 23)
+    else:
+        # x / step in fixed point: 2^(25 - octave) leaves 24 bits behind the point.
+        fixed = x.mul_(((152 << 23) - octave).view(torch.float32)).to(torch.int32)
+        code = fixed.add_((words >> 8).to(torch.int32)).bitwise_right_shift_(24)
+    return code.add_(octave.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)
+
+
+def random_words(
+    seed: int, offset: int, shape: torch.Size, stream: int, device: torch.device
+) -> torch.Tensor:
+    """32 random bits for each element of ``shape``, as int64: words ``offset ...`` of a stream.
+
+    Word ``i`` is word ``i % 4`` of Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As
+    Easy as 1, 2, 3", 2011) with the 64-bit ``seed`` as key and the counter ``(i / 4, stream, 0)``,
+    of which the first takes two words, low first.
+    """
+    n = shape.numel()
+    first, skip = divmod(offset, 4)
+    low = 0xFFFFFFFF
+    block = torch.arange(first, first + (skip + n + 3) // 4, dtype=torch.int64, device=device)
+    c0, c1, c2, c3 = block & low, block >> 32, torch.full_like(block, stream), block.new_zeros(1)
+    key0, key1 = seed & low, seed >> 32 & low
+    for _ in range(10):
+        # Products wrap modulo 2^64, and a masked shift reads the upper half whatever the sign.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0 = (product1 >> 32).bitwise_and_(low).bitwise_xor_(c1).bitwise_xor_(key0)
+        c2 = (product0 >> 32).bitwise_and_(low).bitwise_xor_(c3).bitwise_xor_(key1)
+        c1, c3 = product1.bitwise_and_(low), product0.bitwise_and_(low)
+        key0, key1 = (key0 + 0x9E3779B9) & low, (key1 + 0xBB67AE85) & low
+    return torch.stack((c0, c1, c2, c3), -1).flatten()[skip : skip + n].view(shape)
+
+
+def _quantize_rows(
+    x: torch.Tensor, block_rows: int, amax: torch.Tensor | None, words: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Data ``[R, C / 2]``, padded scales and amax of an fp32 ``x [R, C]``, blocks along C."""
+    rows, cols = x.shape
+    blocks = x.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK)
+    buffer = largest = blocks.abs()
+    for half in (8, 4, 2, 1):  # twice as fast on a CPU as one amax over 16 neighbours
+        largest = torch.maximum(largest[..., :half], largest[..., half:])
+    largest = largest.squeeze(-1)
+    if block_rows > 1:
+        largest = largest.view(rows // block_rows, block_rows, cols // NVFP4_BLOCK).amax(1)
+    if amax is None:
+        amax = largest.amax().reshape(1) if x.numel() else x.new_zeros(1)
+
+    encode = torch.full_like(amax, E4M3_MAX * E2M1_MAX).div_(amax).clamp_(max=FLOAT32_MAX)
+    encode = encode.masked_fill_(amax == 0, 1.0)
+    product = (largest * (encode * (1.0 / E2M1_MAX))).clamp_(max=E4M3_MAX)
+    scale = product.nan_to_num_(nan=math.nan).to(torch.float8_e4m3fn)
+    per_block = (scale.float() * encode.reciprocal()).reciprocal_().clamp_(max=FLOAT32_MAX)
+    if block_rows > 1:
+        scale = scale.view(torch.uint8).repeat_interleave(block_rows, 0)
+        per_block = per_block.repeat_interleave(block_rows, 0)
+
+    scaled = torch.mul(blocks, per_block[..., None], out=buffer).flatten(1)
+    codes = _encode_in(scaled, words).flatten().view(torch.int16)
+    data = (codes | codes >> 4).to(torch.uint8).view(rows, cols // 2)
+    padded = data.new_zeros(nvfp4_scale_shape(rows, cols, columnwise=False))
+    padded[:rows, : cols // NVFP4_BLOCK] = scale.view(torch.uint8)
+    return data, padded, amax
+
+
+def _signs(device: torch.device) -> torch.Tensor:
+    """The 16 signs, fp32; computed on the device, so that nothing is copied there."""
+    bits = HADAMARD_SIGNS >> torch.arange(16, device=device)
+    return 1.0 - 2.0 * (bits & 1)
+
+
+def _hadamard(groups: torch.Tensor) -> torch.Tensor:
+    """``H y / 4`` over the last dimension, which has 16 elements."""
+    for distance in (1, 2, 4, 8):
+        pairs = groups.view(*groups.shape[:-1], 8 // distance, 2, distance)
+        left, right = pairs[..., 0, :], pairs[..., 1, :]
+        mixed = torch.empty_like(pairs)
+        torch.add(left, right, out=mixed[..., 0, :])
+        torch.sub(left, right, out=mixed[..., 1, :])
+        groups = mixed.flatten(-3)
+    return groups.mul_(0.25)

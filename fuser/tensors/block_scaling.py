@@ -1,0 +1,100 @@
+"""FP8 in blocks of 128: fp32 scales for 1x128 or 128x128 elements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.formats import DType
+from fuser.reference import block_scaling
+from fuser.tensors.base import QuantizedTensor, Quantizer
+
+
+class Float8BlockwiseQTensor(QuantizedTensor):
+    """FP8 bytes with fp32 scales for blocks of 128.
+
+    Buffers: ``_rowwise_data`` [M, K] and ``_columnwise_data`` [K, M] uint8;
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, fp32, padded as
+    ``formats.fp8_block_scale_shape`` says.
+    """
+
+    buffer_names = (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+    )
+    _rowwise_data: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+    _quantizer: Float8BlockQuantizer
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        columnwise = self._rowwise_data is None
+        data, scale = (
+            (self._columnwise_data, self._columnwise_scale_inv)
+            if columnwise
+            else (self._rowwise_data, self._rowwise_scale_inv)
+        )
+        assert data is not None
+        assert scale is not None
+        return block_scaling.dequantize(
+            data,
+            scale,
+            self._quantizer.fp8_dtype,
+            dtype,
+            block_dim=self._quantizer.block_scaling_dim,
+            columnwise=columnwise,
+        )
+
+    def _usage(self) -> Quantizer:
+        return self._quantizer.with_usage(
+            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
+        )
+
+    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
+        if not rowwise:
+            self._rowwise_data = self._rowwise_scale_inv = None
+        if not columnwise:
+            self._columnwise_data = self._columnwise_scale_inv = None
+
+
+@dataclass(frozen=True)
+class Float8BlockQuantizer(Quantizer):
+    """FP8 with scales for blocks of 128 elements (1D) or 128x128 (2D).
+
+    Parameters
+    ----------
+    fp8_dtype
+        E4M3 or E5M2.
+    amax_epsilon
+        A smaller amax counts as this.
+    force_pow_2_scales
+        Round scales down to powers of two.
+    block_scaling_dim
+        1 for activations and gradients, 2 for weights.
+    """
+
+    fp8_dtype: DType = DType.kFloat8E4M3
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+    force_pow_2_scales: bool = field(default=True, kw_only=True)
+    block_scaling_dim: int = field(default=2, kw_only=True)
+
+    tensor_class = Float8BlockwiseQTensor
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        row, row_scale, col, col_scale = block_scaling.quantize(
+            rows,
+            self.fp8_dtype,
+            block_dim=self.block_scaling_dim,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            pow2=self.force_pow_2_scales,
+            eps=self.amax_epsilon,
+        )
+        names = Float8BlockwiseQTensor.buffer_names
+        return dict(zip(names, (row, col, row_scale, col_scale), strict=True))

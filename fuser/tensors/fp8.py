@@ -1,0 +1,143 @@
+"""FP8 with one scale a tensor: current and delayed scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fuser.formats import DType
+from fuser.reference import fp8_scaling
+from fuser.tensors.base import QuantizedTensor, Quantizer
+
+
+class Float8Tensor(QuantizedTensor):
+    """FP8 bytes with one fp32 scale.
+
+    Buffers: ``_data`` [M, K] uint8, ``_transpose`` [K, M] uint8 (the same bytes
+    turned), ``_scale_inv`` [1] fp32.
+    """
+
+    buffer_names = ("_data", "_transpose", "_scale_inv")
+    _data: torch.Tensor | None
+    _transpose: torch.Tensor | None
+    _scale_inv: torch.Tensor
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        dtype: DType = self._quantizer.fp8_dtype  # type: ignore[attr-defined]
+        return dtype
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        data = self._data
+        if data is None:
+            assert self._transpose is not None
+            data = fp8_scaling.transpose(self._transpose)
+        return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
+
+    def _usage(self) -> Quantizer:
+        return self._quantizer.with_usage(
+            rowwise=self._data is not None, columnwise=self._transpose is not None
+        )
+
+    def _make_copy(self, which: str) -> None:
+        if which == "rowwise":
+            assert self._transpose is not None
+            self._data = fp8_scaling.transpose(self._transpose)
+        else:
+            assert self._data is not None
+            self._transpose = fp8_scaling.transpose(self._data)
+
+    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._data = self._data if rowwise else None
+        self._transpose = self._transpose if columnwise else None
+
+
+@dataclass(frozen=True)
+class Float8CurrentScalingQuantizer(Quantizer):
+    """FP8 with the scale from the tensor's own amax.
+
+    Parameters
+    ----------
+    fp8_dtype
+        E4M3 or E5M2.
+    device
+        Accepted for compatibility; tensors are quantized where they are.
+    force_pow_2_scales
+        Round scales down to powers of two.
+    amax_epsilon
+        A smaller amax counts as this.
+    """
+
+    fp8_dtype: DType = DType.kFloat8E4M3
+    device: Any = field(default=None, compare=False)
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+    force_pow_2_scales: bool = field(default=False, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+    group: Any = field(default=None, kw_only=True, repr=False)
+
+    tensor_class = Float8Tensor
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        amax = None
+        if self.group is not None:
+            amax = fp8_scaling.amax(rows)
+            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.group)
+        data, transpose, scale_inv = fp8_scaling.quantize_current(
+            rows,
+            self.fp8_dtype,
+            pow2=self.force_pow_2_scales,
+            eps=self.amax_epsilon,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            amax_value=amax,
+        )
+        return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+        return replace(self, group=group)
+
+    def unbound(self) -> Quantizer:
+        return self if self.group is None else replace(self, group=None)
+
+
+@dataclass(frozen=True, eq=False)
+class Float8Quantizer(Quantizer):
+    """FP8 with a scale from earlier steps; records the amax that it sees.
+
+    Parameters
+    ----------
+    scale, amax
+        fp32 [1] each, parts of the delayed-scaling state: the scale is read,
+        and ``amax`` is written at every call. Two quantizers are equal if they
+        hold the same state.
+    fp8_dtype
+        E4M3 or E5M2.
+    """
+
+    scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
+    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+    fp8_dtype: DType = DType.kFloat8E4M3
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+
+    tensor_class = Float8Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Float8Quantizer) and self._contents() == other._contents()
+
+    def __hash__(self) -> int:
+        return hash(self._contents())
+
+    def _contents(self) -> tuple[Any, ...]:
+        return (id(self.scale), id(self.amax), self.fp8_dtype, self.rowwise, self.columnwise)
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        data, transpose, scale_inv, amax = fp8_scaling.quantize_delayed(
+            rows, self.scale, self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise
+        )
+        self.amax.copy_(torch.maximum(self.amax, amax))
+        return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}

@@ -1,0 +1,87 @@
+"""MXFP8: 32 elements share a power-of-two scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.formats import MXFP8_BLOCK, DType, check_multiple
+from fuser.reference import mxfp8
+from fuser.tensors.base import QuantizedTensor, Quantizer
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """MXFP8 bytes with E8M0 scales.
+
+    Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each from
+    the original values; ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``,
+    E8M0 bytes padded as ``formats.mxfp8_scale_shape`` says.
+    """
+
+    buffer_names = (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+    )
+    _rowwise_data: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+    _quantizer: MXFP8Quantizer
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        columnwise = self._rowwise_data is None
+        data, scale = (
+            (self._columnwise_data, self._columnwise_scale_inv)
+            if columnwise
+            else (self._rowwise_data, self._rowwise_scale_inv)
+        )
+        assert data is not None
+        assert scale is not None
+        return mxfp8.dequantize(
+            data, scale, self._quantizer.fp8_dtype, dtype, columnwise=columnwise
+        )
+
+    def _usage(self) -> Quantizer:
+        return self._quantizer.with_usage(
+            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
+        )
+
+    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
+        if not rowwise:
+            self._rowwise_data = self._rowwise_scale_inv = None
+        if not columnwise:
+            self._columnwise_data = self._columnwise_scale_inv = None
+
+
+@dataclass(frozen=True)
+class MXFP8Quantizer(Quantizer):
+    """MXFP8 (OCP MX): scales of 1x32 rowwise and 32x1 columnwise blocks.
+
+    Parameters
+    ----------
+    fp8_dtype
+        E4M3 or E5M2.
+    with_2d_quantization
+        One scale for 32x32 elements, for weights.
+    """
+
+    fp8_dtype: DType = DType.kFloat8E4M3
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+    with_2d_quantization: bool = field(default=False, kw_only=True)
+
+    tensor_class = MXFP8Tensor
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        check_multiple("MXFP8", rows.shape[0], rows.shape[1], MXFP8_BLOCK)
+        row, row_scale, col, col_scale = mxfp8.quantize(
+            rows,
+            self.fp8_dtype,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            two_dimensional=self.with_2d_quantization,
+        )
+        return dict(zip(MXFP8Tensor.buffer_names, (row, col, row_scale, col_scale), strict=True))

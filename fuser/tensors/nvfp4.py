@@ -1,0 +1,106 @@
+"""NVFP4: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fuser.formats import NVFP4_BLOCK, check_multiple
+from fuser.reference import nvfp4
+from fuser.tensors.base import QuantizedTensor, Quantizer
+
+
+class NVFP4Tensor(QuantizedTensor):
+    """E2M1 pairs with E4M3 block scales and the tensor's amax.
+
+    Buffers: ``_rowwise_data`` [M, K / 2] and ``_columnwise_data`` [K, M / 2]
+    uint8, low nibble first; ``_rowwise_scale_inv`` and
+    ``_columnwise_scale_inv``, E4M3 bytes padded as ``formats.nvfp4_scale_shape``
+    says; ``_amax_rowwise`` and ``_amax_columnwise`` [1] fp32.
+    """
+
+    buffer_names = (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+        "_amax_rowwise",
+        "_amax_columnwise",
+    )
+    _rowwise_data: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+    _amax_rowwise: torch.Tensor | None
+    _amax_columnwise: torch.Tensor | None
+    _quantizer: NVFP4Quantizer
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        columnwise = self._rowwise_data is None
+        data, scale, amax = (
+            (self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise)
+            if columnwise
+            else (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise)
+        )
+        assert data is not None
+        assert scale is not None
+        assert amax is not None
+        rows = nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
+        if columnwise and self._quantizer.with_rht:
+            return nvfp4.inverse_hadamard_transform(rows.t()).t().contiguous()
+        return rows
+
+    def _usage(self) -> Quantizer:
+        return self._quantizer.with_usage(
+            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
+        )
+
+    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
+        if not rowwise:
+            self._rowwise_data = self._rowwise_scale_inv = self._amax_rowwise = None
+        if not columnwise:
+            self._columnwise_data = self._columnwise_scale_inv = self._amax_columnwise = None
+
+
+@dataclass(frozen=True)
+class NVFP4Quantizer(Quantizer):
+    """NVFP4: scales of 1x16 blocks, or 16x16 for weights.
+
+    Parameters
+    ----------
+    with_2d_quantization
+        One scale for 16x16 elements.
+    with_rht
+        A 16-point random Hadamard transform on the columnwise copy.
+    stochastic_rounding
+        Round at random, so that the expected value is kept.
+    seed
+        Of the stochastic rounding; None draws one from torch's generator at every call.
+    """
+
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+    with_2d_quantization: bool = field(default=False, kw_only=True)
+    with_rht: bool = field(default=False, kw_only=True)
+    stochastic_rounding: bool = field(default=False, kw_only=True)
+    seed: int | None = field(default=None, kw_only=True)
+
+    tensor_class = NVFP4Tensor
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        check_multiple("NVFP4", rows.shape[0], rows.shape[1], NVFP4_BLOCK)
+        seed = 0
+        if self.stochastic_rounding:
+            seed = int(torch.randint(2**31, (), device="cpu")) if self.seed is None else self.seed
+        row, row_scale, row_amax, col, col_scale, col_amax = nvfp4.quantize(
+            rows,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            two_dimensional=self.with_2d_quantization,
+            hadamard=self.with_rht,
+            stochastic=self.stochastic_rounding,
+            seed=seed,
+        )
+        values = (row, col, row_scale, col_scale, row_amax, col_amax)
+        return dict(zip(NVFP4Tensor.buffer_names, values, strict=True))

@@ -1,0 +1,289 @@
+"""Pipelines under every recipe: quantized forward and backward, and the backward override."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+from fuser import recipe as recipes
+from fuser.precision import make_quantizer
+
+FORMATS = {
+    "current": recipes.Float8CurrentScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "block": recipes.Float8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+OVERRIDES = (None, "high_precision", "dequantized")
+every_format = pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
+every_override = pytest.mark.parametrize("override", OVERRIDES)
+
+# Relative error of one rounding to the format's mantissa, the worst element of
+# a block: 2^-4 for E4M3, 2^-2 for E2M1 (between 4 and 6).
+ROUNDING = {
+    recipes.Float8CurrentScaling: 2**-4,
+    recipes.MXFP8BlockScaling: 2**-4,
+    recipes.Float8BlockScaling: 2**-4,
+    recipes.NVFP4BlockScaling: 2**-2,
+}
+
+
+def block(**options: Any) -> fuser.Sequential:
+    """Norm, linear, gated activation, linear and a residual through a channel."""
+    return oracles.randomize(
+        fuser.Sequential(
+            fuser.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
+            fuser.RMSNorm(64),
+            fuser.Linear(64, 128),
+            fuser.SwiGLU(),
+            fuser.Linear(64, 64),
+            fuser.AddExtraInput().set_extra_input_channel(0, "r"),
+            **options,
+        )
+    )
+
+
+def results(model: torch.nn.Module, recipe: Any, rows: int = 96) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)  # of stochastic rounding
+    x = oracles.random_tensor((rows, 64), torch.float32, 1).requires_grad_()
+    model.zero_grad(set_to_none=True)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    y.backward(oracles.random_tensor(y.shape, torch.float32, 2))
+    return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- one linear, by hand --------------------------------------------------------------
+
+
+def one_linear(recipe: Any) -> dict[str, torch.Tensor]:
+    """What numerics.md says a linear computes: operands quantized as each GEMM reads them."""
+    x = oracles.random_tensor((96, 64), torch.float32, 1)
+    weight = oracles.random_tensor((32, 64), torch.float32, 100)
+    dy = oracles.random_tensor((96, 32), torch.float32, 2)
+    qx, qw, qdy = (
+        make_quantizer(recipe, role)(t)
+        for role, t in (("input", x), ("weight", weight), ("grad_output", dy))
+    )
+
+    def copy(tensor: fuser.QuantizedTensor, which: str) -> torch.Tensor:
+        return tensor.only(which).dequantize()
+
+    out = {"y": copy(qx, "rowwise") @ copy(qw, "rowwise").T}
+    override = recipe.backward_override
+    if override is None:
+        out["dx"] = copy(qdy, "rowwise") @ copy(qw, "columnwise")
+        out["weight"] = copy(qdy, "columnwise").T @ copy(qx, "columnwise")
+    elif override == "high_precision":
+        out |= {"dx": dy @ weight, "weight": dy.T @ x}
+    else:
+        out |= {"dx": dy @ copy(qw, "rowwise"), "weight": dy.T @ copy(qx, "rowwise")}
+    return out
+
+
+@every_format
+@every_override
+def test_a_linear_computes_what_the_formats_say(make: Any, override: str | None) -> None:
+    options = {"disable_stochastic_rounding": True} if "NVFP4" in make.__name__ else {}
+    recipe = make(backward_override=override, **options)
+    op = oracles.randomize(fuser.BasicLinear(64, 32))
+    found = results(op, recipe)
+    # The same GEMMs on the same operands, bit for bit.
+    for name, value in one_linear(recipe).items():
+        assert torch.equal(found[name], value), name
+
+
+@every_format
+def test_an_override_leaves_the_forward_as_it_is(make: Any) -> None:
+    forwards = [results(block(), make(backward_override=o))["y"] for o in OVERRIDES]
+    assert torch.equal(forwards[0], forwards[1])
+    assert torch.equal(forwards[0], forwards[2])
+    assert not torch.equal(forwards[0], results(block(), None)["y"])
+
+
+@every_format
+@every_override
+def test_fused_equals_unfused_bit_for_bit(make: Any, override: str | None) -> None:
+    recipe = make(backward_override=override)
+    fused, unfused = results(block(), recipe), results(block(fusions=()), recipe)
+    assert same(fused, unfused)
+
+
+@every_format
+def test_errors_are_those_of_the_format(make: Any) -> None:
+    exact, found = results(block(), None), results(block(), make())
+    assert not same(exact, found)
+    # Two GEMMs in a row, three quantized operands each side: a handful of roundings.
+    for name, value in exact.items():
+        error = (found[name] - value).norm() / value.norm()
+        assert error < 4 * ROUNDING[make], f"{name} is off by {error:.3g}"
+
+
+@every_format
+def test_a_gradient_under_an_override_is_nearer_to_the_exact_one(make: Any) -> None:
+    exact = results(block(), None)
+    errors = {
+        override: sum(
+            float((value - exact[name]).norm() / exact[name].norm())
+            for name, value in results(block(), make(backward_override=override)).items()
+        )
+        for override in OVERRIDES
+    }
+    assert errors["high_precision"] < errors["dequantized"] < errors[None]
+
+
+# -- what is saved -------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved() -> Iterator[list[torch.Tensor]]:
+    tensors: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield tensors
+
+
+@every_format
+@pytest.mark.parametrize("override", ["dequantized", None])
+def test_backward_is_handed_one_quantized_copy(
+    make: Any, override: str | None, saved: list[torch.Tensor]
+) -> None:
+    op = oracles.randomize(fuser.BasicLinear(64, 32))
+    x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=make(backward_override=override)):
+        y = op(x)
+    kept = [t for t in saved if isinstance(t, fuser.QuantizedTensor)]
+    assert len(kept) == 2
+    before = [{n: b.data_ptr() for n, b in t.buffers().items() if b is not None} for t in kept]
+    for tensor in kept:
+        usage = tensor._usage()
+        assert usage.rowwise == (override == "dequantized")
+        assert usage.columnwise == (override is None)
+    y.sum().backward()
+    after = [{n: b.data_ptr() for n, b in t.buffers().items() if b is not None} for t in kept]
+    assert before == after
+
+
+@every_format
+def test_high_precision_saves_the_originals(make: Any, saved: list[torch.Tensor]) -> None:
+    op = oracles.randomize(fuser.BasicLinear(64, 32))
+    x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=make(backward_override="high_precision")):
+        op(x)
+    assert [t.data_ptr() for t in saved] == [x.data_ptr(), op.weight.data_ptr()]
+
+
+# -- plans, nesting, adjacent ops ------------------------------------------------------
+
+
+def test_switching_the_override_between_two_steps_plans_once_each() -> None:
+    model = block()
+    for _ in range(3):
+        for override in OVERRIDES:
+            results(model, recipes.MXFP8BlockScaling(backward_override=override))
+    assert len(model.plans) == len(OVERRIDES)
+
+
+def test_the_plan_says_why_a_gemm_has_no_epilogue() -> None:
+    model = block()
+    x = torch.empty(96, 64, device="meta")
+    with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+        plan = model.plan(x)
+    reasons = [r.reason for r in plan.refusals if r.fusion == "ForwardLinearBiasActivation"]
+    assert reasons
+    assert all("emulated" in reason for reason in reasons)
+
+
+NEIGHBOURS = {
+    "linear-linear": lambda: (fuser.Linear(64, 64), fuser.Linear(64, 64)),
+    "linear-quantize": lambda: (fuser.Linear(64, 64), fuser.Quantize()),
+    "quantize-linear": lambda: (fuser.Quantize(backward=True), fuser.Linear(64, 64)),
+    "quantize-gelu": lambda: (fuser.Quantize(), fuser.GELU(), fuser.Linear(64, 64)),
+    "quantize-norm": lambda: (fuser.Quantize(True, True), fuser.RMSNorm(64)),
+    "quantize-bias": lambda: (fuser.Quantize(), fuser.Bias(64), fuser.Quantize(False, True)),
+}
+
+
+@every_format
+@every_override
+@pytest.mark.parametrize("ops", NEIGHBOURS.values(), ids=NEIGHBOURS)
+def test_any_neighbours_work_together(ops: Any, override: str | None, make: Any) -> None:
+    recipe = make(backward_override=override)
+    model = oracles.randomize(fuser.Sequential(*ops()))
+    x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        y = model(x)
+    y.sum().backward()
+    exact = oracles.run_module(model, x.detach().requires_grad_())["output 0"]
+    assert (y.detach().dequantize() if isinstance(y, fuser.QuantizedTensor) else y).shape == (
+        32,
+        64,
+    )
+    error = (torch.zeros(()) + y.detach() - exact).norm() / exact.norm()
+    assert error < 4 * ROUNDING[make]
+    assert torch.isfinite(x.grad).all()
+
+
+def test_quantize_is_the_identity_outside_autocast() -> None:
+    x = oracles.random_tensor((3, 5), torch.float32, 1)
+    assert torch.equal(fuser.Quantize(True, True)(x), x)
+
+
+def test_a_disabled_autocast_inside_another_runs_in_high_precision() -> None:
+    model = block()
+    plain = results(model, None)["y"]
+    x = oracles.random_tensor((96, 64), torch.float32, 1)
+    with fuser.autocast(recipe=recipes.MXFP8BlockScaling()), fuser.autocast(enabled=False):
+        assert torch.equal(model(x), plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "multiple"),
+    [(recipes.MXFP8BlockScaling, 48, 32), (recipes.NVFP4BlockScaling, 40, 16)],
+)
+def test_a_size_that_the_format_cannot_take_is_a_sentence(
+    make: Any, size: int, multiple: int
+) -> None:
+    op = fuser.BasicLinear(size, 64)
+    x = torch.randn(64, size)
+    with fuser.autocast(recipe=make()), pytest.raises(fuser.InputError) as caught:
+        op(x)
+    assert str(size) in str(caught.value)
+    assert str(multiple) in str(caught.value)
+    assert op(x).shape == (64, 64)
+
+
+# -- delayed scaling -------------------------------------------------------------------
+
+
+def test_delayed_scaling_uses_the_amaxes_of_earlier_steps() -> None:
+    op = oracles.randomize(fuser.BasicLinear(64, 32))
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+    x = oracles.random_tensor((96, 64), torch.float32, 1) * 2**-9  # subnormal in E4M3 unscaled
+    dy = oracles.random_tensor((96, 32), torch.float32, 2)
+    exact = x @ op.weight.detach().T
+    errors = []
+    for _ in range(2):
+        with fuser.autocast(recipe=recipe):
+            y = op(x)
+        y.backward(dy)
+        errors.append(float((y.detach() - exact).norm() / exact.norm()))
+    assert errors[0] > 0.1 > 2 * errors[1]
+    forward, backward = (op._delayed[mode].scale for mode in ("forward", "backward"))
+    amaxes = torch.stack([x.abs().max(), op.weight.detach().abs().max()])
+    # torch computes number / tensor through a reciprocal, which rounds twice.
+    assert torch.equal(forward, torch.full((2,), 448.0) / amaxes)
+    assert torch.equal(backward, torch.full((1,), 57344.0) / dy.abs().max())
