@@ -48,7 +48,7 @@ from fuser.pipeline import (
 )
 from fuser.plan import FusionPlan, Refusal, Step
 from fuser.plan_key import PlanKey
-from fuser.precision import autocast
+from fuser.precision import autocast, quantized_model_init
 from fuser.sequential import Sequential
 from fuser.tensors import (
     Float8BlockQuantizer,
@@ -130,6 +130,7 @@ __all__ = [
     "__version__",
     "autocast",
     "ops",
+    "quantized_model_init",
     "recipe",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fuser.tensors import (
     Float8Quantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
+    QuantizedTensor,
     Quantizer,
 )
 
@@ -172,3 +174,66 @@ class autocast(contextlib.ContextDecorator):
 
     def __exit__(self, *exc_info: object) -> None:
         _active_recipe.reset(self._tokens.pop())
+
+
+@dataclass(frozen=True)
+class _ParameterInit:
+    """What parameters made under :class:`quantized_model_init` become."""
+
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+_parameter_init: ContextVar[_ParameterInit | None] = ContextVar("fuser_init", default=None)
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Make the weights of linears in the format of ``recipe``; their only copy is quantized.
+
+    Parameters
+    ----------
+    enabled
+        Off where False, also inside another region.
+    recipe
+        ``Float8CurrentScaling()`` if None. Delayed scaling has no scale for a
+        weight before its first step, and is refused.
+    preserve_high_precision_init_val
+        Keep the initial values on the CPU, for an optimizer's master weights:
+        ``weight.get_high_precision_init_val()`` gives them, and
+        ``weight.clear_high_precision_init_val()`` frees them.
+
+    Raises
+    ------
+    InputError
+        If ``recipe`` is DelayedScaling.
+    """
+    recipe = recipe or Float8CurrentScaling()
+    if enabled and isinstance(recipe, DelayedScaling):
+        raise InputError(
+            "quantized_model_init got DelayedScaling, which has no scale for a weight before its "
+            "first step; use Float8CurrentScaling or a block-scaled recipe."
+        )
+    chosen = _ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None
+    token = _parameter_init.set(chosen)
+    try:
+        yield
+    finally:
+        _parameter_init.reset(token)
+
+
+def initialised_weight(weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    """``weight``, or its quantized stand-in inside :func:`quantized_model_init`."""
+    init = _parameter_init.get()
+    if init is None:
+        return weight
+    quantized = make_quantizer(init.recipe, "weight")(weight.detach())
+    parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    if init.preserve_high_precision_init_val:
+        assert isinstance(parameter, QuantizedTensor)
+        parameter.set_high_precision_init_val(weight.detach().cpu().clone())
+    return parameter

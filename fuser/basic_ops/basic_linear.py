@@ -20,7 +20,7 @@ from fuser.op import (
     default_dtype,
 )
 from fuser.plan_key import PlanKey, TensorSpec
-from fuser.precision import current_recipe
+from fuser.precision import current_recipe, initialised_weight
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -101,6 +101,7 @@ class BasicLinear(BasicOperation):
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        self.weight = initialised_weight(self.weight)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:

@@ -163,6 +163,20 @@ class QuantizedTensor(torch.Tensor):
         alias.update_usage(which == "rowwise", which == "columnwise")
         return alias
 
+    _high_precision_init_val: torch.Tensor | None = None
+
+    def set_high_precision_init_val(self, value: torch.Tensor) -> None:
+        """Keep the values that a parameter had before it was quantized."""
+        self._high_precision_init_val = value
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """The values before quantization, on the CPU; None unless they were kept."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the values kept from before quantization."""
+        self._high_precision_init_val = None
+
     def quantize_(self, tensor: torch.Tensor) -> QuantizedTensor:
         """Quantize ``tensor`` into this one, in place, with the copies that are here."""
         usage = self._usage()

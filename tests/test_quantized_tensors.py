@@ -1,0 +1,266 @@
+"""Quantizers as values, and quantized tensors as tensors: copies, views, in-place, state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+from fuser import DType
+from fuser import recipe as recipes
+
+QUANTIZERS = {
+    "current": fuser.Float8CurrentScalingQuantizer(),
+    "current-pow2": fuser.Float8CurrentScalingQuantizer(DType.kFloat8E5M2, force_pow_2_scales=True),
+    "mxfp8": fuser.MXFP8Quantizer(),
+    "mxfp8-2d": fuser.MXFP8Quantizer(with_2d_quantization=True),
+    "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
+    "block-2d": fuser.Float8BlockQuantizer(),
+    "nvfp4": fuser.NVFP4Quantizer(),
+    "nvfp4-hadamard": fuser.NVFP4Quantizer(with_rht=True),
+}
+every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
+
+
+def values(rows: int = 64, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return oracles.random_tensor((rows, 96), dtype, 3)
+
+
+def same_buffers(a: fuser.QuantizedTensor, b: fuser.QuantizedTensor) -> bool:
+    return type(a) is type(b) and all(
+        (x is None) == (y is None) and (x is None or torch.equal(x, y))
+        for x, y in zip(a.buffers().values(), b.buffers().values(), strict=True)
+    )
+
+
+# -- quantizers are values -----------------------------------------------------------
+
+
+@every_quantizer
+def test_a_quantizer_is_equal_by_contents_hashable_and_picklable(quantizer: Any) -> None:
+    twin = pickle.loads(pickle.dumps(quantizer))
+    assert twin == quantizer
+    assert hash(twin) == hash(quantizer)
+    rowwise = quantizer.with_usage(rowwise=True, columnwise=False)
+    assert rowwise != quantizer
+    assert quantizer.columnwise  # unchanged
+    with pytest.raises(AttributeError):
+        quantizer.columnwise = False
+
+
+def test_different_quantizers_differ() -> None:
+    assert len(set(QUANTIZERS.values())) == len(QUANTIZERS)
+
+
+def test_a_quantizer_without_any_usage_is_refused() -> None:
+    quantizer = fuser.MXFP8Quantizer(rowwise=False, columnwise=False)
+    with pytest.raises(fuser.InputError, match="neither"):
+        quantizer(values())
+
+
+# -- contents ------------------------------------------------------------------------
+
+
+@every_quantizer
+def test_both_copies_dequantize_near_the_values(quantizer: Any) -> None:
+    x = values(dtype=torch.float32)
+    tensor = quantizer(x)
+    assert (tensor.shape, tensor.dtype) == (x.shape, x.dtype)
+    step = {DType.kFloat8E4M3: 2**-4, DType.kFloat8E5M2: 2**-3}.get(
+        getattr(quantizer, "fp8_dtype", None), 2**-2
+    )
+    for which in ("rowwise", "columnwise"):
+        back = tensor.only(which).dequantize()
+        # A scale rounded down to a power of two costs nothing; the largest sets the step.
+        assert (back - x).norm() <= step * x.norm()
+        assert back.dtype is torch.float32
+
+
+@every_quantizer
+def test_one_usage_gives_the_same_bytes_as_both(quantizer: Any) -> None:
+    x = values()
+    both = quantizer(x)
+    for rowwise, which in ((True, "rowwise"), (False, "columnwise")):
+        alone = quantizer.with_usage(rowwise=rowwise, columnwise=not rowwise)(x)
+        assert same_buffers(alone, both.only(which))
+
+
+@every_quantizer
+def test_update_usage_drops_and_refuses(quantizer: Any) -> None:
+    tensor = quantizer(values())
+    before = tensor.only("rowwise").dequantize()
+    tensor.update_usage(columnwise_usage=False)
+    assert not tensor._usage().columnwise
+    assert torch.equal(tensor.dequantize(), before)
+    with pytest.raises(fuser.StateError, match="without any copy"):
+        tensor.update_usage(rowwise_usage=False)
+    if isinstance(tensor, fuser.Float8Tensor):
+        tensor.update_usage(columnwise_usage=True)
+        assert torch.equal(tensor._transpose, tensor._data.t())
+    else:
+        with pytest.raises(fuser.StateError, match="cannot be made"):
+            tensor.update_usage(columnwise_usage=True)
+
+
+# -- as tensors ------------------------------------------------------------------------
+
+
+@every_quantizer
+def test_arithmetic_is_that_of_the_dequantized_tensor(quantizer: Any) -> None:
+    tensor = quantizer(values(dtype=torch.float32))
+    plain = tensor.dequantize()
+    assert torch.equal(tensor + 1, plain + 1)
+    assert torch.equal(tensor @ plain.T, plain @ plain.T)
+    assert torch.equal(torch.cat([tensor, plain]), torch.cat([plain, plain]))
+    assert torch.equal(tensor[3:5], plain[3:5])
+    assert torch.equal(tensor.t(), plain.t())
+    assert tensor.sum() == plain.sum()
+
+
+@every_quantizer
+@pytest.mark.parametrize(
+    "duplicate",
+    [
+        torch.clone,
+        copy.deepcopy,
+        lambda t: t.to("cpu", copy=True),
+        lambda t: t.detach(),
+        lambda t: pickle.loads(pickle.dumps(t)),
+    ],
+    ids=["clone", "deepcopy", "to", "detach", "pickle"],
+)
+def test_duplicates_keep_the_bytes(quantizer: Any, duplicate: Any) -> None:
+    tensor = quantizer(values())
+    twin = duplicate(tensor)
+    assert same_buffers(twin, tensor)
+    assert (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
+    assert twin._quantizer == tensor._quantizer
+
+
+@every_quantizer
+def test_a_view_keeps_scales_or_is_plain(quantizer: Any) -> None:
+    tensor = quantizer(values())
+    kept = tensor.view(2, 32, 96)
+    assert isinstance(kept, fuser.QuantizedTensor)
+    assert torch.equal(kept.dequantize(), tensor.dequantize().view(2, 32, 96))
+    other = tensor.reshape(96, 64)
+    assert not isinstance(other, fuser.QuantizedTensor)
+    assert torch.equal(other, tensor.dequantize().reshape(96, 64))
+
+
+@every_quantizer
+def test_writing_in_place_quantizes_again(quantizer: Any) -> None:
+    tensor = quantizer(values(dtype=torch.float32))
+    expected = quantizer(tensor.dequantize() * 2 + 1)
+    buffers = {n: b.data_ptr() for n, b in tensor.buffers().items() if b is not None}
+    tensor.copy_(tensor.dequantize() * 2 + 1)
+    assert same_buffers(tensor, expected)
+    assert buffers == {n: b.data_ptr() for n, b in tensor.buffers().items() if b is not None}
+    source = quantizer(values())
+    tensor.copy_(source)
+    assert same_buffers(tensor, source)
+    doubled = quantizer(tensor.dequantize() * 2)
+    assert tensor.mul_(2) is tensor
+    assert same_buffers(tensor, doubled)
+
+
+# -- parameters --------------------------------------------------------------------------
+
+MAKERS = {
+    "current": recipes.Float8CurrentScaling,
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "block": recipes.Float8BlockScaling,
+    "nvfp4": recipes.NVFP4BlockScaling,
+}
+every_recipe = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def quantized_linear(make: Any, **options: Any) -> fuser.Sequential:
+    torch.manual_seed(0)
+    with fuser.quantized_model_init(recipe=make(), **options):
+        return fuser.Sequential(fuser.Linear(64, 32))
+
+
+@every_recipe
+def test_quantized_parameters_train_with_a_torch_optimizer(make: Any) -> None:
+    model = quantized_linear(make)
+    weight = model[0].weight
+    assert isinstance(weight, fuser.QuantizedTensor)
+    assert isinstance(weight, torch.nn.Parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = oracles.random_tensor((64, 64), torch.float32, 1)
+    target = oracles.random_tensor((64, 32), torch.float32, 2)
+    losses = []
+    for _ in range(5):
+        with fuser.autocast(recipe=make()):
+            loss = torch.nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert model[0].weight is weight
+    assert isinstance(weight, fuser.QuantizedTensor)
+
+
+@every_recipe
+def test_checkpoints_go_between_quantized_and_plain_models(make: Any, tmp_path: Any) -> None:
+    model = quantized_linear(make)
+    file = tmp_path / "model.pt"
+    torch.save(model.state_dict(), file)
+    state = torch.load(file, weights_only=True)
+    again = quantized_linear(make)
+    again.load_state_dict(state)
+    assert same_buffers(again[0].weight, model[0].weight)
+    plain = fuser.Sequential(fuser.Linear(64, 32))
+    plain.load_state_dict(state)
+    assert torch.equal(plain[0].weight, model[0].weight.dequantize())
+    back = quantized_linear(make)
+    back.load_state_dict(plain.state_dict())
+    assert torch.equal(back[0].weight.dequantize(), model[0].weight.dequantize())
+
+
+def test_initial_values_can_be_kept() -> None:
+    torch.manual_seed(0)
+    exact = fuser.Linear(64, 32).weight.detach()
+    weight = quantized_linear(recipes.MXFP8BlockScaling, preserve_high_precision_init_val=True)[
+        0
+    ].weight
+    kept = weight.get_high_precision_init_val()
+    assert torch.equal(kept, exact)
+    weight.clear_high_precision_init_val()
+    assert weight.get_high_precision_init_val() is None
+
+
+def test_delayed_scaling_cannot_make_parameters() -> None:
+    with (
+        pytest.raises(fuser.InputError, match="no scale for a weight"),
+        fuser.quantized_model_init(recipe=recipes.DelayedScaling()),
+    ):
+        pass
+
+
+def test_a_quantized_parameter_without_autocast_computes_with_its_values() -> None:
+    model = quantized_linear(recipes.MXFP8BlockScaling)
+    x = oracles.random_tensor((3, 64), torch.float32, 1).requires_grad_()
+    y = model(x)
+    weight, bias = model[0].weight.dequantize(), model[0].bias
+    torch.testing.assert_close(y, x @ weight.T + bias)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(3, 32) @ weight)
+    assert not isinstance(model[0].weight.grad, fuser.QuantizedTensor)
+
+
+def test_no_quantizer_of_a_tensor_holds_a_group() -> None:
+    quantizer = fuser.Float8CurrentScalingQuantizer()
+    tensor = quantizer(values())
+    assert tensor._quantizer.group is None
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    assert quantizer.bound_to(None) == quantizer
