@@ -1,30 +1,10 @@
 """Quantizers and quantized tensors."""
 
-import torch
-
-from fuser.formats import DType
-from fuser.tensors.base import QuantizedTensor, Quantizer, rebuild
+from fuser.tensors.base import QuantizedTensor, Quantizer
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
-
-# What ``torch.load(weights_only=True)`` may build: plain data and these classes.
-torch.serialization.add_safe_globals(
-    [
-        rebuild,
-        DType,
-        torch.device,
-        Float8BlockQuantizer,
-        Float8BlockwiseQTensor,
-        Float8CurrentScalingQuantizer,
-        Float8Tensor,
-        MXFP8Quantizer,
-        MXFP8Tensor,
-        NVFP4Quantizer,
-        NVFP4Tensor,
-    ]
-)
 
 __all__ = [
     "Float8BlockQuantizer",

@@ -16,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fuser.errors import InputError, StateError
+from fuser.formats import DType
 
 aten = torch.ops.aten
 
@@ -48,6 +49,10 @@ class Quantizer:
 
     tensor_class: ClassVar[type[QuantizedTensor]]
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
+
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The buffers of a quantized ``[M, K]`` tensor, by name."""
         raise NotImplementedError
@@ -76,6 +81,10 @@ class QuantizedTensor(torch.Tensor):
 
     buffer_names: ClassVar[tuple[str, ...]]
     _quantizer: Quantizer
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
 
     @staticmethod
     def __new__(
@@ -248,6 +257,11 @@ def rebuild(
     """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     present = (b.device for b in buffers.values() if b is not None)
     return cls(buffers, shape, dtype, next(present, device), quantizer, requires_grad)
+
+
+# ``torch.load(weights_only=True)`` may build quantized tensors and quantizers,
+# which are plain data; each class adds itself.
+torch.serialization.add_safe_globals([rebuild, DType, torch.device])
 
 
 def _plain(value: Any) -> Any:
