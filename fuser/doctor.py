@@ -22,7 +22,7 @@ from fuser.version import __version__
 MINIMUM_TORCH = (2, 11)
 
 OPTIONAL_PACKAGES = (
-    ("matplotlib", "plans drawn as pictures", 'pip install "fuser[draw]"'),
+    ("matplotlib", "plans drawn as pictures", "pip install matplotlib"),
     ("tqdm", "the demo's progress bar", "pip install tqdm"),
 )
 

@@ -14,6 +14,7 @@ import itertools
 import linecache
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -135,13 +136,14 @@ class _Writer:
         self._write_backward(backward)
         source = "\n".join(self.lines) + "\n"
         exec(compile(source, self.filename, "exec"), self.names)
-        return source, self.names["forward"], self.names["backward"]
+        # Popped: a function that stands in its own globals is a reference cycle.
+        return source, self.names.pop("forward"), self.names.pop("backward")
 
     def _write_forward(self, steps: PlannedOps) -> None:
         add = self.lines.append
         contexts = "".join(f"c{i}, " for i in range(len(self.ops)))
         makes = "".join(f"Context{i}(), " for i in range(len(self.ops)))
-        self.names["no_kwargs"] = [{}] * len(self.ops)
+        self.names["no_kwargs"] = [MappingProxyType({})] * len(self.ops)
         add("def forward(x, extra_inputs, kwargs):")
         add("    kwargs = kwargs or no_kwargs")
         add(f"    {contexts}= {makes}")
@@ -359,15 +361,24 @@ class _PipelineFunction(torch.autograd.Function):
         saving: list[tuple[OperationContext, int, int]] = []
         for op_ctx in op_ctxs:
             tensors = op_ctx.to_save
-            if tensors is not None and op_ctx.requires_grad:
-                start = len(to_save)
-                to_save += tensors
-                saving.append((op_ctx, start, len(to_save)))
+            if tensors is not None:
                 op_ctx.to_save = None
+                if op_ctx.requires_grad:
+                    start = len(to_save)
+                    to_save += tensors
+                    saving.append((op_ctx, start, len(to_save)))
         ctx.save_for_backward(*to_save)
         specs = [(t.shape, t.dtype) for t in produced] if produced else None
         ctx.call = (run, op_ctxs, saving, specs)
         if not run.returned:
+            base = output._base
+            # A reshape in here is no view to the caller, who may write to it.
+            if (
+                base is not None
+                and all(base is not t for t in (input_, input_._base))
+                and output is not input_
+            ):
+                output = output.detach()
             return output  # type: ignore[no-any-return]
         outputs = [output]
         without_grad = []
@@ -403,15 +414,17 @@ class _PipelineFunction(torch.autograd.Function):
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad
-        # A sum's gradient is one number with zero strides, which every GEMM that
-        # reads it would copy; it is copied once here.
-        result: tuple[torch.Tensor | None, ...] = run.backward(
-            op_ctxs, grad_outputs[0].contiguous(), grad_extras, specs
-        )
-        # A retained graph runs again; in between, nothing here keeps tensors alive.
-        for op_ctx, _, _ in saving:
-            op_ctx.saved_tensors = None
-        return result
+        try:
+            # A sum's gradient is one number with zero strides, which every GEMM
+            # that reads it would copy; it is copied once here.
+            result: tuple[torch.Tensor | None, ...] = run.backward(
+                op_ctxs, grad_outputs[0].contiguous(), grad_extras, specs
+            )
+            return result
+        finally:
+            # A retained graph runs again; in between, nothing here keeps tensors alive.
+            for op_ctx, _, _ in saving:
+                op_ctx.saved_tensors = None
 
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and is

@@ -364,7 +364,7 @@ class BasicOperation(FusibleOperation):
         if self._captured:
             raise StateError(
                 f"Channel {name!r} cannot be bound: a pipeline has captured this "
-                f"{type(self).__name__} already. Bind channels before the first call."
+                f"{type(self).__name__} already. Bind channels before the first call or plan."
             )
 
     # -- state ----------------------------------------------------------------
@@ -397,6 +397,29 @@ class BasicOperation(FusibleOperation):
         return {**super().__getstate__(), "_captured": False}
 
 
+class _FixedOps(torch.nn.ModuleList):
+    """The basic ops of a fused one: pipelines hold on to them, so they stay what they are."""
+
+    def __init__(self, ops: Iterable[FusibleOperation]) -> None:
+        super().__init__(ops)
+        self._is_fixed = True
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        names = ", ".join(type(op).__name__ for op in self)
+        raise StateError(
+            f"The basic ops [{names}] of a fused operation cannot be exchanged: replace the whole "
+            "operation, or a parameter of the basic op."
+        )
+
+    __setitem__ = __delitem__ = insert = pop = _refuse
+
+    def append(self, module: torch.nn.Module) -> Any:
+        return self._refuse() if hasattr(self, "_is_fixed") else super().append(module)
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Any:
+        return self._refuse() if hasattr(self, "_is_fixed") else super().extend(modules)
+
+
 class FusedOperation(FusibleOperation):
     """One class for one way to run a window of basic ops at once.
 
@@ -420,7 +443,7 @@ class FusedOperation(FusibleOperation):
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
-        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        self.basic_ops = _FixedOps(basic_ops)
         if not len(self.basic_ops):
             raise InputError(f"{type(self).__name__} was given no basic ops to stand for.")
         # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.

@@ -162,7 +162,7 @@ def matplotlib_or_error() -> Iterator[None]:
     except ImportError as error:
         raise StateError(
             "Drawing a plan needs matplotlib, which cannot be imported here: "
-            'run pip install "fuser[draw]".'
+            "run `pip install matplotlib`."
         ) from error
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

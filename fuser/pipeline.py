@@ -31,6 +31,11 @@ from fuser.planner import FusionFunction, RegisteredFusions, make_plan
 from fuser.precision import current_recipe
 
 _registered = RegisteredFusions()
+_registered_version = 0
+
+# A recipe with a fresh closure at every step would plan at every step: the
+# oldest plans are dropped past this many.
+MAX_PLANS = 256
 # Asked at every call: a name here is found 0.1 us sooner than three dots deep.
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -63,6 +68,16 @@ class OperationFuser:
         ops: Iterable[FusibleOperation],
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
     ) -> None:
+        for fusion in fusions if isinstance(fusions, Sequence) else [fusions]:
+            if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+                raise InputTypeError(
+                    f"fusions is a sequence of FusedOperation classes; got {fusion!r}."
+                )
+            if fusion.side not in ("", "forward", "backward", "joint"):
+                raise InputError(
+                    f"{fusion.__name__}.side is {fusion.side!r}; it is 'forward', 'backward' or "
+                    "'joint'."
+                )
         basic_ops: list[BasicOperation] = []
         for op in ops:
             members = op.basic_ops if isinstance(op, FusedOperation) else (op,)
@@ -111,6 +126,17 @@ class OperationFuser:
         self._param_names = [name for _, name in slots]
         self._param_counts = counts
 
+    def _refuse_lost_param(self) -> None:
+        places = iter(zip(self._param_owners, self._param_names, strict=True))
+        for index, (op, count) in enumerate(zip(self.basic_ops, self._param_counts, strict=True)):
+            for owner, name in (next(places) for _ in range(count)):
+                if name not in owner:
+                    raise StateError(
+                        f"Op {index} ({type(op).__name__}) has no parameter {name!r} any more: a "
+                        "pipeline reads parameters from where they stood at its first call. Wrap "
+                        "or shard the Sequential as a whole, or use a torch module here."
+                    )
+
     def _params(self) -> list[torch.Tensor]:
         """The parameters that the ops hold at this moment."""
         return list(map(operator.getitem, self._param_owners, self._param_names))
@@ -143,14 +169,16 @@ class OperationFuser:
             return _call_eagerly(self, input, extra_inputs, basic_op_kwargs)
         if not self._is_started:
             self._start(input, extra_inputs)
-        params = self._params()
         try:
-            device = "cuda" if input.is_cuda else "cpu"
+            params = self._params()
+            device = input.device.type
             quick = (
                 current_recipe(),
                 _is_grad_enabled(),
-                _is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-                id(_registered),
+                device != "meta"
+                and _is_autocast_enabled(device)
+                and torch.get_autocast_dtype(device),
+                _registered_version,
                 input.shape[-1] == 0,  # refused, so never in the table
                 *map(_described, (input, *extra_inputs)),
                 *map(_described_param, params),
@@ -158,10 +186,13 @@ class OperationFuser:
         except (AttributeError, IndexError):  # not tensors, or no dimensions
             self._check_kinds(input, params, extra_inputs)
             raise
+        except KeyError:
+            self._refuse_lost_param()
+            raise
         run = self._runs.get(quick)
         if run is None:
             run = self._plan_run(input, params, extra_inputs, False)
-            self._runs[quick] = run
+            _keep(self._runs, quick, run)
         if basic_op_kwargs is not None:
             self._check_kwargs(basic_op_kwargs)
         for index, op in self._hooked:
@@ -203,8 +234,10 @@ class OperationFuser:
             self._check_before_start(input_, extra_inputs)
             if input_.is_meta:
                 return  # on the meta device a model runs to learn shapes, and stays there
-            for op in self.basic_ops:
-                op.pre_first_fuser_forward()
+            # Deferred parameters are made beside the input, for training too.
+            with torch.inference_mode(False), torch.no_grad(), input_.device:
+                for op in self.basic_ops:
+                    op.pre_first_fuser_forward()
             self._find_param_slots()
             self._is_started = True
 
@@ -254,7 +287,7 @@ class OperationFuser:
                 planned.backward,
             )
             self.planned_count += 1
-            self._plans[key] = run
+            _keep(self._plans, key, run)
         return run
 
     def _graph(
@@ -303,12 +336,16 @@ class OperationFuser:
 
     # -- checking -------------------------------------------------------------
 
-    def _wrong_extra_count(self, given: int) -> str:
-        wanting = [
+    def extra_input_takers(self) -> list[str]:
+        """Each op that takes extra inputs from the caller, and how many, for messages."""
+        return [
             f"op {i} ({type(op).__name__}) {sum(s.caller_index is not None for s in row)}"
             for i, (op, row) in enumerate(zip(self.basic_ops, self.sources, strict=True))
             if any(s.caller_index is not None for s in row)
         ]
+
+    def _wrong_extra_count(self, given: int) -> str:
+        wanting = self.extra_input_takers()
         who = f": {', '.join(wanting)}" if wanting else ""
         return f"The pipeline takes {self.num_extra_inputs} extra inputs and got {given}{who}."
 
@@ -386,6 +423,12 @@ class OperationFuser:
         return first.device
 
 
+def _keep(table: dict[Any, Run], key: Any, run: Run) -> None:
+    if len(table) >= MAX_PLANS:
+        table.pop(next(iter(table)), None)
+    table[key] = run
+
+
 @functools.cache
 def _keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     """The keyword arguments that an op of this class takes from its caller; None for any."""
@@ -434,7 +477,8 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
 
 
 def _register(side: str, function: FusionFunction, prepend: bool) -> None:
-    global _registered
+    global _registered, _registered_version
+    _registered_version += 1
     present = getattr(_registered, side)
     changed = (function, *present) if prepend else (*present, function)
     _registered = replace(_registered, **{side: changed})

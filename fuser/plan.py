@@ -88,8 +88,9 @@ class FusionPlan:
             lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
         lines += [
             "",
-            f"Modelled for {self.nominal_tokens} tokens: bytes over bandwidth, plus launches; "
-            "without GEMM arithmetic.",
+            f"Modelled for {self.nominal_tokens} tokens: every kernel moves its tensors once, at the "
+            "bandwidth",
+            "of memory, and costs a launch; GEMM arithmetic is the same in every cover and left out.",
         ]
         return "\n".join(lines)
 
@@ -111,7 +112,7 @@ class FusionPlan:
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
             *_columns([heading, *rows]),
-            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x)",
+            f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
 
     def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:

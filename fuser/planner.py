@@ -102,7 +102,7 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
     """
     graph.bind(key)
     search = _Search(graph, key)
-    pinned = _apply_registered(graph.ops, key, registered)
+    pinned = _apply_registered(graph, key, registered)
     forward = search.side("forward", pinned["forward"])
     backward = search.side("backward", pinned["backward"])
     joint = search.joint(pinned)
@@ -214,11 +214,11 @@ class _Search:
         self.machine = MACHINES.get(key.device, MACHINES["cuda"])
         self.refusals: list[Refusal] = []
 
-    def side(self, side: str, pinned: Sequence[FusedOperation]) -> list[Candidate]:
+    def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
         """Every candidate of ``side``; the pinned fused ops are the only ones where they stand."""
         found = [*self.basic(side), *self._fused(side)]
-        for fused in pinned:
-            window = range(*_place(self.graph.ops, fused))
+        for start, fused in pinned:
+            window = range(start, start + len(fused.basic_ops))
             found = _outside(window, found)
             found.append(
                 self._candidate(window, side, fused, [(type(fused).__name__, len(window))])
@@ -237,9 +237,13 @@ class _Search:
             candidates.append(self._candidate(window, side, None, kernels))
         return candidates
 
-    def joint(self, pinned: dict[str, list[FusedOperation]]) -> list[tuple[Candidate, Candidate]]:
+    def joint(self, pinned: Pinned) -> list[tuple[Candidate, Candidate]]:
         """Every allowed joint window, as its forward and its backward candidate."""
-        taken = [range(*_place(self.graph.ops, f)) for side in pinned.values() for f in side]
+        taken = [
+            range(start, start + len(fused.basic_ops))
+            for side in pinned.values()
+            for start, fused in side
+        ]
         pairs = []
         for fusion, window, bound in self._windows("joint"):
             if any(window.start < t.stop and t.start < window.stop for t in taken):
@@ -417,11 +421,6 @@ def _outside(window: range, candidates: Iterable[Candidate]) -> list[Candidate]:
     return [c for c in candidates if c.stop <= window.start or c.start >= window.stop]
 
 
-def _place(ops: Sequence[BasicOperation], fused: FusedOperation) -> tuple[int, int]:
-    start = next(i for i, op in enumerate(ops) if op is fused.basic_ops[0])
-    return start, start + len(fused.basic_ops)
-
-
 def _operation(
     ops: Sequence[BasicOperation],
     candidate: Candidate,
@@ -439,26 +438,37 @@ def _operation(
     return made[place], tuple(window)
 
 
-def _apply_registered(
-    ops: Sequence[BasicOperation], key: PlanKey, registered: RegisteredFusions
-) -> dict[str, list[FusedOperation]]:
-    """The fused ops that registered functions put in, for each side."""
+Pinned = dict[str, list[tuple[int, FusedOperation]]]
+
+
+def _apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pinned:
+    """The fused ops that registered functions put in, with where they start, for each side."""
 
     def run(functions: Iterable[FusionFunction], start: list[Any]) -> list[Any]:
         for function in functions:
             start = list(function(start, recipe=key.recipe))
-            _check_covers(ops, start, function)
+            _check_covers(graph.ops, start, function)
         return start
 
-    joint = run(registered.joint, list(ops))
+    joint = run(registered.joint, list(graph.ops))
     sides = {
         "forward": run(registered.forward, list(joint)),
         "backward": run(registered.backward, list(joint)),
     }
-    return {
-        side: [op for op in result if isinstance(op, FusedOperation)]
-        for side, result in sides.items()
-    }
+    pinned: Pinned = {}
+    for side, result in sides.items():
+        pinned[side] = []
+        start = 0
+        for op in result:
+            length = len(op.basic_ops) if isinstance(op, FusedOperation) else 1
+            if isinstance(op, FusedOperation):
+                reason = graph.channels_inside(start, start + length)
+                if reason is not None:
+                    name = type(op).__name__
+                    raise StateError(f"A registered fusion put in {name}, but {reason}")
+                pinned[side].append((start, op))
+            start += length
+    return pinned
 
 
 def _check_covers(ops: Sequence[BasicOperation], result: Sequence[Any], function: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import InputError
+from fuser.errors import InputError, InputTypeError
 from fuser.formats import DType
 from fuser.recipe import (
     CustomRecipe,
@@ -151,6 +151,11 @@ class autocast(contextlib.ContextDecorator):
         ``DelayedScaling()`` if None.
     amax_reduction_group
         Process group over which amaxes are reduced.
+
+    Raises
+    ------
+    InputTypeError
+        If ``recipe`` is none.
     """
 
     def __init__(
@@ -160,10 +165,21 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any | None = None,
     ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise InputTypeError(
+                f"autocast got the recipe {recipe!r}; it takes one of fuser.recipe's classes, "
+                "such as MXFP8BlockScaling()."
+            )
         self.calibrating = calibrating
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or DelayedScaling()) if enabled else None
         self._tokens: list[Token[Recipe | None]] = []
+
+    def _recreate_cm(self) -> autocast:
+        # As a decorator each call gets its own: two threads may be inside at once.
+        return type(self)(
+            self.recipe is not None, self.calibrating, self.recipe, self.amax_reduction_group
+        )
 
     def __enter__(self) -> None:
         if current_recipe() is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,10 @@ from fuser.pipeline import OperationFuser
 from fuser.plan import FusionPlan, merged
 
 Group = OperationFuser | torch.nn.Module
+
+
+_Grouping = tuple[tuple[Any, ...] | None, list[Group], OperationFuser | None]
+_UNGROUPED: _Grouping = (None, [], None)
 
 
 class Sequential(torch.nn.Sequential):
@@ -40,9 +45,8 @@ class Sequential(torch.nn.Sequential):
         else:
             super().__init__(*modules)  # type: ignore[arg-type]
         self._fusions = tuple(fusions)
-        self._grouped: tuple[torch.nn.Module, ...] | None = None
-        self._groups: list[Group] = []
-        self._only: OperationFuser | None = None  # the pipeline, where that is all there is
+        self._grouping = _UNGROUPED
+        self._grouping_lock = threading.Lock()
 
     @property
     def fusions(self) -> tuple[type[FusedOperation], ...]:
@@ -52,7 +56,7 @@ class Sequential(torch.nn.Sequential):
     @fusions.setter
     def fusions(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self._fusions = tuple(fusions)
-        self._grouped = None
+        self._grouping = _UNGROUPED
 
     def __getitem__(self, idx: int | slice | str) -> Any:
         if isinstance(idx, str):
@@ -65,12 +69,23 @@ class Sequential(torch.nn.Sequential):
     def __add__(self, other: Iterable[torch.nn.Module]) -> Sequential:
         return Sequential(*self, *other, fusions=self.fusions)
 
+    def __mul__(self, times: int) -> Sequential:
+        return Sequential(*super().__mul__(times), fusions=self.fusions)
+
+    __rmul__ = __mul__
+
     def __iadd__(self, other: Iterable[torch.nn.Module]) -> Sequential:
         return self.extend(other)
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines hold ops by reference; a copy builds its own.
-        return {**self.__dict__, "_grouped": None, "_groups": [], "_only": None}
+        state = {**self.__dict__, "_grouping": _UNGROUPED}
+        del state["_grouping_lock"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._grouping_lock = threading.Lock()
 
     # -- running --------------------------------------------------------------
 
@@ -101,65 +116,68 @@ class Sequential(torch.nn.Sequential):
         InputError
             If the number of extra inputs is wrong, or ``op_kwargs`` names no op here.
         """
-        if (
-            self._only is not None
-            and op_kwargs is None
-            and tuple(self._modules.values()) == self._grouped
-        ):
-            return self._only(input, *extra_inputs)
+        modules, groups, only = self._grouping
+        if only is not None and op_kwargs is None and tuple(self._modules.values()) == modules:
+            return only(input, *extra_inputs)
         groups = self._pipelines()
         kwargs = None if op_kwargs is None else self._kwargs_by_op(op_kwargs)
         self._check_extra_count(groups, len(extra_inputs))
         x: Any = input
         extra_outputs: list[torch.Tensor] = []
         for group in groups:
-            if not isinstance(group, OperationFuser):
+            pipeline = _pipeline_of(group)
+            if pipeline is None:
                 x = group(x)
                 continue
             taken, extra_inputs = (
-                extra_inputs[: group.num_extra_inputs],
-                extra_inputs[group.num_extra_inputs :],
+                extra_inputs[: pipeline.num_extra_inputs],
+                extra_inputs[pipeline.num_extra_inputs :],
             )
-            x = group(x, *taken, basic_op_kwargs=_of(group, kwargs))
+            if pipeline is group:
+                x = pipeline(x, *taken, basic_op_kwargs=_of(pipeline, kwargs))
+            else:
+                x = group(x, *taken)
             if isinstance(x, tuple):
                 extra_outputs += x[1:]
                 x = x[0]
         return (x, *extra_outputs) if extra_outputs else x
 
     def _pipelines(self) -> list[Group]:
-        """The modules with maximal runs of fusible ops as one pipeline each."""
+        """The modules with maximal runs of fusible ops as one pipeline each.
+
+        An op with hooks stands alone and is called as a module, so that its
+        hooks run; hooks count from the first call on, or the next edit.
+        """
         modules = tuple(self._modules.values())
         # Equality of modules is identity, so this notices every way of editing.
-        if modules == self._grouped:
-            return self._groups
-        groups: list[Group] = []
-        run: list[FusibleOperation] = []
-        for module in modules:
-            if isinstance(module, FusibleOperation):
-                run.append(module)
-                continue
+        if self._grouping[0] == modules:
+            return self._grouping[1]
+        with self._grouping_lock:
+            if self._grouping[0] == modules:
+                return self._grouping[1]
+            groups: list[Group] = []
+            run: list[FusibleOperation] = []
+            for module in modules:
+                assert module is not None
+                if isinstance(module, FusibleOperation) and not _has_hooks(module):
+                    run.append(module)
+                    continue
+                if run:
+                    groups.append(OperationFuser(run, self.fusions))
+                    run = []
+                groups.append(module)
             if run:
                 groups.append(OperationFuser(run, self.fusions))
-                run = []
-            assert module is not None
-            groups.append(module)
-        if run:
-            groups.append(OperationFuser(run, self.fusions))
-        self._grouped, self._groups = modules, groups
-        only = groups[0] if len(groups) == 1 else None
-        self._only = only if isinstance(only, OperationFuser) else None
-        return groups
+            only = groups[0] if len(groups) == 1 else None
+            # One assignment: another thread sees all of it or nothing.
+            self._grouping = (modules, groups, only if isinstance(only, OperationFuser) else None)
+            return groups
 
     def _check_extra_count(self, groups: Iterable[Group], given: int) -> None:
-        pipelines = [g for g in groups if isinstance(g, OperationFuser)]
+        pipelines = [p for p in map(_pipeline_of, groups) if p is not None]
         wanted = sum(pipeline.num_extra_inputs for pipeline in pipelines)
         if given != wanted:
-            who = ", ".join(
-                f"{type(op).__name__} {op.num_extra_inputs}"
-                for pipeline in pipelines
-                for op in pipeline.basic_ops
-                if op.num_extra_inputs
-            )
+            who = ", ".join(who for pipeline in pipelines for who in pipeline.extra_input_takers())
             raise InputError(
                 f"The Sequential takes {wanted} extra inputs and got {given}"
                 f"{': ' + who if who else ''}."
@@ -169,9 +187,8 @@ class Sequential(torch.nn.Sequential):
         self, op_kwargs: Mapping[Any, dict[str, Any]]
     ) -> dict[torch.nn.Module, dict[str, Any]]:
         modules = list(self)
-        known = {
-            op for g in self._pipelines() if isinstance(g, OperationFuser) for op in g.basic_ops
-        }
+        pipelines = [p for p in map(_pipeline_of, self._pipelines()) if p is not None]
+        known = {op for pipeline in pipelines for op in pipeline.basic_ops}
         result: dict[torch.nn.Module, dict[str, Any]] = {}
         for target, kwargs in op_kwargs.items():
             op = target
@@ -211,15 +228,17 @@ class Sequential(torch.nn.Sequential):
         plans: list[FusionPlan] = []
         x = input
         for number, group in enumerate(groups):
-            if isinstance(group, OperationFuser):
+            pipeline = _pipeline_of(group)
+            if pipeline is not None:
                 taken, extra_inputs = (
-                    extra_inputs[: group.num_extra_inputs],
-                    extra_inputs[group.num_extra_inputs :],
+                    extra_inputs[: pipeline.num_extra_inputs],
+                    extra_inputs[pipeline.num_extra_inputs :],
                 )
-                plans.append(group.plan(x, *taken, training=training))
+                plans.append(pipeline.plan(x, *taken, training=training))
                 if number + 1 < len(groups):
-                    x = group.output_like(x, *taken)
+                    x = pipeline.output_like(x, *taken)
             else:
+                assert isinstance(group, torch.nn.Module)
                 x = _shape_only(group, x)
         if not plans:
             raise InputError("This Sequential holds no fusible op, so there is nothing to plan.")
@@ -228,8 +247,25 @@ class Sequential(torch.nn.Sequential):
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
         """Every plan cached so far, of every pipeline here."""
-        pipelines = [g for g in self._pipelines() if isinstance(g, OperationFuser)]
+        pipelines = [p for p in map(_pipeline_of, self._grouping[1]) if p is not None]
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
+
+
+def _pipeline_of(group: Group) -> OperationFuser | None:
+    """The pipeline that runs ``group``: itself, that of an op alone, None of another module."""
+    if isinstance(group, OperationFuser):
+        return group
+    if isinstance(group, FusibleOperation):
+        pipeline: OperationFuser = group._own_pipeline()
+        return pipeline
+    return None
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
+        for m in module.modules()
+    )
 
 
 def _of(

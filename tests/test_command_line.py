@@ -354,15 +354,15 @@ def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
     diagnosis = dataclasses.replace(
         HEALTHY,
         installation=Installation("2.11.0+cu130", "13.0", 1),
-        obstacle=Obstacle("CuPy is not installed.", ('pip install "fuser[cuda13]"',)),
+        obstacle=Obstacle("CuPy is not installed.", ("pip install cupy-cuda13x",)),
         probe=None,
         optional=(("matplotlib", None), ("tqdm", None)),
     )
     report = str(diagnosis)
     assert diagnosis.exit_status == 0
     assert "nothing to compare, no CUDA in CuPy" in report
-    assert '\n  pip install "fuser[cuda13]"\n' in report
-    assert '\n  pip install "fuser[draw]"   (optional: plans drawn as pictures)\n' in report
+    assert "\n  pip install cupy-cuda13x\n" in report
+    assert "\n  pip install matplotlib   (optional: plans drawn as pictures)\n" in report
     assert report.endswith("with torch's kernels alone.")
 
 

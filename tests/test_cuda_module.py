@@ -149,22 +149,22 @@ NO_CUPY: dict[str, Any] = {"cupy_packages": (), "cupy_version": None, "cupy_cuda
         ({"torch_cuda": None}, ["2.11.0+cu130", "without CUDA", "pytorch.org"], ()),
         ({"device_count": 0}, ["CUDA 13.0", "no CUDA device", "CUDA_VISIBLE_DEVICES"], ()),
         ({"torch_cuda": "11.8"}, ["CUDA 11.8", "12 or 13"], ()),
-        (NO_CUPY, ["CuPy", "not installed"], ('pip install "fuser[cuda13]"',)),
-        ({**NO_CUPY, "torch_cuda": "12.8"}, ["not installed"], ('pip install "fuser[cuda12]"',)),
+        (NO_CUPY, ["CuPy", "not installed"], ("pip install cupy-cuda13x",)),
+        ({**NO_CUPY, "torch_cuda": "12.8"}, ["not installed"], ("pip install cupy-cuda12x",)),
         (
             {"cupy_packages": ("cupy-cuda12x",), "cupy_cuda": 12090},
             ["CuPy 14.2.0", "CUDA 12", "torch 2.11.0+cu130", "CUDA 13"],
-            ("pip uninstall -y cupy-cuda12x", 'pip install "fuser[cuda13]"'),
+            ("pip uninstall -y cupy-cuda12x", "pip install cupy-cuda13x"),
         ),
         (
             {**NO_CUPY, "cupy_packages": ("cupy-cuda12x", "cupy-cuda13x")},
             ["cupy-cuda12x and cupy-cuda13x", "overwrite"],
-            ("pip uninstall -y cupy-cuda12x cupy-cuda13x", 'pip install "fuser[cuda13]"'),
+            ("pip uninstall -y cupy-cuda12x cupy-cuda13x", "pip install cupy-cuda13x"),
         ),
         (
             {**NO_CUPY, "cupy_packages": ("cupy-cuda13x",), "cupy_error": "ImportError: libx"},
             ["cannot be imported", "ImportError: libx"],
-            ("pip uninstall -y cupy-cuda13x", 'pip install "fuser[cuda13]"'),
+            ("pip uninstall -y cupy-cuda13x", "pip install cupy-cuda13x"),
         ),
     ],
 )

@@ -63,7 +63,10 @@ class _Normalization(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Set the gain to one and the bias to zero; makes them first if they are on meta."""
-        for name, parameter in list(self.named_parameters(recurse=False)):
+        self._reset(list(self.named_parameters(recurse=False)))
+
+    def _reset(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        for name, parameter in parameters:
             if parameter.is_meta:
                 data = torch.empty_like(parameter, device=default_device(None))
                 parameter = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
@@ -72,8 +75,9 @@ class _Normalization(BasicOperation):
             torch.nn.init.constant_(parameter, 1.0 if is_gain_of_one else 0.0)
 
     def pre_first_fuser_forward(self) -> None:
-        if self.weight.is_meta:
-            self.reset_parameters()
+        # Only what is still on meta: the rest may have come from a checkpoint.
+        named = list(self.named_parameters(recurse=False))
+        self._reset([(name, parameter) for name, parameter in named if parameter.is_meta])
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -99,8 +103,8 @@ class _Normalization(BasicOperation):
 
     def input_grad_and_param_grads(
         self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, Grads]:
-        """The gradient of the input in its dtype, and those of the parameters."""
+    ) -> tuple[torch.Tensor | None, Grads]:
+        """The gradient of the input in its dtype, and those of the parameters; as wanted."""
         raise NotImplementedError
 
     def op_backward(
@@ -108,8 +112,10 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | None, Grads]:
         return self.input_grad_and_param_grads(ctx, grad_output)
 
-    def _param_grad(self, grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
-        if not parameter.requires_grad:
+    def _param_grad(
+        self, grad: torch.Tensor | None, parameter: torch.Tensor
+    ) -> torch.Tensor | None:
+        if grad is None or not parameter.requires_grad:
             return None
         return grad.view(self.normalized_shape).to(parameter.dtype)
 
@@ -181,13 +187,14 @@ class LayerNorm(_Normalization):
 
     def input_grad_and_param_grads(
         self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, Grads]:
+    ) -> tuple[torch.Tensor | None, Grads]:
         x, weight, mean, rstd = ctx.saved_tensors
+        wanted = (ctx.input_requires_grad, weight.requires_grad, self.bias.requires_grad)
         dx, d_gain, d_bias = reference.layernorm_backward(
-            grad_output.reshape(x.shape), x, self.gain(weight), mean, rstd, x.dtype
+            grad_output.reshape(x.shape), x, self.gain(weight), mean, rstd, wanted
         )
         grads = (self._param_grad(d_gain, weight), self._param_grad(d_bias, self.bias))
-        return dx.view(grad_output.shape), grads
+        return None if dx is None else dx.view(grad_output.shape), grads
 
     def op_forward(
         self,
@@ -243,12 +250,14 @@ class RMSNorm(_Normalization):
 
     def input_grad_and_param_grads(
         self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, Grads]:
+    ) -> tuple[torch.Tensor | None, Grads]:
         x, weight, rstd = ctx.saved_tensors
+        wanted = (ctx.input_requires_grad, weight.requires_grad)
         dx, d_gain = reference.rmsnorm_backward(
-            grad_output.reshape(x.shape), x, self.gain(weight), rstd, x.dtype
+            grad_output.reshape(x.shape), x, self.gain(weight), rstd, wanted
         )
-        return dx.view(grad_output.shape), (self._param_grad(d_gain, weight),)
+        grads = (self._param_grad(d_gain, weight),)
+        return None if dx is None else dx.view(grad_output.shape), grads
 
     def op_forward(
         self,

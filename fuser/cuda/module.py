@@ -19,8 +19,8 @@ from fuser.errors import StateError
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
 """The folder of the ``.cu`` files; their headers are in ``fuser/*.cuh`` below it."""
 
-CUPY_EXTRAS = {12: "cuda12", 13: "cuda13"}
-"""CUDA's major version to the extra of this package that installs the CuPy for it."""
+CUPY_PACKAGES = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
+"""CUDA's major version to the package that is the CuPy for it."""
 
 
 # -- can kernels run here? ----------------------------------------------------
@@ -103,13 +103,13 @@ def obstacle(facts: Installation) -> Obstacle | None:
             f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}, but sees no CUDA "
             "device: check `nvidia-smi` and CUDA_VISIBLE_DEVICES."
         )
-    extra = CUPY_EXTRAS.get(facts.torch_cuda_major or 0)
-    if extra is None:
+    package = CUPY_PACKAGES.get(facts.torch_cuda_major or 0)
+    if package is None:
         return Obstacle(
             f"torch {facts.torch_version} is built for CUDA {facts.torch_cuda}; fuser's kernels "
-            f"need a torch built for CUDA {' or '.join(map(str, CUPY_EXTRAS))}."
+            f"need a torch built for CUDA {' or '.join(map(str, CUPY_PACKAGES))}."
         )
-    install = f'pip install "fuser[{extra}]"'
+    install = f"pip install {package}"
     reinstall = (*_uninstall(facts.cupy_packages), install)
     if len(facts.cupy_packages) > 1:
         names = " and ".join(facts.cupy_packages)

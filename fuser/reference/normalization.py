@@ -19,15 +19,23 @@ def rmsnorm(
 
 
 def rmsnorm_backward(
-    dy: torch.Tensor, x: torch.Tensor, gain: torch.Tensor, rstd: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of ``x`` (in ``dtype``) and of ``gain`` (fp32, summed over rows)."""
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    rstd: torch.Tensor,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``x`` (in its dtype) and of ``gain`` (fp32); None where not ``wanted``."""
     x_hat = x.float() * rstd
     dy = dy.float()
-    d_gain = (dy * x_hat).sum(0)
-    d_hat = dy * gain
-    dx = (d_hat - x_hat * (d_hat * x_hat).mean(-1, keepdim=True)) * rstd
-    return dx.to(dtype), d_gain
+    dx = d_gain = None
+    if wanted[1]:
+        d_gain = (dy * x_hat).sum(0)
+    if wanted[0]:
+        d_hat = dy * gain
+        dx = (d_hat - x_hat * (d_hat * x_hat).mean(-1, keepdim=True)) * rstd
+        dx = dx.to(x.dtype)
+    return dx, d_gain
 
 
 def layernorm(
@@ -44,13 +52,13 @@ def layernorm_backward(
     gain: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of ``x`` (in ``dtype``), of ``gain`` and of ``bias`` (fp32)."""
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``x`` (its dtype), ``gain`` and ``bias`` (fp32); None where not ``wanted``."""
     dx, d_gain, d_bias = torch.ops.aten.native_layer_norm_backward(
-        dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, [True, True, True]
+        dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, list(wanted)
     )
-    return dx.to(dtype), d_gain, d_bias
+    return dx.to(x.dtype) if wanted[0] else None, d_gain, d_bias
 
 
 def l2norm(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
