@@ -10,6 +10,7 @@ from fuser.basic_ops import (
     GLU,
     QGEGLU,
     QGELU,
+    Activation,
     AddExtraInput,
     BasicLinear,
     Bias,
@@ -70,6 +71,7 @@ ops = _sys.modules[__name__]
 _sys.modules[__name__ + ".ops"] = ops
 
 __all__ = [
+    "Activation",
     "AddExtraInput",
     "BasicLinear",
     "BasicOperation",

@@ -103,6 +103,10 @@ class OperationFuser:
         for basic_op in self.basic_ops:
             basic_op._captured = True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy or an unpickled pipeline plans anew.
+        return OperationFuser, (list(self.basic_ops), self.fusions)
+
     def _find_param_slots(self) -> None:
         """Where each op's parameters live: a replaced parameter is found in its old place."""
         slots: list[tuple[dict[str, Any], str]] = []

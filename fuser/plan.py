@@ -88,9 +88,9 @@ class FusionPlan:
             lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
         lines += [
             "",
-            f"Modelled for {self.nominal_tokens} tokens: every kernel moves its tensors once, at the",
-            "bandwidth of memory, and costs a launch. GEMM arithmetic is the same in every cover,",
-            "and left out.",
+            f"Modelled for {self.nominal_tokens} tokens: every kernel moves its tensors once, at "
+            "memory bandwidth,",
+            "and costs a launch. GEMM arithmetic is the same in every cover, and left out.",
         ]
         return "\n".join(lines)
 

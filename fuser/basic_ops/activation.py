@@ -31,6 +31,12 @@ class Activation(BasicOperation):
         self.cache_quantized_input = cache_quantized_input
         self.functor = Functor(self.functor_name)
 
+    def extra_repr(self) -> str:
+        parts = [f"{scalar:g}" for scalar in self.functor.scalars]
+        if self.functor.interleave is not None:
+            parts.append(f"glu_interleave_size={self.functor.interleave}")
+        return ", ".join(parts)
+
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
