@@ -175,13 +175,11 @@ class OperationFuser:
             self._start(input, extra_inputs)
         try:
             params = self._params()
-            device = input.device.type
+            device = "cpu" if input.is_cpu else _autocast_device(input)
             quick = (
                 current_recipe(),
                 _is_grad_enabled(),
-                device != "meta"
-                and _is_autocast_enabled(device)
-                and torch.get_autocast_dtype(device),
+                _is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                 _registered_version,
                 input.shape[-1] == 0,  # refused, so never in the table
                 *map(_described, (input, *extra_inputs)),
@@ -425,6 +423,13 @@ class OperationFuser:
                     "a pipeline runs on one device."
                 )
         return first.device
+
+
+def _autocast_device(tensor: torch.Tensor) -> str:
+    """The device type whose autocast counts for ``tensor``; meta has none, the CPU's is asked."""
+    if tensor.is_cuda:
+        return "cuda"
+    return "cpu" if tensor.is_meta else tensor.device.type
 
 
 def _keep(table: dict[Any, Run], key: Any, run: Run) -> None:

@@ -248,7 +248,8 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = gemm.dgrad(dy, weight, scale, addend)
         if x is not None:
-            grad_weight = self._weight_grad(dy, x, scale)
+            accumulates = self._accumulate_into_main_grad
+            grad_weight = (self._accumulate if accumulates else gemm.wgrad)(dy, x, scale)
         return grad_input, (grad_weight,)
 
     def _quantized_backward(
@@ -279,13 +280,11 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = gemm.dgrad(dy_rows, _plain(weight), scale, addend)
         if x is not None:
-            grad_weight = self._weight_grad(dy_columns, _plain(x), scale)
+            accumulates = self._accumulate_into_main_grad
+            grad_weight = (self._accumulate if accumulates else gemm.wgrad)(
+                dy_columns, _plain(x), scale
+            )
         return grad_input, (grad_weight,)
-
-    def _weight_grad(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
-        if self._accumulate_into_main_grad:
-            return self._accumulate(dy, x, scale)
-        return gemm.wgrad(dy, x, scale)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.in_features:
