@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_FLAGS ?=
+# make demo RECIPE=mxfp8 OVERRIDE=dequantized
+DEMO_FLAGS += $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
 .PHONY: demo test lint format clean
 

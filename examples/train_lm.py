@@ -53,6 +53,15 @@ VALIDATION_BATCHES = 16
 REPORTS = 20
 REPORTS_PER_VALIDATION = 2
 
+RECIPES = {
+    "none": None,
+    "current": fuser.recipe.Float8CurrentScaling,
+    "delayed": fuser.recipe.DelayedScaling,
+    "block": fuser.recipe.Float8BlockScaling,
+    "mxfp8": fuser.recipe.MXFP8BlockScaling,
+    "nvfp4": fuser.recipe.NVFP4BlockScaling,
+}
+OVERRIDES = ("none", *fuser.recipe.BACKWARD_OVERRIDES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -61,7 +70,11 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Options:
-    """The command line. ``dtype`` is that of torch's autocast; parameters are float32."""
+    """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
+
+    ``recipe`` quantizes the linears of the feed-forward blocks in training and
+    validation; sampling, whose windows have any length, is not quantized.
+    """
 
     steps: int = 1000
     layers: int = 3
@@ -73,6 +86,8 @@ class Options:
     seed: int = 0
     device: str = "cpu"
     dtype: str = "float32"
+    recipe: str = "none"
+    override: str = "none"
     out: Path = Path("out")
     compare: bool = True
     prompt: str = "def "
@@ -80,10 +95,15 @@ class Options:
     top_k: int = 20
     sample_bytes: int = 400
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self, is_quantized: bool = True) -> contextlib.ExitStack:
         """The context in which the model runs."""
-        dtype = DTYPES[self.dtype]
-        return torch.autocast(self.device, dtype, enabled=dtype is not torch.float32)
+        stack, dtype = contextlib.ExitStack(), DTYPES[self.dtype]
+        stack.enter_context(torch.autocast(self.device, dtype, enabled=dtype is not torch.float32))
+        make_recipe = RECIPES[self.recipe]
+        if make_recipe is not None and is_quantized:
+            override = {} if self.override == "none" else {"backward_override": self.override}
+            stack.enter_context(fuser.autocast(recipe=make_recipe(**override)))
+        return stack
 
 
 # -- text ---------------------------------------------------------------------
@@ -408,7 +428,7 @@ def sample(model: nn.Module, options: Options) -> bytes:
     text = list(options.prompt.encode(errors="surrogateescape"))
     for _ in range(options.sample_bytes):
         window = torch.tensor([text[-options.context :]], device=options.device)
-        with options.autocast():
+        with options.autocast(is_quantized=False):
             logits = model(window)[0, -1].float().cpu()
         values, candidates = logits.topk(min(options.top_k, VOCABULARY))
         if options.temperature == 0:
@@ -573,6 +593,8 @@ def parse(argv: list[str] | None) -> Options:
     add("--seed", type=int, default=default.seed, help="of weights, batches and sampling")
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where to train")
     add("--dtype", choices=tuple(DTYPES), default=default.dtype, help="of torch's autocast")
+    add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
+    add("--override", choices=OVERRIDES, default=default.override, help="how backward runs then")
     add("--out", type=Path, metavar="DIR", default=default.out, help="where results go")
     add("--no-compare", dest="compare", action="store_false", help="skip the plain run")
     add("--prompt", default=default.prompt, help="start of the sampled text")
@@ -611,6 +633,8 @@ def problem_with(options: Options) -> str | None:
         return f"--seed is {options.seed}; it must fit into 64 bits."
     if not options.prompt:
         return "--prompt is empty; the model continues at least one byte."
+    if options.override != "none" and options.recipe in ("none", "delayed"):
+        return f"--override {options.override} does not go with --recipe {options.recipe}."
     if options.device == "cuda" and not torch.cuda.is_available():
         return "--device is cuda, but torch sees no CUDA device."
     return None

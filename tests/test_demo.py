@@ -278,3 +278,27 @@ def test_a_machine_without_sources_gets_a_sentence(
     monkeypatch.setattr(train_lm.sysconfig, "get_path", lambda name: str(tmp_path))
     assert train_lm.main([*TINY, "--out", str(tmp_path)]) == 1
     assert f"The Python sources under {tmp_path} hold 1 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [("mxfp8", "dequantized"), ("nvfp4", "none"), ("delayed", "none"), ("block", "high_precision")],
+)
+def test_it_learns_in_low_precision(tmp_path: Path, recipe: str, override: str) -> None:
+    arguments = ["--recipe", recipe, "--override", override, "--steps", "20", "--sample-bytes", "5"]
+    printed = run_main(tmp_path, *arguments)
+    losses = read_losses(tmp_path)
+    assert sum(losses["fuser"][-5:]) < sum(losses["fuser"][:5])
+    # Quantized, so not the plain run's losses; near them all the same.
+    assert losses["fuser"] != losses["plain"]
+    assert abs(losses["fuser"][-1] - losses["plain"][-1]) < 0.5
+    assert "emulated" in printed
+
+
+def test_an_override_without_a_recipe_that_takes_one_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train_lm.main([*TINY, "--out", str(tmp_path), "--override", "dequantized"])
+    assert stopped.value.code == 2
+    assert "--override dequantized does not go with --recipe none" in capsys.readouterr().err

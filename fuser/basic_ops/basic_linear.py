@@ -121,13 +121,17 @@ class BasicLinear(BasicOperation):
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self.weight.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        is_quantized = key.recipe is not None
         if side == "forward":
-            return ("mm",)
+            return ("quantize", "mm (emulated)") if is_quantized else ("mm",)
         (op,) = key.ops
         wanted = (op.input_requires_grad, op.params[0].requires_grad)
-        return tuple(
+        names = tuple(
             name for name, want in zip(("dgrad mm", "wgrad mm"), wanted, strict=True) if want
         )
+        if key.recipe is None or key.recipe.backward_override is not None:
+            return names
+        return ("quantize", *(f"{name} (emulated)" for name in names))
 
     # -- what fused ops ask ---------------------------------------------------
 
