@@ -3,14 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--steps 200"
 DEMO_FLAGS ?=
-# make demo RECIPE=mxfp8 OVERRIDE=dequantized
-DEMO_FLAGS += $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
+RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python examples/train_lm.py $(DEMO_FLAGS)
+	$(BIN)/python examples/train_lm.py $(RECIPE_FLAGS) $(DEMO_FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest -n auto
