@@ -476,7 +476,8 @@ def print_results(runs: Sequence[Run]) -> None:
             f"\nLargest loss difference: {largest:.1e} nats/byte, at step "
             f"{differences.index(largest) + 1} of {len(differences)}; in the first {early} "
             f"steps {max(differences[:early]):.1e}.\n"
-            "The two round in different places, and training magnifies any rounding.\n"
+            "The two round in different places (and a --recipe quantizes the first), and training "
+            "magnifies any rounding.\n"
             f"Speed: fuser runs at {ratio:.2f}x the tokens/s of plain."
         )
 

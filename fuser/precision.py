@@ -97,19 +97,20 @@ class DelayedScales:
     def quantizer(self, recipe: DelayedScaling, roles: Sequence[str], index: int) -> Quantizer:
         """The quantizer of tensor ``index``, which reads and writes this state."""
         if recipe != self._recipe:
-            self._resize(recipe, len(roles))
-            self._quantizers = [
-                Float8Quantizer(
-                    self.scale[i : i + 1],
-                    self.amax_history[0, i : i + 1],
-                    fp8_dtype(recipe.fp8_format, role),
-                )
-                for i, role in enumerate(roles)
-            ]
-            self._max = torch.tensor([q.fp8_dtype.max for q in self._quantizers])  # type: ignore[attr-defined]
-            self._recipe = recipe
+            with torch.inference_mode(False):  # the state outlives an inference region
+                self._prepare(recipe, roles)
         _in_use.add(self)
         return self._quantizers[index]
+
+    def _prepare(self, recipe: DelayedScaling, roles: Sequence[str]) -> None:
+        self._resize(recipe, len(roles))
+        dtypes = [fp8_dtype(recipe.fp8_format, role) for role in roles]
+        self._quantizers = [
+            Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
+            for i, dtype in enumerate(dtypes)
+        ]
+        self._max = torch.tensor([dtype.max for dtype in dtypes])
+        self._recipe = recipe
 
     def _resize(self, recipe: DelayedScaling, count: int) -> None:
         """Make the state, or keep as much of it as the history's new length holds."""

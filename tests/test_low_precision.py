@@ -8,6 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import fuser
 from fuser import recipe as recipes
@@ -264,6 +265,35 @@ def test_a_size_that_the_format_cannot_take_is_a_sentence(
     assert str(size) in str(caught.value)
     assert str(multiple) in str(caught.value)
     assert op(x).shape == (64, 64)
+
+
+# -- activation checkpointing ------------------------------------------------------------
+
+
+@every_override
+def test_checkpointing_inside_autocast_recomputes_quantized_or_says_what_to_do(
+    override: str | None,
+) -> None:
+    recipe = recipes.MXFP8BlockScaling(backward_override=override)
+    model = block()
+    expected = results(model, recipe)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(recipe=recipe):
+            return model(x)
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
+    cotangent = oracles.random_tensor((96, 64), torch.float32, 2)
+    model.zero_grad(set_to_none=True)
+    checkpoint(forward, x, use_reentrant=False).backward(cotangent)
+    assert torch.equal(x.grad, expected["dx"])
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    if override != "high_precision":
+        with fuser.autocast(recipe=recipe):
+            y = checkpoint(model, x, use_reentrant=False)
+        with pytest.raises(fuser.StateError, match="inside the checkpointed function"):
+            y.backward(cotangent)
 
 
 # -- delayed scaling -------------------------------------------------------------------

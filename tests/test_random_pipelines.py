@@ -607,6 +607,31 @@ def test_random_pipelines_equal_plain_torch_in_16_bits(
     check(program, setting, dtype)
 
 
+# The recipes that take any shape; blocks of 32 and 16 are in test_low_precision.
+ANY_SHAPE = (
+    fuser.recipe.Float8CurrentScaling(),
+    fuser.recipe.Float8CurrentScaling(use_power_2_scales=True),
+    fuser.recipe.Float8BlockScaling(),
+    fuser.recipe.Float8BlockScaling(use_f32_scales=True, grad_block_scaling_dim=2),
+    fuser.recipe.DelayedScaling(amax_history_len=2),
+)
+
+
+@settings(max_examples=120, **deterministic)
+@given(programs(), run_settings, st.sampled_from(ANY_SHAPE))
+def test_under_a_recipe_fused_equals_unfused_bit_for_bit(
+    program: Program, setting: Setting, recipe: fuser.recipe.Recipe
+) -> None:
+    experiment = Experiment(program, setting, torch.float32)
+    with fuser.autocast(recipe=recipe):
+        fused, unfused = (experiment.fused(fusions=f) for f in (fuser.FUSIONS, ()))
+    for part, other in zip(fused[:2], unfused[:2], strict=True):
+        for name, value in part.items():
+            assert (value is None) == (other[name] is None), name
+            if value is not None:
+                torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True)
+
+
 @settings(max_examples=100, **deterministic)
 @given(programs(), run_settings)
 def test_frozen_leaves_get_no_gradient(program: Program, setting: Setting) -> None:

@@ -268,6 +268,11 @@ class BasicLinear(BasicOperation):
         """:meth:`op_backward` of a forward under a recipe."""
         saved = weight if x is None else x
         assert saved is not None
+        if ctx.backward_override != "high_precision" and not isinstance(saved, QuantizedTensor):
+            raise StateError(
+                "BasicLinear ran forward under a recipe, and activation checkpointing recomputed "
+                "it outside one: enter fuser.autocast inside the checkpointed function."
+            )
         dy_rows = dy_columns = cast(_plain(grad_output), saved.dtype)
         if ctx.backward_override is None:
             quantizer = ctx.grad_output_quantizer.with_usage(  # type: ignore[attr-defined]
