@@ -245,6 +245,41 @@ class QuantizedTensor(torch.Tensor):
         return rebuild, state
 
 
+class BlockScaledTensor(QuantizedTensor):
+    """Base of the formats whose rowwise and columnwise copies have scales of their own."""
+
+    buffer_names: ClassVar[tuple[str, ...]] = (
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+    )
+    _rowwise_data: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
+    _rowwise_scale_inv: torch.Tensor | None
+    _columnwise_scale_inv: torch.Tensor | None
+
+    def _one_copy(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Data and scales of a copy that is here, the rowwise one if it is; is it columnwise?"""
+        columnwise = self._rowwise_data is None
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        assert data is not None
+        assert scale is not None
+        return data, scale, columnwise
+
+    def _usage(self) -> Quantizer:
+        return self._quantizer.with_usage(
+            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
+        )
+
+    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
+        for which, is_kept in (("rowwise", rowwise), ("columnwise", columnwise)):
+            for name in self.buffer_names:
+                if which in name and not is_kept:
+                    setattr(self, name, None)
+
+
 def rebuild(
     cls: type[QuantizedTensor],
     buffers: dict[str, torch.Tensor | None],

@@ -8,10 +8,10 @@ import torch
 
 from fuser.formats import DType
 from fuser.reference import block_scaling
-from fuser.tensors.base import QuantizedTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor, Quantizer
 
 
-class Float8BlockwiseQTensor(QuantizedTensor):
+class Float8BlockwiseQTensor(BlockScaledTensor):
     """FP8 bytes with fp32 scales for blocks of 128.
 
     Buffers: ``_rowwise_data`` [M, K] and ``_columnwise_data`` [K, M] uint8;
@@ -19,27 +19,10 @@ class Float8BlockwiseQTensor(QuantizedTensor):
     ``formats.fp8_block_scale_shape`` says.
     """
 
-    buffer_names = (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-    )
-    _rowwise_data: torch.Tensor | None
-    _columnwise_data: torch.Tensor | None
-    _rowwise_scale_inv: torch.Tensor | None
-    _columnwise_scale_inv: torch.Tensor | None
     _quantizer: Float8BlockQuantizer
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        columnwise = self._rowwise_data is None
-        data, scale = (
-            (self._columnwise_data, self._columnwise_scale_inv)
-            if columnwise
-            else (self._rowwise_data, self._rowwise_scale_inv)
-        )
-        assert data is not None
-        assert scale is not None
+        data, scale, columnwise = self._one_copy()
         return block_scaling.dequantize(
             data,
             scale,
@@ -48,17 +31,6 @@ class Float8BlockwiseQTensor(QuantizedTensor):
             block_dim=self._quantizer.block_scaling_dim,
             columnwise=columnwise,
         )
-
-    def _usage(self) -> Quantizer:
-        return self._quantizer.with_usage(
-            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
-        )
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        if not rowwise:
-            self._rowwise_data = self._rowwise_scale_inv = None
-        if not columnwise:
-            self._columnwise_data = self._columnwise_scale_inv = None
 
 
 @dataclass(frozen=True)

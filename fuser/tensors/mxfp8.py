@@ -8,10 +8,10 @@ import torch
 
 from fuser.formats import MXFP8_BLOCK, DType, check_multiple
 from fuser.reference import mxfp8
-from fuser.tensors.base import QuantizedTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor, Quantizer
 
 
-class MXFP8Tensor(QuantizedTensor):
+class MXFP8Tensor(BlockScaledTensor):
     """MXFP8 bytes with E8M0 scales.
 
     Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each from
@@ -19,41 +19,13 @@ class MXFP8Tensor(QuantizedTensor):
     E8M0 bytes padded as ``formats.mxfp8_scale_shape`` says.
     """
 
-    buffer_names = (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-    )
-    _rowwise_data: torch.Tensor | None
-    _columnwise_data: torch.Tensor | None
-    _rowwise_scale_inv: torch.Tensor | None
-    _columnwise_scale_inv: torch.Tensor | None
     _quantizer: MXFP8Quantizer
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        columnwise = self._rowwise_data is None
-        data, scale = (
-            (self._columnwise_data, self._columnwise_scale_inv)
-            if columnwise
-            else (self._rowwise_data, self._rowwise_scale_inv)
-        )
-        assert data is not None
-        assert scale is not None
+        data, scale, columnwise = self._one_copy()
         return mxfp8.dequantize(
             data, scale, self._quantizer.fp8_dtype, dtype, columnwise=columnwise
         )
-
-    def _usage(self) -> Quantizer:
-        return self._quantizer.with_usage(
-            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
-        )
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        if not rowwise:
-            self._rowwise_data = self._rowwise_scale_inv = None
-        if not columnwise:
-            self._columnwise_data = self._columnwise_scale_inv = None
 
 
 @dataclass(frozen=True)

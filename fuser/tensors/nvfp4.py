@@ -8,10 +8,10 @@ import torch
 
 from fuser.formats import NVFP4_BLOCK, check_multiple
 from fuser.reference import nvfp4
-from fuser.tensors.base import QuantizedTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor, Quantizer
 
 
-class NVFP4Tensor(QuantizedTensor):
+class NVFP4Tensor(BlockScaledTensor):
     """E2M1 pairs with E4M3 block scales and the tensor's amax.
 
     Buffers: ``_rowwise_data`` [M, K / 2] and ``_columnwise_data`` [K, M / 2]
@@ -20,47 +20,19 @@ class NVFP4Tensor(QuantizedTensor):
     says; ``_amax_rowwise`` and ``_amax_columnwise`` [1] fp32.
     """
 
-    buffer_names = (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-        "_amax_rowwise",
-        "_amax_columnwise",
-    )
-    _rowwise_data: torch.Tensor | None
-    _columnwise_data: torch.Tensor | None
-    _rowwise_scale_inv: torch.Tensor | None
-    _columnwise_scale_inv: torch.Tensor | None
+    buffer_names = (*BlockScaledTensor.buffer_names, "_amax_rowwise", "_amax_columnwise")
     _amax_rowwise: torch.Tensor | None
     _amax_columnwise: torch.Tensor | None
     _quantizer: NVFP4Quantizer
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        columnwise = self._rowwise_data is None
-        data, scale, amax = (
-            (self._columnwise_data, self._columnwise_scale_inv, self._amax_columnwise)
-            if columnwise
-            else (self._rowwise_data, self._rowwise_scale_inv, self._amax_rowwise)
-        )
-        assert data is not None
-        assert scale is not None
+        data, scale, columnwise = self._one_copy()
+        amax = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax is not None
         rows = nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
         if columnwise and self._quantizer.with_rht:
             return nvfp4.inverse_hadamard_transform(rows.t()).t().contiguous()
         return rows
-
-    def _usage(self) -> Quantizer:
-        return self._quantizer.with_usage(
-            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
-        )
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        if not rowwise:
-            self._rowwise_data = self._rowwise_scale_inv = self._amax_rowwise = None
-        if not columnwise:
-            self._columnwise_data = self._columnwise_scale_inv = self._amax_columnwise = None
 
 
 @dataclass(frozen=True)
