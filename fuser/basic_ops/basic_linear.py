@@ -135,6 +135,20 @@ class BasicLinear(BasicOperation):
 
     # -- what fused ops ask ---------------------------------------------------
 
+    def epilogue_refusal(
+        self, side: str, key: PlanKey, bias: torch.Tensor | None = None
+    ) -> str | None:
+        """Why nothing can ride on the GEMMs of ``side``, or that bias cannot; None if it can."""
+        if key.recipe is not None and (side == "forward" or key.recipe.backward_override is None):
+            return "quantized GEMMs are emulated here, and have no epilogue."
+        if bias is None:
+            return None
+        if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
+            return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
+        if bias.numel() != self.out_features:
+            return f"the linear has {self.out_features} outputs and the bias {bias.numel()}."
+        return None
+
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

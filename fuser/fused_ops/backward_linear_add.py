@@ -19,13 +19,11 @@ class BackwardLinearAdd(FusedOperation):
 
     @classmethod
     def refuses(cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey) -> str | None:
-        if key.recipe is not None and key.recipe.backward_override is None:
-            return "quantized GEMMs are emulated here, and have no epilogue."
         compute = key.autocast_dtype or linear.weight.dtype
         incoming = key.ops[0].input_dtype
         if compute != incoming:
             return f"the GEMM runs in {compute} and the extra output is {incoming}."
-        return None
+        return linear.epilogue_refusal("backward", key)
 
     @classmethod
     def kernels(

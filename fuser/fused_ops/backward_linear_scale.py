@@ -19,9 +19,7 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def refuses(cls, linear: BasicLinear, scale: ConstantScale, *, key: PlanKey) -> str | None:
-        if key.recipe is not None and key.recipe.backward_override is None:
-            return "quantized GEMMs are emulated here, and have no epilogue."
-        return None
+        return linear.epilogue_refusal("backward", key)
 
     @classmethod
     def kernels(

@@ -28,14 +28,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, bias: Bias, activation: Activation | None, *, key: PlanKey
     ) -> str | None:
-        if key.recipe is not None:
-            return "quantized GEMMs are emulated here, and have no epilogue."
-        weight_dtype, bias_dtype = linear.weight.dtype, bias.bias.dtype
-        if key.autocast_dtype is None and weight_dtype != bias_dtype:
-            return f"the weight is {weight_dtype} and the bias {bias_dtype}."
-        if bias.size != linear.out_features:
-            return f"the linear has {linear.out_features} outputs and the bias {bias.size}."
-        return None
+        return linear.epilogue_refusal("forward", key, bias.bias)
 
     @classmethod
     def kernels(

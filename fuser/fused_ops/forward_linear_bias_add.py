@@ -28,20 +28,11 @@ class ForwardLinearBiasAdd(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, bias: Bias | None, add: AddExtraInput, *, key: PlanKey
     ) -> str | None:
-        if key.recipe is not None:
-            return "quantized GEMMs are emulated here, and have no epilogue."
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
-        if produced != extra:
+        if key.recipe is None and produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
-        if bias is None:
-            return None
-        weight_dtype, bias_dtype = linear.weight.dtype, bias.bias.dtype
-        if key.autocast_dtype is None and weight_dtype != bias_dtype:
-            return f"the weight is {weight_dtype} and the bias {bias_dtype}."
-        if bias.size != linear.out_features:
-            return f"the linear has {linear.out_features} outputs and the bias {bias.size}."
-        return None
+        return linear.epilogue_refusal("forward", key, None if bias is None else bias.bias)
 
     @classmethod
     def kernels(

@@ -23,13 +23,11 @@ class ForwardLinearScaleAdd(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, scale: ConstantScale, add: AddExtraInput, *, key: PlanKey
     ) -> str | None:
-        if key.recipe is not None:
-            return "quantized GEMMs are emulated here, and have no epilogue."
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
-        if produced != extra:
+        if key.recipe is None and produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
-        return None
+        return linear.epilogue_refusal("forward", key)
 
     @classmethod
     def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:
