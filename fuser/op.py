@@ -246,7 +246,10 @@ class BasicOperation(FusibleOperation):
             return None
         roles = self.quantizer_roles(mode)
         if isinstance(recipe, DelayedScaling):
-            return self._delayed.setdefault(mode, DelayedScales()).quantizer(recipe, roles, index)
+            parameter = next(self.parameters(), None)
+            device = default_device(None) if parameter is None else parameter.device
+            state = self._delayed.setdefault(mode, DelayedScales())
+            return state.quantizer(recipe, roles, index, device)
         return make_quantizer(recipe, roles[index])
 
     def get_input_quantizer(self) -> Any | None:

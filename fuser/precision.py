@@ -94,22 +94,25 @@ class DelayedScales:
         self._quantizers: list[Quantizer] = []
         self._recipe: Recipe | None = None
 
-    def quantizer(self, recipe: DelayedScaling, roles: Sequence[str], index: int) -> Quantizer:
-        """The quantizer of tensor ``index``, which reads and writes this state."""
-        if recipe != self._recipe:
+    def quantizer(
+        self, recipe: DelayedScaling, roles: Sequence[str], index: int, device: torch.device
+    ) -> Quantizer:
+        """The quantizer of tensor ``index``, which reads and writes this state on ``device``."""
+        if recipe != self._recipe or device != self.scale.device:
             with torch.inference_mode(False):  # the state outlives an inference region
-                self._prepare(recipe, roles)
+                self._prepare(recipe, roles, device)
         _in_use.add(self)
         return self._quantizers[index]
 
-    def _prepare(self, recipe: DelayedScaling, roles: Sequence[str]) -> None:
+    def _prepare(self, recipe: DelayedScaling, roles: Sequence[str], device: torch.device) -> None:
         self._resize(recipe, len(roles))
+        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
         dtypes = [fp8_dtype(recipe.fp8_format, role) for role in roles]
         self._quantizers = [
             Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
             for i, dtype in enumerate(dtypes)
         ]
-        self._max = torch.tensor([dtype.max for dtype in dtypes])
+        self._max = torch.tensor([dtype.max for dtype in dtypes], device=device)
         self._recipe = recipe
 
     def _resize(self, recipe: DelayedScaling, count: int) -> None:

@@ -395,7 +395,7 @@ def backward(outputs: Any, leaves: dict[str, torch.Tensor], seed: int = 50) -> d
     """
     outputs = as_tuple(outputs)
     cotangents = [
-        random_tensor(y.shape, torch.bfloat16, seed + k).to(y.dtype) for k, y in enumerate(outputs)
+        random_tensor(y.shape, torch.bfloat16, seed + k).to(y) for k, y in enumerate(outputs)
     ]
     wanted = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if y.requires_grad]
     torch.autograd.backward([y for y, _ in wanted], [g for _, g in wanted])
