@@ -373,11 +373,20 @@ class BasicOperation(FusibleOperation):
     # -- state ----------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """State beside the parameters, as a plain tensor; empty where there is none."""
-        return torch.empty(0, dtype=torch.uint8)
+        """Delayed scaling's state as a plain fp32 tensor; empty and uint8 where there is none."""
+        if not self._delayed:
+            return torch.empty(0, dtype=torch.uint8)
+        states = (self._delayed.get(mode, DelayedScales()) for mode in ("forward", "backward"))
+        return torch.cat([state.packed() for state in states])
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Accept extra state; that of other libraries is pickled and not read."""
+        """Take such state; that of other libraries is pickled bytes, and not read."""
+        if not isinstance(state, torch.Tensor) or state.dtype is not torch.float32:
+            return
+        for mode in ("forward", "backward"):
+            loaded, state = DelayedScales.unpacked(state)
+            if loaded.scale.numel():
+                self._delayed[mode] = loaded
 
     def _load_from_state_dict(
         self,

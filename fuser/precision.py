@@ -93,6 +93,8 @@ class DelayedScales:
         self.amax_history = torch.empty(0, 0)
         self._quantizers: list[Quantizer] = []
         self._recipe: Recipe | None = None
+        # Whether row 0 holds amaxes of a step that no update has seen, from before a copy.
+        self._is_pending = False
 
     def quantizer(
         self, recipe: DelayedScaling, roles: Sequence[str], index: int, device: torch.device
@@ -114,6 +116,9 @@ class DelayedScales:
         ]
         self._max = torch.tensor([dtype.max for dtype in dtypes], device=device)
         self._recipe = recipe
+        if self._is_pending:
+            self._is_pending = False
+            self.update()
 
     def _resize(self, recipe: DelayedScaling, count: int) -> None:
         """Make the state, or keep as much of it as the history's new length holds."""
@@ -125,6 +130,29 @@ class DelayedScales:
         history = torch.zeros(recipe.amax_history_len, count)
         history[: len(kept)] = kept
         self.amax_history = history
+
+    def packed(self) -> torch.Tensor:
+        """The state as one fp32 tensor on the CPU: n, length, scales, history row by row."""
+        length, count = self.amax_history.shape
+        sizes = torch.tensor([count, length], dtype=torch.float32)
+        return torch.cat([sizes, self.scale.cpu(), self.amax_history.flatten().cpu()])
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor) -> tuple[DelayedScales, torch.Tensor]:
+        """The state at the head of what :meth:`packed` gave, and the rest."""
+        state = cls()
+        count, length = (int(size) for size in packed[:2])
+        start, stop = 2 + count, 2 + count + count * length
+        state.scale = packed[2:start].clone()
+        state.amax_history = packed[start:stop].view(length, count).clone()
+        state._is_pending = True
+        return state, packed[stop:]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Quantizers hold parts of the state; a copy makes its own at its first use.
+        kept = {"scale": self.scale, "amax_history": self.amax_history}
+        is_pending = self in _in_use or self._is_pending
+        return {**kept, "_quantizers": [], "_recipe": None, "_is_pending": is_pending}
 
     def update(self) -> None:
         """After a step: roll the history, and set the scales from it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -317,3 +318,25 @@ def test_delayed_scaling_uses_the_amaxes_of_earlier_steps() -> None:
     # torch computes number / tensor through a reciprocal, which rounds twice.
     assert torch.equal(forward, torch.full((2,), 448.0) / amaxes)
     assert torch.equal(backward, torch.full((1,), 57344.0) / dy.abs().max())
+
+
+def test_delayed_scales_go_through_checkpoints_and_copies() -> None:
+    def step(model: torch.nn.Module, size: float = 1.0) -> torch.Tensor:
+        x = size * oracles.random_tensor((96, 64), torch.float32, 1)
+        with fuser.autocast(recipe=recipes.DelayedScaling(amax_history_len=3)):
+            y: torch.Tensor = model(x)
+        y.sum().backward()
+        return y.detach()
+
+    model = block()
+    for size in (1.0, 1.0, 30.0):  # the last step's amax is not in a scale yet
+        step(model, size)
+    state = model.state_dict()
+    assert all(t.dtype in (torch.float32, torch.uint8) for t in state.values())
+    loaded, twin, fresh = block(), copy.deepcopy(model), block()
+    loaded.load_state_dict(state)
+    fresh.load_state_dict({k: v for k, v in state.items() if not k.endswith("_extra_state")})
+    expected = step(model)
+    assert torch.equal(step(loaded), expected)
+    assert torch.equal(step(twin), expected)
+    assert not torch.equal(step(fresh), expected)  # without the state: scales of 1
