@@ -185,9 +185,9 @@ class Diagnosis:
         quantized = [f.name for f in NUMBER_FORMATS if f.is_quantized]
         return (
             *_aligned([heading, *rows]),
-            "This version accepts every recipe and computes all of them in fp32, fp16 or bf16. The",
-            f"rows from {quantized[0]!r} to {quantized[-1]!r} say what the hardware offers to the",
-            "versions that will bring these formats.",
+            "Every recipe runs, with its format's exact bytes; this version emulates its matrix",
+            "products everywhere: dequantized operands, multiplied in fp32, fp16 or bf16. The rows",
+            f"from {quantized[0]!r} to {quantized[-1]!r} say what the hardware itself offers.",
         )
 
 
