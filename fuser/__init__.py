@@ -3,7 +3,7 @@
 import sys as _sys
 
 from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
-from fuser import recipe
+from fuser import modules, recipe
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -131,6 +131,7 @@ __all__ = [
     "SwiGLU",
     "__version__",
     "autocast",
+    "modules",
     "ops",
     "quantized_model_init",
     "recipe",
