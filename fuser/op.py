@@ -18,7 +18,6 @@ from fuser.tensors import Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-Tensors = Sequence[torch.Tensor]
 Grads = Iterable[torch.Tensor | None]
 
 

@@ -82,7 +82,10 @@ class OperationFuser:
         for op in ops:
             members = op.basic_ops if isinstance(op, FusedOperation) else (op,)
             for member in members:
-                assert isinstance(member, BasicOperation)
+                if not isinstance(member, BasicOperation):
+                    raise InputTypeError(
+                        f"A pipeline is made of fuser's operations; got {type(member).__name__}."
+                    )
                 basic_ops.append(member)
         self.basic_ops = tuple(basic_ops)
         self.fusions = tuple(fusions)

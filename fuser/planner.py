@@ -31,7 +31,7 @@ class Machine:
 
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
-# docs/facts.md). The CPU's numbers are those of two cores and one torch call.
+# docs/facts.md). The CPU's numbers are nominal: the size of two cores and a call.
 MACHINES = {"cuda": Machine(4.2e12, 5e-6), "cpu": Machine(2e10, 2e-6)}
 
 # Two covers of equal modelled time differ in host time: fewer steps win.

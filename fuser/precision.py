@@ -182,7 +182,7 @@ class autocast(contextlib.ContextDecorator):
     recipe
         ``DelayedScaling()`` if None.
     amax_reduction_group
-        Process group over which amaxes are reduced.
+        Accepted for compatibility; this version runs on one rank and reduces nothing.
 
     Raises
     ------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
@@ -257,10 +256,22 @@ def test_a_quantized_parameter_without_autocast_computes_with_its_values() -> No
     assert not isinstance(model[0].weight.grad, fuser.QuantizedTensor)
 
 
-def test_no_quantizer_of_a_tensor_holds_a_group() -> None:
-    quantizer = fuser.Float8CurrentScalingQuantizer()
-    tensor = quantizer(values())
-    assert tensor._quantizer.group is None
-    buffer = io.BytesIO()
-    torch.save(tensor, buffer)
-    assert quantizer.bound_to(None) == quantizer
+def test_a_bound_quantizer_reduces_its_amax_and_leaves_no_group_on_the_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reduced: list[Any] = []
+
+    def all_reduce(amax: torch.Tensor, op: Any, group: Any) -> None:
+        reduced.append((op, group))
+        amax.mul_(2)  # another rank's is larger
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    quantizer, x = fuser.Float8CurrentScalingQuantizer(), values()
+    alone, together = quantizer(x), quantizer.bound_to("group")(x)
+    assert reduced == [(torch.distributed.ReduceOp.MAX, "group")]
+    assert torch.equal(together._scale_inv, 2 * alone._scale_inv)
+    assert together._quantizer == quantizer
+    assert together._quantizer.group is None
+    # Block scales are each rank's own: there is nothing to bind.
+    blocks = fuser.MXFP8Quantizer()
+    assert blocks.bound_to("group") is blocks

@@ -145,14 +145,11 @@ def test_a_failed_backward_keeps_no_tensor() -> None:
     # The output of the scale, which the activation saves, is nobody else's.
     model = fuser.Sequential(Failing(), fuser.ConstantScale(2.0), fuser.GELU())
     y = model(x_of(3, 8).requires_grad_())
-    (saved,) = y.grad_fn.saved_tensors
-    gone = weakref.ref(saved.untyped_storage())
     with pytest.raises(KeyError, match="broken"):
         y.sum().backward()
     contexts = y.grad_fn.call[1]
+    assert len(contexts) == 3
     assert all(ctx.saved_tensors is None for ctx in contexts)
-    del saved, contexts
-    assert gone() is None or y.grad_fn is not None
 
 
 def test_plans_of_ever_new_recipes_are_not_kept_for_ever() -> None:
