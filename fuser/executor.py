@@ -24,6 +24,8 @@ from fuser.graph import Source
 from fuser.op import BasicOperation, FusibleOperation, OperationContext
 from fuser.plan import FusionPlan
 from fuser.plan_key import PlanKey
+from fuser.precision import claim_gradient_update, update_delayed_scales
+from fuser.recipe import DelayedScaling
 
 _plan_numbers = itertools.count()
 
@@ -57,6 +59,7 @@ class Run:
         self.plan = plan
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
+        self.is_delayed = isinstance(key.recipe, DelayedScaling)
         # Every extra output; which of them the caller gets, and needs no gradient for.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [
@@ -114,6 +117,10 @@ class _Writer:
         self.filename = f"<fuser plan {next(_plan_numbers)}>"
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"filled": _filled, "total": _total}
+        recipe = key.recipe
+        split_accumulators = (
+            {"split_accumulators": recipe.split_accumulators} if recipe is not None else {}
+        )
         for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
             self.names[f"op{i}"] = op
             # What holds for every call stands on a class of contexts, so that
@@ -127,6 +134,8 @@ class _Writer:
                     "autocast_dtype": key.autocast_dtype,
                     "is_quantized": key.recipe is not None,
                     "backward_override": key.recipe and key.recipe.backward_override,
+                    "input_dtype": op_key.input_dtype,
+                    **split_accumulators,
                 },
             )
 
@@ -147,6 +156,10 @@ class _Writer:
         add("def forward(x, extra_inputs, kwargs):")
         add("    kwargs = kwargs or no_kwargs")
         add(f"    {contexts}= {makes}")
+        for i in range(1, len(self.ops)):
+            wanted = self._wanted(i - 1, "grad_output")
+            if wanted != "None" and self.key.ops[i].input_requires_grad:
+                add(f"    c{i}.grad_input_quantizer = {wanted}")
         for number, (op, indices) in enumerate(steps):
             before, after = self._quantizers(indices)
             add(f"    # {type(op).__name__}")
@@ -257,11 +270,23 @@ class _Writer:
     def _quantizers(self, indices: tuple[int, ...]) -> tuple[str, str]:
         """What the neighbours want: of the gradient before, of the value after."""
         before, after = indices[0] - 1, indices[-1] + 1
-        quantized = self.key.recipe is not None
         return (
-            f"op{before}.get_grad_output_quantizer()" if quantized and before >= 0 else "None",
-            f"op{after}.get_input_quantizer()" if quantized and after < len(self.ops) else "None",
+            self._wanted(before, "grad_output") if before >= 0 else "None",
+            self._wanted(after, "input") if after < len(self.ops) else "None",
         )
+
+    def _wanted(self, index: int, what: str) -> str:
+        """The quantizer in which an op wants its ``"input"`` or its ``"grad_output"``."""
+        if self.key.recipe is None:
+            return "None"
+        op = self.ops[index]
+        getter = f"op{index}.get_{what}_quantizer()"
+        if not op.quantizer_roles("forward" if what == "input" else "backward"):
+            return getter  # an op that others wrote may have its own
+        emission = getattr(op, f"wanted_{what}")(self.key.window(index, index + 1))
+        if emission is None:
+            return "None"
+        return f"{getter}.with_usage(rowwise={emission.rowwise}, columnwise={emission.columnwise})"
 
     def _checked(
         self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]
@@ -369,7 +394,8 @@ class _PipelineFunction(torch.autograd.Function):
                     saving.append((op_ctx, start, len(to_save)))
         ctx.save_for_backward(*to_save)
         specs = [(t.shape, t.dtype) for t in produced] if produced else None
-        ctx.call = (run, op_ctxs, saving, specs)
+        ends_step = run.is_delayed and claim_gradient_update()
+        ctx.call = (run, op_ctxs, saving, specs, ends_step)
         if not run.returned:
             base = output._base
             # A reshape in here is no view to the caller, who may write to it.
@@ -405,7 +431,7 @@ class _PipelineFunction(torch.autograd.Function):
                 "derivative of their own. Compute this part with plain torch modules if you need "
                 "second derivatives."
             )
-        run, op_ctxs, saving, specs = ctx.call
+        run, op_ctxs, saving, specs, ends_step = ctx.call
         saved = ctx.saved_tensors
         for op_ctx, start, stop in saving:
             op_ctx.saved_tensors = saved[start:stop]
@@ -425,6 +451,8 @@ class _PipelineFunction(torch.autograd.Function):
             # A retained graph runs again; in between, nothing here keeps tensors alive.
             for op_ctx, _, _ in saving:
                 op_ctx.saved_tensors = None
+            if ends_step:
+                update_delayed_scales("backward")
 
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and is

@@ -7,6 +7,7 @@ along K, columnwise blocks along M.
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 import torch
 
@@ -39,6 +40,30 @@ class DType(enum.Enum):
         self.label = label
         self.max = largest
         self.torch_dtype = torch_dtype
+
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """What a quantized tensor is made of: elements, and how many of them share a scale.
+
+    ``name`` is the format's, with its block geometry where there is a choice.
+    ``block_size`` is the number of elements that share a scale of
+    ``scale_bytes`` bytes; 0 where the whole tensor does.
+    """
+
+    name: str
+    element: DType
+    block_size: int = 0
+    scale_bytes: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.element.label}"
+
+    def nbytes(self, elements: int, copies: int) -> int:
+        """Bytes of ``copies`` of a tensor: elements and scales, without padding."""
+        bits = 4 if self.element is DType.kFloat4E2M1 else 8
+        scales = ceil_div(elements, self.block_size) if self.block_size else 1
+        return copies * (ceil_div(elements * bits, 8) + scales * self.scale_bytes)
 
 
 def ceil_div(n: int, divisor: int) -> int:

@@ -1,12 +1,20 @@
 """Matrix products of linear layers: forward, dgrad and wgrad, by the best library call.
 
-``x`` is ``[..., K]``, ``weight`` is ``[N, K]``, ``dy`` is ``[..., N]``; all in one dtype.
+``x`` is ``[..., K]``, ``weight`` is ``[N, K]``, ``dy`` is ``[..., N]``; all in one dtype, or all
+quantized. Quantized operands are multiplied as they are where the chip has tensor cores for their
+formats (native_gemm.py). Elsewhere the product is emulated: the same operands are dequantized
+into the compute dtype, and multiplied there with fp32 accumulation.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
+
+from fuser.native_gemm import NativeGemm, native_gemm
+from fuser.tensors import QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
 # bias is a GEMM epilogue. torch's own, by name: a wrapper would cost 0.1 us.
@@ -69,6 +77,76 @@ def wgrad_accumulate(
         main_grad.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=scale)
     else:
         main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)
+
+
+# -- quantized operands ---------------------------------------------------------------------------
+
+
+def architecture(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a CUDA device; None for any other."""
+    return _capability(device) if device.type == "cuda" else None
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def quantized_linear(
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``; each with its rowwise copy alone.
+
+    ``is_split`` asks for a split accumulator (native_gemm.py), here and below.
+    """
+    row = _native(x, weight)
+    if row is None:
+        return linear(x.dequantize(dtype=dtype), weight.dequantize(dtype=dtype), bias)
+    y = row.run(x.operand("rowwise"), weight.operand("rowwise"), dtype, is_split, bias)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def quantized_dgrad(
+    dy: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+) -> torch.Tensor:
+    """``dy @ weight``, ``[..., K]`` in ``dtype``: dy rowwise alone, the weight columnwise alone."""
+    row = _native(dy, weight)
+    if row is None:
+        return dgrad(dy.dequantize(dtype=dtype), weight.dequantize(dtype=dtype))
+    dx = row.run(dy.operand("rowwise"), weight.operand("columnwise"), dtype, is_split, None)
+    return dx.reshape(*dy.shape[:-1], weight.shape[1])
+
+
+def quantized_wgrad(
+    dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+) -> torch.Tensor:
+    """``dy.T @ x``, ``[N, K]`` in ``dtype``; each with its columnwise copy alone."""
+    row = _native(dy, x)
+    if row is None:
+        return wgrad(dy.dequantize(dtype=dtype), x.dequantize(dtype=dtype))
+    return row.run(dy.operand("columnwise"), x.operand("columnwise"), dtype, is_split, None)
+
+
+def quantized_wgrad_accumulate(
+    main_grad: torch.Tensor,
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+) -> None:
+    """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
+    if _native(dy, x) is None:
+        wgrad_accumulate(main_grad, dy.dequantize(dtype=dtype), x.dequantize(dtype=dtype))
+    else:
+        main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split))
+
+
+def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:
+    return native_gemm(a._quantizer.format, b._quantizer.format, architecture(a.device))
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx as nx
 import torch
 
 from fuser.errors import InputError
 from fuser.op import COMPUTE_DTYPES, BasicOperation
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.plan_key import Emission, PlanKey, TensorSpec
 
 Node = Hashable
 Memory = Hashable
@@ -78,6 +78,29 @@ def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...
 
 def _named(ops: Sequence[BasicOperation], index: int) -> str:
     return f"op {index} ({type(ops[index]).__name__})"
+
+
+def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
+    """``key`` with what travels quantized between ``ops``: one op wants it so, and one emits it."""
+    if key.recipe is None:
+        return key
+    narrowed = [key.window(i, i + 1) for i in range(len(ops))]
+    keys = list(key.ops)
+    for gap in range(len(ops) + 1):
+        before, after = gap - 1, gap
+        if before >= 0:
+            wanted = ops[after].wanted_input(narrowed[after]) if after < len(ops) else None
+            value = ops[before].emitted("forward", narrowed[before], wanted)
+            keys[before] = replace(keys[before], output=value)
+            if after < len(ops):
+                keys[after] = replace(keys[after], input=value)
+        if after < len(ops) and key.ops[after].input_requires_grad:
+            wanted = ops[before].wanted_grad_output(narrowed[before]) if before >= 0 else None
+            grad = ops[after].emitted("backward", narrowed[after], wanted)
+            keys[after] = replace(keys[after], grad_input=grad)
+            if before >= 0:
+                keys[before] = replace(keys[before], grad_output=grad)
+    return replace(key, ops=tuple(keys))
 
 
 class OpGraph:
@@ -159,23 +182,25 @@ class OpGraph:
         self.flows = {"forward": values, "backward": gradients}
         value, gradient = self._memory_names(key)
         places: list[Node] = ["input", *range(len(self.ops)), "output"]
-        for gap, spec in enumerate(self.line):
+        for gap in range(len(self.line)):
             source, target = places[gap], places[gap + 1]
-            _add(values, source, target, value["line", gap], spec)
+            _add(values, source, target, value["line", gap], self.gap_bytes(gap, "forward"))
             if gap == len(self.ops) or key.ops[gap].input_requires_grad:
-                _add(gradients, target, source, gradient["line", gap], spec)
+                nbytes = self.gap_bytes(gap, "backward")
+                _add(gradients, target, source, gradient["line", gap], nbytes)
         for i in range(len(self.ops)):
             wanted = key.ops[i].extra_inputs
             for k, (spec, tensor) in enumerate(zip(self.extra_inputs[i], wanted, strict=True)):
                 origin = self._origin(i, k)
-                _add(values, origin, i, value["extra input", i, k], spec)
+                _add(values, origin, i, value["extra input", i, k], spec.nbytes)
                 if tensor.requires_grad:
-                    _add(gradients, i, origin, gradient["extra input", i, k], spec)
+                    _add(gradients, i, origin, gradient["extra input", i, k], spec.nbytes)
             for k, spec in enumerate(self.extra_outputs[i]):
                 if self.ops[i].returns_extra_output(k):
-                    _add(values, i, ("extra output", i, k), value["extra output", i, k], spec)
+                    node = ("extra output", i, k)
+                    _add(values, i, node, value["extra output", i, k], spec.nbytes)
                     name = ("gradient of extra output", i, k)
-                    _add(gradients, ("extra output", i, k), i, name, spec)
+                    _add(gradients, node, i, name, spec.nbytes)
         self._saved_names = [value["line", i] for i in range(len(self.ops))]
 
     def _origin(self, op: int, slot: int) -> Node:
@@ -192,8 +217,8 @@ class OpGraph:
             for side in ("forward", "backward")
         }
         passes_on["backward"] = [
-            passes or op.passes_gradient_on
-            for passes, op in zip(passes_on["backward"], self.ops, strict=True)
+            (passes or op.passes_gradient_on) and op_key.grad_input is None
+            for passes, op, op_key in zip(passes_on["backward"], self.ops, key.ops, strict=True)
         ]
         value: dict[Node, Memory] = {("line", 0): ("value", 0)}
         gradient: dict[Node, Memory] = {("line", count): ("gradient", count)}
@@ -260,9 +285,50 @@ class OpGraph:
             if op_key.requires_grad:
                 statistics += op.saved_bytes(self.line[i])
                 if op.saves_input:
-                    saved[self._saved_names[i]] = self.line[i].nbytes
+                    saved[self._saved_names[i]] = self.gap_bytes(i, "forward")
             params += self._param_bytes(i, side)
         return sum((entering | saved | leaving).values()) + statistics, params
+
+    def gap_bytes(self, gap: int, side: str) -> int:
+        """Bytes of the main line between op ``gap - 1`` and op ``gap``, or of its gradient."""
+        spec = self.line[gap]
+        emission = self.emission(gap, side)
+        return spec.nbytes if emission is None else emission.nbytes(spec)
+
+    def emission(self, gap: int, side: str) -> Emission | None:
+        """How the main line there, or its gradient, travels quantized; None for plain."""
+        keys = self.key.ops
+        if gap == len(keys):
+            return keys[gap - 1].output if side == "forward" else None
+        return keys[gap].input if side == "forward" else keys[gap].grad_input
+
+    def quantize_kernels(self, start: int, stop: int, side: str) -> list[tuple[str, int, int]]:
+        """What ops ``start`` up to ``stop`` quantize because it arrives plain.
+
+        For each the kernel's name and the bytes that it adds, those of tokens
+        and those of parameters: the plain tensor is read in any case, and the
+        quantized one is written and read.
+        """
+        kernels = []
+        for i in range(start, stop):
+            op = self.ops[i]
+            for role, made in op.quantizes(side, self.key.window(i, i + 1)).items():
+                if role == "weight":
+                    (weight,) = op.parameters()
+                    nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
+                    kernels.append((f"quantize {role}", 0, 2 * nbytes))
+                else:
+                    nbytes = made.nbytes(self.line[i if role == "input" else i + 1])
+                    kernels.append((f"quantize {role}", 2 * nbytes, 0))
+        return kernels
+
+    def emitting_bytes(self, start: int, stop: int, side: str) -> int | None:
+        """What it costs to quantize what a window hands on in a kernel of its own.
+
+        The plain tensor is written and read; None where nothing is quantized there.
+        """
+        gap = stop if side == "forward" else start
+        return None if self.emission(gap, side) is None else 2 * self.line[gap].nbytes
 
     def _param_bytes(self, op: int, side: str) -> int:
         keys = self.key.ops[op].params
@@ -277,7 +343,7 @@ def _without_zeros(spec: TensorSpec) -> TensorSpec:
     return TensorSpec(tuple(max(size, 1) for size in spec.shape), spec.dtype)
 
 
-def _add(graph: nx.DiGraph, source: Node, target: Node, memory: Memory, spec: TensorSpec) -> None:
+def _add(graph: nx.DiGraph, source: Node, target: Node, memory: Memory, nbytes: int) -> None:
     if not graph.has_edge(source, target):
         graph.add_edge(source, target, tensors={})
-    graph.edges[source, target]["tensors"][memory] = spec.nbytes
+    graph.edges[source, target]["tensors"][memory] = nbytes

@@ -11,8 +11,8 @@ from torch import overrides
 from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, StateError
-from fuser.plan_key import PlanKey, TensorSpec
-from fuser.precision import DelayedScales, current_recipe, make_quantizer
+from fuser.plan_key import Emission, PlanKey, TensorSpec
+from fuser.precision import DelayedScales, current_recipe, make_quantizer, role_format
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Quantizer
 
@@ -31,6 +31,21 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``tensor`` in ``dtype``; itself if it is already (0.6 us faster than ``to``)."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def emit(tensor: torch.Tensor, quantizer: Any | None) -> torch.Tensor:
+    """``tensor`` as the op that reads it next wants it: quantized, or as it is for None."""
+    return tensor if quantizer is None else quantizer(tensor)
+
+
+def emit_grad(grad_input: torch.Tensor, ctx: OperationContext) -> torch.Tensor:
+    """The gradient of an op's main input as the op before wants it.
+
+    It is quantized from the dtype in which the input arrived, as the op before
+    would quantize it.
+    """
+    quantizer = ctx.grad_input_quantizer
+    return grad_input if quantizer is None else quantizer(cast(grad_input, ctx.input_dtype))
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -86,6 +101,12 @@ class OperationContext:
     """Whether the forward runs under a recipe."""
     backward_override: str | None = None
     """The recipe's override: how backward gets its operands, None for quantized ones."""
+    split_accumulators: tuple[bool, bool, bool] = (False, True, True)
+    """Whether the quantized GEMMs of forward, dgrad and wgrad use split accumulators."""
+    input_dtype: torch.dtype = torch.float32
+    """The dtype in which the op's main input arrives."""
+    grad_input_quantizer: Any | None = None
+    """What the op before wants the gradient of the main input in, None for plain."""
     to_save: tuple[torch.Tensor | None, ...] | None = None
     # In backward: what the forward saved, in its order.
     saved_tensors: Any = None
@@ -97,6 +118,10 @@ class OperationContext:
 
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
+
+    emits_in_kernel: ClassVar[bool] = False
+    """Whether what is handed on quantized is written so by the kernels that make it; if not,
+    quantizing is a kernel of its own."""
 
     # The pipeline module sets this to its class; ops stand on a lower floor.
     pipeline_class: ClassVar[Callable[..., Any]]
@@ -182,6 +207,9 @@ class BasicOperation(FusibleOperation):
     """Whether backward reads the op's main input."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is that of the output, whatever else backward launches."""
+    emits_quantized: tuple[str, ...] = ()
+    """Where the op quantizes what it hands on for a neighbour that asks, ``"forward"`` its output
+    and ``"backward"`` the gradient of its input; elsewhere the neighbour quantizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +256,37 @@ class BasicOperation(FusibleOperation):
         """
         return (type(self).__name__,)
 
+    def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
+        """What this op quantizes on ``side`` because it arrives plain: how, by role."""
+        return {}
+
     # -- quantizers -----------------------------------------------------------
+
+    def wanted_input(self, key: PlanKey) -> Emission | None:
+        """How this op wants its main input, None for plain; ``key`` is narrowed to this op.
+
+        The copies are those that this op reads, forward and backward.
+        """
+        return self._wanted("forward", key)
+
+    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+        """How this op wants the gradient of its output, None for plain."""
+        if key.recipe is None or key.recipe.backward_override is not None:
+            return None
+        return self._wanted("backward", key)
+
+    def emitted(self, side: str, key: PlanKey, wanted: Emission | None) -> Emission | None:
+        """How this op hands on its output (``"forward"``) or the gradient of its input.
+
+        ``wanted`` is how the neighbour that reads it wants it.
+        """
+        return wanted if side in self.emits_quantized else None
+
+    def _wanted(self, mode: str, key: PlanKey) -> Emission | None:
+        roles = self.quantizer_roles(mode)
+        if key.recipe is None or not roles:
+            return None
+        return Emission(role_format(key.recipe, roles[0]), rowwise=True, columnwise=True)
 
     def quantizer_roles(self, mode: str) -> tuple[str, ...]:
         """What this op quantizes in ``mode``: ``"input"``, ``"weight"``, ``"grad_output"``."""
@@ -247,7 +305,7 @@ class BasicOperation(FusibleOperation):
         if isinstance(recipe, DelayedScaling):
             parameter = next(self.parameters(), None)
             device = default_device(None) if parameter is None else parameter.device
-            state = self._delayed.setdefault(mode, DelayedScales())
+            state = self._delayed.setdefault(mode, DelayedScales(mode))
             return state.quantizer(recipe, roles, index, device)
         return make_quantizer(recipe, roles[index])
 
@@ -375,7 +433,7 @@ class BasicOperation(FusibleOperation):
         """Delayed scaling's state as a plain fp32 tensor; empty and uint8 where there is none."""
         if not self._delayed:
             return torch.empty(0, dtype=torch.uint8)
-        states = (self._delayed.get(mode, DelayedScales()) for mode in ("forward", "backward"))
+        states = (self._delayed.get(mode, DelayedScales(mode)) for mode in ("forward", "backward"))
         return torch.cat([state.packed() for state in states])
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
@@ -383,7 +441,7 @@ class BasicOperation(FusibleOperation):
         if not isinstance(state, torch.Tensor) or state.dtype is not torch.float32:
             return
         for mode in ("forward", "backward"):
-            loaded, state = DelayedScales.unpacked(state)
+            loaded, state = DelayedScales.unpacked(state, mode)
             if loaded.scale.numel():
                 self._delayed[mode] = loaded
 

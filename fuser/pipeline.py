@@ -16,7 +16,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from fuser.catalog import FUSIONS
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.executor import Run
-from fuser.graph import OpGraph, extra_input_sources
+from fuser.formats import NumberFormat
+from fuser.gemm import architecture
+from fuser.graph import OpGraph, extra_input_sources, with_emissions
 from fuser.op import (
     COMPUTE_DTYPES,
     BasicOperation,
@@ -28,7 +30,9 @@ from fuser.op import (
 from fuser.plan import FusionPlan
 from fuser.plan_key import OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, make_plan
-from fuser.precision import current_recipe
+from fuser.precision import current_recipe, is_in_backward, recomputing_under
+from fuser.recipe import Recipe
+from fuser.tensors import QuantizedTensor
 
 _registered = RegisteredFusions()
 _registered_version = 0
@@ -97,6 +101,7 @@ class OperationFuser:
         self._plans: dict[PlanKey, Run] = {}
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._is_started = False
+        self._last_recipe: Recipe | None = None
         self._start_lock = threading.Lock()
         self._hooked = [
             (index, op)
@@ -176,11 +181,16 @@ class OperationFuser:
             return _call_eagerly(self, input, extra_inputs, basic_op_kwargs)
         if not self._is_started:
             self._start(input, extra_inputs)
+        recipe = current_recipe()
+        if recipe is None and self._last_recipe is not None and is_in_backward():
+            # Activation checkpointing recomputes outside the autocast of its forward.
+            with recomputing_under(self._last_recipe):
+                return self(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
         try:
             params = self._params()
             device = "cpu" if input.is_cpu else _autocast_device(input)
             quick = (
-                current_recipe(),
+                recipe,
                 _is_grad_enabled(),
                 _is_autocast_enabled(device) and torch.get_autocast_dtype(device),
                 _registered_version,
@@ -198,6 +208,7 @@ class OperationFuser:
         if run is None:
             run = self._plan_run(input, params, extra_inputs, False)
             _keep(self._runs, quick, run)
+        self._last_recipe = recipe
         if basic_op_kwargs is not None:
             self._check_kwargs(basic_op_kwargs)
         for index, op in self._hooked:
@@ -275,10 +286,11 @@ class OperationFuser:
             recipe=current_recipe(),
             autocast_dtype=autocast,
             device=device.type,
-            arch=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            arch=architecture(device),
             fusions=self.fusions,
             registered=_registered,
         )
+        key = with_emissions(self.basic_ops, key)
         run = self._plans.get(key)
         if run is None:
             planned = make_plan(graph, key, _registered)
@@ -322,7 +334,7 @@ class OperationFuser:
         keys: list[OpKey] = []
         for i, count in enumerate(self._param_counts):
             own = tuple(
-                TensorKey(p.dtype, enabled and p.requires_grad)
+                TensorKey(p.dtype, enabled and p.requires_grad, _format(p))
                 for p in (next(remaining) for _ in range(count))
             )
             extras = tuple(
@@ -426,6 +438,10 @@ class OperationFuser:
                     "a pipeline runs on one device."
                 )
         return first.device
+
+
+def _format(tensor: torch.Tensor) -> NumberFormat | None:
+    return tensor.format if isinstance(tensor, QuantizedTensor) else None
 
 
 def _autocast_device(tensor: torch.Tensor) -> str:

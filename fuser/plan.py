@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan_key import PlanKey
+from fuser.plan_key import Emission, PlanKey
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Step:
     only references are passed on). ``bytes_per_token`` are the bytes moved
     through memory divided by the tokens (rows of the pipeline's input), with
     parameters spread over the plan's nominal token count; ``microseconds`` is
-    the modelled memory and launch time for that many tokens.
+    the modelled memory and launch time for that many tokens. ``emits`` is how
+    the step hands on its output, or the gradient of its input: the format and
+    which copies of it, None for plain.
     """
 
     ops: tuple[int, ...]
@@ -31,6 +33,7 @@ class Step:
     kernel: str
     bytes_per_token: float
     microseconds: float
+    emits: Emission | None = None
 
 
 @dataclass(frozen=True)

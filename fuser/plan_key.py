@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuser.formats import NumberFormat
 from fuser.recipe import Recipe
 
 
@@ -27,10 +28,36 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorKey:
-    """The part of a tensor that a plan depends on: not its shape."""
+    """The part of a tensor that a plan depends on: not its shape.
+
+    ``format`` is that of a quantized tensor, None for a plain one.
+    """
 
     dtype: torch.dtype
     requires_grad: bool
+    format: NumberFormat | None = None
+
+
+@dataclass(frozen=True)
+class Emission:
+    """How a tensor travels from one op to the next where it travels quantized."""
+
+    format: NumberFormat
+    rowwise: bool
+    columnwise: bool
+
+    def __str__(self) -> str:
+        return f"{self.format} {'+'.join(self.copies)}"
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The copies that are made: ``"rowwise"``, ``"columnwise"``."""
+        made = (("rowwise", self.rowwise), ("columnwise", self.columnwise))
+        return tuple(name for name, is_made in made if is_made)
+
+    def nbytes(self, spec: TensorSpec) -> int:
+        """Bytes that such a tensor occupies quantized."""
+        return self.format.nbytes(math.prod(spec.shape), len(self.copies))
 
 
 @dataclass(frozen=True)
@@ -39,7 +66,9 @@ class OpKey:
 
     ``input_dtype`` is the dtype in which the main line arrives. An op whose
     ``requires_grad`` is False has no backward at all; one whose
-    ``input_requires_grad`` is False needs no gradient of its main input.
+    ``input_requires_grad`` is False needs no gradient of its main input. The
+    last four say how the main line and its gradients are quantized where they
+    arrive at the op and leave it, None for plain; they follow from the rest.
     """
 
     input_dtype: torch.dtype
@@ -47,6 +76,10 @@ class OpKey:
     input_requires_grad: bool
     params: tuple[TensorKey, ...]
     extra_inputs: tuple[TensorKey, ...]
+    input: Emission | None = None
+    output: Emission | None = None
+    grad_output: Emission | None = None
+    grad_input: Emission | None = None
 
 
 @dataclass(frozen=True)

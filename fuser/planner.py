@@ -336,18 +336,34 @@ class _Search:
             token_bytes += for_tokens
             param_bytes += for_params
             done += covered
+        names = [name for name, _ in kernels]
+        if side == "forward" or window.stop > self.first:
+            before = self.graph.quantize_kernels(window.start, window.stop, side)
+            names = [*(name for name, _, _ in before), *names]
+            token_bytes += sum(for_tokens for _, for_tokens, _ in before)
+            param_bytes += sum(for_params for _, _, for_params in before)
+            after = self.graph.emitting_bytes(window.start, window.stop, side)
+            if after is not None and not self._emits_in_kernel(window, run):
+                names.append("quantize")
+                token_bytes += after
         a_token = token_bytes / self.graph.tokens
         traffic = a_token * NOMINAL_TOKENS + param_bytes
-        cost = traffic / self.machine.bandwidth + len(kernels) * self.machine.launch
+        cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
         step = Step(
             ops=tuple(window),
             fusion=fusion,
-            kernel=", ".join(name for name, _ in kernels),
+            kernel=", ".join(names),
             bytes_per_token=a_token + param_bytes / NOMINAL_TOKENS,
             microseconds=cost * 1e6,
+            emits=self.graph.emission(window.stop if side == "forward" else window.start, side),
         )
         return Candidate(window.start, window.stop, cost, run, step)
+
+    def _emits_in_kernel(
+        self, window: range, run: type[FusedOperation] | FusedOperation | None
+    ) -> bool:
+        return (self.graph.ops[window.start] if run is None else run).emits_in_kernel
 
 
 def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:

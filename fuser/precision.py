@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError, InputTypeError
-from fuser.formats import DType
+from fuser.formats import DType, NumberFormat
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -81,20 +81,28 @@ def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
     raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
 
 
+@functools.lru_cache(maxsize=1024)
+def role_format(recipe: Recipe, role: str) -> NumberFormat:
+    """The format that ``recipe`` means for such a role."""
+    if isinstance(recipe, DelayedScaling):
+        return NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+    return make_quantizer(recipe, role).format
+
+
 class DelayedScales:
     """Delayed scaling's state for the tensors that one op quantizes on one side.
 
     ``scale`` fp32 [n] and ``amax_history`` fp32 [length, n], plain tensors;
-    row 0 of the history collects the amax of the running step.
+    row 0 of the history collects the amax of the running step. ``mode`` is
+    ``"forward"`` or ``"backward"``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
         self.scale = torch.empty(0)
         self.amax_history = torch.empty(0, 0)
         self._quantizers: list[Quantizer] = []
-        self._recipe: Recipe | None = None
-        # Whether row 0 holds amaxes of a step that no update has seen, from before a copy.
-        self._is_pending = False
+        self._recipe: DelayedScaling | None = None
 
     def quantizer(
         self, recipe: DelayedScaling, roles: Sequence[str], index: int, device: torch.device
@@ -103,7 +111,7 @@ class DelayedScales:
         if recipe != self._recipe or device != self.scale.device:
             with torch.inference_mode(False):  # the state outlives an inference region
                 self._prepare(recipe, roles, device)
-        _in_use.add(self)
+        _pending[self.mode].setdefault(self, _active_group.get())
         return self._quantizers[index]
 
     def _prepare(self, recipe: DelayedScaling, roles: Sequence[str], device: torch.device) -> None:
@@ -116,9 +124,6 @@ class DelayedScales:
         ]
         self._max = torch.tensor([dtype.max for dtype in dtypes], device=device)
         self._recipe = recipe
-        if self._is_pending:
-            self._is_pending = False
-            self.update()
 
     def _resize(self, recipe: DelayedScaling, count: int) -> None:
         """Make the state, or keep as much of it as the history's new length holds."""
@@ -138,25 +143,29 @@ class DelayedScales:
         return torch.cat([sizes, self.scale.cpu(), self.amax_history.flatten().cpu()])
 
     @classmethod
-    def unpacked(cls, packed: torch.Tensor) -> tuple[DelayedScales, torch.Tensor]:
+    def unpacked(cls, packed: torch.Tensor, mode: str) -> tuple[DelayedScales, torch.Tensor]:
         """The state at the head of what :meth:`packed` gave, and the rest."""
-        state = cls()
+        state = cls(mode)
         count, length = (int(size) for size in packed[:2])
         start, stop = 2 + count, 2 + count + count * length
         state.scale = packed[2:start].clone()
         state.amax_history = packed[start:stop].view(length, count).clone()
-        state._is_pending = True
         return state, packed[stop:]
 
     def __getstate__(self) -> dict[str, Any]:
         # Quantizers hold parts of the state; a copy makes its own at its first use.
-        kept = {"scale": self.scale, "amax_history": self.amax_history}
-        is_pending = self in _in_use or self._is_pending
-        return {**kept, "_quantizers": [], "_recipe": None, "_is_pending": is_pending}
+        kept = {"mode": self.mode, "scale": self.scale, "amax_history": self.amax_history}
+        return {**kept, "_quantizers": [], "_recipe": None}
+
+    @property
+    def newest(self) -> torch.Tensor | None:
+        """The amaxes of the running step, [n], where they are reduced over ranks."""
+        is_reduced = self._recipe is not None and self._recipe.reduce_amax
+        return self.amax_history[0] if is_reduced else None
 
     def update(self) -> None:
         """After a step: roll the history, and set the scales from it."""
-        assert isinstance(self._recipe, DelayedScaling)
+        assert self._recipe is not None
         fp8_scaling.update_delayed(
             self.amax_history,
             self.scale,
@@ -166,8 +175,60 @@ class DelayedScales:
         )
 
 
-# States whose quantizers were asked for since their last update.
-_in_use: set[DelayedScales] = set()
+# States whose quantizers were asked for since their last update, in that order, which is the same
+# on every rank; with the process group that their amaxes are reduced over.
+_pending: dict[str, dict[DelayedScales, Any]] = {"forward": {}, "backward": {}}
+
+
+def update_delayed_scales(mode: str) -> None:
+    """End a step of delayed scaling on one side: reduce the amaxes, roll, and set the scales."""
+    states = list(_pending[mode].items())
+    _pending[mode].clear()
+    for group in {id(group): group for _, group in states}.values():
+        newest = [state.newest for state, its_group in states if its_group is group]
+        _max_over_ranks([amaxes for amaxes in newest if amaxes is not None], group)
+    for state, _ in states:
+        state.update()
+
+
+def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:
+    """Replace each of the tensors by its maximum over the ranks of ``group``, in one reduction."""
+    if not amaxes or not torch.distributed.is_initialized():
+        return
+    if torch.distributed.get_world_size(group) == 1:
+        return
+    flat = torch.cat(amaxes)
+    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+    for target, reduced in zip(amaxes, torch.split(flat, [t.numel() for t in amaxes]), strict=True):
+        target.copy_(reduced)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def claim_gradient_update() -> bool:
+    """Whether the caller is the first to run forward in the outermost autocast.
+
+    Its backward is the last one of the step, and ends the step for the
+    gradients' scales.
+    """
+    region = _outermost.get()
+    if region is None or region.is_claimed or is_in_backward():
+        return False
+    region.is_claimed = True
+    return True
+
+
+class _Region:
+    """An outermost autocast, from its entry to its exit."""
+
+    is_claimed = False
+
+
+_outermost: ContextVar[_Region | None] = ContextVar("fuser_outermost", default=None)
+_active_group: ContextVar[Any] = ContextVar("fuser_amax_group", default=None)
 
 
 class autocast(contextlib.ContextDecorator):
@@ -182,7 +243,8 @@ class autocast(contextlib.ContextDecorator):
     recipe
         ``DelayedScaling()`` if None.
     amax_reduction_group
-        Accepted for compatibility; this version runs on one rank and reduces nothing.
+        The ranks over which delayed scaling takes the maximum of its amaxes,
+        once a step; None for all of them. Every rank of it must train then.
 
     Raises
     ------
@@ -205,7 +267,7 @@ class autocast(contextlib.ContextDecorator):
         self.calibrating = calibrating
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or DelayedScaling()) if enabled else None
-        self._tokens: list[Token[Recipe | None]] = []
+        self._tokens: list[list[tuple[ContextVar[Any], Token[Any]]]] = []
 
     def _recreate_cm(self) -> autocast:
         # As a decorator each call gets its own: two threads may be inside at once.
@@ -214,14 +276,30 @@ class autocast(contextlib.ContextDecorator):
         )
 
     def __enter__(self) -> None:
-        if current_recipe() is None:
-            # The gradients of the last step have been seen by now.
-            while _in_use:
-                _in_use.pop().update()
-        self._tokens.append(_active_recipe.set(self.recipe))
+        tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
+            (_active_recipe, _active_recipe.set(self.recipe)),
+            (_active_group, _active_group.set(self.amax_reduction_group)),
+        ]
+        if _outermost.get() is None:
+            tokens.append((_outermost, _outermost.set(_Region())))
+        self._tokens.append(tokens)
 
     def __exit__(self, *exc_info: object) -> None:
-        _active_recipe.reset(self._tokens.pop())
+        for variable, token in self._tokens.pop():
+            variable.reset(token)
+        # A step of forward ends here, but not in evaluation or in a recomputation.
+        if _outermost.get() is None and torch.is_grad_enabled() and not is_in_backward():
+            update_delayed_scales("forward")
+
+
+@contextlib.contextmanager
+def recomputing_under(recipe: Recipe) -> Iterator[None]:
+    """The recipe of a forward, for its recomputation in a backward; ends no step."""
+    token = _active_recipe.set(recipe)
+    try:
+        yield
+    finally:
+        _active_recipe.reset(token)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,10 @@ class Format(enum.Enum):
     HYBRID = "HYBRID"
 
 
+FP8_FORMATS = (Format.E4M3, Format.HYBRID)
+"""What FP8 recipes take: E5M2 in forward has too few mantissa bits to train with."""
+
+
 @dataclass(frozen=True)
 class MMParams:
     """Matrix multiplication options of one GEMM."""
@@ -53,7 +57,8 @@ class Recipe:
     Raises
     ------
     InputError
-        If ``backward_override`` is none of the above, or the recipe takes none.
+        If ``backward_override`` is none of the above, or the recipe takes none,
+        or another field holds a value that the recipe does not take.
     """
 
     backward_override: str | None = field(
@@ -61,8 +66,18 @@ class Recipe:
     )
 
     accepts_backward_override: ClassVar[bool] = True
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """The values that a field takes, where not every one of its type."""
 
     def __post_init__(self) -> None:
+        for name, values in self.accepted.items():
+            if getattr(self, name) not in values:
+                listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)
+                given = getattr(self, name)
+                raise InputError(
+                    f"{type(self).__name__} got {name} {getattr(given, 'name', repr(given))}; "
+                    f"it takes {listed}."
+                )
         override = self.backward_override
         if override is None:
             return
@@ -79,6 +94,20 @@ class Recipe:
                 f"{type(self).__name__} takes no backward_override (got {override!r}); "
                 f"the recipes that accept one are {', '.join(accepting)}."
             )
+
+    @property
+    def split_accumulators(self) -> tuple[bool, bool, bool]:
+        """Whether the GEMMs of forward, dgrad and wgrad use split accumulators.
+
+        Partial sums then go to fp32 registers more often: slower and more exact
+        on Hopper. Recipes without a field for it use them in backward.
+        """
+        defaults = {"fprop": False, "dgrad": True, "wgrad": True}
+        fprop, dgrad, wgrad = (
+            getattr(self, f"fp8_gemm_{name}", MMParams(default)).use_split_accumulator
+            for name, default in defaults.items()
+        )
+        return fprop, dgrad, wgrad
 
     def delayed(self) -> bool:
         """Whether this is delayed scaling."""
@@ -121,6 +150,10 @@ class DelayedScaling(Recipe):
     backward_override: str | None = field(default=None, kw_only=True)
 
     accepts_backward_override: ClassVar[bool] = False
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "fp8_format": FP8_FORMATS,
+        "amax_compute_algo": ("max", "most_recent"),
+    }
 
 
 @dataclass(frozen=True)
@@ -133,6 +166,8 @@ class Float8CurrentScaling(Recipe):
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
 
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
@@ -141,16 +176,42 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
 
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with fp32 scales for blocks of 1x128 or 128x128 elements."""
+    """FP8 with fp32 scales for blocks of 1x128 (dim 1) or 128x128 (dim 2) elements.
+
+    At most one of the three dims is 2: no GEMM multiplies two operands of
+    128x128 blocks, and each of the three meets the other two.
+    """
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams()
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "fp8_format": FP8_FORMATS,
+        "x_block_scaling_dim": (1, 2),
+        "w_block_scaling_dim": (1, 2),
+        "grad_block_scaling_dim": (1, 2),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        dims = (self.x_block_scaling_dim, self.w_block_scaling_dim, self.grad_block_scaling_dim)
+        if dims.count(2) > 1:
+            raise InputError(
+                f"Float8BlockScaling got block scaling dims {dims} for inputs, weights and "
+                "gradients; no GEMM multiplies two operands with 128x128 blocks, so at most one "
+                "of them is 2."
+            )
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ FLOORS = (
     ("cuda/launch.py", 2),
     ("cuda/*.py", 3),
     ("reference/*.py", 3),
+    ("native_gemm.py", 3),
     ("functional/*.py", 4),
     ("tensors/base.py", 4),
     ("tensors/*.py", 5),

@@ -272,8 +272,9 @@ def test_a_size_that_the_format_cannot_take_is_a_sentence(
 
 
 @every_override
-def test_checkpointing_inside_autocast_recomputes_quantized_or_says_what_to_do(
-    override: str | None,
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_recomputes_under_the_recipe_of_the_forward(
+    override: str | None, use_reentrant: bool
 ) -> None:
     recipe = recipes.MXFP8BlockScaling(backward_override=override)
     model = block()
@@ -284,17 +285,29 @@ def test_checkpointing_inside_autocast_recomputes_quantized_or_says_what_to_do(
             return model(x)
 
     checkpoint = torch.utils.checkpoint.checkpoint
-    x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
     cotangent = oracles.random_tensor((96, 64), torch.float32, 2)
-    model.zero_grad(set_to_none=True)
-    checkpoint(forward, x, use_reentrant=False).backward(cotangent)
-    assert torch.equal(x.grad, expected["dx"])
-    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
-    if override != "high_precision":
-        with fuser.autocast(recipe=recipe):
-            y = checkpoint(model, x, use_reentrant=False)
-        with pytest.raises(fuser.StateError, match="inside the checkpointed function"):
-            y.backward(cotangent)
+    for where in ("inside", "outside"):
+        x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
+        model.zero_grad(set_to_none=True)
+        if where == "inside":
+            y = checkpoint(forward, x, use_reentrant=use_reentrant)
+        else:
+            with fuser.autocast(recipe=recipe):
+                y = checkpoint(model, x, use_reentrant=use_reentrant)
+        y.backward(cotangent)
+        assert torch.equal(x.grad, expected["dx"]), where
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+
+
+def test_a_recomputation_under_another_recipe_is_refused() -> None:
+    model = block()
+    x = oracles.random_tensor((96, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
+        model(x)
+    with pytest.raises(fuser.StateError, match=r"MXFP8 E4M3.*recomputed them as FP8 E4M3"):
+        y.sum().backward()
 
 
 # -- delayed scaling -------------------------------------------------------------------

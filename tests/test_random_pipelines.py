@@ -612,7 +612,9 @@ ANY_SHAPE = (
     fuser.recipe.Float8CurrentScaling(),
     fuser.recipe.Float8CurrentScaling(use_power_2_scales=True),
     fuser.recipe.Float8BlockScaling(),
-    fuser.recipe.Float8BlockScaling(use_f32_scales=True, grad_block_scaling_dim=2),
+    fuser.recipe.Float8BlockScaling(
+        use_f32_scales=True, w_block_scaling_dim=1, grad_block_scaling_dim=2
+    ),
     fuser.recipe.DelayedScaling(amax_history_len=2),
 )
 

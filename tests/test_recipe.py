@@ -115,7 +115,7 @@ def test_recipes_of_two_kinds_are_never_equal() -> None:
         (
             MXFP8BlockScaling,
             {
-                "fp8_format": Format.E5M2,
+                "fp8_format": Format.HYBRID,
                 "enable_2d_quantization": True,
                 "backward_override": "high_precision",
             },
@@ -124,10 +124,8 @@ def test_recipes_of_two_kinds_are_never_equal() -> None:
             Float8BlockScaling,
             {
                 "use_f32_scales": True,
-                "fp8_format": Format.E5M2,
-                "x_block_scaling_dim": 2,
+                "fp8_format": Format.HYBRID,
                 "w_block_scaling_dim": 1,
-                "grad_block_scaling_dim": 2,
                 "backward_override": "high_precision",
             },
         ),
@@ -153,15 +151,15 @@ def test_positional_arguments_stand_in_the_documented_order() -> None:
     assert Float8CurrentScaling(True, Format.E4M3) == Float8CurrentScaling(
         use_power_2_scales=True, fp8_format=Format.E4M3
     )
-    assert MXFP8BlockScaling(Format.E5M2, True) == MXFP8BlockScaling(
-        fp8_format=Format.E5M2, enable_2d_quantization=True
+    assert MXFP8BlockScaling(Format.HYBRID, True) == MXFP8BlockScaling(
+        fp8_format=Format.HYBRID, enable_2d_quantization=True
     )
-    assert Float8BlockScaling(True, Format.E5M2, 2, 1, 2) == Float8BlockScaling(
+    assert Float8BlockScaling(True, Format.HYBRID, 2, 1, 1) == Float8BlockScaling(
         use_f32_scales=True,
-        fp8_format=Format.E5M2,
+        fp8_format=Format.HYBRID,
         x_block_scaling_dim=2,
         w_block_scaling_dim=1,
-        grad_block_scaling_dim=2,
+        grad_block_scaling_dim=1,
     )
     assert CustomRecipe(quantizer_factory) == CustomRecipe(qfactory=quantizer_factory)
     assert CustomRecipe(quantizer_factory) != CustomRecipe(another_factory)

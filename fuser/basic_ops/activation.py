@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, cast
+from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, activation, activation_backward
 
@@ -24,6 +24,7 @@ class Activation(BasicOperation):
         Save the input for backward in E4M3. This version saves it unquantized.
     """
 
+    emits_quantized = ("forward", "backward")
     functor_name = ""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -65,12 +66,12 @@ class Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return self.run(ctx, input_)
+        return emit(self.run(ctx, input_), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return self.input_grad(ctx, grad_output), ()
+        return emit_grad(self.input_grad(ctx, grad_output), ctx), ()
 
 
 class GELU(Activation):

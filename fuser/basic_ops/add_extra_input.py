@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext
+from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -28,6 +28,7 @@ class AddExtraInput(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     saves_input = False
+    emits_quantized = ("forward", "backward")
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
         self.check_extra(input_.shape, extra.shape)
-        return input_ + extra, [()]
+        return emit(input_ + extra, next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -72,4 +73,4 @@ class AddExtraInput(BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        return grad_output, [()], [(grad_output,)]
+        return emit_grad(grad_output, basic_op_ctxs[0]), [()], [(grad_output,)]

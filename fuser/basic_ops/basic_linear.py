@@ -11,6 +11,8 @@ import torch
 
 from fuser import gemm
 from fuser.errors import InputError, StateError
+from fuser.formats import NumberFormat
+from fuser.native_gemm import NativeGemm, native_gemm
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -18,9 +20,11 @@ from fuser.op import (
     cast,
     default_device,
     default_dtype,
+    emit,
+    emit_grad,
 )
-from fuser.plan_key import PlanKey, TensorSpec
-from fuser.precision import current_recipe, initialised_weight
+from fuser.plan_key import Emission, PlanKey, TensorSpec
+from fuser.precision import current_recipe, initialised_weight, role_format
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -47,6 +51,8 @@ class BasicLinear(BasicOperation):
     InputError
         On a feature size that is not positive, or an unknown parallel mode.
     """
+
+    emits_quantized = ("forward", "backward")
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class BasicLinear(BasicOperation):
         self.sequence_parallel = sequence_parallel and tensor_parallel_mode is not None
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._kept_weight: tuple[Any, Any] = (None, None)
         self.weight: torch.nn.Parameter
         self.register_parameter(
             "weight",
@@ -121,38 +128,89 @@ class BasicLinear(BasicOperation):
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self.weight.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        is_quantized = key.recipe is not None
-        if side == "forward":
-            return ("quantize", "mm (emulated)") if is_quantized else ("mm",)
         (op,) = key.ops
-        wanted = (op.input_requires_grad, op.params[0].requires_grad)
-        names = tuple(
-            name for name, want in zip(("dgrad mm", "wgrad mm"), wanted, strict=True) if want
+        if side == "forward":
+            return (
+                ("mm",) if key.recipe is None else (self._gemm_name("mm", "input", "weight", key),)
+            )
+        wanted = {
+            "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
+            "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
+        }
+        is_plain = key.recipe is None or key.recipe.backward_override is not None
+        return tuple(
+            name if is_plain else self._gemm_name(name, *roles, key)
+            for name, roles in wanted.items()
+            if roles
         )
-        if key.recipe is None or key.recipe.backward_override is not None:
-            return names
-        return ("quantize", *(f"{name} (emulated)" for name in names))
+
+    def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
+        (op,) = key.ops
+        arrives = {
+            "input": op.input is not None,
+            "weight": op.params[0].format is not None,
+            "grad_output": op.grad_output is not None,
+        }
+        operands = self._operands_of(side, key)
+        return {role: operand for role, operand in operands.items() if not arrives[role]}
+
+    def _operands_of(self, side: str, key: PlanKey) -> dict[str, Emission]:
+        """How the GEMMs of ``side`` read what this op quantizes; both GEMMs of backward."""
+        recipe, (op,) = key.recipe, key.ops
+        if recipe is None:
+            return {}
+        wants_dgrad, wants_wgrad = op.input_requires_grad, op.params[0].requires_grad
+        is_quantized_backward = recipe.backward_override is None
+        copies = {
+            "input": (True, wants_wgrad and is_quantized_backward),
+            "weight": (True, wants_dgrad and is_quantized_backward),
+        }
+        if side == "backward":
+            copies = {"grad_output": (wants_dgrad, wants_wgrad)} if is_quantized_backward else {}
+        return {
+            role: Emission(role_format(recipe, role), rowwise, columnwise)
+            for role, (rowwise, columnwise) in copies.items()
+        }
+
+    def wanted_input(self, key: PlanKey) -> Emission | None:
+        (op,) = key.ops
+        recipe = key.recipe
+        if recipe is None or op.input_dtype != self._compute_dtype(key):
+            return None  # a dtype that must be cast first is quantized here
+        if recipe.backward_override == "high_precision":
+            return None  # backward wants the original, which a quantizing producer would hide
+        return self._operands_of("forward", key)["input"]
+
+    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+        return self._operands_of("backward", key).get("grad_output")
 
     # -- what fused ops ask ---------------------------------------------------
 
-    def epilogue_refusal(
-        self, side: str, key: PlanKey, bias: torch.Tensor | None = None
-    ) -> str | None:
-        """Why nothing can ride on the GEMMs of ``side``, or that bias cannot; None if it can."""
-        if key.recipe is not None and (side == "forward" or key.recipe.backward_override is None):
-            return "quantized GEMMs are emulated here, and have no epilogue."
-        if bias is None:
-            return None
+    def bias_refusal(self, key: PlanKey, bias: torch.Tensor) -> str | None:
+        """Why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
+        compute = self._compute_dtype(key)
+        if key.recipe is not None:
+            row = self._native_gemm("input", "weight", key)
+            if row is None:
+                return "the quantized GEMM is emulated here, and has no epilogue."
+            if not row.has_bias or compute == torch.float32:
+                return f"{row.name} takes no bias in {compute}."
         if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
             return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
         if bias.numel() != self.out_features:
             return f"the linear has {self.out_features} outputs and the bias {bias.numel()}."
         return None
 
+    def epilogue_refusal(self, side: str, key: PlanKey) -> str | None:
+        """Why the GEMMs of ``side`` take neither a scale nor an addend; None if they do."""
+        if key.recipe is not None and (side == "forward" or key.recipe.backward_override is None):
+            return "a quantized GEMM takes neither a scale nor an addend."
+        return None
+
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and weight as the forward GEMM wants them: checked, in the compute dtype.
+        """Input and weight as an unquantized GEMM wants them: checked, in the compute dtype.
 
         Keeps of them in ``ctx`` what the wanted gradients need.
         """
@@ -167,11 +225,28 @@ class BasicLinear(BasicOperation):
             x = x.to(dtype)
         if weight.dtype is not dtype:
             weight = weight.to(dtype)  # type: ignore[assignment]
-        if ctx.is_quantized:
-            return self._quantized_operands(ctx, x, weight, wants_grad)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
         return x, weight
+
+    def matmul(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """``x @ weight.T (+ bias)``, quantized under a recipe; keeps what backward needs."""
+        if ctx.is_quantized:
+            qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
+            dtype: torch.dtype = ctx.compute_dtype  # type: ignore[attr-defined]
+            is_split = ctx.split_accumulators[0]
+            return gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
+        x, weight = self.operands(ctx, input_)
+        return gemm.linear(x, weight, bias)
+
+    # -- quantized ------------------------------------------------------------
 
     def quantizer_roles(self, mode: str) -> tuple[str, ...]:
         return ("input", "weight") if mode == "forward" else ("grad_output",)
@@ -190,40 +265,103 @@ class BasicLinear(BasicOperation):
         return super().get_grad_output_quantizer()
 
     def _quantized_operands(
-        self, ctx: OperationContext, x: torch.Tensor, weight: torch.Tensor, wants_grad: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The operands of the emulated GEMM: quantized, and dequantized again."""
+        self, ctx: OperationContext, input_: torch.Tensor, is_first_microbatch: bool | None
+    ) -> tuple[QuantizedTensor, QuantizedTensor]:
+        """Input and weight with rowwise copies; keeps in ``ctx`` what the wanted gradients need."""
+        if input_.shape[-1] != self.in_features:
+            self._check_features(input_.shape)
+        weight = self._parameters["weight"]
+        assert weight is not None
+        dtype = ctx.autocast_dtype or weight.dtype
+        ctx.compute_dtype = dtype  # type: ignore[attr-defined]
+        override = ctx.backward_override
+        wants_wgrad = ctx.requires_grad and weight.requires_grad
+        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
+        # Without an override backward reads columnwise copies.
+        x_columnwise = wants_wgrad and override is None
+        weight_columnwise = wants_dgrad and override is None
         input_quantizer = self.get_quantizer("forward", 0)
         weight_quantizer = self.get_quantizer("forward", 1)
         assert input_quantizer is not None
         assert weight_quantizer is not None
-        # Without an override backward reads columnwise copies.
-        quantized_backward = ctx.requires_grad and ctx.backward_override is None
-        wants_wgrad = ctx.requires_grad and wants_grad
-        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
-        qx = _quantized(x, input_quantizer, quantized_backward and wants_wgrad)
-        qw = _quantized(weight, weight_quantizer, quantized_backward and wants_dgrad)
-        if quantized_backward:
-            ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+        qx = _quantized(input_, dtype, input_quantizer, rowwise=True, columnwise=x_columnwise)
+        qw = self._quantized_weight(
+            weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
+        )
+        x, w = _copy(qx, "rowwise", input_quantizer), _copy(qw, "rowwise", weight_quantizer)
         if ctx.requires_grad:
-            which = {None: "columnwise", "dequantized": "rowwise"}.get(ctx.backward_override)
-            kept_x, kept_weight = (x, weight) if which is None else (qx, qw)
-            ctx.to_save = (
-                _only(kept_x, which) if wants_wgrad else None,
-                _only(kept_weight, which) if wants_dgrad else None,
-            )
-        return qx.only("rowwise").dequantize(), qw.only("rowwise").dequantize()
+            kept: list[torch.Tensor | None] = [x, w]
+            if override == "high_precision":
+                kept = [_original(input_, dtype), cast(weight, dtype)]
+            elif override is None:
+                ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+                kept = [
+                    _copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
+                    _copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
+                ]
+            ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
+            ctx.saved_formats = _formats(ctx.to_save)  # type: ignore[attr-defined]
+        return x, w
 
-    def _accumulate(self, dy: torch.Tensor, x: torch.Tensor, scale: float) -> torch.Tensor | None:
-        """Add the weight gradient to ``main_grad``; returns what autograd is to see of it."""
-        weight = self.weight
-        main_grad = getattr(weight, "main_grad", None)
+    def _quantized_weight(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        columnwise: bool,
+        is_first_microbatch: bool | None,
+    ) -> QuantizedTensor:
+        """The quantized weight; the one of the first microbatch for those that follow.
+
+        A weight that has changed since is quantized anew, whatever the caller says.
+        """
+        if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
+            return _quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+        version = None if weight.is_inference() else weight._version
+        valid_for = (id(weight), version, dtype, quantizer, columnwise)
+        if is_first_microbatch or self._kept_weight[0] != valid_for:
+            made = _quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+            self._kept_weight = (valid_for, made)
+        kept: QuantizedTensor = self._kept_weight[1]
+        return kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_kept_weight": (None, None)}
+
+    def _compute_dtype(self, key: PlanKey) -> torch.dtype:
+        return key.autocast_dtype or self.weight.dtype
+
+    def _native_gemm(self, a: str, b: str, key: PlanKey) -> NativeGemm | None:
+        """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
+        assert key.recipe is not None
+        formats = [role_format(key.recipe, role) for role in (a, b)]
+        weight = key.ops[0].params[0].format
+        if "weight" in (a, b) and weight is not None:
+            formats[1] = weight
+        return native_gemm(formats[0], formats[1], key.arch)
+
+    def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
+        row = self._native_gemm(a, b, key)
+        if row is None:
+            return f"{name} (emulated)"
+        return f"{name.removesuffix('mm')}{row.name} (native)"
+
+    # -- main_grad ------------------------------------------------------------
+
+    def _main_grad(self) -> torch.Tensor:
+        """The buffer that the weight gradient is added to."""
+        main_grad: torch.Tensor | None = getattr(self.weight, "main_grad", None)
         if main_grad is None:
             raise StateError(
                 "BasicLinear accumulates its weight gradient into weight.main_grad, "
                 "but the weight has no main_grad."
             )
-        gemm.wgrad_accumulate(main_grad, dy, x, scale)
+        return main_grad
+
+    def _grad_in_main_grad(self) -> torch.Tensor | None:
+        """What autograd is to see of a weight gradient that went into ``main_grad``."""
+        weight = self.weight
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # Megatron-LM's hooks fire on a gradient; this one carries no values
@@ -240,9 +378,16 @@ class BasicLinear(BasicOperation):
         input_: torch.Tensor,
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
+        is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        x, weight = self.operands(ctx, input_)
-        return gemm.linear(x, weight)
+        """``x @ weight.T``.
+
+        ``is_first_microbatch`` is for a caller that runs several microbatches
+        between two changes of the weight: True quantizes the weight and keeps
+        it, False takes the kept one, and None quantizes at every call.
+        """
+        y = self.matmul(ctx, input_, is_first_microbatch=is_first_microbatch)
+        return emit(y, next_op_input_quantizer)
 
     def op_backward(
         self,
@@ -258,16 +403,23 @@ class BasicLinear(BasicOperation):
         """
         x, weight = ctx.saved_tensors
         if ctx.is_quantized:
-            return self._quantized_backward(ctx, grad_output, x, weight, scale, addend)
+            self._check_recomputed(ctx)
+            if ctx.backward_override is None:
+                return self._quantized_backward(ctx, grad_output, x, weight)
+            dtype = ctx.compute_dtype  # type: ignore[attr-defined]
+            x, weight = _plain(x, dtype), _plain(weight, dtype)
+            grad_output = _plain(grad_output, dtype)
         dy, dtype = grad_output, (weight if x is None else x).dtype
         if dy.dtype is not dtype:
             dy = dy.to(dtype)
         grad_input = grad_weight = None
         if weight is not None:
-            grad_input = gemm.dgrad(dy, weight, scale, addend)
-        if x is not None:
-            accumulates = self._accumulate_into_main_grad
-            grad_weight = (self._accumulate if accumulates else gemm.wgrad)(dy, x, scale)
+            grad_input = emit_grad(gemm.dgrad(dy, weight, scale, addend), ctx)
+        if x is not None and self._accumulate_into_main_grad:
+            gemm.wgrad_accumulate(self._main_grad(), dy, x, scale)
+            grad_weight = self._grad_in_main_grad()
+        elif x is not None:
+            grad_weight = gemm.wgrad(dy, x, scale)
         return grad_input, (grad_weight,)
 
     def _quantized_backward(
@@ -276,38 +428,41 @@ class BasicLinear(BasicOperation):
         grad_output: torch.Tensor,
         x: torch.Tensor | None,
         weight: torch.Tensor | None,
-        scale: float,
-        addend: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, Grads]:
-        """:meth:`op_backward` of a forward under a recipe."""
-        saved = weight if x is None else x
-        assert saved is not None
-        if ctx.backward_override != "high_precision" and not isinstance(saved, QuantizedTensor):
-            raise StateError(
-                "BasicLinear ran forward under a recipe, and activation checkpointing recomputed "
-                "it outside one: enter fuser.autocast inside the checkpointed function."
-            )
-        dy_rows = dy_columns = cast(_plain(grad_output), saved.dtype)
-        if ctx.backward_override is None:
-            quantizer = ctx.grad_output_quantizer.with_usage(  # type: ignore[attr-defined]
-                rowwise=weight is not None, columnwise=x is not None
-            )
-            dy = grad_output
-            if not isinstance(dy, QuantizedTensor):
-                dy = quantizer(dy_rows)
-            if weight is not None:
-                dy_rows = dy.only("rowwise").dequantize(dtype=saved.dtype)
-            if x is not None:
-                dy_columns = dy.only("columnwise").dequantize(dtype=saved.dtype)
+        """:meth:`op_backward` with every operand quantized."""
+        dtype: torch.dtype = ctx.compute_dtype  # type: ignore[attr-defined]
+        quantizer: Quantizer = ctx.grad_output_quantizer  # type: ignore[attr-defined]
+        usage = {"rowwise": weight is not None, "columnwise": x is not None}
+        dy = _quantized(grad_output, dtype, quantizer, **usage)
+        _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
         grad_input = grad_weight = None
-        if weight is not None:
-            grad_input = gemm.dgrad(dy_rows, _plain(weight), scale, addend)
-        if x is not None:
-            accumulates = self._accumulate_into_main_grad
-            grad_weight = (self._accumulate if accumulates else gemm.wgrad)(
-                dy_columns, _plain(x), scale
-            )
+        if isinstance(weight, QuantizedTensor):
+            rows = _copy(dy, "rowwise", quantizer)
+            grad_input = gemm.quantized_dgrad(rows, weight, dtype, is_split=dgrad_is_split)
+            grad_input = emit_grad(grad_input, ctx)
+        if isinstance(x, QuantizedTensor):
+            columns = _copy(dy, "columnwise", quantizer)
+            if self._accumulate_into_main_grad:
+                gemm.quantized_wgrad_accumulate(
+                    self._main_grad(), columns, x, dtype, is_split=wgrad_is_split
+                )
+                grad_weight = self._grad_in_main_grad()
+            else:
+                grad_weight = gemm.quantized_wgrad(columns, x, dtype, is_split=wgrad_is_split)
         return grad_input, (grad_weight,)
+
+    def _check_recomputed(self, ctx: OperationContext) -> None:
+        """Refuse operands that activation checkpointing recomputed under another recipe."""
+        formats = _formats(ctx.saved_tensors)
+        if formats != ctx.saved_formats:  # type: ignore[attr-defined]
+            kept, made = (
+                ", ".join("none" if f is None else str(f) for f in row)
+                for row in (ctx.saved_formats, formats)  # type: ignore[attr-defined]
+            )
+            raise StateError(
+                f"BasicLinear saved its input and weight as {kept}, and activation checkpointing "
+                f"recomputed them as {made}: enter fuser.autocast inside the checkpointed function."
+            )
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.in_features:
@@ -317,22 +472,37 @@ class BasicLinear(BasicOperation):
             )
 
 
-def _quantized(tensor: torch.Tensor, quantizer: Quantizer, columnwise: bool) -> QuantizedTensor:
-    """``tensor`` with a rowwise copy, and a columnwise one if asked; as it is if quantized."""
+def _quantized(
+    tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer, **usage: bool
+) -> QuantizedTensor:
+    """``tensor`` quantized from ``dtype``, with the copies asked for; as it is if quantized."""
     if isinstance(tensor, QuantizedTensor):
         return tensor
-    return quantizer.with_usage(rowwise=True, columnwise=columnwise)(tensor)
+    return quantizer.with_usage(**usage)(cast(tensor, dtype))
 
 
-def _only(tensor: torch.Tensor, which: str | None) -> torch.Tensor:
-    """The named copy of a quantized tensor alone; any tensor as it is where none is named."""
-    if which is None or not isinstance(tensor, QuantizedTensor):
-        return tensor
-    return tensor.only(which)
+def _copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
+    """One copy alone; quantized from the values where it is not there and cannot be made."""
+    try:
+        return tensor.only(which)
+    except StateError:
+        usage = {name: name == which for name in ("rowwise", "columnwise")}
+        return quantizer.with_usage(**usage)(tensor)
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+def _original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a quantized tensor was made of, where it says so; any other as it is; in ``dtype``."""
+    if isinstance(tensor, QuantizedTensor):
+        tensor = tensor if tensor.high_precision_source is None else tensor.high_precision_source
+    return cast(tensor, dtype)
+
+
+def _formats(tensors: Sequence[torch.Tensor | None]) -> tuple[NumberFormat | None, ...]:
+    return tuple(t.format if isinstance(t, QuantizedTensor) else None for t in tensors)
+
+
+def _plain(tensor: Any, dtype: torch.dtype) -> Any:
+    return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _check_parallelism(mode: str | None, group: Any | None) -> None:

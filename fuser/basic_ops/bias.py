@@ -15,6 +15,8 @@ from fuser.op import (
     cast,
     default_device,
     default_dtype,
+    emit,
+    emit_grad,
 )
 from fuser.plan_key import PlanKey, TensorSpec
 
@@ -34,6 +36,7 @@ class Bias(BasicOperation):
 
     saves_input = False
     passes_gradient_on = True
+    emits_quantized = ("forward", "backward")
 
     def __init__(
         self,
@@ -108,12 +111,12 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         self._check_features(input_.shape)
         bias = self.addend(ctx)
-        return cast(input_, bias.dtype) + bias
+        return emit(cast(input_, bias.dtype) + bias, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return grad_output, (self.bias_grad(grad_output),)
+        return emit_grad(grad_output, ctx), (self.bias_grad(grad_output),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.size:

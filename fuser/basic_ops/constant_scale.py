@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext
+from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -15,6 +15,7 @@ class ConstantScale(BasicOperation):
     """Multiply by a constant: ``y = scale * x``."""
 
     saves_input = False
+    emits_quantized = ("forward", "backward")
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -38,9 +39,9 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return input_ * self.scale
+        return emit(input_ * self.scale, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return grad_output * self.scale, ()
+        return emit_grad(grad_output * self.scale, ctx), ()

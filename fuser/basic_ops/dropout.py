@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, cast
+from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -25,6 +25,7 @@ class Dropout(BasicOperation):
     """
 
     saves_input = False
+    emits_quantized = ("forward", "backward")
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -56,17 +57,18 @@ class Dropout(BasicOperation):
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if not self.training or self.dropout_probability == 0:
             ctx.save_for_backward(None)
-            return x
+            return emit(x, next_op_input_quantizer)
         y, mask = torch.native_dropout(x, self.dropout_probability, True)
         ctx.save_for_backward(mask)
-        return y
+        return emit(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         (mask,) = ctx.saved_tensors
         if mask is None:
-            return grad_output, ()
+            return emit_grad(grad_output, ctx), ()
         keep = 1 - self.dropout_probability
         scale = 1 / keep if keep else 0.0
-        return torch.ops.aten.native_dropout_backward(grad_output, mask, scale), ()
+        dx = torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
+        return emit_grad(dx, ctx), ()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext
+from fuser.op import BasicOperation, Grads, OperationContext, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -24,6 +24,7 @@ class MakeExtraOutput(BasicOperation):
 
     num_extra_outputs = 1
     saves_input = False
+    emits_quantized = ("backward",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -57,4 +58,4 @@ class MakeExtraOutput(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         ((grad_extra,),) = basic_op_grad_extra_outputs
-        return grad_output + grad_extra, [()], [()]
+        return emit_grad(grad_output + grad_extra, basic_op_ctxs[0]), [()], [()]

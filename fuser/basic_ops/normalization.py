@@ -16,6 +16,8 @@ from fuser.op import (
     cast,
     default_device,
     default_dtype,
+    emit,
+    emit_grad,
 )
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference import normalization as reference
@@ -89,6 +91,7 @@ class _Normalization(BasicOperation):
         rows = math.prod(spec.shape) // math.prod(self.normalized_shape)
         return 4 * rows * self.num_statistics
 
+    emits_quantized = ("forward", "backward")
     num_statistics = 1
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +113,8 @@ class _Normalization(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return self.input_grad_and_param_grads(ctx, grad_output)
+        dx, param_grads = self.input_grad_and_param_grads(ctx, grad_output)
+        return None if dx is None else emit_grad(dx, ctx), param_grads
 
     def _param_grad(
         self, grad: torch.Tensor | None, parameter: torch.Tensor
@@ -203,7 +207,7 @@ class LayerNorm(_Normalization):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return self.normalize(ctx, input_)
+        return emit(self.normalize(ctx, input_), next_op_input_quantizer)
 
 
 class RMSNorm(_Normalization):
@@ -266,7 +270,7 @@ class RMSNorm(_Normalization):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return self.normalize(ctx, input_)
+        return emit(self.normalize(ctx, input_), next_op_input_quantizer)
 
 
 class L2Normalization(BasicOperation):
@@ -279,6 +283,8 @@ class L2Normalization(BasicOperation):
     seq_length, micro_batch_size
         Accepted for compatibility.
     """
+
+    emits_quantized = ("forward", "backward")
 
     def __init__(
         self,
@@ -315,10 +321,10 @@ class L2Normalization(BasicOperation):
         y, rnorm = reference.l2norm(x, self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(x, rnorm)
-        return y
+        return emit(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, rnorm = ctx.saved_tensors
-        return reference.l2norm_backward(grad_output, x, rnorm), ()
+        return emit_grad(reference.l2norm_backward(grad_output, x, rnorm), ctx), ()

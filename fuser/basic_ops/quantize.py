@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -23,6 +24,7 @@ class Quantize(BasicOperation):
     """
 
     saves_input = False
+    emits_in_kernel = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -31,6 +33,29 @@ class Quantize(BasicOperation):
 
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
+
+    def emitted(self, side: str, key: PlanKey, wanted: Emission | None) -> Emission | None:
+        """Quantized where this op does so, with the copies that the reader wants."""
+        made = self._wanted(side, key)
+        if made is None or (side == "backward" and super().wanted_grad_output(key) is None):
+            return None
+        if wanted is None:
+            return made
+        return replace(made, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
+
+    def wanted_input(self, key: PlanKey) -> Emission | None:
+        """Plain: this op knows which copies the one after it reads, its neighbours do not."""
+        return None
+
+    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+        """Plain, as for the input."""
+        return None
+
+    def get_input_quantizer(self) -> Quantizer | None:
+        return None
+
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        return None
 
     def quantizer_roles(self, mode: str) -> tuple[str, ...]:
         if mode == "forward":
@@ -64,7 +89,10 @@ class Quantize(BasicOperation):
             return input_
         quantizer = self.get_quantizer("forward", 0)
         assert quantizer is not None
-        return quantizer(input_)
+        output = _for_reader(quantizer, next_op_input_quantizer)(input_)
+        if ctx.backward_override == "high_precision":
+            output.high_precision_source = input_.detach()
+        return output
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -72,4 +100,11 @@ class Quantize(BasicOperation):
         quantizer: Quantizer | None = getattr(ctx, "grad_output_quantizer", None)
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()
-        return quantizer(grad_output), ()
+        return _for_reader(quantizer, ctx.grad_input_quantizer)(grad_output), ()
+
+
+def _for_reader(quantizer: Quantizer, reader: Quantizer | None) -> Quantizer:
+    """``quantizer`` with the copies that ``reader`` wants; both where nobody has asked."""
+    if reader is None:
+        return quantizer
+    return quantizer.with_usage(rowwise=reader.rowwise, columnwise=reader.columnwise)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, cast
+from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, scaled_activation, scaled_activation_backward
 
@@ -29,6 +29,7 @@ class ScaledActivation(BasicOperation):
 
     num_extra_inputs = 1
     takes_floating_extras = True
+    emits_quantized = ("forward", "backward")
 
     def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -63,7 +64,8 @@ class ScaledActivation(BasicOperation):
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
-        return scaled_activation(self.functor, x, scales), [()]
+        y = scaled_activation(self.functor, x, scales)
+        return emit(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -72,9 +74,10 @@ class ScaledActivation(BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        x, scales = basic_op_ctxs[0].saved_tensors
+        (ctx,) = basic_op_ctxs
+        x, scales = ctx.saved_tensors
         dx, dscales = scaled_activation_backward(self.functor, grad_output, x, scales)
-        return dx, [()], [(dscales,)]
+        return emit_grad(dx, ctx), [()], [(dscales,)]
 
     def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:
         if scales != x[:-1]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import LayerNorm, MakeExtraOutput, RMSNorm
-from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
 from fuser.plan_key import PlanKey
 
 
@@ -34,7 +34,8 @@ class _BackwardAddNorm(FusedOperation):
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         grad, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output)
         # The norm's own gradient is a fresh tensor, so the sum may overwrite it.
-        return grad.add_(grad_extra), [(), param_grads], [(), ()]
+        grad_input = emit_grad(grad.add_(grad_extra), basic_op_ctxs[0])
+        return grad_input, [(), param_grads], [(), ()]
 
 
 class BackwardAddRMSNorm(_BackwardAddNorm):

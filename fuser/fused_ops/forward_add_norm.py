@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
-from fuser.op import FusedOperation, OperationContext
+from fuser.op import FusedOperation, OperationContext, emit
 from fuser.plan_key import PlanKey
 from fuser.window import Optional
 
@@ -39,7 +39,7 @@ class _ForwardAddNorm(FusedOperation):
         (extra,) = basic_op_extra_inputs[0]
         add.check_extra(input_.shape, extra.shape)
         z = input_ + extra
-        y = norm.normalize(basic_op_ctxs[-1], z)
+        y = emit(norm.normalize(basic_op_ctxs[-1], z), next_op_input_quantizer)
         return y, [(), ()] if len(self.members) == 2 else [(), (z,), ()]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
-from fuser.op import FusedOperation, OperationContext
+from fuser.op import FusedOperation, OperationContext, emit
 from fuser.plan_key import PlanKey
 from fuser.window import Optional
 
@@ -28,7 +28,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, bias: Bias, activation: Activation | None, *, key: PlanKey
     ) -> str | None:
-        return linear.epilogue_refusal("forward", key, bias.bias)
+        return linear.bias_refusal(key, bias.bias)
 
     @classmethod
     def kernels(
@@ -40,11 +40,16 @@ class ForwardLinearBiasActivation(FusedOperation):
         side: str,
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
+        gemm_name = "addmm" if key.recipe is None else linear.kernels(side, key.window(0, 1))[0]
         if activation is None:
-            return (("addmm", 2),)
-        if not key.ops[2].requires_grad and _is_gelu_epilogue(activation, key.device):
+            return ((gemm_name, 2),)
+        if (
+            key.recipe is None
+            and not key.ops[2].requires_grad
+            and _is_gelu_epilogue(activation, key.device)
+        ):
             return (("addmm+gelu", 3),)
-        return (("addmm", 2), (activation.functor.name, 1))
+        return ((gemm_name, 2), (activation.functor.name, 1))
 
     def fuser_forward(
         self,
@@ -57,14 +62,21 @@ class ForwardLinearBiasActivation(FusedOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         members = self.members
-        x, weight = members[0].operands(basic_op_ctxs[0], input_)
+        linear = members[0]
         bias = members[1].addend(basic_op_ctxs[1])
         if len(members) == 2:
-            return gemm.linear(x, weight, bias), ((), ())
+            y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
+            return emit(y, next_op_input_quantizer), ((), ())
         activation, ctx = members[2], basic_op_ctxs[2]
-        if not ctx.requires_grad and _is_gelu_epilogue(activation, x.device.type):
+        if (
+            not ctx.is_quantized
+            and not ctx.requires_grad
+            and _is_gelu_epilogue(activation, input_.device.type)
+        ):
+            x, weight = linear.operands(basic_op_ctxs[0], input_)
             return gemm.linear_gelu(x, weight, bias), ((), (), ())
-        return activation.run(ctx, gemm.linear(x, weight, bias)), ((), (), ())
+        y = activation.run(ctx, linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]))
+        return emit(y, next_op_input_quantizer), ((), (), ())
 
 
 def _is_gelu_epilogue(activation: Activation, device: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
-from fuser.op import FusedOperation, OperationContext
+from fuser.op import FusedOperation, OperationContext, emit
 from fuser.plan_key import PlanKey
 from fuser.window import Optional
 
@@ -32,7 +32,9 @@ class ForwardLinearBiasAdd(FusedOperation):
         extra = key.ops[-1].extra_inputs[0].dtype
         if key.recipe is None and produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
-        return linear.epilogue_refusal("forward", key, None if bias is None else bias.bias)
+        if bias is None:
+            return linear.epilogue_refusal("forward", key)
+        return linear.bias_refusal(key, bias.bias)
 
     @classmethod
     def kernels(
@@ -44,7 +46,10 @@ class ForwardLinearBiasAdd(FusedOperation):
         side: str,
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
-        return (("addmm", 2),) if bias is None else (("addmm", 2), ("add_", 1))
+        if bias is None:
+            return (("addmm", 2),)
+        gemm_name = "addmm" if key.recipe is None else linear.kernels(side, key.window(0, 1))[0]
+        return ((gemm_name, 2), ("add_", 1))
 
     def fuser_forward(
         self,
@@ -59,9 +64,10 @@ class ForwardLinearBiasAdd(FusedOperation):
         linear = self.members[0]
         add = self.members[-1]
         (extra,) = basic_op_extra_inputs[-1]
-        x, weight = linear.operands(basic_op_ctxs[0], input_)
-        add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
+        add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
         if len(self.members) == 2:
-            return gemm.linear_add(x, weight, extra), [(), ()]
-        bias = self.members[1]
-        return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])).add_(extra), [(), (), ()]
+            x, weight = linear.operands(basic_op_ctxs[0], input_)
+            return emit(gemm.linear_add(x, weight, extra), next_op_input_quantizer), [(), ()]
+        bias = self.members[1].addend(basic_op_ctxs[1])
+        y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]).add_(extra)
+        return emit(y, next_op_input_quantizer), [(), (), ()]

@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
-from fuser.op import FusedOperation, OperationContext
+from fuser.op import FusedOperation, OperationContext, emit
 from fuser.plan_key import PlanKey
 
 
@@ -47,4 +47,5 @@ class ForwardLinearScaleAdd(FusedOperation):
         ((extra,),) = basic_op_extra_inputs[2:]
         x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
-        return gemm.linear_add(x, weight, extra, scale.scale), [(), (), ()]
+        y = gemm.linear_add(x, weight, extra, scale.scale)
+        return emit(y, next_op_input_quantizer), [(), (), ()]

@@ -16,7 +16,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from fuser.errors import InputError, StateError
-from fuser.formats import DType
+from fuser.formats import DType, NumberFormat
+from fuser.native_gemm import Operand
 
 aten = torch.ops.aten
 
@@ -52,6 +53,11 @@ class Quantizer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+
+    @property
+    def format(self) -> NumberFormat:
+        """What it quantizes to."""
+        raise NotImplementedError
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         """The buffers of a quantized ``[M, K]`` tensor, by name."""
@@ -116,6 +122,11 @@ class QuantizedTensor(torch.Tensor):
 
     # -- contents -------------------------------------------------------------
 
+    @property
+    def format(self) -> NumberFormat:
+        """What the tensor is quantized to."""
+        return self._quantizer.format
+
     def buffers(self) -> dict[str, torch.Tensor | None]:
         """The buffers by name; None for a copy that was not made."""
         return {name: getattr(self, name) for name in self.buffer_names}
@@ -171,6 +182,19 @@ class QuantizedTensor(torch.Tensor):
         alias = self._like(lambda buffer: buffer)
         alias.update_usage(which == "rowwise", which == "columnwise")
         return alias
+
+    def operand(self, which: str) -> Operand:
+        """The ``"rowwise"`` or ``"columnwise"`` copy as a GEMM reads it, contracted dimension last.
+
+        Raises
+        ------
+        StateError
+            If that copy is not here and cannot be made from the other.
+        """
+        raise NotImplementedError
+
+    high_precision_source: torch.Tensor | None = None
+    """What the tensor was quantized from, for a backward that wants that; views do not have it."""
 
     _high_precision_init_val: torch.Tensor | None = None
 
@@ -267,6 +291,16 @@ class BlockScaledTensor(QuantizedTensor):
         assert data is not None
         assert scale is not None
         return data, scale, columnwise
+
+    def operand(self, which: str) -> Operand:
+        columnwise = which == "columnwise"
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
+        if data is None or scale is None:
+            self._make_copy(which)
+        assert data is not None
+        assert scale is not None
+        return Operand(data, self._quantizer.format, scale)
 
     def _usage(self) -> Quantizer:
         return self._quantizer.with_usage(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.formats import DType
+from fuser.formats import FP8_BLOCK, DType, NumberFormat
 from fuser.reference import block_scaling
 from fuser.tensors.base import BlockScaledTensor, Quantizer
 
@@ -57,6 +57,12 @@ class Float8BlockQuantizer(Quantizer):
     block_scaling_dim: int = field(default=2, kw_only=True)
 
     tensor_class = Float8BlockwiseQTensor
+
+    @property
+    def format(self) -> NumberFormat:
+        if self.block_scaling_dim == 1:
+            return NumberFormat("FP8 1x128", self.fp8_dtype, FP8_BLOCK)
+        return NumberFormat("FP8 128x128", self.fp8_dtype, FP8_BLOCK * FP8_BLOCK)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         row, row_scale, col, col_scale = block_scaling.quantize(

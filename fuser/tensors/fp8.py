@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fuser.formats import DType
+from fuser.formats import DType, NumberFormat
+from fuser.native_gemm import Operand
 from fuser.reference import fp8_scaling
 from fuser.tensors.base import QuantizedTensor, Quantizer
 
@@ -36,6 +37,14 @@ class Float8Tensor(QuantizedTensor):
             assert self._transpose is not None
             data = fp8_scaling.transpose(self._transpose)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
+
+    def operand(self, which: str) -> Operand:
+        data = self._data if which == "rowwise" else self._transpose
+        if data is None:
+            self._make_copy(which)
+            data = self._data if which == "rowwise" else self._transpose
+            assert data is not None
+        return Operand(data, self._quantizer.format, self._scale_inv)
 
     def _usage(self) -> Quantizer:
         return self._quantizer.with_usage(
@@ -81,6 +90,10 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
     tensor_class = Float8Tensor
 
+    @property
+    def format(self) -> NumberFormat:
+        return NumberFormat("FP8", self.fp8_dtype)
+
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         amax = None
         if self.group is not None:
@@ -125,6 +138,10 @@ class Float8Quantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
 
     tensor_class = Float8Tensor
+
+    @property
+    def format(self) -> NumberFormat:
+        return NumberFormat("FP8", self.fp8_dtype)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Float8Quantizer) and self._contents() == other._contents()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.formats import MXFP8_BLOCK, DType, check_multiple
+from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple
 from fuser.reference import mxfp8
 from fuser.tensors.base import BlockScaledTensor, Quantizer
 
@@ -46,6 +46,11 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = field(default=False, kw_only=True)
 
     tensor_class = MXFP8Tensor
+
+    @property
+    def format(self) -> NumberFormat:
+        side = MXFP8_BLOCK if self.with_2d_quantization else 1
+        return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, scale_bytes=1)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("MXFP8", rows.shape[0], rows.shape[1], MXFP8_BLOCK)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fuser.formats import NVFP4_BLOCK, check_multiple
+from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple
 from fuser.reference import nvfp4
 from fuser.tensors.base import BlockScaledTensor, Quantizer
 
@@ -59,6 +59,11 @@ class NVFP4Quantizer(Quantizer):
     seed: int | None = field(default=None, kw_only=True)
 
     tensor_class = NVFP4Tensor
+
+    @property
+    def format(self) -> NumberFormat:
+        side = NVFP4_BLOCK if self.with_2d_quantization else 1
+        return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, scale_bytes=1)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("NVFP4", rows.shape[0], rows.shape[1], NVFP4_BLOCK)

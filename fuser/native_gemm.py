@@ -1,0 +1,175 @@
+"""Quantized GEMMs that tensor cores run as they are: which formats, which chips, which call.
+
+Operands are bytes ``[rows, inner]``, row-major, with the scales that formats.py describes; a
+product is ``a @ b.T``. What has no row here is emulated (gemm.py). The limits are those of
+``torch._scaled_mm``, which calls cuBLASLt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fuser.formats import FP8_BLOCK, DType, NumberFormat, round_up
+
+# cuBLASLt takes FP8 sizes in multiples of 16 elements; others are padded with zeros.
+ALIGNMENT = 16
+# Four blocks of 128. Versions of torch differ in the stride that they want of 128x128 scales,
+# but for a number of blocks that is a multiple of four.
+INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One side of a product: bytes ``[rows, inner]``, what they are, and their scales."""
+
+    data: torch.Tensor
+    format: NumberFormat
+    scale_inv: torch.Tensor
+
+
+@dataclass(frozen=True)
+class NativeGemm:
+    """A row of the table.
+
+    Parameters
+    ----------
+    name
+        What a plan calls it.
+    formats
+        Every pair of formats that it multiplies, by name.
+    archs
+        Compute capabilities: major ones such as ``9``, or exact ones such as ``(8, 9)``.
+    cuda
+        The first CUDA version whose cuBLASLt has it.
+    has_bias
+        Whether a bias can be its epilogue.
+    run
+        ``run(a, b, out_dtype, is_split, bias)``, the product in ``out_dtype``.
+        ``is_split`` asks for partial sums that go to fp32 registers more
+        often, which is slower and more exact on Hopper.
+    """
+
+    name: str
+    formats: tuple[tuple[str, str], ...]
+    archs: tuple[int | tuple[int, int], ...]
+    cuda: tuple[int, int]
+    has_bias: bool
+    run: Callable[[Operand, Operand, torch.dtype, bool, torch.Tensor | None], torch.Tensor]
+
+    def serves(self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int]) -> bool:
+        """Whether it multiplies such operands on a chip of compute capability ``arch``."""
+        return (
+            (a.name, b.name) in self.formats
+            # Tensor cores multiply E5M2 with E4M3 only.
+            and DType.kFloat8E4M3 in (a.element, b.element)
+            and (arch in self.archs or arch[0] in self.archs)
+            and torch_cuda() >= self.cuda
+        )
+
+
+@functools.cache
+def torch_cuda() -> tuple[int, int]:
+    """The CUDA version that torch is built with; (0, 0) without."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
+def tensorwise(
+    a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``a @ b.T (+ bias)`` of FP8 with one scale a tensor."""
+    inner = round_up(a.data.shape[1], ALIGNMENT)
+    columns = round_up(b.data.shape[0], ALIGNMENT)
+    return _multiply(
+        _elements(a, (a.data.shape[0], inner)),
+        _elements(b, (columns, inner)),
+        (a.scale_inv.view(()), b.scale_inv.view(())),
+        out_dtype,
+        is_split,
+        None if bias is None else _padded(bias, (columns,)),
+    )[:, : b.data.shape[0]]
+
+
+def blockwise(
+    a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``a @ b.T`` of FP8 in blocks of 128: 1x128 each, or one of them 128x128."""
+    are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
+    inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
+    data, scales = [], []
+    for operand, is_2d in zip((a, b), are_2d, strict=True):
+        rows = round_up(operand.data.shape[0], ALIGNMENT)
+        data.append(_elements(operand, (rows, inner)))
+        scale = operand.scale_inv
+        # 1x128 scales are kept a row a block; turned, they are a column a block.
+        scales.append(scale if is_2d else _padded(scale, (inner // FP8_BLOCK, rows)).t())
+    pair = (scales[0], scales[1].t())
+    product = _multiply(data[0], data[1], pair, out_dtype, is_split, bias)
+    return product[: a.data.shape[0], : b.data.shape[0]]
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype,
+    is_split: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    if not (a.numel() and b.numel()):
+        product = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
+        return product if bias is None else product + bias
+    return torch._scaled_mm(
+        a, b.t(), *scales, bias=bias, out_dtype=out_dtype, use_fast_accum=not is_split
+    )
+
+
+def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
+    return _padded(operand.data, shape).view(operand.format.element.torch_dtype)
+
+
+def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` with zeros behind it up to ``shape``; itself if it has that shape."""
+    if tuple(tensor.shape) == shape:
+        return tensor
+    missing = [size - have for size, have in zip(shape, tensor.shape, strict=True)]
+    return F.pad(tensor, [n for size in reversed(missing) for n in (0, size)])
+
+
+NATIVE_GEMMS = (
+    NativeGemm(
+        "FP8 mm",
+        formats=(("FP8", "FP8"),),
+        archs=((8, 9), 9, 10, 12),
+        cuda=(12, 1),
+        has_bias=True,
+        run=tensorwise,
+    ),
+    NativeGemm(
+        "FP8 128-block mm",
+        formats=(
+            ("FP8 1x128", "FP8 128x128"),
+            ("FP8 128x128", "FP8 1x128"),
+            ("FP8 1x128", "FP8 1x128"),
+        ),
+        archs=(9,),
+        cuda=(12, 9),
+        has_bias=False,
+        run=blockwise,
+    ),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def native_gemm(
+    a: NumberFormat, b: NumberFormat, arch: tuple[int, int] | None
+) -> NativeGemm | None:
+    """The row that multiplies ``a`` and ``b`` on ``arch`` (None: no CUDA); None to emulate."""
+    if arch is None:
+        return None
+    return next((row for row in NATIVE_GEMMS if row.serves(a, b, arch)), None)
