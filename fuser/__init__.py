@@ -4,6 +4,12 @@ import sys as _sys
 
 from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
 from fuser import modules, recipe
+from fuser.availability import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -131,6 +137,10 @@ __all__ = [
     "SwiGLU",
     "__version__",
     "autocast",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "modules",
     "ops",
     "quantized_model_init",

@@ -15,6 +15,7 @@ import networkx
 import numpy
 import torch
 
+from fuser.availability import RECIPES, runs_natively
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.version import __version__
@@ -27,43 +28,21 @@ OPTIONAL_PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class NumberFormat:
-    """A format of matrix products, and the compute capabilities that have it in hardware.
-
-    Native from ``first`` on and, where ``below`` is not None, only below that.
-    """
-
-    name: str
-    first: tuple[int, int]
-    below: tuple[int, int] | None = None
-    is_quantized: bool = True
-
-    def on(self, capability: tuple[int, int] | None) -> str:
-        """How such a product runs on a GPU of that capability, or on a CPU for None."""
-        if capability is None:
-            return "CPU"
-        is_native = self.first <= capability and (self.below is None or capability < self.below)
-        return "native" if is_native else "emulated"
-
-    @property
-    def where_native(self) -> str:
-        """The architectures with the format in hardware, for people."""
-        since = f"sm_{self.first[0]}{self.first[1]}"
-        return f"{since} only" if self.below is not None else f"{since} and later"
+PLAIN_DTYPES = (("fp32", (5, 0)), ("fp16", (7, 0)), ("bf16", (8, 0)))
+"""Unquantized dtypes, and the first compute capability whose matrix products are fast in them."""
 
 
-# What torch and cuBLAS multiply without converting first. Products in blocks of
-# 128 are Hopper's alone: Blackwell has MXFP8 in their place.
-NUMBER_FORMATS = (
-    NumberFormat("fp32", (5, 0), is_quantized=False),
-    NumberFormat("fp16", (7, 0), is_quantized=False),
-    NumberFormat("bf16", (8, 0), is_quantized=False),
-    NumberFormat("FP8, one scale a tensor", (8, 9)),
-    NumberFormat("FP8, blocks of 128", (9, 0), below=(10, 0)),
-    NumberFormat("MXFP8", (10, 0)),
-    NumberFormat("NVFP4", (10, 0)),
-)
+def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
+    """How products run on a GPU of that capability, or on a CPU for None, by dtype and recipe."""
+    how = {name: "CPU" for name, _ in PLAIN_DTYPES}
+    if capability is not None:
+        how = {
+            name: "native" if first <= capability else "emulated" for name, first in PLAIN_DTYPES
+        }
+    return how | {
+        recipe.__name__: "native" if runs_natively(recipe(), capability) else "emulated"
+        for recipe in RECIPES
+    }
 
 
 @dataclass(frozen=True)
@@ -177,17 +156,13 @@ class Diagnosis:
     def _format_lines(self) -> tuple[str, ...]:
         gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
         capabilities = tuple(gpus) or (None,)
-        heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities), "native on")
-        rows = [
-            (f.name, *(f.on(capability) for capability in capabilities), f.where_native)
-            for f in NUMBER_FORMATS
-        ]
-        quantized = [f.name for f in NUMBER_FORMATS if f.is_quantized]
+        columns = [matrix_products(capability) for capability in capabilities]
+        heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities))
+        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
         return (
             *_aligned([heading, *rows]),
-            "Every recipe runs, with its format's exact bytes; this version emulates its matrix",
-            "products everywhere: dequantized operands, multiplied in fp32, fp16 or bf16. The rows",
-            f"from {quantized[0]!r} to {quantized[-1]!r} say what the hardware itself offers.",
+            "Every recipe runs, with its format's exact bytes. Where it is emulated, its matrix",
+            "products run on dequantized operands in fp32, fp16 or bf16.",
         )
 
 

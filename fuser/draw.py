@@ -168,7 +168,12 @@ class _Layout:
         """Room before ``op``: for an arrow and its bytes, unless both sides fuse across it."""
         if all(op - 1 in self._step(side, op).ops for side in self.sides):
             return 16.0
-        return text_width(format_bytes(self.plan.line_bytes[op]), SMALL) + 2 * PAD + 16
+        labels = [label for side in self.sides for label in self._gap_labels(side, op)]
+        return max(text_width(label, SMALL) for label in labels) + 2 * PAD + 16
+
+    def _gap_labels(self, side: str, gap: int) -> list[str]:
+        bytes_a_token, *formats = self.plan.gap_labels(side, gap)
+        return [bytes_a_token.removesuffix("/token"), *formats]
 
     def _column_widths(self) -> list[float]:
         """Each op's width: its name, and what its steps need above and beneath them."""
@@ -372,9 +377,8 @@ class _Layout:
             color = "muted" if is_inside else "ink"
             self._line(*(points[::-1] if grad else points), color=color, arrow=True)
             if not is_inside:
-                self._text(
-                    (left + right) / 2, y - 4, format_bytes(plan.line_bytes[i]), align="center"
-                )
+                for offset, label in zip((-4, 10), self._gap_labels(side, i), strict=False):
+                    self._text((left + right) / 2, y + offset, label, align="center")
             if i == ops.start:
                 name = f"{grad}input" if i == 0 else f"op {i - 1}"
                 self._text(start - 4, y + 2.5, name, color="muted", align="right")

@@ -57,6 +57,7 @@ class Run:
         backward: PlannedOps,
     ) -> None:
         self.plan = plan
+        self.key = key
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
         self.is_delayed = isinstance(key.recipe, DelayedScaling)

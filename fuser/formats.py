@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.errors import InputError
+from fuser.errors import BlockSizeError, InputError
 
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
@@ -48,13 +48,15 @@ class NumberFormat:
 
     ``name`` is the format's, with its block geometry where there is a choice.
     ``block_size`` is the number of elements that share a scale of
-    ``scale_bytes`` bytes; 0 where the whole tensor does.
+    ``scale_bytes`` bytes; 0 where the whole tensor does. Both dimensions must
+    be multiples of ``multiple``.
     """
 
     name: str
     element: DType
     block_size: int = 0
     scale_bytes: int = 4
+    multiple: int = 1
 
     def __str__(self) -> str:
         return f"{self.name} {self.element.label}"
@@ -125,12 +127,12 @@ def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
 
     Raises
     ------
-    InputError
+    BlockSizeError
         If M or K is not a multiple of ``multiple``; ``what`` names the format.
     """
     for name, where, size in (("M", "leading dimensions", m), ("K", "last dimension", k)):
         if size % multiple:
-            raise InputError(
+            raise BlockSizeError(
                 f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
-from fuser.errors import InputError, InputTypeError, StateError
+from fuser.errors import BlockSizeError, InputError, InputTypeError, StateError
 from fuser.executor import Run
-from fuser.formats import NumberFormat
+from fuser.formats import NumberFormat, check_multiple
 from fuser.gemm import architecture
 from fuser.graph import OpGraph, extra_input_sources, with_emissions
 from fuser.op import (
@@ -30,7 +32,12 @@ from fuser.op import (
 from fuser.plan import FusionPlan
 from fuser.plan_key import OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, make_plan
-from fuser.precision import current_recipe, is_in_backward, recomputing_under
+from fuser.precision import (
+    current_recipe,
+    is_in_backward,
+    recomputing_under,
+    role_format,
+)
 from fuser.recipe import Recipe
 from fuser.tensors import QuantizedTensor
 
@@ -218,6 +225,9 @@ class OperationFuser:
         except RuntimeError:
             self._check_devices(input, params, extra_inputs, False)
             raise
+        except BlockSizeError:
+            self._check_block_sizes(input, extra_inputs, run.key)
+            raise
 
     def plan(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
@@ -293,6 +303,8 @@ class OperationFuser:
         key = with_emissions(self.basic_ops, key)
         run = self._plans.get(key)
         if run is None:
+            if key.recipe is not None:
+                warn_if_emulated(key.recipe, key.arch)
             planned = make_plan(graph, key, _registered)
             run = Run(
                 planned.plan,
@@ -390,6 +402,27 @@ class OperationFuser:
             if tensor.dtype not in COMPUTE_DTYPES:
                 allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
                 raise InputError(f"The {what} is {tensor.dtype}; a pipeline runs in {allowed}.")
+
+    def _check_block_sizes(
+        self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor], key: PlanKey
+    ) -> None:
+        """Name the op whose tensor does not divide into the blocks of its format."""
+        assert key.recipe is not None
+        graph = self._graph(input_, extra_inputs, key.autocast_dtype)
+        for i, op in enumerate(self.basic_ops):
+            shapes = {
+                "input": graph.line[i].shape,
+                "weight": tuple(getattr(op, "weight", input_).shape),
+                "grad_output": graph.line[i + 1].shape,
+            }
+            for role in (*op.quantizer_roles("forward"), *op.quantizer_roles("backward")):
+                *leading, last = shapes[role]
+                what = f"op {i} ({type(op).__name__}) under {type(key.recipe).__name__} quantizes "
+                what += f"its {role.replace('_', ' ')} of shape {tuple(shapes[role])}, and "
+                number_format = role_format(key.recipe, role)
+                check_multiple(
+                    what + number_format.name, math.prod(leading), last, number_format.multiple
+                )
 
     def _check_kwargs(self, kwargs: list[dict[str, Any]]) -> None:
         for index, (op, given) in enumerate(zip(self.basic_ops, kwargs, strict=True)):

@@ -62,7 +62,8 @@ class FusionPlan:
     ``forward`` and ``backward`` hold the steps in the order in which they run:
     backward from the last op to the first, and empty where nothing needs a
     gradient. ``line_bytes[i]`` is what the main line carries into op ``i``, in
-    bytes a token; the last entry is the output's.
+    bytes a token, and ``grad_line_bytes[i]`` what its gradient carries out of
+    it; the last entries are the output's.
     """
 
     key: PlanKey
@@ -74,6 +75,7 @@ class FusionPlan:
     refusals: tuple[Refusal, ...]
     channels: tuple[Channel, ...]
     line_bytes: tuple[float, ...]
+    grad_line_bytes: tuple[float, ...]
     nominal_tokens: int
 
     def __str__(self) -> str:
@@ -101,22 +103,32 @@ class FusionPlan:
         steps, unfused = self.steps(side), self.steps(side, fused=False)
         if not steps:
             return [f"{side}: nothing needs a gradient"]
+        emits = any(step.emits for step in steps)
         rows = [
             (
                 span(step.ops),
                 step.fusion or self.ops[step.ops[0]],
                 step.kernel or "(no kernel)",
+                *((str(step.emits or ""),) if emits else ()),
                 format_bytes(step.bytes_per_token),
                 format_time(step.microseconds),
             )
             for step in steps
         ]
-        heading = (side, "runs as", "kernels", "bytes/token", "modelled")
+        what = ("emits",) if emits else ()
+        heading = (side, "runs as", "kernels", *what, "bytes/token", "modelled")
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
             *_columns([heading, *rows]),
             f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
+
+    def gap_labels(self, side: str, gap: int) -> list[str]:
+        """What is on the main line before op ``gap``, or on its gradient: bytes, and format."""
+        carried = (self.line_bytes if side == "forward" else self.grad_line_bytes)[gap]
+        edge = gap - 1 if side == "forward" else gap
+        emits = [step.emits for step in self.steps(side) if _last_op(step, side) == edge]
+        return [f"{format_bytes(carried)}/token", *(str(e.format) for e in emits if e is not None)]
 
     def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:
         """The steps of ``"forward"`` or ``"backward"``, or what they would be unfused."""
@@ -128,7 +140,14 @@ class FusionPlan:
         """The plan as plain lists, strings and numbers, ready for JSON."""
 
         def steps(part: Iterable[Step]) -> list[dict[str, Any]]:
-            return [{**vars(step), "ops": list(step.ops)} for step in part]
+            return [
+                {
+                    **vars(step),
+                    "ops": list(step.ops),
+                    "emits": None if step.emits is None else str(step.emits),
+                }
+                for step in part
+            ]
 
         return {
             "key": self.key.describe(),
@@ -136,6 +155,7 @@ class FusionPlan:
             "channels": [dict(vars(channel)) for channel in self.channels],
             "nominal_tokens": self.nominal_tokens,
             "line_bytes": list(self.line_bytes),
+            "grad_line_bytes": list(self.grad_line_bytes),
             "forward": steps(self.forward),
             "backward": steps(self.backward),
             "unfused_forward": steps(self.unfused_forward),
@@ -159,8 +179,8 @@ class FusionPlan:
                 lines.append("  }")
             order = [op for step in steps for op in _in_run_order(step, side)]
             for source, target in pairwise(order):
-                carried = self.line_bytes[max(source, target)]
-                label = _quoted(f"{format_bytes(carried)}/token")
+                gap = max(source, target)
+                label = _quoted("\n".join(self.gap_labels(side, gap)))
                 lines.append(f"  {prefix}{source} -> {prefix}{target} [label={label}];")
         for channel in self.channels:
             label = _quoted(channel.name)
@@ -219,6 +239,7 @@ def merged(plans: Iterable[FusionPlan]) -> FusionPlan:
                 for c in plan.channels
             ),
             line_bytes=result.line_bytes[:-1] + plan.line_bytes,
+            grad_line_bytes=result.grad_line_bytes[:-1] + plan.grad_line_bytes,
         )
     return result
 
@@ -235,6 +256,10 @@ def _total(steps: tuple[Step, ...]) -> str:
 
 def _in_run_order(step: Step, side: str) -> tuple[int, ...]:
     return step.ops if side == "forward" else step.ops[::-1]
+
+
+def _last_op(step: Step, side: str) -> int:
+    return step.ops[-1] if side == "forward" else step.ops[0]
 
 
 def span(ops: tuple[int, ...]) -> str:

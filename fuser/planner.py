@@ -127,7 +127,8 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
             for source in row
             if source.producer is not None
         ),
-        line_bytes=tuple(spec.nbytes / graph.tokens for spec in graph.line),
+        line_bytes=_line_bytes(graph, "forward"),
+        grad_line_bytes=_line_bytes(graph, "backward"),
         nominal_tokens=NOMINAL_TOKENS,
     )
     made: dict[tuple[int, int, Any], FusibleOperation] = {}
@@ -368,6 +369,10 @@ class _Search:
 
 def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:
     return [(number + 1 == len(names), name) for number, name in enumerate(names)]
+
+
+def _line_bytes(graph: OpGraph, side: str) -> tuple[float, ...]:
+    return tuple(graph.gap_bytes(gap, side) / graph.tokens for gap in range(len(graph.line)))
 
 
 def _listed(window: range) -> str:

@@ -76,8 +76,9 @@ def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
             stochastic_rounding=(role == "grad_output" and not recipe.disable_stochastic_rounding),
         )
     if isinstance(recipe, CustomRecipe) and recipe.qfactory is not None:
-        quantizer: Quantizer = recipe.qfactory(role)
-        return quantizer
+        quantizer = recipe.qfactory(role)
+        if isinstance(quantizer, Quantizer):
+            return quantizer
     raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 from fuser.errors import InputError
@@ -94,6 +94,15 @@ class Recipe:
                 f"{type(self).__name__} takes no backward_override (got {override!r}); "
                 f"the recipes that accept one are {', '.join(accepting)}."
             )
+
+    def __str__(self) -> str:
+        """The class, and the fields that are not as a bare recipe has them."""
+        changed = [
+            f"{f.name}={getattr(value, 'name', repr(value))}"
+            for f in fields(self)
+            if (value := getattr(self, f.name)) != (None if f.default is MISSING else f.default)
+        ]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @property
     def split_accumulators(self) -> tuple[bool, bool, bool]:

@@ -15,7 +15,7 @@ import torch
 
 import fuser
 from fuser import __main__ as command_line
-from fuser import doctor
+from fuser import doctor, native_gemm
 from fuser.__main__ import main
 from fuser.cuda.module import Installation, Obstacle
 
@@ -408,33 +408,47 @@ def test_a_cpu_torch_on_a_machine_with_an_nvidia_driver_is_pointed_out() -> None
     assert on_cpu.exit_status == 0
 
 
+PLAIN = {"fp32", "fp16", "bf16"}
+TENSORWISE = {"DelayedScaling", "Float8CurrentScaling"}
+
+
+@pytest.fixture
+def cuda_13_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch built for CUDA 13, as far as the table of GEMMs is concerned."""
+    monkeypatch.setattr(native_gemm, "torch_cuda", lambda: (13, 0))
+    native_gemm.native_gemm.cache_clear()
+    yield
+    native_gemm.native_gemm.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("capability", "native"),
     [
         (None, set()),
         ((7, 5), {"fp32", "fp16"}),
-        ((8, 0), {"fp32", "fp16", "bf16"}),
-        ((8, 9), {"fp32", "fp16", "bf16", "FP8, one scale a tensor"}),
-        ((9, 0), {"fp32", "fp16", "bf16", "FP8, one scale a tensor", "FP8, blocks of 128"}),
-        ((10, 0), {"fp32", "fp16", "bf16", "FP8, one scale a tensor", "MXFP8", "NVFP4"}),
+        ((8, 0), PLAIN),
+        ((8, 9), PLAIN | TENSORWISE),
+        ((9, 0), PLAIN | TENSORWISE | {"Float8BlockScaling"}),
+        ((10, 0), PLAIN | TENSORWISE),
     ],
 )
-def test_formats_are_native_from_their_architecture_on(
-    capability: tuple[int, int] | None, native: set[str]
+def test_the_doctor_knows_what_is_native_on_an_architecture(
+    capability: tuple[int, int] | None, native: set[str], cuda_13_torch: None
 ) -> None:
-    found = {f.name: f.on(capability) for f in doctor.NUMBER_FORMATS}
+    found = doctor.matrix_products(capability)
     assert {name for name, how in found.items() if how == "native"} == native
-    rest = "CPU" if capability is None else "emulated"
-    assert {how for name, how in found.items() if name not in native} <= {rest}
+    plain = "CPU" if capability is None else "emulated"
+    assert {how for name, how in found.items() if name in PLAIN - native} <= {plain}
+    assert {how for name, how in found.items() if name not in PLAIN | native} == {"emulated"}
 
 
-def test_two_kinds_of_gpu_get_a_column_each() -> None:
+def test_two_kinds_of_gpu_get_a_column_each(cuda_13_torch: None) -> None:
     blackwell = doctor.Device("cuda:1", "NVIDIA B200", (10, 0))
     report = str(dataclasses.replace(HEALTHY, devices=(*HEALTHY.devices, blackwell, HOPPER)))
-    (heading,) = (line.split() for line in report.splitlines() if "native on" in line)
-    assert heading == ["sm_90", "sm_100", "native", "on"]
-    (mxfp8,) = (line.split() for line in report.splitlines() if line.startswith("  MXFP8"))
-    assert mxfp8[:3] == ["MXFP8", "emulated", "native"]
+    (heading,) = (line.split() for line in report.splitlines() if "sm_100" in line)
+    assert heading == ["sm_90", "sm_100"]
+    (block,) = (line.split() for line in report.splitlines() if "Float8BlockScaling" in line)
+    assert block == ["Float8BlockScaling", "native", "emulated"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

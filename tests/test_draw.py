@@ -446,6 +446,7 @@ def plan_of(ops, forward, backward=(), refusals=(), channels=(), line_bytes=None
         refusals=tuple(refusals),
         channels=tuple(channels),
         line_bytes=tuple(line_bytes or [1e3] * (len(ops) + 1)),
+        grad_line_bytes=tuple(line_bytes or [1e3] * (len(ops) + 1)),
         nominal_tokens=8192,
     )
 

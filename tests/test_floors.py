@@ -35,6 +35,7 @@ FLOORS = (
     ("precision.py", 6),
     ("collectives.py", 6),
     ("plan_key.py", 6),
+    ("availability.py", 7),
     ("op.py", 7),
     ("plan.py", 7),
     ("window.py", 7),

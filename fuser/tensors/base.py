@@ -194,7 +194,7 @@ class QuantizedTensor(torch.Tensor):
         raise NotImplementedError
 
     high_precision_source: torch.Tensor | None = None
-    """What the tensor was quantized from, for a backward that wants that; views do not have it."""
+    """What the tensor was quantized from, for a backward that wants that; kept by a reshape."""
 
     _high_precision_init_val: torch.Tensor | None = None
 
@@ -407,7 +407,10 @@ def _view(func: Any, tensor: QuantizedTensor, shape: list[int]) -> Any:
     new = torch.empty(tensor.shape, device="meta").reshape(shape).shape
     if not new or not tensor.shape or new[-1] != tensor.shape[-1]:
         return NotImplemented
-    return tensor._like(lambda buffer: buffer, shape=tuple(new))
+    view = tensor._like(lambda buffer: buffer, shape=tuple(new))
+    if tensor.high_precision_source is not None:
+        view.high_precision_source = tensor.high_precision_source.reshape(new)
+    return view
 
 
 def _new_zeros(func: Any, tensor: QuantizedTensor, shape: list[int], **kwargs: Any) -> Any:

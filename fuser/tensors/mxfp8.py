@@ -50,7 +50,7 @@ class MXFP8Quantizer(Quantizer):
     @property
     def format(self) -> NumberFormat:
         side = MXFP8_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, scale_bytes=1)
+        return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("MXFP8", rows.shape[0], rows.shape[1], MXFP8_BLOCK)

@@ -63,7 +63,7 @@ class NVFP4Quantizer(Quantizer):
     @property
     def format(self) -> NumberFormat:
         side = NVFP4_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, scale_bytes=1)
+        return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("NVFP4", rows.shape[0], rows.shape[1], NVFP4_BLOCK)

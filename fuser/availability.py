@@ -1,0 +1,99 @@
+"""What a recipe runs on: tensor cores of its own formats, or emulation; asked, and warned about."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from fuser.gemm import architecture
+from fuser.native_gemm import native_gemm
+from fuser.precision import role_format
+from fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+
+# The operands of forward, dgrad and wgrad.
+GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
+
+RECIPES = (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Float8BlockScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+
+
+def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
+    """Whether tensor cores multiply every pair of formats of ``recipe``, without an override.
+
+    ``arch`` is a CUDA device's compute capability, None for another device.
+    """
+    formats = [[role_format(recipe, role) for role in roles] for roles in GEMMS]
+    return all(native_gemm(a, b, arch) is not None for a, b in formats)
+
+
+def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:
+    """A sentence that says that ``recipe`` is emulated on ``arch``; None where it runs natively."""
+    if runs_natively(recipe, arch):
+        return None
+    where = "a CPU" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
+    native = [cls.__name__ for cls in RECIPES if runs_natively(cls(), arch)]
+    return (
+        f"{type(recipe).__name__} is emulated on {where}: operands have its exact bytes, and "
+        "matrix products run dequantized, slower than unquantized. "
+        f"{'Native there: ' + ', '.join(native) if native else 'No recipe is native there'}."
+    )
+
+
+def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
+    """Warn that ``recipe`` is emulated on ``arch``: once in a process for recipes of its class."""
+    place = (type(recipe), arch)
+    if place in _warned or not isinstance(recipe, RECIPES):
+        return
+    sentence = emulation(recipe, arch)
+    if sentence is not None:
+        _warned.add(place)
+        warnings.warn(sentence, stacklevel=2)
+
+
+_warned: set[tuple[type[Recipe], tuple[int, int] | None]] = set()
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether FP8 recipes run here: True on every device.
+
+    With ``return_reason`` a second value says that they are emulated on the
+    current device; it is empty where they run natively.
+    """
+    return _available(Float8CurrentScaling(), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As :func:`is_fp8_available`, for FP8 in blocks of 128."""
+    return _available(Float8BlockScaling(), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As :func:`is_fp8_available`, for MXFP8."""
+    return _available(MXFP8BlockScaling(), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """As :func:`is_fp8_available`, for NVFP4."""
+    return _available(NVFP4BlockScaling(), return_reason)
+
+
+def _available(recipe: Recipe, return_reason: bool) -> bool | tuple[bool, str]:
+    if not return_reason:
+        return True
+    arch = None
+    if torch.cuda.is_available():
+        arch = architecture(torch.device("cuda", torch.cuda.current_device()))
+    return True, emulation(recipe, arch) or ""

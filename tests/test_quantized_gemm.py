@@ -1,0 +1,265 @@
+"""Native quantized GEMMs, on a stand-in for a Hopper chip that is as strict as cuBLASLt."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+from fuser import gemm, native_gemm, pipeline
+from fuser import recipe as recipes
+from fuser.availability import emulation, runs_natively
+from fuser.formats import ceil_div, round_up
+from fuser.recipe import MMParams
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class StrictTensorCores:
+    """``torch._scaled_mm`` with the limits it has on a GPU; computes in fp64 and keeps count."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scale_result: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        use_fast_accum: bool = False,
+    ) -> torch.Tensor:
+        (m, k), n = a.shape, b.shape[1]
+        assert b.shape[0] == k
+        assert k % 16 == 0
+        assert n % 16 == 0
+        assert a.stride() == (k, 1)
+        assert b.stride() == (1, k)
+        assert E4M3 in (a.dtype, b.dtype)
+        assert {a.dtype, b.dtype} <= {E4M3, E5M2}
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        if bias is not None:
+            assert out_dtype in (torch.bfloat16, torch.float16)
+            assert bias.dtype == out_dtype
+            assert bias.shape == (n,)
+        a_scale, kind_a = self.spread(scale_a, m, k)
+        b_scale, kind_b = self.spread(scale_b.t(), n, k)
+        assert (kind_a, kind_b) != ("128x128", "128x128")
+        assert (kind_a == "tensor") == (kind_b == "tensor")
+        self.calls.append((f"{kind_a} x {kind_b}", use_fast_accum))
+        product = (a.double() * a_scale) @ (b.t().double() * b_scale).t()
+        if bias is not None:
+            product = product + bias.double()
+        return product.to(out_dtype)
+
+    @staticmethod
+    def spread(scale: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, str]:
+        """One factor an element, and the kind that torch's checks make of the scale."""
+        blocks = ceil_div(k, 128)
+        if scale.numel() == 1 and scale.dim() == 0:
+            return scale.double().expand(rows, k), "tensor"
+        if scale.shape == (rows, blocks):
+            assert scale.stride(0) == 1
+            assert scale.stride(1) == rows or blocks == 1
+            return scale.double().repeat_interleave(128, 1)[:, :k], "1x128"
+        assert scale.shape == (ceil_div(rows, 128), blocks)
+        # Some versions of torch want the one stride, some the other.
+        assert scale.stride() == (blocks, 1) == (round_up(blocks, 4), 1)
+        spread = scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return spread[:rows, :k], "128x128"
+
+
+@contextlib.contextmanager
+def stand_in_for_hopper() -> Iterator[StrictTensorCores]:
+    cores = StrictTensorCores()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", cores)
+        patch.setattr(native_gemm, "torch_cuda", lambda: (13, 0))
+        for module in (gemm, pipeline):
+            patch.setattr(module, "architecture", lambda device: (9, 0))
+        native_gemm.native_gemm.cache_clear()
+        yield cores
+    native_gemm.native_gemm.cache_clear()
+
+
+@pytest.fixture
+def hopper() -> Iterator[StrictTensorCores]:
+    with stand_in_for_hopper() as cores:
+        yield cores
+
+
+NATIVE = {
+    "current": recipes.Float8CurrentScaling(),
+    "current-E4M3": recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3),
+    "delayed": recipes.DelayedScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
+    "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+}
+
+
+def model_of(widths: tuple[int, int, int], **options: Any) -> fuser.Sequential:
+    a, b, c = widths
+    layers = (fuser.Linear(a, b, **options), fuser.GELU(), fuser.Linear(b, c, **options))
+    return oracles.randomize(fuser.Sequential(*layers))
+
+
+def run(model: fuser.Sequential, recipe: Any, rows: int) -> dict[str, torch.Tensor]:
+    parameter = next(model.parameters())
+    width = model[0].members[0].in_features
+    x = oracles.random_tensor((rows, width), parameter.dtype, 1).requires_grad_()
+    model.zero_grad(set_to_none=True)
+    with fuser.autocast(recipe=recipe):
+        y = model(x)
+    y.backward(oracles.random_tensor(y.shape, y.dtype, 2))
+    return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+@pytest.mark.parametrize(
+    ("widths", "rows"), [((512, 1024, 512), 256), ((40, 72, 24), 33), ((136, 520, 200), 130)]
+)
+def test_native_products_equal_emulated_ones(
+    recipe: Any, widths: tuple[int, int, int], rows: int
+) -> None:
+    emulated = run(model_of(widths), recipe, rows)
+    with stand_in_for_hopper() as cores:
+        native = run(model_of(widths), recipe, rows)
+    assert len(cores.calls) == 6
+    for name, value in emulated.items():
+        # fp32 accumulation against fp64: a rounding of the second GEMM's input may flip.
+        error = (native[name] - value).norm() / value.norm()
+        assert error < 1e-2, name
+
+
+def test_the_plan_says_native_and_a_bias_rides_on_the_gemm(hopper: StrictTensorCores) -> None:
+    model = model_of((64, 128, 64), dtype=torch.bfloat16)
+    with fuser.autocast(recipe=NATIVE["current"]):
+        plan = model.plan(torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True))
+    first = plan.forward[0]
+    assert first.fusion == "ForwardLinearBiasActivation"
+    assert "FP8 mm (native)" in first.kernel
+    assert any("dgrad FP8 mm (native)" in step.kernel for step in plan.backward)
+    fused = run(model, NATIVE["current"], 32)
+    unfused = fuser.Sequential(*model, fusions=())
+    assert hopper.calls == [("tensor x tensor", True)] * 2 + [("tensor x tensor", False)] * 4
+    expected = run(unfused, NATIVE["current"], 32)
+    for name in ("y", "dx"):
+        error = (fused[name].double() - expected[name].double()).norm() / expected[name].norm()
+        assert error < 2**-6, name
+
+
+def test_a_bias_is_refused_where_the_gemm_takes_none(hopper: StrictTensorCores) -> None:
+    def reasons(recipe: Any, dtype: torch.dtype) -> str:
+        with fuser.autocast(recipe=recipe):
+            plan = model_of((64, 64, 64), dtype=dtype).plan(torch.empty(32, 64, dtype=dtype))
+        return " ".join(refusal.reason for refusal in plan.refusals)
+
+    assert "FP8 mm takes no bias in torch.float32" in reasons(NATIVE["current"], torch.float32)
+    assert "FP8 128-block mm takes no bias" in reasons(NATIVE["block"], torch.bfloat16)
+    assert "emulated" in reasons(recipes.MXFP8BlockScaling(), torch.bfloat16)
+
+
+@pytest.mark.parametrize("flags", [(True, False, True), (False, True, False)])
+def test_accumulators_are_those_of_the_recipe(
+    flags: tuple[bool, bool, bool], hopper: StrictTensorCores
+) -> None:
+    fprop, dgrad, wgrad = (MMParams(use_split_accumulator=flag) for flag in flags)
+    recipe = recipes.Float8CurrentScaling(
+        fp8_gemm_fprop=fprop, fp8_gemm_dgrad=dgrad, fp8_gemm_wgrad=wgrad
+    )
+    op = oracles.randomize(fuser.BasicLinear(64, 32))
+    x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        y = op(x)
+    y.sum().backward()
+    assert [fast for _, fast in hopper.calls] == [not flag for flag in flags]
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_an_empty_batch_runs_and_gives_zero_weight_gradients(
+    recipe: Any, hopper: StrictTensorCores
+) -> None:
+    found = run(model_of((64, 32, 64)), recipe, 0)
+    assert found["y"].shape == (0, 64)
+    assert not any(found[name].any() for name in found if "weight" in name)
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_native_weight_gradients_add_up_in_main_grad(
+    recipe: Any, hopper: StrictTensorCores
+) -> None:
+    plain = oracles.randomize(fuser.BasicLinear(64, 32, dtype=torch.bfloat16))
+    op = fuser.BasicLinear(64, 32, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    op.load_state_dict(plain.state_dict())
+    op.weight.main_grad = torch.ones(32, 64)
+    for linear in (plain, op):
+        x = oracles.random_tensor((48, 64), torch.bfloat16, 1).requires_grad_()
+        with fuser.autocast(recipe=recipe):
+            y = linear(x)
+        y.backward(oracles.random_tensor(y.shape, y.dtype, 2))
+    assert plain.weight.grad is not None
+    assert op.weight.grad is None
+    error = op.weight.main_grad - 1 - plain.weight.grad.float()
+    assert error.abs().max() <= 2**-8 * plain.weight.grad.float().abs().max()
+
+
+def test_recipes_without_a_native_gemm_are_emulated_on_hopper(hopper: StrictTensorCores) -> None:
+    run(model_of((64, 64, 64)), recipes.MXFP8BlockScaling(), 32)
+    run(model_of((64, 64, 64)), recipes.NVFP4BlockScaling(), 32)
+    # Current scaling with a weight that is kept in MXFP8: no chip multiplies the two.
+    with fuser.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
+        mixed = fuser.Sequential(fuser.BasicLinear(64, 64))
+    with fuser.autocast(recipe=NATIVE["current"]):
+        plan = mixed.plan(torch.empty(32, 64))
+        mixed(torch.zeros(32, 64))
+    assert plan.forward[0].kernel == "quantize input, mm (emulated)"
+    assert hopper.calls == []
+
+
+def test_a_recipe_says_where_it_is_emulated_and_what_is_native(hopper: StrictTensorCores) -> None:
+    assert runs_natively(NATIVE["block"], (9, 0))
+    assert not runs_natively(NATIVE["block"], (10, 0))
+    assert emulation(NATIVE["current"], (9, 0)) is None
+    sentence = emulation(recipes.MXFP8BlockScaling(), (9, 0))
+    assert sentence is not None
+    assert "emulated on compute capability 9.0" in sentence
+    native = "DelayedScaling, Float8CurrentScaling, Float8BlockScaling"
+    assert sentence.endswith(f"Native there: {native}.")
+    assert str(emulation(NATIVE["current"], None)).endswith("No recipe is native there.")
+
+
+def test_the_warning_comes_once_for_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fuser.availability._warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for override in (None, "dequantized"):
+            with fuser.autocast(recipe=recipes.MXFP8BlockScaling(backward_override=override)):
+                fuser.BasicLinear(64, 64)(torch.zeros(32, 64))
+    (message,) = (str(warning.message) for warning in caught)
+    assert message.startswith("MXFP8BlockScaling is emulated on a CPU")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        fuser.is_fp8_available,
+        fuser.is_mxfp8_available,
+        fuser.is_fp8_block_scaling_available,
+        fuser.is_nvfp4_available,
+    ],
+)
+def test_every_format_is_available_and_says_how(ask: Any) -> None:
+    assert ask() is True
+    is_there, reason = ask(return_reason=True)
+    assert is_there is True
+    assert torch.cuda.is_available() or "is emulated on a CPU" in reason
