@@ -309,8 +309,8 @@ class OpGraph:
         and those of parameters: the plain tensor is read in any case, and the
         quantized one is written and read.
         """
-        kernels = []
-        for i in range(start, stop):
+        kernels: list[tuple[str, int, int]] = []
+        for i in range(start, stop) if self.key.recipe is not None else ():
             op = self.ops[i]
             for role, made in op.quantizes(side, self.key.window(i, i + 1)).items():
                 if role == "weight":

@@ -225,6 +225,31 @@ def test_an_input_with_one_copy_only_is_completed_for_training() -> None:
     assert torch.equal(linear.weight.grad, quantized_dy.T @ columns)
 
 
+@pytest.mark.parametrize("recipe", [None, FORMATS["mxfp8"]], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("make", [fuser.GELU, fuser.SwiGLU, fuser.SReLU])
+def test_a_cached_input_is_saved_in_e4m3(make: Any, recipe: Any) -> None:
+    """Forward is unchanged, backward is that of the rounded input, a byte an element is saved."""
+    exact, cached = make(), make(cache_quantized_input=True)
+    x = oracles.random_tensor((32, 128), torch.float32, 1)
+    expected, found = (results(fuser.Sequential(op), recipe, x) for op in (exact, cached))
+    rounded = fuser.Float8CurrentScalingQuantizer()(x).dequantize()
+    assert torch.equal(found["y"], expected["y"])
+    assert torch.equal(found["dx"], results(fuser.Sequential(exact), recipe, rounded)["dx"])
+    saved: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        cached(x.requires_grad_())
+    (kept,) = saved
+    assert isinstance(kept, fuser.Float8Tensor)
+    assert kept._transpose is None
+    plan = fuser.Sequential(cached).plan(x)
+    assert plan.forward[0].kernel.startswith("quantize, ")
+
+
 # -- weights kept across microbatches ---------------------------------------------------
 
 

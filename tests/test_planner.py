@@ -584,9 +584,9 @@ def test_planning_forty_ops_takes_less_than_50_ms() -> None:
     times = []
     for _ in range(5):
         model = fuser.Sequential(*long_pipeline(40))
-        start = time.perf_counter()
+        start = time.process_time()
         plan = model.plan(x)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
         assert len(plan.ops) == 40
         assert len(plan.forward) < 40
     assert min(times) < 0.050, f"{1e3 * min(times):.1f} ms"

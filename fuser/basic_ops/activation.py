@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,10 @@ import torch
 from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
 from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor, activation, activation_backward
+from fuser.tensors import Float8CurrentScalingQuantizer
+
+# How a cached input is quantized: E4M3, one scale a tensor, without a transposed copy.
+INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
 
 
 class Activation(BasicOperation):
@@ -21,7 +26,8 @@ class Activation(BasicOperation):
     Parameters
     ----------
     cache_quantized_input
-        Save the input for backward in E4M3. This version saves it unquantized.
+        Save the input for backward in E4M3 with one scale, a byte an element;
+        backward then sees it rounded.
     """
 
     emits_quantized = ("forward", "backward")
@@ -45,18 +51,31 @@ class Activation(BasicOperation):
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return (self.functor.name if side == "forward" else f"{self.functor.name}_backward",)
+        if side == "backward":
+            return (f"{self.functor.name}_backward",)
+        caches = self.cache_quantized_input and key.ops[0].requires_grad
+        return ("quantize", self.functor.name) if caches else (self.functor.name,)
+
+    @property
+    def saves_input(self) -> bool:  # type: ignore[override]
+        """Unless an E4M3 copy is saved instead."""
+        return not self.cache_quantized_input
+
+    def saved_bytes(self, spec: TensorSpec) -> int:
+        return INPUT_CACHE.format.nbytes(math.prod(spec.shape), 1) if not self.saves_input else 0
 
     def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
         """The output; keeps the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
-            ctx.to_save = (x,)
+            ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
         return activation(self.functor, x)
 
     def input_grad(self, ctx: OperationContext, grad_output: torch.Tensor) -> torch.Tensor:
         """``dy * f'(x)`` in the input's dtype."""
         (x,) = ctx.saved_tensors
+        if self.cache_quantized_input:
+            x = x.dequantize()
         return activation_backward(self.functor, grad_output, x)
 
     def op_forward(

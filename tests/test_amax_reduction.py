@@ -1,0 +1,77 @@
+"""Delayed scaling over several ranks: amaxes are reduced once a step, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import oracles
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import fuser
+from fuser.recipe import DelayedScaling
+
+RANKS = 2
+
+
+def train(rank: int, folder: str, reduce_amax: bool, has_group: bool) -> None:
+    """Two steps on this rank's data; the state and the amaxes it saw go into a file."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    model = oracles.randomize(
+        fuser.Sequential(fuser.Linear(32, 32), fuser.GELU(), fuser.Linear(32, 32))
+    )
+    group = dist.new_group(list(range(RANKS))) if has_group else None
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
+    x = oracles.random_tensor((16, 32), torch.float32, 10 + rank) * (1 + rank)
+    dy = oracles.random_tensor((16, 32), torch.float32, 20 + rank) * (1 + rank)
+    for _ in range(2):
+        with fuser.autocast(recipe=recipe, amax_reduction_group=group):
+            y = model(x)
+        y.backward(dy)
+    with torch.no_grad():  # evaluation on one rank alone reduces nothing, and does not wait
+        if rank == 0:
+            with fuser.autocast(recipe=recipe, amax_reduction_group=group):
+                model(x)
+    states = {name: value for name, value in model.state_dict().items() if "_extra_state" in name}
+    torch.save({"states": states, "amax": x.abs().max()}, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(folder: Path, reduce_amax: bool, has_group: bool = False) -> list[dict[str, torch.Tensor]]:
+    arguments = (str(folder), reduce_amax, has_group)
+    torch.multiprocessing.spawn(train, arguments, nprocs=RANKS)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+
+
+def scales(state: torch.Tensor) -> torch.Tensor:
+    """The forward's scales in an extra state: n, length, n scales, history."""
+    return state[2 : 2 + int(state[0])]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+def test_every_rank_has_the_scales_of_the_largest_amax(tmp_path: Path) -> None:
+    first, second = run(tmp_path, reduce_amax=True, has_group=True)
+    linears = [name for name, state in first["states"].items() if state.numel()]
+    assert len(linears) == 2
+    for name in linears:
+        assert torch.equal(scales(first["states"][name]), scales(second["states"][name])), name
+    largest = max(first["amax"], second["amax"])
+    assert scales(first["states"][linears[0]])[0] == 448 / largest
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
+def test_without_reduction_every_rank_has_its_own_scales(tmp_path: Path) -> None:
+    for result in (results := run(tmp_path, reduce_amax=False)):
+        state = next(state for state in result["states"].values() if state.numel())
+        assert scales(state)[0] == 448 / result["amax"]
+    assert results[0]["amax"] != results[1]["amax"]
