@@ -1,8 +1,8 @@
 """The backward override against a chain rule written by hand: forward quantized, backward exact.
 
 The oracle runs every op alone and unquantized, but for linears, which quantize their operands,
-multiply what those stand for, and differentiate as the override says. All comparisons are exact, so scales are powers of two: a
-fused scale is a factor of the GEMM, before its sum is rounded.
+multiply what those stand for, and differentiate as the override says. All comparisons are exact,
+so scales are powers of two: a fused scale is a factor of the GEMM, before its sum is rounded.
 """
 
 from __future__ import annotations
