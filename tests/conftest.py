@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,3 +19,23 @@ def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what the compile check found, and which checks of kernels could not run."""
+    stats = terminalreporter.stats
+    found = [dict(report.user_properties) for report in stats.get("passed", [])]
+    found = [properties for properties in found if "compiled" in properties]
+    if found:
+        kernels = [kernel for properties in found for kernel in properties["compiled"]]
+        widest = max(kernels, key=lambda kernel: kernel[1])[0]
+        seconds = sum(properties["seconds"] for properties in found)
+        terminalreporter.write_line(
+            f"{len(kernels)} kernels compiled by NVRTC in {seconds:.1f} s of all processes, "
+            f"without spills; the widest: {' '.join(widest.split())}."
+        )
+    skipped = (report.longrepr for report in stats.get("skipped", []))
+    reasons = Counter(reason[2] for reason in skipped if isinstance(reason, tuple))
+    for reason, count in reasons.items():
+        if "needs the emulator" in reason or "needs NVRTC" in reason:
+            terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")

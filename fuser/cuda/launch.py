@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,22 +98,54 @@ class Kernel:
         StateError
             If the kernel cannot be compiled here.
         """
-        if 0 in launch.grid:
-            return
-        values, device = encode(self.symbol, args)
+        if 0 not in launch.grid:
+            machine.run(self, launch, args)
+
+
+# -- where launches go --------------------------------------------------------
+
+
+class Machine:
+    """What runs kernels: the GPUs of this process.
+
+    A subclass that stands in :data:`machine` runs every launch elsewhere.
+    """
+
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+        """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""
+        values, device = encode(kernel.symbol, args)
         if device is None or device == torch.cuda.current_device():
-            self._launch(launch, values, torch.cuda.current_device())
+            self._run_on(torch.cuda.current_device(), kernel, launch, values)
         else:
             with torch.cuda.device(device):
-                self._launch(launch, values, device)
+                self._run_on(device, kernel, launch, values)
 
-    def _launch(self, launch: Launch, values: tuple[Any, ...], device: int) -> None:
-        handle = module.kernel(self.module, self.symbol, device)
+    def multiprocessors(self, device: torch.device) -> int:
+        """As the function of this name."""
+        return _multiprocessors(device)
+
+    def _run_on(self, device: int, kernel: Kernel, launch: Launch, values: tuple[Any, ...]) -> None:
+        handle = module.kernel(kernel.module, kernel.symbol, device)
         if launch.shared_bytes > DEFAULT_SHARED_BYTES:
-            module.allow_large_shared_memory(self.module, self.symbol, device)
+            module.allow_large_shared_memory(kernel.module, kernel.symbol, device)
         # CuPy's own current stream is another one than torch's.
         stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
         handle(launch.grid, launch.block, values, shared_mem=launch.shared_bytes, stream=stream)
+
+
+machine = Machine()
+"""Where launches go; read at every launch."""
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many multiprocessors a device has, for grids that fill it once."""
+    return machine.multiprocessors(device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 class _Stream:
@@ -156,14 +190,45 @@ def float32(value: float) -> np.float32:
     return result
 
 
-def encode(symbol: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int | None]:
+@dataclass(frozen=True)
+class Struct:
+    """A struct argument by value, with tensors in it: what many tensors' kernels take.
+
+    ``fields`` are as a kernel's arguments are, and lie as C lays them out: each at a multiple of
+    its size, the whole padded to a multiple of the largest. ``T* pointers[n]`` is n tensors.
+
+    Raises
+    ------
+    InputError
+        If there are no fields.
+    InputTypeError
+        If a field is a struct itself.
+    """
+
+    fields: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if not self.fields:
+            raise InputError("A kernel's struct argument got no fields.")
+        for position, field in enumerate(self.fields):
+            if isinstance(field, Struct) or _is_struct(field):
+                raise InputTypeError(
+                    f"A kernel's struct argument got a struct as field {position}; its fields are "
+                    "tensors, None and numpy scalars."
+                )
+
+
+def encode(
+    symbol: str, args: tuple[Any, ...], device_type: str = "cuda"
+) -> tuple[tuple[Any, ...], int | None]:
     """Kernel arguments as CuPy passes them on byte for byte, and the device they are on.
 
     CuPy checks nothing: a Python float would arrive as a double, an int as 8
     bytes. So the width is in the argument. A CUDA tensor becomes its address,
     None a null pointer; numpy scalars, and structs as numpy ``void`` arrays of
     one element, pass as they are; :func:`int32`, :func:`int64` and
-    :func:`float32` make scalars. The device is None without a tensor.
+    :func:`float32` make scalars, :class:`Struct` a struct with tensors in it.
+    The device is None without a tensor.
 
     Parameters
     ----------
@@ -171,6 +236,8 @@ def encode(symbol: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int | N
         The kernel, for messages.
     args
         The arguments.
+    device_type
+        Of the tensors.
 
     Raises
     ------
@@ -181,12 +248,13 @@ def encode(symbol: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int | N
     """
     values: list[Any] = []
     device: int | None = None
+    is_there = f"is_{device_type}"
     for position, arg in enumerate(args):
         if isinstance(arg, torch.Tensor):
-            if not arg.is_cuda:
+            if not getattr(arg, is_there):
                 raise InputError(
                     f"Kernel {symbol} got a tensor on {arg.device} as argument {position}; "
-                    "kernels read and write CUDA tensors."
+                    f"kernels read and write {device_type.upper()} tensors."
                 )
             index = arg.get_device()
             if device is not None and index != device:
@@ -200,11 +268,30 @@ def encode(symbol: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], int | N
             values.append(arg)
         elif arg is None:
             values.append(NULL)
+        elif isinstance(arg, Struct):
+            where = f"{symbol}, in argument {position},"
+            fields, of_fields = encode(where, arg.fields, device_type)
+            if None not in (device, of_fields) and device != of_fields:
+                raise InputError(
+                    f"Kernel {symbol} got tensors on cuda:{device} and, in argument {position}, "
+                    f"on cuda:{of_fields}; all must be on one device."
+                )
+            device = of_fields if device is None else device
+            values.append(_packed(fields))
         else:
             raise InputTypeError(
                 f"Kernel {symbol} got {_described(arg)} as argument {position}; {_hint(arg)}."
             )
     return tuple(values), device
+
+
+def _packed(fields: tuple[Any, ...]) -> Any:
+    # numpy's letters are those of Python's struct module, whose native layout is C's; a count of
+    # 0 aligns the end.
+    letters = [field.dtype.char for field in fields]
+    widest = max(letters, key=struct.calcsize)
+    packed = struct.pack(f"@{''.join(letters)}0{widest}", *fields)
+    return np.frombuffer(packed, dtype=f"V{len(packed)}")
 
 
 def _is_struct(arg: Any) -> bool:

@@ -1,0 +1,111 @@
+// The one place of inline PTX, each instruction with a plain C++ fallback that gives the same bits.
+//
+// FUSER_EMULATED is defined where kernels are compiled for a CPU. An architecture that lacks an
+// instruction takes the fallback too.
+#pragma once
+
+namespace fuser {
+
+// ---- memory: 4, 8 or 16 bytes that are used once and should not push others out of the caches ----
+
+// Only for memory that no thread of the kernel writes.
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) {
+#if defined(FUSER_EMULATED)
+    return *p;
+#else
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(p));
+    return v;
+#endif
+}
+
+__device__ __forceinline__ uint2 load_streaming(const uint2* p) {
+#if defined(FUSER_EMULATED)
+    return *p;
+#else
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+#endif
+}
+
+__device__ __forceinline__ unsigned load_streaming(const unsigned* p) {
+#if defined(FUSER_EMULATED)
+    return *p;
+#else
+    unsigned v;
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+#endif
+}
+
+__device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
+__device__ __forceinline__ void store_streaming(uint2* p, uint2 v) { __stcs(p, v); }
+__device__ __forceinline__ void store_streaming(unsigned* p, unsigned v) { __stcs(p, v); }
+
+// ---- fp32 to 8 and 4 bits: to nearest, ties to even, past the largest finite to the largest ----
+
+// By integers alone, since -ftz=true would flush what rounds to a subnormal of the format.
+template <int kExponentBits, int kMantissaBits, int kBias, unsigned kMax, unsigned kNan>
+__device__ __forceinline__ unsigned encoded(float x) {
+    constexpr int kSmallestNormal = 128 - kBias;  // as an exponent of fp32
+    const unsigned bits = __float_as_uint(x);
+    const unsigned magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) {
+        return kNan;
+    }
+    const int exponent = static_cast<int>(magnitude >> 23);
+    const unsigned significand = (magnitude & 0x7fffffu) | 0x800000u;
+    // Bits of the significand that the format has no place for; from 25 on, nothing is left.
+    const int dropped = 23 - kMantissaBits + max(kSmallestNormal - exponent, 0);
+    const int shift = min(dropped, 25);
+    const unsigned odd = significand >> shift & 1u;
+    const unsigned rounded = (significand + (1u << (shift - 1)) - 1u + odd) >> shift;
+    const unsigned octave = static_cast<unsigned>(max(exponent - kSmallestNormal, 0));
+    const unsigned code = min(rounded + (octave << kMantissaBits), kMax);
+    return code | bits >> 31 << (kExponentBits + kMantissaBits);
+}
+
+// Two E4M3 bytes, `low` in the low one. NaN gives 0x7F.
+__device__ __forceinline__ unsigned short to_e4m3x2(float low, float high) {
+#if !defined(FUSER_EMULATED) && __CUDA_ARCH__ >= 890
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return static_cast<unsigned short>(encoded<4, 3, 7, 0x7e, 0x7f>(low) |
+                                       encoded<4, 3, 7, 0x7e, 0x7f>(high) << 8);
+#endif
+}
+
+// Two E5M2 bytes, `low` in the low one. NaN gives 0x7F.
+__device__ __forceinline__ unsigned short to_e5m2x2(float low, float high) {
+#if !defined(FUSER_EMULATED) && __CUDA_ARCH__ >= 890
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+    return pair;
+#else
+    return static_cast<unsigned short>(encoded<5, 2, 15, 0x7b, 0x7f>(low) |
+                                       encoded<5, 2, 15, 0x7b, 0x7f>(high) << 8);
+#endif
+}
+
+// Two E2M1 values in a byte, `low` in the low nibble. NaN gives 7, which is +6.
+__device__ __forceinline__ unsigned char to_e2m1x2(float low, float high) {
+#if !defined(FUSER_EMULATED) && defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+    unsigned short pair;
+    asm("{ .reg .b8 byte;\n"
+        "  cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2;\n"
+        "  mov.b16 %0, {byte, 0}; }"
+        : "=h"(pair)
+        : "f"(high), "f"(low));
+    return static_cast<unsigned char>(pair);
+#else
+    return static_cast<unsigned char>(encoded<2, 1, 1, 7, 7>(low) |
+                                      encoded<2, 1, 1, 7, 7>(high) << 4);
+#endif
+}
+
+}  // namespace fuser

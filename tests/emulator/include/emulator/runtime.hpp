@@ -1,0 +1,76 @@
+// What compiled kernels and the worker that runs them know of each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <vector_types.h>
+
+namespace fuser_emulator {
+
+// ---- a compiled source, as the worker finds it ----
+
+// `kind` is p(ointer), f(loating), i(nteger, bool or enum) or s(truct).
+struct Parameter {
+    std::size_t bytes;
+    char kind;
+};
+
+struct Entry {
+    const char* name;
+    void (*kernel)();
+    void (*call)(void (*kernel)(), void* const* arguments);
+    const Parameter* parameters;
+    std::size_t parameter_count;
+};
+
+struct Library {
+    const Entry* entries;
+    std::size_t entry_count;
+};
+
+// ---- what kernels ask of the worker ----
+
+// A call that waits for other threads: the function's name, and where the source calls it.
+struct Site {
+    const char* function;
+    const char* file;
+    int line;
+};
+
+// What the lanes of a warp brought to a collective; `present` are those that took part.
+struct Meeting {
+    std::uint64_t values[32];
+    unsigned present;
+};
+
+// Wait for all threads of the block; how many of them came with a true predicate.
+int block_barrier(Site site, bool predicate);
+
+// Wait for the lanes of `mask`. The result holds until this thread's next meeting.
+const Meeting& meet(Site site, unsigned mask, std::uint64_t value);
+
+unsigned lane();
+
+// A static variable in shared memory: one for each declaration and instantiation.
+struct Shared {
+    const char* name;
+    std::size_t bytes;
+    std::size_t alignment;
+    // The worker's: where it is in the launch of this number.
+    void* memory = nullptr;
+    unsigned long long launch = 0;
+};
+
+void* static_shared(Shared& variable);
+void* dynamic_shared(std::size_t alignment);
+
+// End the worker with a message that goes on "... in <kernel>, block <b>, thread <t>".
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace fuser_emulator
+
+extern uint3 threadIdx;
+extern uint3 blockIdx;
+extern dim3 blockDim;
+extern dim3 gridDim;

@@ -1,0 +1,101 @@
+// Kernels with one mistake each, which the emulator must find.
+
+// ---- memory ----
+
+extern "C" __global__ void fuser_read_at(const float* x, float* y, int index) { y[0] = x[index]; }
+
+extern "C" __global__ void fuser_write_at(float* y, int index) { y[index] = 1.0f; }
+
+extern "C" __global__ void fuser_vector_at(const float* x, float4* y) {
+    *y = *reinterpret_cast<const float4*>(x);
+}
+
+template <typename T>
+__global__ void fuser_static_shared_at(T* y, int index) {
+    __shared__ T tile[10];
+    tile[threadIdx.x] = 1;
+    T* beyond = tile + index;
+    *beyond = 2;
+    y[0] = tile[0];
+}
+
+extern "C" __global__ void fuser_dynamic_shared_at(float* y, int index) {
+    extern __shared__ float tile[];
+    tile[index] = 1.0f;
+    y[0] = tile[index];
+}
+
+// ---- outputs and order ----
+
+// Every second element.
+extern "C" __global__ void fuser_write_some(float* y, int n) {
+    const int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < n) {
+        y[i] = 1.0f;
+    }
+}
+
+extern "C" __global__ void fuser_add_to(float* y) { y[threadIdx.x] += 1.0f; }
+
+extern "C" __global__ void fuser_forget_barrier(int* y) {
+    __shared__ int tile[64];
+    tile[threadIdx.x] = threadIdx.x;
+    y[threadIdx.x] = tile[63 - threadIdx.x];
+}
+
+extern "C" __global__ void fuser_read_garbage(int* y) {
+    __shared__ int tile[64];
+    y[threadIdx.x] = tile[threadIdx.x];
+}
+
+extern "C" __global__ void fuser_sum_in_any_order(const float* x, float* y) {
+    atomicAdd(y, x[blockIdx.x * blockDim.x + threadIdx.x]);
+}
+
+// ---- waiting ----
+
+extern "C" __global__ void fuser_leave_before_barrier(int* y) {
+    if (threadIdx.x >= 40) {
+        return;
+    }
+    __syncthreads();
+    y[threadIdx.x] = 1;
+}
+
+extern "C" __global__ void fuser_two_barriers(int* y) {
+    if (threadIdx.x < 32) {
+        __syncthreads();
+    } else {
+        __syncthreads();
+    }
+    y[threadIdx.x] = 1;
+}
+
+extern "C" __global__ void fuser_divergent_shuffle(int* y) {
+    int value = threadIdx.x;
+    if (threadIdx.x < 16) {
+        value = __shfl_xor_sync(0xffffffffu, value, 1);
+    } else {
+        __syncthreads();
+    }
+    y[threadIdx.x] = value;
+}
+
+extern "C" __global__ void fuser_shuffle_beyond_the_block(int* y) {
+    y[threadIdx.x] = __shfl_down_sync(0xffffffffu, static_cast<int>(threadIdx.x), 8);
+}
+
+extern "C" __global__ void fuser_shuffle_outside_the_mask(int* y) {
+    y[threadIdx.x] = __shfl_sync(0x0000ffffu, static_cast<int>(threadIdx.x), 0);
+}
+
+extern "C" __global__ void fuser_spin(volatile int* y) {
+    while (*y == 0) {
+    }
+}
+
+extern "C" __global__ void fuser_trap(const int* x) {
+    if (x[0] != 0) {
+        __trap();
+    }
+}

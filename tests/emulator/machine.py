@@ -1,0 +1,337 @@
+"""The machine that launches go to inside ``emulated()``, and what it finds about a launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kernel_instantiations
+import numpy as np
+import pytest
+import torch
+
+from emulator import compile as compilation
+from emulator.errors import KernelError
+from emulator.worker import Argument, Buffer, Request, Worker
+from fuser.cuda import launch as launching
+from fuser.cuda import module
+from fuser.cuda.launch import Kernel, Launch, Struct, encode
+
+# Bytes that a kernel has not written and must not read. In every floating-point format the first
+# makes a NaN and the second a number near 1, which arithmetic changes.
+POISONS = (0xFF, 0x3F)
+# What a block can have at most on any GPU so far (compute capability 9.0 and 10.0).
+MAX_SHARED_BYTES = 227 * 1024
+
+# Compiling takes 0.3 s, and 0.1 s more for each kernel; several processes share a large source.
+TOGETHER = 8
+
+_worker = Worker()
+_groups: dict[Kernel, tuple[str, ...]] = {}
+
+
+def prepare(*kernels: Kernel) -> None:
+    """Say that ``kernels`` will be launched: those of one source are compiled together.
+
+    Compiling happens at the first launch of one of them. Nothing depends on it but time.
+    """
+    for name in {kernel.module for kernel in kernels}:
+        symbols = sorted({kernel.symbol for kernel in kernels if kernel.module == name})
+        for first in range(0, len(symbols), TOGETHER):
+            group = tuple(symbols[first : first + TOGETHER])
+            _groups.update({Kernel(name, symbol): group for symbol in group})
+
+
+@contextmanager
+def emulated(
+    *,
+    written: Sequence[torch.Tensor] = (),
+    deterministic: bool = True,
+    multiprocessors: int = 4,
+    sources: Path | None = None,
+) -> Iterator[None]:
+    """Inside, kernels take CPU tensors and run on the CPU; the test is skipped where they cannot.
+
+    Every launch runs twice, the second time with blocks and threads in the opposite order and
+    other garbage in unwritten memory; the results of the first run stay. What is an error:
+
+    - an access outside a tensor's bytes or outside shared memory; a vector access at an address
+      that is no multiple of its size; a write between the elements of a strided tensor;
+    - arguments that do not fit the kernel's parameters in number, size or kind;
+    - a barrier or warp collective that waits forever, or is reached at two places at once;
+    - bits that depend on the order of threads, on unwritten outputs or on shared memory that
+      nobody has written: a missing barrier, mostly;
+    - bytes of ``written`` that no launch writes;
+    - a kernel of fuser that the compile check does not know.
+
+    Tensors that share bytes share memory in the worker; all others have red zones around them.
+
+    Parameters
+    ----------
+    written
+        Outputs that the launches inside must write completely, together. They are poisoned.
+    deterministic
+        Whether a result that depends on the order of threads is an error: False for sums by
+        atomics on floats.
+    multiprocessors
+        What :func:`fuser.cuda.launch.multiprocessors` says inside.
+    sources
+        The folder of the ``.cu`` files, fuser's own by default.
+
+    Raises
+    ------
+    KernelError
+        For every error above.
+    """
+    reason = compilation.why_unavailable()
+    if reason is not None:
+        pytest.skip(f"needs the emulator: {reason}")
+    emulator = Emulator(
+        sources or module.KERNELS, deterministic, multiprocessors, [Output(t) for t in written]
+    )
+    before = launching.machine
+    launching.machine = emulator
+    try:
+        yield
+    finally:
+        launching.machine = before
+    for position, output in enumerate(emulator.outputs):
+        output.note_torch()
+        if output.unwritten.any():
+            raise KernelError(
+                f"{_where(output.unwritten)} of output {position} {_shown(output.tensor)} "
+                "not written."
+            )
+
+
+# -- memory -------------------------------------------------------------------
+
+
+def elements(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """For each byte from a tensor's first element to its last: does it belong to an element?"""
+    size = tensor.element_size()
+    if tensor.numel() == 0:
+        return np.zeros(0, dtype=np.bool_)
+    strides = [size * stride for stride in tensor.stride()]
+    span = size + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
+    mask = np.zeros(span, dtype=np.bool_)
+    np.lib.stride_tricks.as_strided(mask, (*tensor.shape, size), (*strides, 1))[...] = True
+    return mask
+
+
+@dataclass
+class Output:
+    """A tensor that must be written, and which of its bytes are not yet."""
+
+    tensor: torch.Tensor
+    unwritten: np.ndarray[Any, np.dtype[np.bool_]] = field(init=False)
+    version: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unwritten = elements(self.tensor)
+        self.version = self.tensor._version
+
+    def note_torch(self) -> None:
+        """Count the tensor as written if torch has changed it since the beginning."""
+        if self.tensor._version != self.version:
+            self.unwritten[:] = False
+
+
+@dataclass
+class Memory:
+    """The bytes of one tensor, or of several that share bytes."""
+
+    argument: int
+    begin: int
+    end: int
+    tensors: list[torch.Tensor]
+
+    def bytes(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes themselves, in this process."""
+        array = (ctypes.c_uint8 * (self.end - self.begin)).from_address(self.begin)
+        return np.ctypeslib.as_array(array)
+
+    def elements(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of the bytes belong to an element of a tensor."""
+        mask = np.zeros(self.end - self.begin, dtype=np.bool_)
+        for tensor in self.tensors:
+            own = elements(tensor)
+            mask[tensor.data_ptr() - self.begin :][: own.size] |= own
+        return mask
+
+    def unwritten(self, outputs: list[Output]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of the bytes are an output's and not written yet."""
+        mask = np.zeros(self.end - self.begin, dtype=np.bool_)
+        for output in outputs:
+            here, there = _overlap(self, output)
+            mask[here] |= output.unwritten[there]
+        return mask
+
+
+def _overlap(memory: Memory, output: Output) -> tuple[slice, slice]:
+    """The bytes that both have, in the one and in the other."""
+    address = output.tensor.data_ptr()
+    begin = max(memory.begin, address)
+    end = max(begin, min(memory.end, address + output.unwritten.size))
+    return (
+        slice(begin - memory.begin, end - memory.begin),
+        slice(begin - address, end - address),
+    )
+
+
+def memories(args: Sequence[Any]) -> list[Memory]:
+    """The memory of all tensors in a launch's arguments; tensors that share bytes share one."""
+    found: list[Memory] = []
+    for position, arg in enumerate(args):
+        for tensor in arg.fields if isinstance(arg, Struct) else (arg,):
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+                continue
+            begin = tensor.data_ptr()
+            new = Memory(position, begin, begin + elements(tensor).size, [tensor])
+            for old in [m for m in found if m.begin < new.end and new.begin < m.end]:
+                found.remove(old)
+                begin, end = min(old.begin, new.begin), max(old.end, new.end)
+                new = Memory(old.argument, begin, end, old.tensors + new.tensors)
+            found.append(new)
+    return found
+
+
+# -- the machine --------------------------------------------------------------
+
+
+@dataclass
+class Emulator(launching.Machine):
+    """Runs launches in the worker, and compares two runs of each."""
+
+    sources: Path
+    deterministic: bool
+    multiprocessor_count: int
+    outputs: list[Output]
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return self.multiprocessor_count
+
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+        self._check_registered(kernel)
+        encoded, _ = encode(kernel.symbol, args, "cpu")
+        for output in self.outputs:
+            output.note_torch()
+        memory = memories(args)
+        request = self._request(kernel, launch, args, encoded, memory)
+        try:
+            self._run_twice(request, memory)
+        except KernelError as error:
+            raise KernelError(f"{kernel.symbol} ({launch}): {error}") from None
+
+    def _check_registered(self, kernel: Kernel) -> None:
+        known = kernel_instantiations.instantiations()
+        if self.sources == module.KERNELS and kernel.symbol not in known.get(kernel.module, ()):
+            raise KernelError(
+                f"{kernel.symbol} of {kernel.module}.cu is launched, and the compile check does "
+                "not know it: its launcher's instantiations() must return it."
+            )
+
+    def _request(
+        self,
+        kernel: Kernel,
+        launch: Launch,
+        args: tuple[Any, ...],
+        encoded: tuple[Any, ...],
+        memory: list[Memory],
+    ) -> Request:
+        if launch.shared_bytes > MAX_SHARED_BYTES:
+            raise KernelError(
+                f"{kernel.symbol} asks for {launch.shared_bytes} bytes of shared memory; a block "
+                f"has {MAX_SHARED_BYTES}."
+            )
+        symbols = _groups.get(kernel, (kernel.symbol,))
+        return Request(
+            library=compilation.library(self.sources, kernel.module, symbols),
+            symbol=kernel.symbol,
+            grid=_three(launch.grid),
+            block=_three(launch.block),
+            shared_bytes=launch.shared_bytes,
+            buffers=tuple(Buffer(m.argument, m.bytes().tobytes(), m.begin) for m in memory),
+            arguments=tuple(
+                _argument(arg, value, memory) for arg, value in zip(args, encoded, strict=True)
+            ),
+        )
+
+    def _run_twice(self, request: Request, memory: list[Memory]) -> None:
+        masks = [m.elements() for m in memory]
+        unwritten = [m.unwritten(self.outputs) for m in memory]
+        results = []
+        for backwards, poison in enumerate(POISONS):
+            poisoned = []
+            for buffer, mask, not_yet in zip(request.buffers, masks, unwritten, strict=True):
+                contents = np.frombuffer(bytearray(buffer.contents), dtype=np.uint8)
+                contents[~mask | not_yet] = poison
+                poisoned.append(Buffer(buffer.argument, contents.tobytes(), buffer.address))
+            sent = Request(**{**vars(request), "buffers": tuple(poisoned)})
+            answer = _worker.run(sent, bool(backwards), poison)
+            results.append([np.frombuffer(buffer, dtype=np.uint8) for buffer in answer])
+        for m, mask, not_yet, first, second in zip(memory, masks, unwritten, *results, strict=True):
+            between = ~mask & ((first != POISONS[0]) | (second != POISONS[1]))
+            if between.any():
+                raise KernelError(
+                    f"{_where(between)} between the elements of argument {m.argument} "
+                    f"{_shown(m.tensors[0])} written."
+                )
+            left = not_yet & (first == POISONS[0]) & (second == POISONS[1])
+            differs = mask & ~left & (first != second)
+            if differs.any() and self.deterministic:
+                raise KernelError(
+                    f"{_where(differs)} of argument {m.argument} {_shown(m.tensors[0])} not the "
+                    "same when threads run in the opposite order and unwritten memory holds "
+                    "another garbage."
+                )
+            for output in self.outputs:
+                here, there = _overlap(m, output)
+                output.unwritten[there] &= left[here]
+            np.copyto(m.bytes(), first, where=mask)
+
+
+def _argument(arg: Any, value: Any, memory: list[Memory]) -> Argument:
+    """An argument as its bytes, with its tensors' addresses to be filled in by the worker."""
+    contents = value.tobytes()
+    if isinstance(arg, Struct):
+        addresses = []
+        place = 0
+        for field_ in arg.fields:
+            size = 8 if field_ is None or isinstance(field_, torch.Tensor) else field_.nbytes
+            place = -(-place // size) * size
+            addresses += _address(place, field_, memory)
+            place += size
+        return Argument("s", contents, tuple(addresses))
+    if arg is None or isinstance(arg, torch.Tensor):
+        return Argument("p", contents, tuple(_address(0, arg, memory)))
+    if isinstance(arg, np.ndarray):
+        return Argument("s", contents)
+    return Argument("f" if isinstance(arg, np.floating) else "i", contents)
+
+
+def _address(place: int, tensor: Any, memory: list[Memory]) -> list[tuple[int, int, int]]:
+    if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
+        return []
+    begin = tensor.data_ptr()
+    index = next(i for i, m in enumerate(memory) if m.begin <= begin < m.end)
+    return [(place, index, begin - memory[index].begin)]
+
+
+def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"({tensor.dtype}, shape {tuple(tensor.shape)})".replace("torch.", "")
+
+
+def _where(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
+    """The beginning of a sentence about the bytes of a mask."""
+    count, first = int(mask.sum()), int(mask.argmax())
+    return f"Byte {first}" if count == 1 else f"{count} bytes, the first at {first},"

@@ -1,0 +1,158 @@
+"""NVRTC from NVIDIA's wheel through ctypes: what a kernel costs on a GPU that is not here.
+
+``python tests/nvrtc.py [name ...]`` prints the table of all kernels, or of those of some sources,
+for every architecture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulator.compile import cuda_include
+
+from fuser.cuda import module
+
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+# CuPy's own, behind those of the library.
+CUPY_OPTIONS = ("-ftz=true",)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes on one architecture: bytes of memory, and registers a thread."""
+
+    symbol: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.arch:8} {self.registers:4} registers {self.spill_bytes:4} spilled "
+            f"{self.stack_bytes:4} stack {self.shared_bytes:6} shared  {self.symbol}"
+        )
+
+
+class CompileError(AssertionError):
+    """A source that does not compile, or compiles with warnings."""
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Why nothing can be compiled here, as a sentence; None if it can."""
+    if _library() is None:
+        return "NVRTC is not there; `pip install nvidia-cuda-nvrtc-cu12` brings it."
+    if cuda_include() is None:
+        return "CUDA's headers are not there; `pip install nvidia-cuda-runtime-cu12` brings them."
+    return None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    nvidia = importlib.util.find_spec("nvidia")
+    if nvidia is None:
+        return None
+    for wheels in map(Path, nvidia.submodule_search_locations or ()):
+        for pattern in ("cuda_nvrtc/lib/libnvrtc.so.1?", "cu13/lib/libnvrtc.so.1?"):
+            for path in sorted(wheels.glob(pattern)):
+                return ctypes.CDLL(str(path))
+    return None
+
+
+def compiled(
+    sources: Path, name: str, symbols: Sequence[str], capability: tuple[int, int]
+) -> list[Resources]:
+    """Compile ``<sources>/<name>.cu`` with the library's options; what each of ``symbols`` takes.
+
+    Raises
+    ------
+    CompileError
+        If it does not compile, says a warning, or has no such kernel.
+    """
+    library = _library()
+    assert library is not None
+    path = sources / f"{name}.cu"
+    options = [*module.compile_options(sources, capability), *CUPY_OPTIONS]
+    # A source elsewhere, in a test, includes fuser's headers too.
+    options += [f"-I{module.KERNELS}", f"-I{cuda_include()}", "--ptxas-options=-v"]
+    arch = module.arch_name(capability)
+    program = ctypes.c_void_p()
+    text = f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'.encode()
+    _check(library.nvrtcCreateProgram(ctypes.byref(program), text, b"", 0, None, None))
+    try:
+        templates = [symbol for symbol in symbols if "<" in symbol]
+        for symbol in templates:
+            _check(library.nvrtcAddNameExpression(program, symbol.encode()))
+        encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = library.nvrtcCompileProgram(program, len(options), encoded)
+        log = _log(library, program)
+        if status != 0 or "warning" in log:
+            said = [line for line in log.splitlines() if not line.startswith("ptxas info")]
+            raise CompileError(f"{path.name} for {arch}:\n" + "\n".join(said[:40]))
+        lowered = {symbol: symbol for symbol in symbols}
+        for symbol in templates:
+            mangled = ctypes.c_char_p()
+            _check(library.nvrtcGetLoweredName(program, symbol.encode(), ctypes.byref(mangled)))
+            assert mangled.value is not None
+            lowered[symbol] = mangled.value.decode()
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+    found = resources(log)
+    missing = [symbol for symbol in symbols if lowered[symbol] not in found]
+    if missing:
+        raise CompileError(f"{path.name} for {arch} has no kernel {', '.join(missing)}.")
+    return [Resources(symbol, arch, *found[lowered[symbol]]) for symbol in symbols]
+
+
+def resources(log: str) -> dict[str, tuple[int, int, int, int]]:
+    """Registers, and bytes of spills, stack and shared memory, of each kernel in a ptxas log."""
+    found = {}
+    for part in log.split("Compiling entry function '")[1:]:
+
+        def number(pattern: str, part: str = part) -> int:
+            match = re.search(pattern, part)
+            return int(match.group(1)) if match else 0
+
+        found[part.partition("'")[0]] = (
+            number(r"Used (\d+) registers"),
+            number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+            number(r"(\d+) bytes stack frame"),
+            number(r"(\d+) bytes smem"),
+        )
+    return found
+
+
+def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(library.nvrtcGetProgramLog(program, buffer))
+    return buffer.value.decode()
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise CompileError(f"NVRTC returned {status}.")
+
+
+def main(names: Sequence[str]) -> None:
+    """Print what every kernel of some sources takes, of all of them if none is named."""
+    from kernel_instantiations import instantiations
+
+    for name in names or instantiations():
+        for capability in CAPABILITIES:
+            for kernel in compiled(module.KERNELS, name, instantiations()[name], capability):
+                print(kernel)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

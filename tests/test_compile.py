@@ -1,0 +1,155 @@
+"""Every kernel compiles for every architecture, without a GPU, and keeps its data in registers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import ModuleType
+
+import nvrtc
+import pytest
+from kernel_instantiations import instantiations, kernels_of
+from nvrtc import CAPABILITIES, CompileError, Resources, compiled, resources
+
+from fuser.cuda import module
+from fuser.cuda.launch import Kernel
+
+needs_nvrtc = pytest.mark.skipif(
+    nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
+)
+
+# For Hopper every kernel is compiled, for the other architectures as many as fit into this many
+# compilations in all: about 0.1 s each, on two cores.
+ALL = (9, 0)
+BUDGET = 600
+
+
+def share(
+    known: dict[str, tuple[str, ...]], name: str, capability: tuple[int, int], budget: int = BUDGET
+) -> tuple[str, ...]:
+    """The symbols of a source to compile for an architecture.
+
+    Everything for Hopper; of the others' share each gets every n-th symbol, none the same.
+    """
+    if capability == ALL:
+        return known[name]
+    others = [other for other in CAPABILITIES if other != ALL]
+    total = sum(map(len, known.values()))
+    step = max(1, -(-total * len(others) // max(1, budget - total)))
+    first = others.index(capability) % step
+    return known[name][first::step] or known[name][:1]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=module.arch_name)
+@pytest.mark.parametrize("name", instantiations())
+def test_kernels_compile_and_spill_nothing(
+    name: str, capability: tuple[int, int], record_property: pytest.RecordProperty
+) -> None:
+    start = time.perf_counter()
+    kernels = compiled(module.KERNELS, name, share(instantiations(), name, capability), capability)
+    record_property("compiled", [(str(k), k.registers) for k in kernels])
+    record_property("seconds", time.perf_counter() - start)
+    in_memory = [str(k) for k in kernels if k.spill_bytes or k.stack_bytes]
+    assert not in_memory, "local memory is used:\n" + "\n".join(in_memory)
+    assert all(0 < k.registers <= 255 for k in kernels)
+
+
+def test_every_source_has_a_launcher_that_names_its_kernels() -> None:
+    sources = {path.stem for path in module.KERNELS.glob("*.cu")}
+    assert sources == set(instantiations()), (
+        "A .cu without kernels here is never compiled: its launcher module needs a Kernel, or a "
+        "function instantiations() that returns Kernels."
+    )
+
+
+def test_a_launcher_names_kernels_as_attributes_and_by_a_function() -> None:
+    launcher = ModuleType("launcher")
+    launcher.FUSER_X = Kernel("x", "fuser_x")  # type: ignore[attr-defined]
+    assert kernels_of(launcher) == {Kernel("x", "fuser_x")}
+    made = (Kernel("y", f"fuser_y<{t}>") for t in ("float", "int"))
+    launcher.instantiations = lambda: made  # type: ignore[attr-defined]
+    assert {kernel.symbol for kernel in kernels_of(launcher)} == {
+        *("fuser_x", "fuser_y<float>", "fuser_y<int>")
+    }
+
+
+def test_many_kernels_are_shared_out_among_the_architectures() -> None:
+    known = {"x": tuple(f"fuser_{i}" for i in range(100)), "y": ("fuser_y",)}
+    for budget in (101, 200, 303, 505, 10_000):
+        shares = {c: share(known, "x", c, budget) for c in CAPABILITIES}
+        assert shares[ALL] == known["x"]
+        assert all(share(known, "y", c, budget) == ("fuser_y",) for c in CAPABILITIES)
+        assert sum(map(len, shares.values())) <= max(budget, 104)
+    assert all(share(known, "x", c, 505) == known["x"] for c in CAPABILITIES)
+    half = [set(share(known, "x", c, 303)) for c in CAPABILITIES if c != ALL]
+    assert half[0] | half[1] == set(known["x"])
+
+
+# -- the check itself -----------------------------------------------------------
+
+SPILLS = """
+template <int kValues>
+__global__ void __launch_bounds__(1024, 2) fuser_spill(float* y, int n) {
+    float values[kValues];
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) { values[i] = y[i * n]; }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) { y[i * n + 1] = values[i] * values[kValues - 1 - i]; }
+}
+"""
+
+
+@needs_nvrtc
+def test_spills_are_seen(tmp_path: Path) -> None:
+    (tmp_path / "spill.cu").write_text(SPILLS)
+    few, many = compiled(tmp_path, "spill", ("fuser_spill<4>", "fuser_spill<64>"), (9, 0))
+    assert (few.symbol, few.arch, few.spill_bytes, few.stack_bytes) == (
+        *("fuser_spill<4>", "sm_90a"),
+        *(0, 0),
+    )
+    assert many.spill_bytes > 0
+    assert 0 < few.registers < many.registers <= 32
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("// one\nint two = ;\n", r"x\.cu for sm_80:\nx\.cu\(2\): error"),
+        ("__global__ void fuser_y() {}\n", r"x\.cu for sm_80 has no kernel fuser_x"),
+        ('extern "C" __global__ void fuser_x() { int unused; }\n', "warning .* never referenced"),
+        ("#include <vector>\n", "vector"),
+    ],
+)
+def test_what_does_not_compile_is_said(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "x.cu").write_text(text)
+    with pytest.raises(CompileError, match=words):
+        compiled(tmp_path, "x", ("fuser_x",), (8, 0))
+
+
+@needs_nvrtc
+def test_the_emulators_own_kernels_are_cuda_too() -> None:
+    folder = Path(__file__).parent / "emulator" / "kernels"
+    symbols = ("fuser_transpose<float>", "fuser_collectives", "fuser_numbers", "fuser_many")
+    assert all(k.spill_bytes == 0 for k in compiled(folder, "features", symbols, (9, 0)))
+    copies = [f"fuser_copy<{element}>" for element in ("uint4", "uint2", "unsigned")]
+    for capability in CAPABILITIES:
+        kernels = compiled(folder, "conversions", ("fuser_convert", *copies), capability)
+        assert all(k.spill_bytes == k.stack_bytes == 0 for k in kernels)
+
+
+def test_a_log_is_read() -> None:
+    log = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1xIfEvv' for 'sm_80'
+ptxas info    : Function properties for _Z1xIfEvv
+ptxas         .     8 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 14 registers, used 1 barriers, 4224 bytes smem, 376 bytes cmem[0]
+ptxas info    : Compiling entry function 'fuser_y' for 'sm_80'
+ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 9 registers, used 0 barriers
+"""
+    assert resources(log) == {"_Z1xIfEvv": (14, 28, 8, 4224), "fuser_y": (9, 0, 0, 0)}
+    assert "14 registers   28 spilled    8 stack" in str(Resources("x", "sm_80", 14, 28, 8, 4224))
