@@ -108,4 +108,47 @@ __device__ __forceinline__ unsigned char to_e2m1x2(float low, float high) {
 #endif
 }
 
+// ---- 16 bits and fp32 ----
+
+// Two bf16, `low` in the low half; past the largest finite comes infinity. NaN gives 0x7FFF.
+__device__ __forceinline__ unsigned to_bf16x2(float low, float high) {
+#if defined(FUSER_EMULATED)
+    return encoded<8, 7, 127, 0x7f80, 0x7fff>(low) |
+           encoded<8, 7, 127, 0x7f80, 0x7fff>(high) << 16;
+#else
+    unsigned pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
+// Two fp16, as above.
+__device__ __forceinline__ unsigned to_fp16x2(float low, float high) {
+#if defined(FUSER_EMULATED)
+    return encoded<5, 10, 15, 0x7c00, 0x7fff>(low) |
+           encoded<5, 10, 15, 0x7c00, 0x7fff>(high) << 16;
+#else
+    unsigned pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+#endif
+}
+
+__device__ __forceinline__ float from_fp16(unsigned short bits) {
+#if defined(FUSER_EMULATED)
+    const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 0x1fu;
+    const unsigned mantissa = bits & 0x3ffu;
+    if (exponent == 0u) {  // a subnormal of fp16 is a normal fp32
+        const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-08f;
+        return __uint_as_float(__float_as_uint(magnitude) | sign);
+    }
+    const unsigned wide = exponent == 0x1fu ? 0xffu : exponent + 112u;
+    return __uint_as_float(sign | wide << 23 | mantissa << 13);
+#else
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+#endif
+}
+
 }  // namespace fuser
