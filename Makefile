@@ -7,10 +7,16 @@ BIN := $(VENV)/bin
 DEMO_FLAGS ?=
 RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
-.PHONY: demo test lint format clean
+# make compare COMPARE_FLAGS="--recipes mxfp8 nvfp4 --steps 400"
+COMPARE_FLAGS ?=
+
+.PHONY: demo compare test lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_lm.py $(RECIPE_FLAGS) $(DEMO_FLAGS)
+
+compare: $(VENV)/.ready
+	$(BIN)/python examples/compare_recipes.py $(COMPARE_FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest -n auto

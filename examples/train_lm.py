@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -111,10 +111,26 @@ class Options:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, one long text each."""
+    """Bytes to train on and bytes held out, one long text each, of the sources under ``root``."""
 
+    root: Path
     training: torch.Tensor
     validation: torch.Tensor
+
+
+def library_corpus(options: Options) -> Corpus | None:
+    """This Python's own library; None, and a sentence, where it is too short to train on."""
+    root = Path(sysconfig.get_path("stdlib"))
+    corpus = read_corpus(root, options.device)
+    sizes = len(corpus.training), len(corpus.validation)
+    if min(sizes) >= options.context + 2:
+        return corpus
+    print(
+        f"The Python sources under {root} hold {sizes[0]:,} bytes to train on and "
+        f"{sizes[1]:,} to validate, too few for a context of {options.context}.",
+        file=sys.stderr,
+    )
+    return None
 
 
 def read_corpus(root: Path, device: str) -> Corpus:
@@ -124,7 +140,7 @@ def read_corpus(root: Path, device: str) -> Corpus:
     validation = texts[::FILES_PER_HELD_OUT]
     # frombuffer takes no empty text, which a machine without sources would have.
     both = (bytearray(b"\n".join(part) or b"\n") for part in (training, validation))
-    return Corpus(*(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
+    return Corpus(root, *(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
 
 
 def source_files(root: Path) -> Iterator[Path]:
@@ -276,10 +292,16 @@ class Run:
         return max(self.rates)
 
 
-def train(name: str, model: LanguageModel, corpus: Corpus, options: Options) -> Run:
-    """Train ``model`` in place and report on the way."""
+def train(
+    name: str,
+    model: LanguageModel,
+    corpus: Corpus,
+    options: Options,
+    progress: Reporter | None = None,
+) -> Run:
+    """Train ``model`` in place and report on the way, to a :class:`Progress` if to nobody else."""
     run = Run(name)
-    progress = Progress(name, options.steps)
+    progress = progress or Progress(name, options.steps)
     optimizer = make_optimizer(model, options)
     # float16 gradients underflow unless the loss is scaled up.
     scaler = torch.amp.GradScaler(options.device, enabled=options.dtype == "float16")
@@ -371,18 +393,39 @@ def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> f
     return torch.stack(losses).mean().item()
 
 
+class Reporter(Protocol):
+    """What :func:`train` tells of its progress."""
+
+    def advanced(self) -> None:
+        """One more step was taken."""
+
+    def reported(self, step: int, loss: float, rate: float) -> None:
+        """The mean training loss since the last report, and tokens a second."""
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss after ``step`` steps."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def make_bar(steps: int) -> Any:
+    """A tqdm bar on a terminal; None where tqdm is missing or stdout is no terminal."""
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(total=steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+    return None
+
+
 class Progress:
-    """A tqdm bar on a terminal; lines where tqdm is missing or stdout is no terminal."""
+    """A bar for one run, or lines where there is none."""
 
     def __init__(self, name: str, steps: int) -> None:
         self.steps = steps
-        self.bar: Any = None
         print(f"\nTraining with {name} feed-forward blocks:")
-        if sys.stdout.isatty():
-            with contextlib.suppress(ImportError):
-                from tqdm import tqdm
-
-                self.bar = tqdm(total=steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+        self.bar = make_bar(steps)
 
     def advanced(self) -> None:
         """One more step was taken."""
@@ -567,9 +610,9 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     figure.savefig(path, dpi=150)
 
 
-def smoothed(losses: Sequence[float]) -> list[float]:
-    """The mean of each loss and the hundredth part of all losses on either side of it."""
-    span = math.ceil(len(losses) / 100)
+def smoothed(losses: Sequence[float], parts: int = 100) -> list[float]:
+    """The mean of each loss and, on either side of it, of one of so many parts of all losses."""
+    span = math.ceil(len(losses) / parts)
     return [statistics.fmean(losses[max(0, i - span) : i + span + 1]) for i in range(len(losses))]
 
 
@@ -583,6 +626,20 @@ def parse(argv: list[str] | None) -> Options:
         description="Train a language model out of fuser pipelines on Python's own source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_training_options(parser, default)
+    add = parser.add_argument
+    add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
+    add("--override", choices=OVERRIDES, default=default.override, help="how backward runs then")
+    add("--no-compare", dest="compare", action="store_false", help="skip the plain run")
+    add("--prompt", default=default.prompt, help="start of the sampled text")
+    add("--temperature", type=float, default=default.temperature, help="of sampling")
+    add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")
+    add("--sample-bytes", type=int, default=default.sample_bytes, help="bytes to sample")
+    return checked(parser, Options(**vars(parser.parse_args(argv))))
+
+
+def add_training_options(parser: argparse.ArgumentParser, default: Options) -> None:
+    """The options of every training run: sizes, device and where results go."""
     add = parser.add_argument
     add("--steps", type=int, default=default.steps, help="training steps")
     add("--layers", type=int, default=default.layers, help="transformer layers")
@@ -594,15 +651,11 @@ def parse(argv: list[str] | None) -> Options:
     add("--seed", type=int, default=default.seed, help="of weights, batches and sampling")
     add("--device", choices=("cpu", "cuda"), default=default.device, help="where to train")
     add("--dtype", choices=tuple(DTYPES), default=default.dtype, help="of torch's autocast")
-    add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
-    add("--override", choices=OVERRIDES, default=default.override, help="how backward runs then")
     add("--out", type=Path, metavar="DIR", default=default.out, help="where results go")
-    add("--no-compare", dest="compare", action="store_false", help="skip the plain run")
-    add("--prompt", default=default.prompt, help="start of the sampled text")
-    add("--temperature", type=float, default=default.temperature, help="of sampling")
-    add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")
-    add("--sample-bytes", type=int, default=default.sample_bytes, help="bytes to sample")
-    options = Options(**vars(parser.parse_args(argv)))
+
+
+def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
+    """``options``, with their folder made; of bad ones the parser says what is wrong, and exits."""
     if problem := problem_with(options):
         parser.error(problem)
     try:
@@ -644,20 +697,14 @@ def problem_with(options: Options) -> str | None:
 def main(argv: list[str] | None = None) -> int:
     """Train, sample, train again without fuser, compare; returns the exit status."""
     options = parse(argv)
-    root = Path(sysconfig.get_path("stdlib"))
-    corpus = read_corpus(root, options.device)
-    sizes = len(corpus.training), len(corpus.validation)
-    if min(sizes) < options.context + 2:
-        print(
-            f"The Python sources under {root} hold {sizes[0]:,} bytes to train on and "
-            f"{sizes[1]:,} to validate, too few for a context of {options.context}.",
-            file=sys.stderr,
-        )
+    corpus = library_corpus(options)
+    if corpus is None:
         return 1
     model, plain = make_models(options)
     print(
         f"{sum(p.numel() for p in model.parameters()):,} parameters on {options.device}; "
-        f"{sizes[0]:,} bytes to train on and {sizes[1]:,} held out, from {root}.\n"
+        f"{len(corpus.training):,} bytes to train on and {len(corpus.validation):,} held out, "
+        f"from {corpus.root}.\n"
     )
     plan = plan_of_one_block(model, options)
     print(f"One feed-forward block in training:\n{plan}")
