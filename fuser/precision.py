@@ -328,7 +328,10 @@ def quantized_model_init(
         Off where False, also inside another region.
     recipe
         ``Float8CurrentScaling()`` if None. Delayed scaling has no scale for a
-        weight before its first step, and is refused.
+        weight before its first step, and is refused. Under a
+        ``backward_override`` weights have their rowwise copy alone, which is
+        all that such a backward reads; a later backward without the override
+        quantizes the other copy from the weight's values at every step.
     preserve_high_precision_init_val
         Keep the initial values on the CPU, for an optimizer's master weights:
         ``weight.get_high_precision_init_val()`` gives them, and
@@ -358,7 +361,12 @@ def initialised_weight(weight: torch.nn.Parameter) -> torch.nn.Parameter:
     init = _parameter_init.get()
     if init is None:
         return weight
-    quantized = make_quantizer(init.recipe, "weight")(weight.detach())
+    quantizer = make_quantizer(init.recipe, "weight")
+    # Under an override nothing reads the columnwise copy. Without one, it is made here: not every
+    # format can make it from the other.
+    needs_columnwise = init.recipe.backward_override is None
+    quantizer = quantizer.with_usage(rowwise=True, columnwise=needs_columnwise)
+    quantized = quantizer(weight.detach())
     parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     if init.preserve_high_precision_init_val:
         assert isinstance(parameter, QuantizedTensor)

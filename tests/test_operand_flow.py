@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -347,3 +348,19 @@ def test_a_size_that_no_block_divides_is_refused_by_name(
             model(torch.zeros(shape))
         assert all(word in str(caught.value) for word in words), caught.value
         model(torch.zeros(96, 64))
+
+
+@pytest.mark.parametrize("recipe", OVERRIDABLE.values(), ids=OVERRIDABLE)
+@pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
+def test_a_quantized_weight_has_the_copies_that_its_backward_reads(
+    recipe: Any, override: str | None
+) -> None:
+    with fuser.quantized_model_init(recipe=dataclasses.replace(recipe, backward_override=override)):
+        linear = fuser.BasicLinear(64, 64)
+    usage = linear.weight._usage()
+    assert (usage.rowwise, usage.columnwise) == (True, override is None)
+    x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+    with fuser.autocast(recipe=recipe):  # the override is gone, and the weight still works
+        linear(x).sum().backward()
+    exact = linear.weight.dequantize().sum(0)
+    assert ((x.grad - exact).norm() / exact.norm() / 32**0.5) < 0.3
