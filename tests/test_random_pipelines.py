@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -257,21 +258,28 @@ def split_in_two(shape: Shape) -> Shape:
 
 
 class _Writer:
-    """Writes a program op by op, and keeps what the next op may be."""
+    """Writes a program op by op, and keeps what the next op may be.
 
-    def __init__(self, draw: st.DrawFn, budget: int) -> None:
+    Widths are multiples of twice the ``unit``.
+    """
+
+    def __init__(self, draw: st.DrawFn, budget: int, unit: int) -> None:
         self.draw = draw
-        self.width = draw(st.sampled_from((4, 6, 8, 12)))
+        self.unit = unit
+        self.width = self.draw_width()
         self.budget = self.left = budget
         self.layout = 0
         self.channels: dict[str, tuple[int, int]] = {}
         self.program = Program(self.width)
 
+    def draw_width(self) -> int:
+        return self.unit * self.draw(st.sampled_from((4, 6, 8, 12)))
+
     def add(self, piece: Piece) -> None:
         self.program.pieces.append(piece)
 
     def linear(self) -> None:
-        out = self.draw(st.sampled_from((4, 6, 8, 12)))
+        out = self.draw_width()
         kind = self.draw(st.sampled_from(("BasicLinear", "Linear", "Linear without bias")))
         sizes = (self.width, out)
         make, formula = {
@@ -297,14 +305,14 @@ class _Writer:
 
     def gated(self) -> None:
         op, arguments, formula, power = self.draw(st.sampled_from(GATED))
-        if self.width % 4 == 0 and self.spend(power):
+        if self.width % (4 * self.unit) == 0 and self.spend(power):
             label = f"{op.__name__}({arguments})"
             self.add(Piece(label, plain_op(op, **arguments), formula, narrower))
             self.width //= 2
 
     def scaled_gated(self) -> None:
         op, arguments, formula, power = self.draw(st.sampled_from(SCALED))
-        if self.width % 4 == 0 and self.spend(power):
+        if self.width % (4 * self.unit) == 0 and self.spend(power):
             label = f"{op.__name__}({arguments})"
             self.add(Piece(label, plain_op(op, **arguments), formula, narrower, extra="rows"))
             self.width //= 2
@@ -340,7 +348,7 @@ class _Writer:
         self.add(Piece(label, make, passes))
 
     def reshape(self) -> None:
-        if self.width % 4 == 0 and self.draw(st.booleans()):
+        if self.width % (4 * self.unit) == 0 and self.draw(st.booleans()):
             shape, rule = (-1, 2, self.width // 2), split_in_two
         else:
             shape, rule = (-1, self.width), flattened
@@ -412,9 +420,9 @@ class _Writer:
 
 
 @st.composite
-def programs(draw: st.DrawFn, budget: int = 8) -> Program:
-    """Random pipelines of 1 to 10 ops whose shapes fit."""
-    return _Writer(draw, budget).write(draw(st.integers(1, 8)))
+def programs(draw: st.DrawFn, budget: int = 8, unit: int = 1) -> Program:
+    """Random pipelines of 1 to 10 ops whose shapes fit, with widths in multiples of 2 ``unit``."""
+    return _Writer(draw, budget, unit).write(draw(st.integers(1, 8)))
 
 
 leadings = st.lists(st.integers(0, 3), max_size=2).map(tuple)
@@ -607,7 +615,6 @@ def test_random_pipelines_equal_plain_torch_in_16_bits(
     check(program, setting, dtype)
 
 
-# The recipes that take any shape; blocks of 32 and 16 are in test_low_precision.
 ANY_SHAPE = (
     fuser.recipe.Float8CurrentScaling(),
     fuser.recipe.Float8CurrentScaling(use_power_2_scales=True),
@@ -617,6 +624,15 @@ ANY_SHAPE = (
     ),
     fuser.recipe.DelayedScaling(amax_history_len=2),
 )
+# Those whose blocks must divide both dimensions.
+WHOLE_BLOCKS = (
+    fuser.recipe.MXFP8BlockScaling(),
+    fuser.recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+    fuser.recipe.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    fuser.recipe.NVFP4BlockScaling(
+        disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True
+    ),
+)
 
 
 @settings(max_examples=120, **deterministic)
@@ -624,7 +640,19 @@ ANY_SHAPE = (
 def test_under_a_recipe_fused_equals_unfused_bit_for_bit(
     program: Program, setting: Setting, recipe: fuser.recipe.Recipe
 ) -> None:
-    experiment = Experiment(program, setting, torch.float32)
+    check_fused_equals_unfused(Experiment(program, setting, torch.float32), recipe)
+
+
+@settings(max_examples=120, **deterministic)
+@given(programs(unit=16), run_settings, st.sampled_from(WHOLE_BLOCKS))
+def test_under_a_recipe_of_whole_blocks_fused_equals_unfused_bit_for_bit(
+    program: Program, setting: Setting, recipe: fuser.recipe.Recipe
+) -> None:
+    whole = dataclasses.replace(setting, leading=(*setting.leading, 32))
+    check_fused_equals_unfused(Experiment(program, whole, torch.float32), recipe)
+
+
+def check_fused_equals_unfused(experiment: Experiment, recipe: fuser.recipe.Recipe) -> None:
     with fuser.autocast(recipe=recipe):
         fused, unfused = (experiment.fused(fusions=f) for f in (fuser.FUSIONS, ()))
     for part, other in zip(fused[:2], unfused[:2], strict=True):
