@@ -36,6 +36,7 @@ FLOORS = (
     ("collectives.py", 6),
     ("plan_key.py", 6),
     ("availability.py", 7),
+    ("linear_operands.py", 7),
     ("op.py", 7),
     ("plan.py", 7),
     ("window.py", 7),

@@ -306,9 +306,9 @@ def test_a_kept_weight_is_neither_copied_nor_saved() -> None:
     op = fuser.BasicLinear(64, 64)
     with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
         op(torch.zeros(32, 64), is_first_microbatch=True)
-    assert op._kept_weight[1] is not None
+    assert op._kept_weight is not None
     for other in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
-        assert other._kept_weight == (None, None)
+        assert other._kept_weight is None
     assert set(op.state_dict()) == {"weight", "_extra_state"}
 
 

@@ -11,8 +11,17 @@ import torch
 
 from fuser import gemm
 from fuser.errors import InputError, StateError
-from fuser.formats import NumberFormat
-from fuser.native_gemm import NativeGemm, native_gemm
+from fuser.linear_operands import (
+    check_recomputed,
+    formats_of,
+    gemm_name,
+    native_row,
+    one_copy,
+    operands_of,
+    original,
+    plain,
+    quantized,
+)
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -24,7 +33,7 @@ from fuser.op import (
     emit_grad,
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_recipe, initialised_weight, role_format
+from fuser.precision import current_recipe, initialised_weight
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -81,7 +90,8 @@ class BasicLinear(BasicOperation):
         self.sequence_parallel = sequence_parallel and tensor_parallel_mode is not None
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._kept_weight: tuple[Any, Any] = (None, None)
+        # Of the first microbatch: the weight, what its quantized form was made for, and that.
+        self._kept_weight: tuple[torch.Tensor, Any, QuantizedTensor] | None = None
         self.weight: torch.nn.Parameter
         self.register_parameter(
             "weight",
@@ -130,16 +140,14 @@ class BasicLinear(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,) = key.ops
         if side == "forward":
-            return (
-                ("mm",) if key.recipe is None else (self._gemm_name("mm", "input", "weight", key),)
-            )
+            return ("mm" if key.recipe is None else gemm_name("mm", "input", "weight", key),)
         wanted = {
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
         is_plain = key.recipe is None or key.recipe.backward_override is not None
         return tuple(
-            name if is_plain else self._gemm_name(name, *roles, key)
+            name if is_plain else gemm_name(name, *roles, key)
             for name, roles in wanted.items()
             if roles
         )
@@ -151,26 +159,8 @@ class BasicLinear(BasicOperation):
             "weight": op.params[0].format is not None,
             "grad_output": op.grad_output is not None,
         }
-        operands = self._operands_of(side, key)
+        operands = operands_of(side, key)
         return {role: operand for role, operand in operands.items() if not arrives[role]}
-
-    def _operands_of(self, side: str, key: PlanKey) -> dict[str, Emission]:
-        """How the GEMMs of ``side`` read what this op quantizes; both GEMMs of backward."""
-        recipe, (op,) = key.recipe, key.ops
-        if recipe is None:
-            return {}
-        wants_dgrad, wants_wgrad = op.input_requires_grad, op.params[0].requires_grad
-        is_quantized_backward = recipe.backward_override is None
-        copies = {
-            "input": (True, wants_wgrad and is_quantized_backward),
-            "weight": (True, wants_dgrad and is_quantized_backward),
-        }
-        if side == "backward":
-            copies = {"grad_output": (wants_dgrad, wants_wgrad)} if is_quantized_backward else {}
-        return {
-            role: Emission(role_format(recipe, role), rowwise, columnwise)
-            for role, (rowwise, columnwise) in copies.items()
-        }
 
     def wanted_input(self, key: PlanKey) -> Emission | None:
         (op,) = key.ops
@@ -179,10 +169,10 @@ class BasicLinear(BasicOperation):
             return None  # a dtype that must be cast first is quantized here
         if recipe.backward_override == "high_precision":
             return None  # backward wants the original, which a quantizing producer would hide
-        return self._operands_of("forward", key)["input"]
+        return operands_of("forward", key)["input"]
 
     def wanted_grad_output(self, key: PlanKey) -> Emission | None:
-        return self._operands_of("backward", key).get("grad_output")
+        return operands_of("backward", key).get("grad_output")
 
     # -- what fused ops ask ---------------------------------------------------
 
@@ -190,7 +180,7 @@ class BasicLinear(BasicOperation):
         """Why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
         compute = self._compute_dtype(key)
         if key.recipe is not None:
-            row = self._native_gemm("input", "weight", key)
+            row = native_row("input", "weight", key)
             if row is None:
                 return "the quantized GEMM is emulated here, and has no epilogue."
             if not row.has_bias or compute == torch.float32:
@@ -284,23 +274,23 @@ class BasicLinear(BasicOperation):
         weight_quantizer = self.get_quantizer("forward", 1)
         assert input_quantizer is not None
         assert weight_quantizer is not None
-        qx = _quantized(input_, dtype, input_quantizer, rowwise=True, columnwise=x_columnwise)
+        qx = quantized(input_, dtype, input_quantizer, rowwise=True, columnwise=x_columnwise)
         qw = self._quantized_weight(
             weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
         )
-        x, w = _copy(qx, "rowwise", input_quantizer), _copy(qw, "rowwise", weight_quantizer)
+        x, w = one_copy(qx, "rowwise", input_quantizer), one_copy(qw, "rowwise", weight_quantizer)
         if ctx.requires_grad:
             kept: list[torch.Tensor | None] = [x, w]
             if override == "high_precision":
-                kept = [_original(input_, dtype), cast(weight, dtype)]
+                kept = [original(input_, dtype), cast(weight, dtype)]
             elif override is None:
                 ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
                 kept = [
-                    _copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
-                    _copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
+                    one_copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
+                    one_copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
                 ]
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
-            ctx.saved_formats = _formats(ctx.to_save)  # type: ignore[attr-defined]
+            ctx.saved_formats = formats_of(ctx.to_save)  # type: ignore[attr-defined]
         return x, w
 
     def _quantized_weight(
@@ -316,36 +306,21 @@ class BasicLinear(BasicOperation):
         A weight that has changed since is quantized anew, whatever the caller says.
         """
         if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
-            return _quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+            return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
         version = None if weight.is_inference() else weight._version
-        valid_for = (id(weight), version, dtype, quantizer, columnwise)
-        if is_first_microbatch or self._kept_weight[0] != valid_for:
-            made = _quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
-            self._kept_weight = (valid_for, made)
-        kept: QuantizedTensor = self._kept_weight[1]
-        return kept
+        made_for = (version, dtype, quantizer, columnwise)
+        kept = self._kept_weight
+        if is_first_microbatch or kept is None or kept[0] is not weight or kept[1] != made_for:
+            made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+            kept = self._kept_weight = (weight, made_for, made)
+        return kept[2]
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, "_kept_weight": (None, None)}
+        return {**state, "_kept_weight": None}
 
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
-
-    def _native_gemm(self, a: str, b: str, key: PlanKey) -> NativeGemm | None:
-        """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
-        assert key.recipe is not None
-        formats = [role_format(key.recipe, role) for role in (a, b)]
-        weight = key.ops[0].params[0].format
-        if "weight" in (a, b) and weight is not None:
-            formats[1] = weight
-        return native_gemm(formats[0], formats[1], key.arch)
-
-    def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
-        row = self._native_gemm(a, b, key)
-        if row is None:
-            return f"{name} (emulated)"
-        return f"{name.removesuffix('mm')}{row.name} (native)"
 
     # -- main_grad ------------------------------------------------------------
 
@@ -403,12 +378,13 @@ class BasicLinear(BasicOperation):
         """
         x, weight = ctx.saved_tensors
         if ctx.is_quantized:
-            self._check_recomputed(ctx)
+            kept = ctx.saved_formats  # type: ignore[attr-defined]
+            check_recomputed("BasicLinear", kept, formats_of((x, weight)))
             if ctx.backward_override is None:
                 return self._quantized_backward(ctx, grad_output, x, weight)
             dtype = ctx.compute_dtype  # type: ignore[attr-defined]
-            x, weight = _plain(x, dtype), _plain(weight, dtype)
-            grad_output = _plain(grad_output, dtype)
+            x, weight = plain(x, dtype), plain(weight, dtype)
+            grad_output = plain(grad_output, dtype)
         dy, dtype = grad_output, (weight if x is None else x).dtype
         if dy.dtype is not dtype:
             dy = dy.to(dtype)
@@ -433,15 +409,15 @@ class BasicLinear(BasicOperation):
         dtype: torch.dtype = ctx.compute_dtype  # type: ignore[attr-defined]
         quantizer: Quantizer = ctx.grad_output_quantizer  # type: ignore[attr-defined]
         usage = {"rowwise": weight is not None, "columnwise": x is not None}
-        dy = _quantized(grad_output, dtype, quantizer, **usage)
+        dy = quantized(grad_output, dtype, quantizer, **usage)
         _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
-            rows = _copy(dy, "rowwise", quantizer)
+            rows = one_copy(dy, "rowwise", quantizer)
             grad_input = gemm.quantized_dgrad(rows, weight, dtype, is_split=dgrad_is_split)
             grad_input = emit_grad(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
-            columns = _copy(dy, "columnwise", quantizer)
+            columns = one_copy(dy, "columnwise", quantizer)
             if self._accumulate_into_main_grad:
                 gemm.quantized_wgrad_accumulate(
                     self._main_grad(), columns, x, dtype, is_split=wgrad_is_split
@@ -451,58 +427,12 @@ class BasicLinear(BasicOperation):
                 grad_weight = gemm.quantized_wgrad(columns, x, dtype, is_split=wgrad_is_split)
         return grad_input, (grad_weight,)
 
-    def _check_recomputed(self, ctx: OperationContext) -> None:
-        """Refuse operands that activation checkpointing recomputed under another recipe."""
-        formats = _formats(ctx.saved_tensors)
-        if formats != ctx.saved_formats:  # type: ignore[attr-defined]
-            kept, made = (
-                ", ".join("none" if f is None else str(f) for f in row)
-                for row in (ctx.saved_formats, formats)  # type: ignore[attr-defined]
-            )
-            raise StateError(
-                f"BasicLinear saved its input and weight as {kept}, and activation checkpointing "
-                f"recomputed them as {made}: enter fuser.autocast inside the checkpointed function."
-            )
-
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.in_features:
             raise InputError(
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
-
-
-def _quantized(
-    tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer, **usage: bool
-) -> QuantizedTensor:
-    """``tensor`` quantized from ``dtype``, with the copies asked for; as it is if quantized."""
-    if isinstance(tensor, QuantizedTensor):
-        return tensor
-    return quantizer.with_usage(**usage)(cast(tensor, dtype))
-
-
-def _copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
-    """One copy alone; quantized from the values where it is not there and cannot be made."""
-    try:
-        return tensor.only(which)
-    except StateError:
-        usage = {name: name == which for name in ("rowwise", "columnwise")}
-        return quantizer.with_usage(**usage)(tensor)
-
-
-def _original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a quantized tensor was made of, where it says so; any other as it is; in ``dtype``."""
-    if isinstance(tensor, QuantizedTensor):
-        tensor = tensor if tensor.high_precision_source is None else tensor.high_precision_source
-    return cast(tensor, dtype)
-
-
-def _formats(tensors: Sequence[torch.Tensor | None]) -> tuple[NumberFormat | None, ...]:
-    return tuple(t.format if isinstance(t, QuantizedTensor) else None for t in tensors)
-
-
-def _plain(tensor: Any, dtype: torch.dtype) -> Any:
-    return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _check_parallelism(mode: str | None, group: Any | None) -> None:

@@ -1,0 +1,128 @@
+"""The quantized operands of a linear: which copies its GEMMs read, how they are made and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import StateError
+from fuser.formats import NumberFormat
+from fuser.native_gemm import NativeGemm, native_gemm
+from fuser.plan_key import Emission, PlanKey
+from fuser.precision import role_format
+from fuser.tensors import QuantizedTensor, Quantizer
+
+# -- planning ---------------------------------------------------------------------
+
+
+def operands_of(side: str, key: PlanKey) -> dict[str, Emission]:
+    """How the GEMMs of one linear read what it quantizes on ``side``, by role; {} for nothing.
+
+    ``key`` is narrowed to the linear, whose first parameter is its weight.
+    """
+    recipe, (op,) = key.recipe, key.ops
+    if recipe is None:
+        return {}
+    wants_dgrad, wants_wgrad = op.input_requires_grad, op.params[0].requires_grad
+    is_quantized_backward = recipe.backward_override is None
+    if side == "backward":
+        copies = {"grad_output": (wants_dgrad, wants_wgrad)} if is_quantized_backward else {}
+    else:
+        copies = {
+            "input": (True, wants_wgrad and is_quantized_backward),
+            "weight": (True, wants_dgrad and is_quantized_backward),
+        }
+    return {
+        role: Emission(role_format(recipe, role), rowwise, columnwise)
+        for role, (rowwise, columnwise) in copies.items()
+    }
+
+
+def native_row(a: str, b: str, key: PlanKey) -> NativeGemm | None:
+    """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
+    assert key.recipe is not None
+    formats = {role: role_format(key.recipe, role) for role in (a, b)}
+    weight = key.ops[0].params[0].format
+    if "weight" in formats and weight is not None:
+        formats["weight"] = weight
+    return native_gemm(formats[a], formats[b], key.arch)
+
+
+def gemm_name(name: str, a: str, b: str, key: PlanKey) -> str:
+    """``name``, such as ``"dgrad mm"``, with what multiplies the two roles' tensors."""
+    row = native_row(a, b, key)
+    if row is None:
+        return f"{name} (emulated)"
+    return f"{name.removesuffix('mm')}{row.name} (native)"
+
+
+# -- running ----------------------------------------------------------------------
+
+
+def quantized(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    quantizer: Quantizer,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+) -> QuantizedTensor:
+    """``tensor`` quantized from ``dtype``, with the copies asked for; as it is if quantized."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor
+    made = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
+    return made(tensor if tensor.dtype is dtype else tensor.to(dtype))
+
+
+def one_copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
+    """A tensor's ``"rowwise"`` or ``"columnwise"`` copy alone.
+
+    Where it is not there and cannot be made from the other, the values are quantized again.
+    """
+    try:
+        return tensor.only(which)
+    except StateError:
+        usage = {name: name == which for name in ("rowwise", "columnwise")}
+        return quantizer.with_usage(**usage)(tensor)
+
+
+def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a quantized tensor was made of, where it says so; any other as it is; in ``dtype``."""
+    if isinstance(tensor, QuantizedTensor) and tensor.high_precision_source is not None:
+        tensor = tensor.high_precision_source
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def plain(tensor: Any, dtype: torch.dtype) -> Any:
+    """A quantized tensor's values in ``dtype``; anything else as it is."""
+    return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def formats_of(tensors: Sequence[torch.Tensor | None]) -> tuple[NumberFormat | None, ...]:
+    """The format of each quantized tensor, None for any other."""
+    return tuple(t.format if isinstance(t, QuantizedTensor) else None for t in tensors)
+
+
+def check_recomputed(
+    op: str,
+    kept: tuple[NumberFormat | None, ...],
+    found: tuple[NumberFormat | None, ...],
+) -> None:
+    """Refuse operands that activation checkpointing recomputed under another recipe.
+
+    Raises
+    ------
+    StateError
+        If the formats are not those in which forward saved the input and the weight.
+    """
+    if kept != found:
+        before, after = (
+            " and ".join("unquantized" if f is None else str(f) for f in row)
+            for row in (kept, found)
+        )
+        raise StateError(
+            f"{op} saved its input and weight as {before}, and activation checkpointing "
+            f"recomputed them as {after}: enter fuser.autocast inside the checkpointed function."
+        )
