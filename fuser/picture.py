@@ -121,11 +121,15 @@ def _font(bold: bool, mono: bool) -> tuple[str, str]:
     return "monospace" if mono else "sans-serif", "bold" if bold else "normal"
 
 
+# A column as wide as its longest word, between two sums of widths, is short of it by this much.
+ROUNDING = 1e-6
+
+
 def wrap(words: Sequence[str], width: float, size: float, mono: bool = False) -> list[str]:
     """``words`` in lines of at most ``width``; a word that is wider is broken."""
 
     def fits(line: str) -> bool:
-        return text_width(line, size, mono=mono) <= width
+        return text_width(line, size, mono=mono) <= width + ROUNDING
 
     lines = [""]
     for word in map(printable, words):

@@ -514,3 +514,14 @@ def test_a_window_that_is_wider_than_a_row_goes_on_in_the_next():
     assert set(titles[1:]) == {"Everything (continued)"}
     assert len(titles) > 1
     check_legible(picture)
+
+
+def test_a_column_is_wide_enough_for_its_kernels(tmp_path):
+    """No comma on a line of its own: widths are sums, and sums are rounded."""
+    layers = (fuser.RMSNorm(64), fuser.Linear(64, 256), fuser.SwiGLU(), fuser.Linear(128, 64))
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        plan = fuser.Sequential(*layers).plan(torch.empty(32, 64, requires_grad=True))
+    texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
+    assert "," not in texts
+    assert "MXFP8 E4M3" in texts
+    assert any("dgrad mm (emulated)" in text for text in texts)
