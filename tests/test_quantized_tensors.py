@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import oracles
@@ -22,6 +25,7 @@ QUANTIZERS = {
     "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
     "block-2d": fuser.Float8BlockQuantizer(),
     "nvfp4": fuser.NVFP4Quantizer(),
+    "nvfp4-2d": fuser.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4-hadamard": fuser.NVFP4Quantizer(with_rht=True),
 }
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
@@ -53,6 +57,56 @@ def test_a_quantizer_is_equal_by_contents_hashable_and_picklable(quantizer: Any)
         quantizer.columnwise = False
 
 
+@every_quantizer
+def test_another_usage_is_made_once_and_is_no_part_of_the_value(quantizer: Any) -> None:
+    quantizer = copy.deepcopy(quantizer)
+    twin = copy.deepcopy(quantizer)
+    assert twin == quantizer
+    rowwise = quantizer.with_usage(rowwise=True, columnwise=False)
+    assert (rowwise.rowwise, rowwise.columnwise) == (True, False)
+    assert quantizer.with_usage(rowwise=True, columnwise=False) is rowwise
+    assert rowwise.with_usage(rowwise=True, columnwise=True) is quantizer
+    assert quantizer.with_usage(rowwise=True, columnwise=True) is quantizer
+    # Those that have been asked are the same values as one that has not.
+    assert twin == quantizer
+    assert hash(twin) == hash(quantizer)
+    assert len(pickle.dumps(quantizer)) == len(pickle.dumps(dataclasses.replace(quantizer)))
+    assert repr(twin) == repr(quantizer)
+    assert rowwise == twin.with_usage(rowwise=True, columnwise=False)
+
+
+def test_threads_that_ask_at_once_get_the_same_quantizer() -> None:
+    for _ in range(20):
+        quantizer, start = fuser.MXFP8Quantizer(), threading.Barrier(8)
+
+        def ask(i: int, quantizer: Any = quantizer, start: Any = start) -> Any:
+            start.wait()
+            return quantizer.with_usage(rowwise=i % 2 == 0, columnwise=i % 2 == 1)
+
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(ask, range(8)))
+        assert len({id(one) for one in found}) == 2
+        assert found[0].rowwise
+        assert found[1].columnwise
+
+
+def test_delayed_quantizers_are_equal_if_they_hold_the_same_state() -> None:
+    scale, amax = torch.full((1,), 8.0), torch.zeros(1)
+    quantizer = fuser.Float8Quantizer(scale, amax)
+    assert quantizer == fuser.Float8Quantizer(scale, amax)
+    assert hash(quantizer) == hash(fuser.Float8Quantizer(scale, amax))
+    assert quantizer != fuser.Float8Quantizer(scale.clone(), amax)
+    for twin in (copy.deepcopy(quantizer), pickle.loads(pickle.dumps(quantizer))):
+        assert twin != quantizer  # with a state of its own
+        assert torch.equal(twin.scale, scale)
+    one, other = copy.deepcopy((quantizer, fuser.Float8Quantizer(scale, amax)))
+    assert one == other
+    x = values()
+    rowwise = quantizer.with_usage(rowwise=True, columnwise=False)
+    rowwise(x)
+    assert torch.equal(amax, x.abs().max().float().reshape(1))
+
+
 def test_different_quantizers_differ() -> None:
     assert len(set(QUANTIZERS.values())) == len(QUANTIZERS)
 
@@ -61,6 +115,13 @@ def test_a_quantizer_without_any_usage_is_refused() -> None:
     quantizer = fuser.MXFP8Quantizer(rowwise=False, columnwise=False)
     with pytest.raises(fuser.InputError, match="neither"):
         quantizer(values())
+
+
+@every_quantizer
+@pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.ones(32, 32, dtype=torch.int32)])
+def test_what_has_no_rows_or_no_fractions_is_refused(quantizer: Any, tensor: Any) -> None:
+    with pytest.raises(fuser.InputError, match="floating-point tensors of one dimension"):
+        quantizer(tensor)
 
 
 # -- contents ------------------------------------------------------------------------
@@ -79,6 +140,9 @@ def test_both_copies_dequantize_near_the_values(quantizer: Any) -> None:
         # A scale rounded down to a power of two costs nothing; the largest sets the step.
         assert (back - x).norm() <= step * x.norm()
         assert back.dtype is torch.float32
+        half = tensor.only(which).dequantize(dtype=torch.bfloat16)
+        assert half.dtype is torch.bfloat16
+        assert torch.equal(half, back.bfloat16())
 
 
 @every_quantizer

@@ -205,7 +205,7 @@ def _quantize_rows(
         scale = scale.view(torch.uint8).repeat_interleave(block_rows, 0)
         per_block = per_block.repeat_interleave(block_rows, 0)
 
-    scaled = torch.mul(blocks, per_block[..., None], out=buffer).flatten(1)
+    scaled = buffer.copy_(blocks).mul_(per_block[..., None]).flatten(1)
     codes = _encode_in(scaled, words).flatten().view(torch.int16)
     data = (codes | codes >> 4).to(torch.uint8).view(rows, cols // 2)
     padded = data.new_zeros(nvfp4_scale_shape(rows, cols, columnwise=False))
@@ -224,8 +224,5 @@ def _hadamard(groups: torch.Tensor) -> torch.Tensor:
     for distance in (1, 2, 4, 8):
         pairs = groups.view(*groups.shape[:-1], 8 // distance, 2, distance)
         left, right = pairs[..., 0, :], pairs[..., 1, :]
-        mixed = torch.empty_like(pairs)
-        torch.add(left, right, out=mixed[..., 0, :])
-        torch.sub(left, right, out=mixed[..., 1, :])
-        groups = mixed.flatten(-3)
+        groups = torch.stack((left + right, left - right), -2).flatten(-3)
     return groups.mul_(0.25)

@@ -1,10 +1,12 @@
 """Quantizers and quantized tensors."""
 
-from fuser.tensors.base import QuantizedTensor, Quantizer
+from fuser.tensors import dispatch
+from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from fuser.tensors.quantizer import Quantizer
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -18,4 +20,5 @@ __all__ = [
     "NVFP4Tensor",
     "QuantizedTensor",
     "Quantizer",
+    "dispatch",
 ]

@@ -1,92 +1,78 @@
-"""What every quantizer is and what every quantized tensor does, whatever the format.
+"""What a quantized tensor is made of, and how it is written, whatever the format.
 
-A quantizer is a frozen value; calling it quantizes. A quantized tensor is a
-``torch.Tensor`` whose contents live in buffers of their own (bytes and scales,
-rowwise and columnwise); what torch asks of it is answered from the buffers
-where they can answer, and from a dequantized copy where they cannot.
+It is a ``torch.Tensor`` whose contents live in buffers of their own: bytes and
+scales, rowwise and columnwise. ``tensors/dispatch.py`` says what torch may ask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map
 
-from fuser.errors import InputError, StateError
+from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.native_gemm import Operand
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
-class Quantizer:
-    """How to make a quantized tensor, as a value: equal by contents and hashable.
+class RowsOf:
+    """Where a view lies: from row ``start`` of ``root``, taken as ``[M, K]``; turned by ``t()``."""
 
-    ``rowwise`` and ``columnwise`` say which copies are made: the one that a
-    GEMM reads along rows, and the one that it reads along columns.
-    """
-
-    rowwise: bool = True
-    columnwise: bool = True
-
-    def __call__(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
-
-        Raises
-        ------
-        InputError
-            If the format cannot take the shape.
-        """
-        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
-        if not (self.rowwise or self.columnwise):
-            raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
-        rows = source.reshape(-1, source.shape[-1])
-        buffers = self.buffers_of(rows)
-        return self.tensor_class(buffers, source.shape, source.dtype, source.device, self.unbound())
-
-    tensor_class: ClassVar[type[QuantizedTensor]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        torch.serialization.add_safe_globals([cls])
-
-    @property
-    def format(self) -> NumberFormat:
-        """What it quantizes to."""
-        raise NotImplementedError
-
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The buffers of a quantized ``[M, K]`` tensor, by name."""
-        raise NotImplementedError
-
-    def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
-        """The same quantizer for other copies."""
-        if (self.rowwise, self.columnwise) == (rowwise, columnwise):
-            return self
-        return replace(self, rowwise=rowwise, columnwise=columnwise)
-
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        """For one call: amaxes are reduced over ``group``. Itself where that means nothing."""
-        return self
-
-    def unbound(self) -> Quantizer:
-        """This quantizer as a tensor may carry it, without a process group."""
-        return self
+    root: QuantizedTensor
+    start: int
+    is_turned: bool = False
 
 
 class QuantizedTensor(torch.Tensor):
     """Base of the quantized tensors.
 
     Its dtype is the nominal one, in which it was given and is dequantized.
-    Subclasses name their ``buffer_names`` and say how to dequantize.
+    Subclasses name their buffers and say how rows lie in them.
+
+    **Views.** A view of whole rows (``t[a:b]``, ``split``, ``chunk``, ``narrow``,
+    ``select``, ``as_strided``, another shape of the leading dimensions) is a
+    quantized tensor whose buffers are views of the parent's: bytes, scales, and
+    the scale or amax that a whole tensor shares. A copy whose blocks the rows
+    cut is dropped; where none is left, the view is a plain tensor, a copy. So
+    it is with any other view; ``t()`` stays quantized where both copies hold the
+    same values and one is stored as the other's transpose.
+
+    **Writes.** A write through a view reaches its parent, and every view of it.
+    Rows that hold whole blocks, in a format whose blocks need nothing else of
+    the tensor, are quantized alone: what was there is replaced and the rest
+    keeps its bytes. Otherwise the whole parent is quantized again with the new
+    rows, as after any in-place operation on it.
+
+    **Conversions.** ``to(dtype)``, ``half()`` and the like copy bytes and scales
+    as they are and change the nominal dtype, so that a converted module keeps
+    its quantized parameters and runs in its new dtype. High-precision values,
+    such as master weights, come from :meth:`dequantize`.
+
+    **Layout.** The buffers of a tensor that is no view are contiguous, with
+    scales padded as ``formats`` says. Those of a view are strided, its scales
+    have no padding along rows; :meth:`compact` lays them out as if it were none.
     """
 
     buffer_names: ClassVar[tuple[str, ...]]
-    _quantizer: Quantizer
+    # The buffers of each copy, in the same order; the first is the data. Others belong to both.
+    rowwise_names: ClassVar[tuple[str, ...]]
+    columnwise_names: ClassVar[tuple[str, ...]]
+    # Whether whole blocks can be quantized without the rest of the tensor.
+    has_independent_blocks: ClassVar[bool]
+    # Filled by tensors/dispatch.py, which stands on this file.
+    _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
+
+    _quantizer: Any  # a Quantizer; that class stands on this file
+    _view_of: RowsOf | None = None
+    _is_read_only = False
+    _high_precision_init_val: torch.Tensor | None = None
+    high_precision_source: torch.Tensor | None = None
+    """What the tensor was quantized from, for a backward that wants that; gone once written to."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -96,36 +82,78 @@ class QuantizedTensor(torch.Tensor):
     def __new__(
         cls: type[QuantizedTensor],
         buffers: dict[str, torch.Tensor | None],
-        shape: tuple[int, ...] | torch.Size,
+        shape: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
-        quantizer: Quantizer,
+        quantizer: Any,
         requires_grad: bool = False,
+        *,
+        view_of: RowsOf | None = None,
+        strides: Sequence[int] | None = None,
     ) -> QuantizedTensor:
+        offset = None
+        if view_of is not None:
+            strides, offset = geometry(shape, view_of)
         self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+            cls,
+            shape,
+            strides=strides,
+            storage_offset=offset,
+            dtype=dtype,
+            device=device,
+            requires_grad=requires_grad,
         )
         for name in cls.buffer_names:
             setattr(self, name, buffers.get(name))
         self._quantizer = quantizer
+        if view_of is not None:
+            self._view_of = view_of
         return self
 
     # torch asks this for every function; answered below autograd, in dispatch.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return cls._dispatch(func, args, kwargs or {})
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        usage = [u for u in ("rowwise", "columnwise") if getattr(self._usage(), u)]
+        usage = [u for u in ("rowwise", "columnwise") if self._has(u)]
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"{' and '.join(usage)}, {self._quantizer})"
         )
 
-    # -- contents -------------------------------------------------------------
+    # -- what a format says -----------------------------------------------------
 
-    @property
-    def format(self) -> NumberFormat:
-        """What the tensor is quantized to."""
-        return self._quantizer.format
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values as ``[M, K]``."""
+        raise NotImplementedError
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each buffer of a tensor ``[m, k]`` that is no view."""
+        raise NotImplementedError
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        """The dimension along which rows lie in a buffer, and how many of them share an entry.
+
+        A buffer that is not named belongs to all rows.
+        """
+        raise NotImplementedError
+
+    def _is_transposable(self) -> bool:
+        """Whether either copy is the other's transpose, values and layout."""
+        raise NotImplementedError
+
+    def _make_copy(self, which: str) -> None:
+        raise StateError(
+            f"{type(self).__name__} has no {which} copy, and in this format one cannot be made "
+            "from the other: quantize the original with both."
+        )
+
+    # -- contents -------------------------------------------------------------
 
     def buffers(self) -> dict[str, torch.Tensor | None]:
         """The buffers by name; None for a copy that was not made."""
@@ -136,52 +164,11 @@ class QuantizedTensor(torch.Tensor):
         rows = self._dequantize_rows(dtype or self.dtype)
         return rows.view(self.shape)
 
-    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as ``[M, K]``."""
-        raise NotImplementedError
-
-    def _usage(self) -> Quantizer:
-        """The quantizer with the copies that are really here."""
-        raise NotImplementedError
-
-    def update_usage(
-        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
-    ) -> None:
-        """Keep or drop the rowwise and the columnwise copy; None leaves it as it is.
-
-        Raises
-        ------
-        StateError
-            If a copy is asked for that is not here and cannot be made from the
-            other, or both would be dropped.
-        """
-        have = self._usage()
-        rowwise = have.rowwise if rowwise_usage is None else rowwise_usage
-        columnwise = have.columnwise if columnwise_usage is None else columnwise_usage
-        if not (rowwise or columnwise):
-            raise StateError(f"{type(self).__name__} would be left without any copy of its data.")
-        for wanted, present, name in (
-            (rowwise, have.rowwise, "rowwise"),
-            (columnwise, have.columnwise, "columnwise"),
-        ):
-            if wanted and not present:
-                self._make_copy(name)
-        self._drop_copies(rowwise=rowwise, columnwise=columnwise)
-
-    def _make_copy(self, which: str) -> None:
-        raise StateError(
-            f"{type(self).__name__} has no {which} copy, and in this format one cannot be made "
-            "from the other: quantize the original with both."
-        )
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        raise NotImplementedError
-
-    def only(self, which: str) -> QuantizedTensor:
-        """This tensor with its ``"rowwise"`` or its ``"columnwise"`` copy alone; shares buffers."""
-        alias = self._like(lambda buffer: buffer)
-        alias.update_usage(which == "rowwise", which == "columnwise")
-        return alias
+    @property
+    def format(self) -> NumberFormat:
+        """What the tensor is quantized to."""
+        number_format: NumberFormat = self._quantizer.format
+        return number_format
 
     def operand(self, which: str) -> Operand:
         """The ``"rowwise"`` or ``"columnwise"`` copy as a GEMM reads it, contracted dimension last.
@@ -191,12 +178,209 @@ class QuantizedTensor(torch.Tensor):
         StateError
             If that copy is not here and cannot be made from the other.
         """
-        raise NotImplementedError
+        source = self.compact()
+        if not source._has(which):
+            source = source.only(which)
+        data, scale_inv = (getattr(source, name) for name in source._operand_names(which))
+        return Operand(data, self.format, scale_inv)
 
-    high_precision_source: torch.Tensor | None = None
-    """What the tensor was quantized from, for a backward that wants that; kept by a reshape."""
+    def _operand_names(self, which: str) -> tuple[str, ...]:
+        """The buffers of data and scales."""
+        return self._names(which)[:2]
 
-    _high_precision_init_val: torch.Tensor | None = None
+    def _names(self, which: str) -> tuple[str, ...]:
+        return self.rowwise_names if which == "rowwise" else self.columnwise_names
+
+    def _has(self, which: str) -> bool:
+        return getattr(self, self._names(which)[0]) is not None
+
+    def _usage(self) -> Any:
+        """The quantizer with the copies that are really here."""
+        return self._quantizer.with_usage(
+            rowwise=self._has("rowwise"), columnwise=self._has("columnwise")
+        )
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Keep or drop the rowwise and the columnwise copy; None leaves it as it is.
+
+        Aliases and views that were made before keep what they have, and a write
+        through a tensor reaches the copies that this tensor has.
+
+        Raises
+        ------
+        StateError
+            If a copy is asked for that is not here and cannot be made from the
+            other, or both would be dropped.
+        """
+        wanted = {
+            which: self._has(which) if usage is None else usage
+            for which, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))
+        }
+        if not any(wanted.values()):
+            raise StateError(f"{type(self).__name__} would be left without any copy of its data.")
+        for which, is_wanted in wanted.items():
+            if is_wanted and not self._has(which):
+                if self._view_of is not None:
+                    raise StateError(
+                        f"{self} is a view without a {which} copy, and one of its own would not "
+                        "follow the tensor that it is of: clone it first."
+                    )
+                self._make_copy(which)
+        self._keep(wanted)
+
+    def _keep(self, wanted: dict[str, bool]) -> None:
+        for which, is_wanted in wanted.items():
+            if not is_wanted:
+                for name in self._names(which):
+                    setattr(self, name, None)
+
+    def only(self, which: str) -> QuantizedTensor:
+        """This tensor with its ``"rowwise"`` or its ``"columnwise"`` copy alone, to read.
+
+        Shares buffers and the version counter. It cannot be written to: the
+        other copy would not follow.
+        """
+        other = "columnwise" if which == "rowwise" else "rowwise"
+        source = self if self._has(which) else self.compact()
+        alias = source.detach()
+        assert isinstance(alias, QuantizedTensor)
+        if not alias._has(which):
+            alias._make_copy(which)
+        elif not alias._has(other):
+            return alias
+        for name in alias._names(other):
+            setattr(alias, name, None)
+        alias._is_read_only = True
+        if alias._view_of is not None:
+            # The parent's other copy is not to live on through this one.
+            view = alias._view_of
+            root = view.root.only(other if view.is_turned else which)
+            alias._view_of = replace(view, root=root)
+        return alias
+
+    def compact(self) -> QuantizedTensor:
+        """This tensor in the layout of one that is no view, to read; itself if it is none.
+
+        What reads buffers by name (a GEMM, a kernel) reads those of this.
+        """
+        if self._view_of is None:
+            return self
+        layout = self._layout(*self._matrix())
+        buffers = {
+            name: None if buffer is None else _laid_out(buffer, layout[name])
+            for name, buffer in self.buffers().items()
+        }
+        compact = type(self)(buffers, self.shape, self.dtype, self.device, self._quantizer)
+        compact._is_read_only = True
+        return compact
+
+    def _matrix(self) -> tuple[int, int]:
+        """M and K."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    def _like(
+        self,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """A tensor of its own, no view, of ``change`` of every buffer."""
+        source = self.compact()
+        changed = {n: None if b is None else change(b) for n, b in source.buffers().items()}
+        device = next(b.device for b in changed.values() if b is not None)
+        return type(self)(changed, self.shape, dtype or self.dtype, device, self._quantizer)
+
+    def _alias(self) -> QuantizedTensor:
+        """Another tensor of the same buffers."""
+        return self._with(self.buffers(), self.shape, self._view_of)
+
+    def _with(
+        self,
+        buffers: dict[str, torch.Tensor | None],
+        shape: Sequence[int],
+        view: RowsOf | None,
+    ) -> QuantizedTensor:
+        """A tensor that shares memory with this one."""
+        shares = type(self)(buffers, shape, self.dtype, self.device, self._quantizer, view_of=view)
+        if self._is_read_only:
+            shares._is_read_only = True
+        return shares
+
+    def _take_attributes(self, source: QuantizedTensor) -> None:
+        """Set here what somebody set on ``source``.
+
+        Torch converts the parameters of a module by putting another tensor in
+        the place of each, and what hangs on a parameter is to survive that.
+        """
+        if len(source.__dict__) > len(self.__dict__):
+            own = (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only", "_is_param")
+            self.__dict__.update({k: v for k, v in source.__dict__.items() if k not in own})
+
+    # -- writes -----------------------------------------------------------------
+
+    def quantize_(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """Quantize ``tensor`` into this one, in place, with the copies that are here.
+
+        Raises
+        ------
+        StateError
+            If this tensor came from :meth:`only` or :meth:`compact`, and is there to be read.
+        """
+        source = tensor.to(dtype=self.dtype, device=self.device).expand(self.shape)
+        if self._can_be_written_alone():
+            self._write(self._usage()(source))
+            return self
+        assert self._view_of is not None
+        root = self._view_of.root
+        values = root.dequantize()
+        values.as_strided(self.shape, *geometry(self.shape, self._view_of)).copy_(source)
+        root.quantize_(values)
+        self._was_written()
+        return self
+
+    def _can_be_written_alone(self) -> bool:
+        """Whether new bytes here leave what shares memory with this tensor right."""
+        if self._is_read_only:
+            raise StateError(
+                f"{self} is one copy or layout of a tensor, there to be read; write to the "
+                "tensor that it was taken from, or to a clone."
+            )
+        view = self._view_of
+        if view is None:
+            return True
+        root, copies = view.root, ("rowwise", "columnwise")
+        if view.is_turned or any(self._has(which) != root._has(which) for which in copies):
+            return False
+        start, stop = view.start, view.start + self._matrix()[0]
+        if (start, stop) == (0, root._matrix()[0]):
+            return True
+        is_whole = not any(root._cuts(which, start, stop) for which in copies)
+        return self.has_independent_blocks and is_whole
+
+    def _write(self, fresh: QuantizedTensor, non_blocking: bool = False) -> None:
+        """Replace the buffers' contents by those of ``fresh``, which has the same copies."""
+        for name, new in fresh.compact().buffers().items():
+            buffer = getattr(self, name)
+            if buffer is not None:
+                assert new is not None
+                buffer.copy_(new[tuple(map(slice, buffer.shape))], non_blocking)
+        self._was_written()
+
+    def _was_written(self) -> None:
+        """Let caches, and autograd, see that the contents are others; torch's own writes do."""
+        self.high_precision_source = None
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+
+    def _cuts(self, which: str, start: int, stop: int) -> bool:
+        """Whether rows ``start`` to ``stop`` cut a block of the named copy."""
+        units = self._row_units()
+        block = max(units[name][1] for name in self._names(which) if name in units)
+        return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
+
+    # -- as a parameter -----------------------------------------------------------
 
     def set_high_precision_init_val(self, value: torch.Tensor) -> None:
         """Keep the values that a parameter had before it was quantized."""
@@ -210,63 +394,79 @@ class QuantizedTensor(torch.Tensor):
         """Free the values kept from before quantization."""
         self._high_precision_init_val = None
 
-    def quantize_(self, tensor: torch.Tensor) -> QuantizedTensor:
-        """Quantize ``tensor`` into this one, in place, with the copies that are here."""
-        usage = self._usage()
-        source = tensor.to(dtype=self.dtype, device=self.device).expand(self.shape)
-        fresh = usage(source).buffers()
-        for name, buffer in self.buffers().items():
-            if buffer is not None:
-                new = fresh[name]
-                assert new is not None
-                buffer.copy_(new)
-        return self
+    @property
+    def data(self) -> QuantizedTensor:
+        """An alias that autograd does not see. Set: takes the place of the contents.
 
-    def _like(
-        self,
-        change: Callable[[torch.Tensor], torch.Tensor],
-        *,
-        dtype: torch.dtype | None = None,
-        shape: tuple[int, ...] | None = None,
-    ) -> QuantizedTensor:
-        """A quantized tensor of ``change`` of every buffer."""
-        changed = {n: None if b is None else change(b) for n, b in self.buffers().items()}
-        device = next(b.device for b in changed.values() if b is not None)
-        return type(self)(
-            changed,
-            self.shape if shape is None else shape,
-            dtype or self.dtype,
-            device,
-            self._quantizer,
-        )
+        A quantized tensor is shared, and a plain one quantized with the copies that are here.
+        """
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
-    # -- what torch asks ------------------------------------------------------
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        fresh = value if isinstance(value, type(self)) else self._usage()(value)
+        torch.Tensor.data.__set__(self, fresh)  # type: ignore[attr-defined]
+        for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only"):
+            setattr(self, name, getattr(fresh, name))
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        if func._schema.is_mutable:
-            return _mutate(func, args, kwargs)
-        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    # -- as something to be written down ------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A part of a tensor goes by itself: the rest may not go with it.
+        is_part = self._view_of is not None or self._is_read_only
+        source = self._like(torch.clone) if is_part else self
         state = (
             type(self),
-            self.buffers(),
+            source.buffers(),
             tuple(self.shape),
             self.dtype,
             self.device,
             self._quantizer,
             self.requires_grad,
+            isinstance(self, torch.nn.Parameter),
         )
         return rebuild, state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo or not self.is_leaf:
+            copied: QuantizedTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return copied
+        # Torch's own takes a wrapper with an offset, which a view is, for a tensor with memory.
+        attributes = copy.deepcopy(self.__dict__, memo)
+        copied = type(self)(
+            attributes,
+            self.shape,
+            self.dtype,
+            self.device,
+            attributes["_quantizer"],
+            self.requires_grad,
+            view_of=attributes.get("_view_of"),
+        )
+        copied.__dict__.update(attributes)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The buffers that are here, and the rest as a constant, for ``torch.compile``."""
+        names = [name for name, buffer in self.buffers().items() if buffer is not None]
+        # A graph sees the buffers alone, and cannot write to what they are views of.
+        return names, (self._quantizer, self.dtype, self._is_read_only or self._view_of is not None)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        buffers: dict[str, torch.Tensor | None],
+        constants: tuple[Any, ...],
+        shape: Any,
+        strides: Any,
+    ) -> QuantizedTensor:
+        quantizer, dtype, is_read_only = constants
+        device = next(b.device for b in buffers.values() if b is not None)
+        tensor: QuantizedTensor = quantizer.tensor_class(
+            buffers, shape, dtype, device, quantizer, strides=strides
+        )
+        tensor._is_read_only = is_read_only
+        return tensor
 
 
 class BlockScaledTensor(QuantizedTensor):
@@ -278,6 +478,8 @@ class BlockScaledTensor(QuantizedTensor):
         "_rowwise_scale_inv",
         "_columnwise_scale_inv",
     )
+    rowwise_names: ClassVar[tuple[str, ...]] = ("_rowwise_data", "_rowwise_scale_inv")
+    columnwise_names: ClassVar[tuple[str, ...]] = ("_columnwise_data", "_columnwise_scale_inv")
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None
@@ -292,27 +494,6 @@ class BlockScaledTensor(QuantizedTensor):
         assert scale is not None
         return data, scale, columnwise
 
-    def operand(self, which: str) -> Operand:
-        columnwise = which == "columnwise"
-        data = self._columnwise_data if columnwise else self._rowwise_data
-        scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
-        if data is None or scale is None:
-            self._make_copy(which)
-        assert data is not None
-        assert scale is not None
-        return Operand(data, self._quantizer.format, scale)
-
-    def _usage(self) -> Quantizer:
-        return self._quantizer.with_usage(
-            rowwise=self._rowwise_data is not None, columnwise=self._columnwise_data is not None
-        )
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        for which, is_kept in (("rowwise", rowwise), ("columnwise", columnwise)):
-            for name in self.buffer_names:
-                if which in name and not is_kept:
-                    setattr(self, name, None)
-
 
 def rebuild(
     cls: type[QuantizedTensor],
@@ -320,12 +501,14 @@ def rebuild(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    quantizer: Quantizer,
+    quantizer: Any,
     requires_grad: bool,
-) -> QuantizedTensor:
+    is_parameter: bool = False,
+) -> torch.Tensor:
     """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     present = (b.device for b in buffers.values() if b is not None)
-    return cls(buffers, shape, dtype, next(present, device), quantizer, requires_grad)
+    tensor = cls(buffers, shape, dtype, next(present, device), quantizer, requires_grad)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
 
 
 # ``torch.load(weights_only=True)`` may build quantized tensors and quantizers,
@@ -333,112 +516,19 @@ def rebuild(
 torch.serialization.add_safe_globals([rebuild, DType, torch.device])
 
 
-def _plain(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, QuantizedTensor) else value
+def geometry(shape: Sequence[int], view: RowsOf | None) -> tuple[Sequence[int], int]:
+    """Strides and offset of a tensor or view of that shape, were it plain."""
+    contiguous = torch.empty(shape, device="meta").stride()
+    if view is None:
+        return contiguous, 0
+    k = view.root.shape[-1]
+    return (1, k) if view.is_turned else contiguous, view.start * k
 
 
-def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place op: run it on dequantized copies and quantize what it wrote to."""
-    originals: list[tuple[QuantizedTensor, torch.Tensor]] = []
-
-    def plain(value: Any, is_written: bool) -> Any:
-        if not isinstance(value, QuantizedTensor):
-            return value
-        copy = value.dequantize()
-        if is_written:
-            originals.append((value, copy))
-        return copy
-
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
-    converted = {
-        name: tree_map(lambda v, w=name in written: plain(v, w), value)
-        for name, value in named.items()
-    }
-    positional = [converted.pop(a.name) for a in func._schema.arguments[: len(args)]]
-    result = func(*positional, **converted)
-    for target, copy in originals:
-        target.quantize_(copy)
-    back = {id(copy): target for target, copy in originals}
-    return tree_map(lambda v: back.get(id(v), v), result)
-
-
-# -- handlers: return NotImplemented to fall back to dequantizing ------------------------
-
-
-def _alias(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    return tensor._like(lambda buffer: buffer)
-
-
-def _clone(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    return tensor._like(torch.clone)
-
-
-def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    dtype = kwargs.get("dtype")
-    device = kwargs.get("device") or tensor.device
-    if dtype is not None and not dtype.is_floating_point:
-        return NotImplemented
-    non_blocking = kwargs.get("non_blocking", False)
-    return tensor._like(
-        lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype
-    )
-
-
-def _copy_(func: Any, target: Any, source: Any, *args: Any) -> Any:
-    if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(), *args)
-    same = (
-        type(source) is type(target)
-        and source.shape == target.shape
-        and [b is None for b in source.buffers().values()]
-        == [b is None for b in target.buffers().values()]
-    )
-    if not same:
-        return target.quantize_(_plain(source))
-    for name, buffer in target.buffers().items():
-        if buffer is not None:
-            buffer.copy_(getattr(source, name), *args)
-    return target
-
-
-def _view(func: Any, tensor: QuantizedTensor, shape: list[int]) -> Any:
-    """Another shape of the leading dimensions; scales follow the last one."""
-    new = torch.empty(tensor.shape, device="meta").reshape(shape).shape
-    if not new or not tensor.shape or new[-1] != tensor.shape[-1]:
-        return NotImplemented
-    view = tensor._like(lambda buffer: buffer, shape=tuple(new))
-    if tensor.high_precision_source is not None:
-        view.high_precision_source = tensor.high_precision_source.reshape(new)
-    return view
-
-
-def _new_zeros(func: Any, tensor: QuantizedTensor, shape: list[int], **kwargs: Any) -> Any:
-    dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
-    zeros = torch.zeros(shape, dtype=dtype, device=device)
-    if list(shape) != list(tensor.shape):
-        return zeros
-    return tensor._usage()(zeros)
-
-
-def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any) -> Any:
-    return all(b is None or b.is_pinned() for b in tensor.buffers().values())
-
-
-def _pin_memory(func: Any, tensor: QuantizedTensor, *args: Any) -> Any:
-    return tensor._like(lambda buffer: buffer.pin_memory())
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _to_copy,
-    aten.copy_.default: _copy_,
-    aten.view.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.reshape.default: _view,
-    aten.new_zeros.default: _new_zeros,
-    aten.is_pinned.default: _is_pinned,
-    aten._pin_memory.default: _pin_memory,
-}
+def _laid_out(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``buffer``, contiguous and filled up with zeros."""
+    if buffer.shape == shape:
+        return buffer.contiguous()
+    padded = buffer.new_zeros(shape)
+    padded[tuple(map(slice, buffer.shape))] = buffer
+    return padded

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fuser.formats import FP8_BLOCK, DType, NumberFormat
+from fuser.formats import FP8_BLOCK, DType, NumberFormat, fp8_block_scale_shape
 from fuser.reference import block_scaling
-from fuser.tensors.base import BlockScaledTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor
+from fuser.tensors.quantizer import Quantizer
 
 
 class Float8BlockwiseQTensor(BlockScaledTensor):
@@ -19,7 +21,29 @@ class Float8BlockwiseQTensor(BlockScaledTensor):
     ``formats.fp8_block_scale_shape`` says.
     """
 
+    has_independent_blocks = True
     _quantizer: Float8BlockQuantizer
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        block_dim = self._quantizer.block_scaling_dim
+        return {
+            "_rowwise_data": (m, k),
+            "_columnwise_data": (k, m),
+            "_rowwise_scale_inv": fp8_block_scale_shape(m, k, False, block_dim),
+            "_columnwise_scale_inv": fp8_block_scale_shape(m, k, True, block_dim),
+        }
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        is_1d = self._quantizer.block_scaling_dim == 1
+        return {
+            "_rowwise_data": (0, 1),
+            "_columnwise_data": (1, 1),
+            "_rowwise_scale_inv": (1, 1) if is_1d else (0, FP8_BLOCK),
+            "_columnwise_scale_inv": (0, FP8_BLOCK) if is_1d else (1, FP8_BLOCK),
+        }
+
+    def _is_transposable(self) -> bool:
+        return self._quantizer.block_scaling_dim == 2
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
@@ -63,6 +87,9 @@ class Float8BlockQuantizer(Quantizer):
         if self.block_scaling_dim == 1:
             return NumberFormat("FP8 1x128", self.fp8_dtype, FP8_BLOCK)
         return NumberFormat("FP8 128x128", self.fp8_dtype, FP8_BLOCK * FP8_BLOCK)
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.fp8_dtype, self.block_scaling_dim)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         row, row_scale, col, col_scale = block_scaling.quantize(

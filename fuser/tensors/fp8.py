@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from fuser.formats import DType, NumberFormat
-from fuser.native_gemm import Operand
 from fuser.reference import fp8_scaling
-from fuser.tensors.base import QuantizedTensor, Quantizer
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.quantizer import Quantizer
 
 
 class Float8Tensor(QuantizedTensor):
@@ -22,13 +22,16 @@ class Float8Tensor(QuantizedTensor):
     """
 
     buffer_names = ("_data", "_transpose", "_scale_inv")
+    rowwise_names = ("_data",)
+    columnwise_names = ("_transpose",)
+    has_independent_blocks = False  # one scale for all
     _data: torch.Tensor | None
     _transpose: torch.Tensor | None
     _scale_inv: torch.Tensor
 
     @property
     def _fp8_dtype(self) -> DType:
-        dtype: DType = self._quantizer.fp8_dtype  # type: ignore[attr-defined]
+        dtype: DType = self._quantizer.fp8_dtype
         return dtype
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
@@ -38,18 +41,17 @@ class Float8Tensor(QuantizedTensor):
             data = fp8_scaling.transpose(self._transpose)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
-    def operand(self, which: str) -> Operand:
-        data = self._data if which == "rowwise" else self._transpose
-        if data is None:
-            self._make_copy(which)
-            data = self._data if which == "rowwise" else self._transpose
-            assert data is not None
-        return Operand(data, self._quantizer.format, self._scale_inv)
+    def _operand_names(self, which: str) -> tuple[str, ...]:
+        return (*self._names(which), "_scale_inv")
 
-    def _usage(self) -> Quantizer:
-        return self._quantizer.with_usage(
-            rowwise=self._data is not None, columnwise=self._transpose is not None
-        )
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        return {"_data": (m, k), "_transpose": (k, m), "_scale_inv": (1,)}
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        return {"_data": (0, 1), "_transpose": (1, 1)}
+
+    def _is_transposable(self) -> bool:
+        return True
 
     def _make_copy(self, which: str) -> None:
         if which == "rowwise":
@@ -58,10 +60,6 @@ class Float8Tensor(QuantizedTensor):
         else:
             assert self._data is not None
             self._transpose = fp8_scaling.transpose(self._data)
-
-    def _drop_copies(self, *, rowwise: bool, columnwise: bool) -> None:
-        self._data = self._data if rowwise else None
-        self._transpose = self._transpose if columnwise else None
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
             amax_value=amax,
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.fp8_dtype,)
 
     def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
         return replace(self, group=group)
@@ -158,3 +159,6 @@ class Float8Quantizer(Quantizer):
         )
         self.amax.copy_(torch.maximum(self.amax, amax))
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.fp8_dtype,)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple
+from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple, mxfp8_scale_shape
 from fuser.reference import mxfp8
-from fuser.tensors.base import BlockScaledTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor
+from fuser.tensors.quantizer import Quantizer
 
 
 class MXFP8Tensor(BlockScaledTensor):
@@ -19,7 +21,27 @@ class MXFP8Tensor(BlockScaledTensor):
     E8M0 bytes padded as ``formats.mxfp8_scale_shape`` says.
     """
 
+    has_independent_blocks = True
     _quantizer: MXFP8Quantizer
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "_rowwise_data": (m, k),
+            "_columnwise_data": (m, k),
+            "_rowwise_scale_inv": mxfp8_scale_shape(m, k, columnwise=False),
+            "_columnwise_scale_inv": mxfp8_scale_shape(m, k, columnwise=True),
+        }
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        return {
+            "_rowwise_data": (0, 1),
+            "_columnwise_data": (0, 1),
+            "_rowwise_scale_inv": (0, 1),
+            "_columnwise_scale_inv": (0, MXFP8_BLOCK),
+        }
+
+    def _is_transposable(self) -> bool:
+        return False  # columnwise data is not turned
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
@@ -51,6 +73,9 @@ class MXFP8Quantizer(Quantizer):
     def format(self) -> NumberFormat:
         side = MXFP8_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.fp8_dtype, self.with_2d_quantization)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("MXFP8", rows.shape[0], rows.shape[1], MXFP8_BLOCK)

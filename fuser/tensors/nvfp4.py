@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple
+from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple, nvfp4_scale_shape
 from fuser.reference import nvfp4
-from fuser.tensors.base import BlockScaledTensor, Quantizer
+from fuser.tensors.base import BlockScaledTensor
+from fuser.tensors.quantizer import Quantizer
 
 
 class NVFP4Tensor(BlockScaledTensor):
@@ -21,18 +23,43 @@ class NVFP4Tensor(BlockScaledTensor):
     """
 
     buffer_names = (*BlockScaledTensor.buffer_names, "_amax_rowwise", "_amax_columnwise")
+    rowwise_names = (*BlockScaledTensor.rowwise_names, "_amax_rowwise")
+    columnwise_names = (*BlockScaledTensor.columnwise_names, "_amax_columnwise")
+    has_independent_blocks = False  # one amax for all
     _amax_rowwise: torch.Tensor | None
     _amax_columnwise: torch.Tensor | None
     _quantizer: NVFP4Quantizer
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        return {
+            "_rowwise_data": (m, k // 2),
+            "_columnwise_data": (k, m // 2),
+            "_rowwise_scale_inv": nvfp4_scale_shape(m, k, columnwise=False),
+            "_columnwise_scale_inv": nvfp4_scale_shape(m, k, columnwise=True),
+            "_amax_rowwise": (1,),
+            "_amax_columnwise": (1,),
+        }
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        return {
+            "_rowwise_data": (0, 1),
+            "_columnwise_data": (1, 2),
+            "_rowwise_scale_inv": (0, 1),
+            "_columnwise_scale_inv": (1, NVFP4_BLOCK),
+        }
+
+    def _is_transposable(self) -> bool:
+        how = self._quantizer
+        return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax is not None
-        rows = nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
-        if columnwise and self._quantizer.with_rht:
-            return nvfp4.inverse_hadamard_transform(rows.t()).t().contiguous()
-        return rows
+        if not (columnwise and self._quantizer.with_rht):
+            return nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
+        turned = nvfp4.dequantize(data, scale, amax, torch.float32, columnwise=True).t()
+        return nvfp4.inverse_hadamard_transform(turned).t().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,9 @@ class NVFP4Quantizer(Quantizer):
     def format(self) -> NumberFormat:
         side = NVFP4_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.with_2d_quantization, self.with_rht)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
         check_multiple("NVFP4", rows.shape[0], rows.shape[1], NVFP4_BLOCK)

@@ -1,0 +1,94 @@
+"""What every quantizer is, whatever the format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import NumberFormat
+from fuser.tensors.base import QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How to make a quantized tensor, as a value: equal by contents and hashable.
+
+    ``rowwise`` and ``columnwise`` say which copies are made: the one that a
+    GEMM reads along rows, and the one that it reads along columns.
+    """
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+    tensor_class: ClassVar[type[QuantizedTensor]]
+    # Quantizers that differ in usage alone, by usage; each instance has the one of its family.
+    _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        torch.serialization.add_safe_globals([cls])
+
+    def __call__(self, tensor: torch.Tensor) -> QuantizedTensor:
+        """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
+
+        Raises
+        ------
+        InputError
+            If the format cannot take the shape, or the tensor holds no floating-point values.
+        """
+        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
+        if not (source.dim() and source.is_floating_point()):
+            raise InputError(
+                f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
+                f"{source.dtype}; it takes floating-point tensors of one dimension or more."
+            )
+        if not (self.rowwise or self.columnwise):
+            raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
+        rows = source.reshape(-1, source.shape[-1])
+        buffers = self.buffers_of(rows)
+        return self.tensor_class(buffers, source.shape, source.dtype, source.device, self.unbound())
+
+    @property
+    def format(self) -> NumberFormat:
+        """What it quantizes to."""
+        raise NotImplementedError
+
+    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """The buffers of a quantized ``[M, K]`` tensor, by name."""
+        raise NotImplementedError
+
+    def encoding(self) -> tuple[Any, ...]:
+        """What bytes mean: tensors of one class with equal encodings may exchange theirs."""
+        raise NotImplementedError
+
+    def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
+        """The same quantizer for other copies; asked again, the same object."""
+        try:
+            return self._family[rowwise, columnwise]
+        except (AttributeError, KeyError):
+            return self._relative(rowwise, columnwise)
+
+    def _relative(self, rowwise: bool, columnwise: bool) -> Quantizer:
+        # Two threads may both make one; ``setdefault`` picks the one that both get.
+        family = self.__dict__.setdefault("_family", {(self.rowwise, self.columnwise): self})
+        if (rowwise, columnwise) not in family:
+            relative = replace(self, rowwise=rowwise, columnwise=columnwise)
+            relative.__dict__["_family"] = family
+            family.setdefault((rowwise, columnwise), relative)
+        found: Quantizer = family[rowwise, columnwise]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_family"}
+
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+        """For one call: amaxes are reduced over ``group``. Itself where that means nothing."""
+        return self
+
+    def unbound(self) -> Quantizer:
+        """This quantizer as a tensor may carry it, without a process group."""
+        return self
