@@ -26,6 +26,7 @@ FLOORS = (
     ("cuda/module.py", 1),
     ("cuda/launch.py", 2),
     ("cuda/*.py", 3),
+    ("reference/fp8.py", 2),
     ("reference/*.py", 3),
     ("native_gemm.py", 2),
     ("functional/*.py", 4),

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fuser import formats
 from fuser.errors import InputError
 from fuser.formats import DType
-from fuser.reference import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.reference import block_scaling, fp8, fp8_scaling, mxfp8, nvfp4
 
 E4M3, E5M2, E2M1 = DType.kFloat8E4M3, DType.kFloat8E5M2, DType.kFloat4E2M1
 NUMPY = {E4M3: ref.E4M3, E5M2: ref.E5M2}
@@ -395,7 +395,7 @@ def test_e2m1_ties_go_to_even_signs_stay_and_nan_is_six() -> None:
 )
 def test_the_scale_of_an_amax(amax: float, options: dict[str, Any], expected: int) -> None:
     defaults = {"max_fp8": 448.0, "pow2": False, "eps": 0.0, "when_infinite": FLT_MAX}
-    scale = fp8_scaling.scale_from_amax(torch.tensor([amax]), **{**defaults, **options})
+    scale = fp8.scale_from_amax(torch.tensor([amax]), **{**defaults, **options})
     assert bits(scale) == [expected]
 
 
@@ -416,7 +416,7 @@ def test_scales_equal_the_numpy_definition_for_any_fp32_amax(
     amaxes: list[int], max_fp8: float, pow2: bool, eps: float, when_infinite: float
 ) -> None:
     amax = ref.from_bits(np.array([amaxes], np.uint32))
-    scale = fp8_scaling.scale_from_amax(torch.from_numpy(amax), max_fp8, pow2, eps, when_infinite)
+    scale = fp8.scale_from_amax(torch.from_numpy(amax), max_fp8, pow2, eps, when_infinite)
     assert same(scale, ref.scale_from_amax(amax, max_fp8, pow2, eps, when_infinite))
 
 
@@ -910,8 +910,8 @@ def test_the_columnwise_copy_is_the_transpose_of_the_rowwise_bytes(name: str) ->
     out = QUANTIZERS[name](x)
     assert out["row"].shape == (131, 262)
     assert torch.equal(out["col"], out["row"].T)
-    assert torch.equal(fp8_scaling.transpose(out["row"]), out["col"])
-    assert fp8_scaling.transpose(out["row"]).is_contiguous()
+    assert torch.equal(fp8.transpose(out["row"]), out["col"])
+    assert fp8.transpose(out["row"]).is_contiguous()
     if name == "block-2d":
         assert torch.equal(out["col_scale"][:, :2], out["row_scale"][:, :3].T)
 

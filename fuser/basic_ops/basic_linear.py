@@ -303,12 +303,12 @@ class BasicLinear(BasicOperation):
     ) -> QuantizedTensor:
         """The quantized weight; the one of the first microbatch for those that follow.
 
-        A weight that has changed since is quantized anew, whatever the caller says.
+        A weight that torch saw changing since is quantized anew, whatever the caller says.
         """
         if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
             return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
         version = None if weight.is_inference() else weight._version
-        made_for = (version, dtype, quantizer, columnwise)
+        made_for = (version, weight.data_ptr(), dtype, quantizer, columnwise)
         kept = self._kept_weight
         if is_first_microbatch or kept is None or kept[0] is not weight or kept[1] != made_for:
             made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)

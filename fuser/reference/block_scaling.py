@@ -8,12 +8,11 @@ Report" (2024), section 3.3: activations in tiles of 1x128, weights in blocks of
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
 from fuser.formats import FP8_BLOCK, DType, ceil_div, fp8_block_scale_shape
+from fuser.reference.fp8 import decode, encode, padded, scale_from_amax, transpose
 
 
 def quantize(
@@ -50,16 +49,16 @@ def quantize(
     if block_dim == 2 and (rowwise or columnwise):
         data, scale = _quantize_blocks(x32, dtype, FP8_BLOCK, FP8_BLOCK, pow2, eps, overflow)
         if rowwise:
-            row, row_scale_inv = data, _pad(scale.reciprocal(), row_shape)
+            row, row_scale_inv = data, padded(scale.reciprocal(), row_shape)
         if columnwise:
-            col, col_scale_inv = _transpose(data), _pad(scale.reciprocal().t(), col_shape)
+            col, col_scale_inv = transpose(data), padded(scale.reciprocal().t(), col_shape)
         return row, row_scale_inv, col, col_scale_inv
     if rowwise:
         row, scale = _quantize_blocks(x32, dtype, 1, FP8_BLOCK, pow2, eps, overflow)
-        row_scale_inv = _pad(scale.reciprocal().t(), row_shape)
+        row_scale_inv = padded(scale.reciprocal().t(), row_shape)
     if columnwise:
         data, scale = _quantize_blocks(x32, dtype, FP8_BLOCK, 1, pow2, eps, overflow)
-        col, col_scale_inv = _transpose(data), _pad(scale.reciprocal(), col_shape)
+        col, col_scale_inv = transpose(data), padded(scale.reciprocal(), col_shape)
     return row, row_scale_inv, col, col_scale_inv
 
 
@@ -80,9 +79,9 @@ def dequantize(
     blocks = ceil_div(k, FP8_BLOCK)
     rows = 1 if block_dim == 1 else FP8_BLOCK
     factor = scale_inv[:blocks, :m].t() if block_dim == 1 else scale_inv[:, :blocks]
-    values = _in_blocks(_decode(data, dtype), rows, FP8_BLOCK) * factor[:, None, :, None]
+    values = _in_blocks(decode(data, dtype), rows, FP8_BLOCK) * factor[:, None, :, None]
     out = values.reshape(values.shape[0] * rows, blocks * FP8_BLOCK)[:m, :k].to(out_dtype)
-    return _transpose(out) if columnwise else out.contiguous()
+    return transpose(out) if columnwise else out.contiguous()
 
 
 def _quantize_blocks(
@@ -100,25 +99,11 @@ def _quantize_blocks(
     buffer = blocks.abs()
     # Across rows first: it vectorizes, and one amax over both dimensions does not.
     largest = buffer.amax(1) if rows > 1 else buffer.squeeze(1)
-    scale = _scale_from_amax(largest.amax(-1), dtype.max, pow2, eps, when_infinite)
+    scale = scale_from_amax(largest.amax(-1), dtype.max, pow2, eps, when_infinite)
     product = torch.mul(blocks, scale[:, None, :, None], out=buffer)
-    # 0x7F is the one NaN that the conversion instruction of the GPU writes.
-    product.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
-    data = product.to(dtype.torch_dtype).view(torch.uint8)
+    data = encode(product, dtype)
     height, width = scale.shape
     return data.reshape(height * rows, width * cols)[:m, :k].contiguous(), scale
-
-
-def _scale_from_amax(
-    amax: torch.Tensor, max_fp8: float, pow2: bool, eps: float, when_infinite: float
-) -> torch.Tensor:
-    """The formula of per-tensor scaling, a block at a time; see ``fp8_scaling``."""
-    amax = torch.where(amax < eps, eps, amax)
-    scale = torch.full_like(amax, max_fp8).div_(amax)
-    scale = scale.masked_fill_(scale == math.inf, when_infinite)
-    if pow2:
-        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
 
 
 def _in_blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
@@ -128,21 +113,3 @@ def _in_blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
     if height * rows != m or width * cols != k:
         x = F.pad(x, (0, width * cols - k, 0, height * rows - m))
     return x.view(height, rows, width, cols)
-
-
-def _decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is seven times slower."""
-    if not data.is_cpu:
-        return data.view(dtype.torch_dtype).float()
-    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
-    return table.index_select(0, data.flatten().long()).view(data.shape)
-
-
-def _transpose(data: torch.Tensor) -> torch.Tensor:
-    return data.t().clone(memory_format=torch.contiguous_format)
-
-
-def _pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    padded = scale.new_zeros(shape)
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    return padded

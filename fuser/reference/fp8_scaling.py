@@ -14,6 +14,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.formats import DType
+from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -26,33 +27,9 @@ def amax(x: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs(), high.abs()).float().reshape(1)
 
 
-def scale_from_amax(
-    amax: torch.Tensor | float, max_fp8: float, pow2: bool, eps: float, when_infinite: float
-) -> torch.Tensor:
-    """The scale that brings ``amax`` to ``max_fp8``, as fp32 of amax's shape.
-
-    ``scale = max_fp8 / max(amax, eps)``, and 1 where the amax is 0, infinite or NaN. A quotient
-    that overflows becomes ``when_infinite``. ``pow2`` then rounds down to a power of two.
-    """
-    amax = torch.as_tensor(amax, dtype=torch.float32)
-    amax = torch.where(amax < eps, eps, amax)
-    # A scalar over a tensor would be computed as scalar * (1 / tensor), which rounds twice.
-    scale = torch.full_like(amax, max_fp8).div_(amax)
-    scale = scale.masked_fill_(scale == math.inf, when_infinite)
-    if pow2:
-        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
-    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
-
-
 def cast(x: torch.Tensor, scale: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """``RNE_satfinite(fp32(x) * scale)``: uint8 in x's shape.
-
-    ``scale`` is fp32 and broadcasts. Infinities saturate too. Any NaN becomes 0x7F, the one NaN
-    that the conversion instruction of the GPU writes; a CPU would keep its sign.
-    """
-    product = x.float() * scale
-    product.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
-    return product.to(dtype.torch_dtype).view(torch.uint8).contiguous()
+    """``RNE_satfinite(fp32(x) * scale)``: uint8 in x's shape; ``scale`` is fp32 and broadcasts."""
+    return encode(x.float() * scale, dtype).contiguous()
 
 
 def quantize_current(
@@ -100,16 +77,11 @@ def quantize_delayed(
     return row, col, scale.reciprocal(), amax(x)
 
 
-def transpose(data: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``data [M, K]`` as a new contiguous ``[K, M]``."""
-    return data.t().clone(memory_format=torch.contiguous_format)
-
-
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: DType, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``data * scale_inv`` in fp32, rounded once to ``out_dtype``; in data's shape."""
-    return (_decode(data, dtype) * scale_inv).to(out_dtype)
+    return (decode(data, dtype) * scale_inv).to(out_dtype)
 
 
 def update_delayed(
@@ -165,11 +137,3 @@ def _cast_both(
         return None, None
     row = cast(x, scale, dtype)
     return row if rowwise else None, transpose(row) if columnwise else None
-
-
-def _decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is seven times slower."""
-    if not data.is_cpu:
-        return data.view(dtype.torch_dtype).float()
-    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
-    return table.index_select(0, data.flatten().long()).view(data.shape)

@@ -9,8 +9,6 @@ specification 1.0; the scale is rounded up, so that no element of a block satura
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from fuser.errors import InputError
@@ -22,6 +20,7 @@ from fuser.formats import (
     check_multiple,
     mxfp8_scale_shape,
 )
+from fuser.reference.fp8 import decode, encode, padded
 
 _NAN_BITS = 0x7FC00000
 
@@ -80,9 +79,9 @@ def quantize(
         if columnwise:
             col, col_scale = _quantize_blocks(x, dtype, MXFP8_BLOCK, 1)
     if row_scale is not None:
-        row_scale = _pad(row_scale, mxfp8_scale_shape(m, k, columnwise=False))
+        row_scale = padded(row_scale, mxfp8_scale_shape(m, k, columnwise=False))
     if col_scale is not None:
-        col_scale = _pad(col_scale, mxfp8_scale_shape(m, k, columnwise=True))
+        col_scale = padded(col_scale, mxfp8_scale_shape(m, k, columnwise=True))
     return row, row_scale, col, col_scale
 
 
@@ -102,7 +101,7 @@ def dequantize(
     rows, cols = (MXFP8_BLOCK, 1) if columnwise else (1, MXFP8_BLOCK)
     e8m0 = scale[: m // rows, : k // cols]
     factor = _power_of_two(e8m0.to(torch.int32))[:, None, :, None]
-    blocks = _decode(data, dtype).view(m // rows, rows, k // cols, cols)
+    blocks = decode(data, dtype).view(m // rows, rows, k // cols, cols)
     return (blocks * factor).view(m, k).to(out_dtype)
 
 
@@ -151,10 +150,7 @@ def _quantize_blocks(
     largest = buffer.amax(1) if rows > 1 else buffer.squeeze(1)
     e8m0 = e8m0_from_amax(largest.amax(-1), 1.0 / dtype.max)
     product = torch.mul(blocks, multiplier(e8m0)[:, None, :, None], out=buffer)
-    # 0x7F is the one NaN that the conversion instruction of the GPU writes.
-    product.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
-    data = product.to(dtype.torch_dtype).view(torch.uint8)
-    return data.reshape(m, k).contiguous(), e8m0
+    return encode(product, dtype).reshape(m, k).contiguous(), e8m0
 
 
 def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
@@ -164,17 +160,3 @@ def _power_of_two(biased: torch.Tensor) -> torch.Tensor:
     """
     bits = (biased << 23).masked_fill_(biased == 0, 0x00400000)
     return bits.masked_fill_((biased < 0) | (biased == 255), _NAN_BITS).view(torch.float32)
-
-
-def _decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is seven times slower."""
-    if not data.is_cpu:
-        return data.view(dtype.torch_dtype).float()
-    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
-    return table.index_select(0, data.flatten().long()).view(data.shape)
-
-
-def _pad(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    padded = scale.new_zeros(shape)
-    padded[: scale.shape[0], : scale.shape[1]] = scale
-    return padded

@@ -10,6 +10,7 @@ import torch
 
 from fuser.formats import DType, NumberFormat
 from fuser.reference import fp8_scaling
+from fuser.reference.fp8 import transpose
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -38,7 +39,7 @@ class Float8Tensor(QuantizedTensor):
         data = self._data
         if data is None:
             assert self._transpose is not None
-            data = fp8_scaling.transpose(self._transpose)
+            data = transpose(self._transpose)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
     def _operand_names(self, which: str) -> tuple[str, ...]:
@@ -56,10 +57,10 @@ class Float8Tensor(QuantizedTensor):
     def _make_copy(self, which: str) -> None:
         if which == "rowwise":
             assert self._transpose is not None
-            self._data = fp8_scaling.transpose(self._transpose)
+            self._data = transpose(self._transpose)
         else:
             assert self._data is not None
-            self._transpose = fp8_scaling.transpose(self._data)
+            self._transpose = transpose(self._data)
 
 
 @dataclass(frozen=True)

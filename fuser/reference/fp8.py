@@ -1,0 +1,60 @@
+"""FP8 bytes, their scales and the paddings of those, as every FP8 format needs them.
+
+Each step is one fp32 operation, rounded to nearest.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from fuser.formats import DType
+
+
+def scale_from_amax(
+    amax: torch.Tensor | float, max_fp8: float, pow2: bool, eps: float, when_infinite: float
+) -> torch.Tensor:
+    """The scale that brings ``amax`` to ``max_fp8``, as fp32 of amax's shape.
+
+    ``scale = max_fp8 / max(amax, eps)``, and 1 where the amax is 0, infinite or NaN. A quotient
+    that overflows becomes ``when_infinite``. ``pow2`` then rounds down to a power of two.
+    """
+    amax = torch.as_tensor(amax, dtype=torch.float32)
+    amax = torch.where(amax < eps, eps, amax)
+    # A scalar over a tensor would be computed as scalar * (1 / tensor), which rounds twice.
+    scale = torch.full_like(amax, max_fp8).div_(amax)
+    scale = scale.masked_fill_(scale == math.inf, when_infinite)
+    if pow2:
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)
+
+
+def encode(x: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """fp32 to FP8 bytes, to nearest and saturating; uint8 in x's shape. Overwrites ``x``.
+
+    Infinities saturate too. Any NaN becomes 0x7F, the one NaN that the conversion instruction of
+    the GPU writes; a CPU would keep its sign.
+    """
+    x.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)
+    return x.to(dtype.torch_dtype).view(torch.uint8)
+
+
+def decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is four times slower."""
+    if not data.is_cpu:
+        return data.view(dtype.torch_dtype).float()
+    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
+    return table.index_select(0, data.flatten().int()).view(data.shape)
+
+
+def transpose(data: torch.Tensor) -> torch.Tensor:
+    """``[M, K]`` bytes as ``[K, M]``, contiguous."""
+    return data.t().clone(memory_format=torch.contiguous_format)
+
+
+def padded(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """``scale`` in the corner of zeros of ``shape``."""
+    result = scale.new_zeros(shape)
+    result[: scale.shape[0], : scale.shape[1]] = scale
+    return result
