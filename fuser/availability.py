@@ -8,7 +8,6 @@ import torch
 
 from fuser.gemm import architecture
 from fuser.native_gemm import native_gemm
-from fuser.precision import role_format
 from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -17,6 +16,7 @@ from fuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from fuser.role_quantizers import role_format
 
 # The operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))

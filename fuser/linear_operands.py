@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import StateError
-from fuser.formats import NumberFormat
 from fuser.native_gemm import NativeGemm, native_gemm
 from fuser.plan_key import Emission, PlanKey
-from fuser.precision import role_format
+from fuser.role_quantizers import role_format
 from fuser.tensors import QuantizedTensor, Quantizer
 
 # -- planning ---------------------------------------------------------------------
@@ -26,7 +24,7 @@ def operands_of(side: str, key: PlanKey) -> dict[str, Emission]:
     if recipe is None:
         return {}
     wants_dgrad, wants_wgrad = op.input_requires_grad, op.params[0].requires_grad
-    is_quantized_backward = recipe.backward_override is None
+    is_quantized_backward = recipe.quantizes_backward
     if side == "backward":
         copies = {"grad_output": (wants_dgrad, wants_wgrad)} if is_quantized_backward else {}
     else:
@@ -98,31 +96,3 @@ def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def plain(tensor: Any, dtype: torch.dtype) -> Any:
     """A quantized tensor's values in ``dtype``; anything else as it is."""
     return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
-
-
-def formats_of(tensors: Sequence[torch.Tensor | None]) -> tuple[NumberFormat | None, ...]:
-    """The format of each quantized tensor, None for any other."""
-    return tuple(t.format if isinstance(t, QuantizedTensor) else None for t in tensors)
-
-
-def check_recomputed(
-    op: str,
-    kept: tuple[NumberFormat | None, ...],
-    found: tuple[NumberFormat | None, ...],
-) -> None:
-    """Refuse operands that activation checkpointing recomputed under another recipe.
-
-    Raises
-    ------
-    StateError
-        If the formats are not those in which forward saved the input and the weight.
-    """
-    if kept != found:
-        before, after = (
-            " and ".join("unquantized" if f is None else str(f) for f in row)
-            for row in (kept, found)
-        )
-        raise StateError(
-            f"{op} saved its input and weight as {before}, and activation checkpointing "
-            f"recomputed them as {after}: enter fuser.autocast inside the checkpointed function."
-        )

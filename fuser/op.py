@@ -10,11 +10,13 @@ import torch
 from torch import overrides
 from torch.utils._device import DeviceContext
 
+from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, StateError
 from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import DelayedScales, current_recipe, make_quantizer, role_format
-from fuser.recipe import DelayedScaling
-from fuser.tensors import Quantizer
+from fuser.precision import current_recipe
+from fuser.recipe import CustomRecipe, DelayedScaling
+from fuser.role_quantizers import fp8_dtype, make_quantizer, role_format
+from fuser.tensors import QuantizedTensor, Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -34,8 +36,14 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def emit(tensor: torch.Tensor, quantizer: Any | None) -> torch.Tensor:
-    """``tensor`` as the op that reads it next wants it: quantized, or as it is for None."""
-    return tensor if quantizer is None else quantizer(tensor)
+    """``tensor`` as the op that reads it next wants it: quantized, or as it is for None.
+
+    What is quantized stays as it is: a second time would round again.
+    """
+    if quantizer is None or isinstance(tensor, QuantizedTensor):
+        return tensor
+    quantized: torch.Tensor = quantizer(tensor)
+    return quantized
 
 
 def emit_grad(grad_input: torch.Tensor, ctx: OperationContext) -> torch.Tensor:
@@ -45,7 +53,10 @@ def emit_grad(grad_input: torch.Tensor, ctx: OperationContext) -> torch.Tensor:
     would quantize it.
     """
     quantizer = ctx.grad_input_quantizer
-    return grad_input if quantizer is None else quantizer(cast(grad_input, ctx.input_dtype))
+    if quantizer is None or isinstance(grad_input, QuantizedTensor):
+        return grad_input
+    quantized: torch.Tensor = quantizer(cast(grad_input, ctx.input_dtype))
+    return quantized
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -97,7 +108,7 @@ class OperationContext:
     """Whether the gradient of the op's main input is wanted."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of torch's autocast in the forward, None where it is off."""
-    is_quantized: bool = False
+    has_recipe: bool = False
     """Whether the forward runs under a recipe."""
     backward_override: str | None = None
     """The recipe's override: how backward gets its operands, None for quantized ones."""
@@ -107,6 +118,10 @@ class OperationContext:
     """The dtype in which the op's main input arrives."""
     grad_input_quantizer: Any | None = None
     """What the op before wants the gradient of the main input in, None for plain."""
+    grad_output_quantizer: Any | None = None
+    """What this op quantizes the gradient of its output with, where it does."""
+    compute_dtype: torch.dtype | None = None
+    """The dtype that a linear's operands have, or are dequantized to."""
     to_save: tuple[torch.Tensor | None, ...] | None = None
     # In backward: what the forward saved, in its order.
     saved_tensors: Any = None
@@ -217,6 +232,7 @@ class BasicOperation(FusibleOperation):
         self._output_channels: dict[int, tuple[str, bool]] = {}
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
+        self._custom_quantizers: tuple[CustomRecipe, dict[Any, Quantizer]] | None = None
 
     @property
     def is_fused_op(self) -> bool:
@@ -271,7 +287,7 @@ class BasicOperation(FusibleOperation):
 
     def wanted_grad_output(self, key: PlanKey) -> Emission | None:
         """How this op wants the gradient of its output, None for plain."""
-        if key.recipe is None or key.recipe.backward_override is not None:
+        if key.recipe is None or not key.recipe.quantizes_backward:
             return None
         return self._wanted("backward", key)
 
@@ -288,26 +304,51 @@ class BasicOperation(FusibleOperation):
             return None
         return Emission(role_format(key.recipe, roles[0]), rowwise=True, columnwise=True)
 
-    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
-        """What this op quantizes in ``mode``: ``"input"``, ``"weight"``, ``"grad_output"``."""
-        return ()
-
     def num_quantizers(self, mode: str) -> int:
         """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
-        return len(self.quantizer_roles(mode))
+        return 0
 
-    def get_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """Quantizer ``index`` of ``mode``, or None outside a quantized region."""
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        """What the quantizers of ``mode`` are for: the input, then weights; or gradients."""
+        count = self.num_quantizers(mode)
+        if mode == "backward":
+            return ("grad_output",) * count
+        return ("input", *["weight"] * (count - 1)) if count else ()
+
+    def get_quantizer(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        """Quantizer ``index`` of ``mode``, or None outside a quantized region.
+
+        Delayed scaling's state is made on ``device``, that of the op's
+        parameters if it is None.
+        """
         recipe = current_recipe()
         if recipe is None:
             return None
         roles = self.quantizer_roles(mode)
         if isinstance(recipe, DelayedScaling):
-            parameter = next(self.parameters(), None)
-            device = default_device(None) if parameter is None else parameter.device
+            if device is None:
+                parameter = next(self.parameters(), None)
+                device = default_device(None) if parameter is None else parameter.device
+            dtypes = [fp8_dtype(recipe.fp8_format, role) for role in roles]
             state = self._delayed.setdefault(mode, DelayedScales(mode))
-            return state.quantizer(recipe, roles, index, device)
+            return state.quantizer(recipe, dtypes, index, device)
+        if isinstance(recipe, CustomRecipe):
+            return self._custom_quantizer(recipe, mode, index, roles)
         return make_quantizer(recipe, roles[index])
+
+    def _custom_quantizer(
+        self, recipe: CustomRecipe, mode: str, index: int, roles: Sequence[str]
+    ) -> Quantizer:
+        """What the recipe's factory gave this op; it is asked once for each quantizer."""
+        kept = self._custom_quantizers
+        if kept is None or kept[0] != recipe:
+            kept = self._custom_quantizers = (recipe, {})
+        made = kept[1]
+        if (mode, index) not in made:
+            made[mode, index] = make_quantizer(recipe, roles[index])
+        return made[mode, index]
 
     def get_input_quantizer(self) -> Any | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -438,12 +479,14 @@ class BasicOperation(FusibleOperation):
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         """Take such state; that of other libraries is pickled bytes, and not read."""
+        if isinstance(state, torch.Tensor) and state.numel() == 0:
+            self._delayed = {}  # the checkpoint's op had none
         if not isinstance(state, torch.Tensor) or state.dtype is not torch.float32:
             return
+        loaded = {}
         for mode in ("forward", "backward"):
-            loaded, state = DelayedScales.unpacked(state, mode)
-            if loaded.scale.numel():
-                self._delayed[mode] = loaded
+            loaded[mode], state = DelayedScales.unpacked(state, mode)
+        self._delayed = {mode: scales for mode, scales in loaded.items() if scales.scale.numel()}
 
     def _load_from_state_dict(
         self,

@@ -95,6 +95,11 @@ class Recipe:
                 f"the recipes that accept one are {', '.join(accepting)}."
             )
 
+    @property
+    def quantizes_backward(self) -> bool:
+        """Whether backward runs quantized; under an override it does not."""
+        return self.backward_override is None
+
     def __str__(self) -> str:
         """The class, and the fields that are not as a bare recipe has them."""
         changed = [
@@ -237,3 +242,13 @@ class CustomRecipe(Recipe):
     """Quantizers from the user: ``qfactory(role)`` returns one for each role."""
 
     qfactory: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            hash(self.qfactory)
+        except TypeError as error:
+            raise InputError(
+                f"CustomRecipe got the factory {self.qfactory!r}, which cannot be hashed; plans are "
+                "cached by recipe, so a factory is a function or an object with a hash."
+            ) from error

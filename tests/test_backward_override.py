@@ -16,7 +16,7 @@ import torch
 
 import fuser
 from fuser import recipe as recipes
-from fuser.precision import make_quantizer
+from fuser.role_quantizers import make_quantizer
 from fuser.tensors import QuantizedTensor
 
 RECIPES = {

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 
 import fuser
 from fuser import recipe as recipes
-from fuser.precision import make_quantizer
+from fuser.role_quantizers import make_quantizer
 
 FORMATS = {
     "current": recipes.Float8CurrentScaling,

@@ -23,7 +23,7 @@ from test_quantized_tensors import (
 
 import fuser
 from fuser import recipe as recipes
-from fuser.precision import make_quantizer
+from fuser.role_quantizers import make_quantizer
 
 
 def values(seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -12,8 +12,6 @@ import torch
 from fuser import gemm
 from fuser.errors import InputError, StateError
 from fuser.linear_operands import (
-    check_recomputed,
-    formats_of,
     gemm_name,
     native_row,
     one_copy,
@@ -33,7 +31,7 @@ from fuser.op import (
     emit_grad,
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_recipe, initialised_weight
+from fuser.precision import current_parameter_init, initialised_weight
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -90,6 +88,7 @@ class BasicLinear(BasicOperation):
         self.sequence_parallel = sequence_parallel and tensor_parallel_mode is not None
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._init = current_parameter_init()
         # Of the first microbatch: the weight, what its quantized form was made for, and that.
         self._kept_weight: tuple[torch.Tensor, Any, QuantizedTensor] | None = None
         self.weight: torch.nn.Parameter
@@ -112,13 +111,15 @@ class BasicLinear(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Initialise the weight as torch.nn.Linear does; makes it first if it is on meta."""
-        if self.weight.is_meta:
-            data = torch.empty_like(self.weight, device=default_device(None))
-            self.weight = torch.nn.Parameter(data, requires_grad=self.weight.requires_grad)
+        weight = self.weight
+        if weight.is_meta or isinstance(weight, QuantizedTensor):
+            device = default_device(None) if weight.is_meta else weight.device
+            data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            self.weight = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.weight = initialised_weight(self.weight)
+        self.weight = initialised_weight(self.weight, self._init)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
@@ -145,7 +146,7 @@ class BasicLinear(BasicOperation):
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
-        is_plain = key.recipe is None or key.recipe.backward_override is not None
+        is_plain = key.recipe is None or not key.recipe.quantizes_backward
         return tuple(
             name if is_plain else gemm_name(name, *roles, key)
             for name, roles in wanted.items()
@@ -193,7 +194,7 @@ class BasicLinear(BasicOperation):
 
     def epilogue_refusal(self, side: str, key: PlanKey) -> str | None:
         """Why the GEMMs of ``side`` take neither a scale nor an addend; None if they do."""
-        if key.recipe is not None and (side == "forward" or key.recipe.backward_override is None):
+        if key.recipe is not None and (side == "forward" or key.recipe.quantizes_backward):
             return "a quantized GEMM takes neither a scale nor an addend."
         return None
 
@@ -228,9 +229,10 @@ class BasicLinear(BasicOperation):
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
         """``x @ weight.T (+ bias)``, quantized under a recipe; keeps what backward needs."""
-        if ctx.is_quantized:
+        if ctx.has_recipe:
             qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
-            dtype: torch.dtype = ctx.compute_dtype  # type: ignore[attr-defined]
+            dtype = ctx.compute_dtype
+            assert dtype is not None
             is_split = ctx.split_accumulators[0]
             return gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
         x, weight = self.operands(ctx, input_)
@@ -238,21 +240,8 @@ class BasicLinear(BasicOperation):
 
     # -- quantized ------------------------------------------------------------
 
-    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
-        return ("input", "weight") if mode == "forward" else ("grad_output",)
-
-    def get_input_quantizer(self) -> Quantizer | None:
-        """None where backward wants the original, which a quantizing producer would hide."""
-        recipe = current_recipe()
-        if recipe is not None and recipe.backward_override == "high_precision":
-            return None
-        return super().get_input_quantizer()
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        recipe = current_recipe()
-        if recipe is not None and recipe.backward_override is not None:
-            return None
-        return super().get_grad_output_quantizer()
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
 
     def _quantized_operands(
         self, ctx: OperationContext, input_: torch.Tensor, is_first_microbatch: bool | None
@@ -263,7 +252,7 @@ class BasicLinear(BasicOperation):
         weight = self._parameters["weight"]
         assert weight is not None
         dtype = ctx.autocast_dtype or weight.dtype
-        ctx.compute_dtype = dtype  # type: ignore[attr-defined]
+        ctx.compute_dtype = dtype
         override = ctx.backward_override
         wants_wgrad = ctx.requires_grad and weight.requires_grad
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
@@ -284,13 +273,12 @@ class BasicLinear(BasicOperation):
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             elif override is None:
-                ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+                ctx.grad_output_quantizer = self.get_quantizer("backward", 0)
                 kept = [
                     one_copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
                     one_copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
                 ]
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
-            ctx.saved_formats = formats_of(ctx.to_save)  # type: ignore[attr-defined]
         return x, w
 
     def _quantized_weight(
@@ -377,12 +365,10 @@ class BasicLinear(BasicOperation):
         into ``main_grad``.
         """
         x, weight = ctx.saved_tensors
-        if ctx.is_quantized:
-            kept = ctx.saved_formats  # type: ignore[attr-defined]
-            check_recomputed("BasicLinear", kept, formats_of((x, weight)))
+        if ctx.has_recipe:
             if ctx.backward_override is None:
                 return self._quantized_backward(ctx, grad_output, x, weight)
-            dtype = ctx.compute_dtype  # type: ignore[attr-defined]
+            dtype = ctx.compute_dtype
             x, weight = plain(x, dtype), plain(weight, dtype)
             grad_output = plain(grad_output, dtype)
         dy, dtype = grad_output, (weight if x is None else x).dtype
@@ -406,8 +392,9 @@ class BasicLinear(BasicOperation):
         weight: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, Grads]:
         """:meth:`op_backward` with every operand quantized."""
-        dtype: torch.dtype = ctx.compute_dtype  # type: ignore[attr-defined]
-        quantizer: Quantizer = ctx.grad_output_quantizer  # type: ignore[attr-defined]
+        dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
+        assert dtype is not None
+        assert quantizer is not None
         usage = {"rowwise": weight is not None, "columnwise": x is not None}
         dy = quantized(grad_output, dtype, quantizer, **usage)
         _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators

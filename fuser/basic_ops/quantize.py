@@ -37,7 +37,7 @@ class Quantize(BasicOperation):
     def emitted(self, side: str, key: PlanKey, wanted: Emission | None) -> Emission | None:
         """Quantized where this op does so, with the copies that the reader wants."""
         made = self._wanted(side, key)
-        if made is None or (side == "backward" and super().wanted_grad_output(key) is None):
+        if made is None or not self.kernels(side, key):
             return None
         if wanted is None:
             return made
@@ -51,16 +51,8 @@ class Quantize(BasicOperation):
         """Plain, as for the input."""
         return None
 
-    def get_input_quantizer(self) -> Quantizer | None:
-        return None
-
-    def get_grad_output_quantizer(self) -> Quantizer | None:
-        return None
-
-    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
-        if mode == "forward":
-            return ("input",) if self._quantize_forward else ()
-        return ("grad_output",) if self._quantize_backward else ()
+    def num_quantizers(self, mode: str) -> int:
+        return int(self._quantize_forward if mode == "forward" else self._quantize_backward)
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -68,11 +60,12 @@ class Quantize(BasicOperation):
         return spec
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        if key.recipe is None or not self.quantizer_roles(side):
+        if key.recipe is None or not self.num_quantizers(side):
             return ()
-        if side == "backward" and key.recipe.backward_override is not None:
+        if side == "backward" and not key.recipe.quantizes_backward:
             return ()
-        return ("quantize",)
+        arrives = key.ops[0].input if side == "forward" else key.ops[0].grad_output
+        return ("quantize",) if arrives is None else ()
 
     def op_forward(
         self,
@@ -81,13 +74,13 @@ class Quantize(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        if not ctx.is_quantized:
+        if not ctx.has_recipe:
             return input_
         if self._quantize_backward and ctx.backward_override is None:
-            ctx.grad_output_quantizer = self.get_quantizer("backward", 0)  # type: ignore[attr-defined]
+            ctx.grad_output_quantizer = self.get_quantizer("backward", 0, input_.device)
         if not self._quantize_forward or isinstance(input_, QuantizedTensor):
             return input_
-        quantizer = self.get_quantizer("forward", 0)
+        quantizer = self.get_quantizer("forward", 0, input_.device)
         assert quantizer is not None
         output = _for_reader(quantizer, next_op_input_quantizer)(input_)
         if ctx.backward_override == "high_precision":
@@ -97,7 +90,7 @@ class Quantize(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        quantizer: Quantizer | None = getattr(ctx, "grad_output_quantizer", None)
+        quantizer: Quantizer | None = ctx.grad_output_quantizer
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()
         return _for_reader(quantizer, ctx.grad_input_quantizer)(grad_output), ()

@@ -69,7 +69,7 @@ class ForwardLinearBiasActivation(FusedOperation):
             return emit(y, next_op_input_quantizer), ((), ())
         activation, ctx = members[2], basic_op_ctxs[2]
         if (
-            not ctx.is_quantized
+            not ctx.has_recipe
             and not ctx.requires_grad
             and _is_gelu_epilogue(activation, input_.device.type)
         ):

@@ -25,7 +25,7 @@ class ForwardLinearScaleAdd(FusedOperation):
     ) -> str | None:
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
-        if key.recipe is None and produced != extra:
+        if produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
         return linear.epilogue_refusal("forward", key)
 

@@ -127,14 +127,14 @@ class Float8Quantizer(Quantizer):
     ----------
     scale, amax
         fp32 [1] each, parts of the delayed-scaling state: the scale is read,
-        and ``amax`` is written at every call. Two quantizers are equal if they
-        hold the same state.
+        and ``amax`` is raised at every call; None records nothing. Two
+        quantizers are equal if they hold the same state.
     fp8_dtype
         E4M3 or E5M2.
     """
 
     scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
-    amax: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
+    amax: torch.Tensor | None = field(default_factory=lambda: torch.zeros(1))
     fp8_dtype: DType = DType.kFloat8E4M3
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
@@ -158,8 +158,13 @@ class Float8Quantizer(Quantizer):
         data, transpose, scale_inv, amax = fp8_scaling.quantize_delayed(
             rows, self.scale, self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise
         )
-        self.amax.copy_(torch.maximum(self.amax, amax))
+        if self.amax is not None:
+            self.amax.copy_(torch.maximum(self.amax, amax))
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
+
+    def unbound(self) -> Quantizer:
+        """For a tensor to carry: writing to that is no step of training."""
+        return self if self.amax is None else replace(self, amax=None)

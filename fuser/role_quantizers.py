@@ -1,0 +1,88 @@
+"""What a recipe means for the input, the weight and the output gradient of a linear: quantizers."""
+
+from __future__ import annotations
+
+import functools
+
+from fuser.errors import InputError
+from fuser.formats import DType, NumberFormat
+from fuser.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+
+
+def fp8_dtype(recipe_format: Format, role: str) -> DType:
+    """The FP8 format of a tensor in that role: E5M2 for gradients under HYBRID."""
+    if recipe_format is Format.HYBRID:
+        return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
+    return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
+
+
+def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
+    """The quantizer that ``recipe`` means for an ``"input"``, ``"weight"`` or ``"grad_output"``.
+
+    Raises
+    ------
+    InputError
+        If the recipe is custom and its factory gives none, or is DelayedScaling, whose quantizers
+        belong to the state of an op.
+    """
+    if not isinstance(recipe, CustomRecipe):
+        return _make_quantizer(recipe, role)
+    # Not cached: the factory may give every op a quantizer of its own.
+    quantizer = None if recipe.qfactory is None else recipe.qfactory(role)
+    if not isinstance(quantizer, Quantizer):
+        raise InputError(f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer.")
+    return quantizer
+
+
+@functools.lru_cache(maxsize=1024)
+def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
+    if isinstance(recipe, Float8CurrentScaling):
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype(recipe.fp8_format, role), force_pow_2_scales=recipe.use_power_2_scales
+        )
+    if isinstance(recipe, MXFP8BlockScaling):
+        return MXFP8Quantizer(
+            fp8_dtype(recipe.fp8_format, role),
+            with_2d_quantization=recipe.enable_2d_quantization and role == "weight",
+        )
+    if isinstance(recipe, Float8BlockScaling):
+        dims = {
+            "input": recipe.x_block_scaling_dim,
+            "weight": recipe.w_block_scaling_dim,
+            "grad_output": recipe.grad_block_scaling_dim,
+        }
+        return Float8BlockQuantizer(
+            fp8_dtype(recipe.fp8_format, role),
+            force_pow_2_scales=not recipe.use_f32_scales,
+            block_scaling_dim=dims[role],
+        )
+    if isinstance(recipe, NVFP4BlockScaling):
+        return NVFP4Quantizer(
+            with_2d_quantization=role == "weight" and not recipe.disable_2d_quantization,
+            with_rht=role != "weight" and not recipe.disable_rht,
+            stochastic_rounding=(role == "grad_output" and not recipe.disable_stochastic_rounding),
+        )
+    raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
+
+
+def role_format(recipe: Recipe, role: str) -> NumberFormat:
+    """The format that ``recipe`` means for such a role."""
+    if isinstance(recipe, DelayedScaling):
+        return NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
+    return make_quantizer(recipe, role).format
