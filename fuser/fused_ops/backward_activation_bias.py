@@ -38,4 +38,5 @@ class BackwardActivationBias(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         bias, activation = self.members
         dx = activation.input_grad(basic_op_ctxs[1], grad_output)
-        return dx, [(bias.bias_grad(dx),), ()], ((), ())
+        dx, bias_grads = bias.op_backward(basic_op_ctxs[0], dx)
+        return dx, (bias_grads, ()), ((), ())
