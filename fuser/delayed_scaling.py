@@ -49,6 +49,7 @@ class DelayedScales:
         self.scale = torch.empty(0, dtype=torch.float32, device="cpu")
         self.amax_history = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         self._recipe: DelayedScaling | None = None
+        self._quantizers: list[Float8Quantizer] = []
         # Regions whose forward may be recomputed, and ran with the scales of now.
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
@@ -59,13 +60,14 @@ class DelayedScales:
         if recipe != self._recipe or device != self.scale.device:
             with torch.inference_mode(False):  # the state outlives an inference region
                 self._prepare(recipe, dtypes, device)
-        scale, amax = self.scale, self.amax_history[0, index : index + 1]
         region = current_region()
-        if self.mode == "forward" and region is not None:
-            scale = region.past_scales.get(self, scale)
-            if not self._records(region):
-                amax = None
-        return Float8Quantizer(scale[index : index + 1], amax, dtypes[index])
+        if self.mode == "backward" or region is None:
+            return self._quantizers[index]
+        if self in region.past_scales:
+            past = region.past_scales[self][index : index + 1]
+            return Float8Quantizer(past, None, dtypes[index])
+        quantizer = self._quantizers[index]
+        return quantizer if self._records(region) else quantizer.unbound()
 
     def _records(self, region: Region) -> bool:
         """Whether the forward that runs records its amaxes; sees to it that their step ends."""
@@ -76,8 +78,8 @@ class DelayedScales:
             region.recorded[self] = current_group()
             self._regions.add(region)
             return True
-        if region in self._regions or self in region.past_scales:
-            return False  # as it did
+        if region in self._regions:
+            return False  # as its forward did
         # Its forward ran without gradients, as a reentrant checkpoint's does.
         record_until_backward_ends(self, current_group())
         return True
@@ -87,6 +89,10 @@ class DelayedScales:
     ) -> None:
         self._resize(recipe.amax_history_len, len(dtypes))
         self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
+        self._quantizers = [
+            Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
+            for i, dtype in enumerate(dtypes)
+        ]
         self._max = torch.tensor(
             [dtype.max for dtype in dtypes], dtype=torch.float32, device=device
         )

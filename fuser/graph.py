@@ -314,7 +314,7 @@ class OpGraph:
             op = self.ops[i]
             for role, made in op.quantizes(side, self.key.window(i, i + 1)).items():
                 if role == "weight":
-                    weight: torch.Tensor = op.weight
+                    weight = next(op.parameters())
                     nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
                     kernels.append((f"quantize {role}", 0, 2 * nbytes))
                 else:

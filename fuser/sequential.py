@@ -118,7 +118,7 @@ class Sequential(torch.nn.Sequential):
         """
         modules, groups, only = self._grouping
         if only is not None and op_kwargs is None and tuple(self._modules.values()) == modules:
-            return only(input, *extra_inputs)
+            return only.run(input, extra_inputs, None)
         groups = self._pipelines()
         kwargs = None if op_kwargs is None else self._kwargs_by_op(op_kwargs)
         self._check_extra_count(groups, len(extra_inputs))
@@ -177,7 +177,9 @@ class Sequential(torch.nn.Sequential):
         pipelines = [p for p in map(_pipeline_of, groups) if p is not None]
         wanted = sum(pipeline.num_extra_inputs for pipeline in pipelines)
         if given != wanted:
-            who = ", ".join(who for pipeline in pipelines for who in pipeline.extra_input_takers())
+            who = ", ".join(
+                who for pipeline in pipelines for who in pipeline.checks.extra_input_takers()
+            )
             raise InputError(
                 f"The Sequential takes {wanted} extra inputs and got {given}"
                 f"{': ' + who if who else ''}."

@@ -201,21 +201,18 @@ class BasicLinear(BasicOperation):
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and weight as an unquantized GEMM wants them: checked, in the compute dtype.
+        """Input and weight as an unquantized GEMM wants them, in the compute dtype.
 
         Keeps of them in ``ctx`` what the wanted gradients need.
         """
-        if input_.shape[-1] != self.in_features:
-            self._check_features(input_.shape)
         # Not self.weight: torch.nn.Module.__getattr__ costs 0.4 us.
         x, weight = input_, self._parameters["weight"]
         assert weight is not None
         wants_grad = weight.requires_grad
-        dtype = ctx.autocast_dtype or weight.dtype
-        if x.dtype is not dtype:
-            x = x.to(dtype)
-        if weight.dtype is not dtype:
-            weight = weight.to(dtype)  # type: ignore[assignment]
+        if ctx.autocast_dtype is not None:
+            weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
+        if x.dtype is not weight.dtype:
+            x = x.to(weight.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
         return x, weight
@@ -369,6 +366,7 @@ class BasicLinear(BasicOperation):
             if ctx.backward_override is None:
                 return self._quantized_backward(ctx, grad_output, x, weight)
             dtype = ctx.compute_dtype
+            assert dtype is not None
             x, weight = plain(x, dtype), plain(weight, dtype)
             grad_output = plain(grad_output, dtype)
         dy, dtype = grad_output, (weight if x is None else x).dtype

@@ -90,17 +90,7 @@ class Bias(BasicOperation):
         """The bias in the compute dtype."""
         bias = self._parameters["bias"]  # without torch.nn.Module.__getattr__
         assert bias is not None
-        return cast(bias, ctx.autocast_dtype or bias.dtype)
-
-    def bias_grad(self, grad_output: torch.Tensor) -> torch.Tensor | None:
-        """``dy`` summed over its rows, or None where it is not wanted."""
-        bias = self._parameters["bias"]
-        assert bias is not None
-        if not bias.requires_grad:
-            return None
-        if grad_output.dim() != 2:
-            grad_output = grad_output.reshape(-1, self.size)
-        return grad_output.sum(0)
+        return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)
 
     def op_forward(
         self,
@@ -116,7 +106,13 @@ class Bias(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return emit_grad(grad_output, ctx), (self.bias_grad(grad_output),)
+        """``dy``, and its sum over rows; None where that is not wanted."""
+        bias = self._parameters["bias"]
+        assert bias is not None
+        if not bias.requires_grad:
+            return emit_grad(grad_output, ctx), (None,)
+        rows = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self.size)
+        return emit_grad(grad_output, ctx), (rows.sum(0),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.size:

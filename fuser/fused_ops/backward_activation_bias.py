@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import Activation, Bias
-from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
+from fuser.op import FusedOperation, Grads, OperationContext
 from fuser.plan_key import PlanKey
 
 
@@ -38,5 +38,5 @@ class BackwardActivationBias(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         bias, activation = self.members
         dx = activation.input_grad(basic_op_ctxs[1], grad_output)
-        grads = [(bias.bias_grad(dx),), ()]
-        return emit_grad(dx, basic_op_ctxs[0]), grads, ((), ())
+        dx, bias_grads = bias.op_backward(basic_op_ctxs[0], dx)
+        return dx, (bias_grads, ()), ((), ())

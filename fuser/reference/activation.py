@@ -101,16 +101,20 @@ def _qgelu(alpha: float) -> _Function:
     )
 
 
+# ATen's own functions: the Python that torch puts around each costs 0.6 us a call.
+_gelu_backward = torch.ops.aten.gelu_backward.default._op
+_silu_backward = torch.ops.aten.silu_backward.default._op
+_sigmoid_backward = torch.ops.aten.sigmoid_backward.default._op
+_threshold_backward = torch.ops.aten.threshold_backward.default._op
+
 _GELU = _Function(
     functools.partial(F.gelu, approximate="tanh"),
-    functools.partial(torch.ops.aten.gelu_backward.default, approximate="tanh"),
+    functools.partial(_gelu_backward, approximate="tanh"),
 )
-_RELU = _Function(torch.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0))
-_SILU = _Function(F.silu, torch.ops.aten.silu_backward)
+_RELU = _Function(torch.relu, lambda dy, x: _threshold_backward(dy, x, 0))
+_SILU = _Function(F.silu, _silu_backward)
 _SRELU = _Function(lambda x: torch.relu(x).square(), _srelu_backward)
-_SIGMOID = _Function(
-    torch.sigmoid, lambda dy, x: torch.ops.aten.sigmoid_backward(dy, torch.sigmoid(x))
-)
+_SIGMOID = _Function(torch.sigmoid, lambda dy, x: _sigmoid_backward(dy, torch.sigmoid(x)))
 _IDENTITY = _Function(lambda x: x, lambda dy, x: dy)
 
 

@@ -1,0 +1,155 @@
+"""The checks at a pipeline's door: kinds, dtypes, devices and keyword arguments of a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError, InputTypeError
+from fuser.formats import check_multiple
+from fuser.graph import OpGraph, Source
+from fuser.op import COMPUTE_DTYPES, BasicOperation, default_device, keyword_names
+from fuser.plan_key import PlanKey
+from fuser.role_quantizers import role_format
+
+
+class Checks:
+    """What a pipeline of ``ops`` refuses, each with a sentence that names op and values.
+
+    ``sources`` says where the ops' extra inputs come from.
+    """
+
+    def __init__(
+        self, ops: Sequence[BasicOperation], sources: Sequence[tuple[Source, ...]]
+    ) -> None:
+        self.ops = ops
+        self.sources = sources
+        self.num_extra_inputs = sum(s.caller_index is not None for row in sources for s in row)
+
+    def extra_input_takers(self) -> list[str]:
+        """Each op that takes extra inputs from the caller, and how many, for messages."""
+        return [
+            f"op {i} ({type(op).__name__}) {sum(s.caller_index is not None for s in row)}"
+            for i, (op, row) in enumerate(zip(self.ops, self.sources, strict=True))
+            if any(s.caller_index is not None for s in row)
+        ]
+
+    def kinds(
+        self, input_: Any, params: Sequence[torch.Tensor], extra_inputs: Sequence[Any]
+    ) -> None:
+        """Refuse what is no tensor, too many or too few, empty in its features, or no float.
+
+        Raises
+        ------
+        InputError, InputTypeError
+        """
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise InputError(self._wrong_extra_count(len(extra_inputs)))
+        for what, value in [("input", input_), *self._extra_names(extra_inputs)]:
+            if not isinstance(value, torch.Tensor):
+                raise InputTypeError(
+                    f"The {what} must be a tensor; got {type(value).__name__} ({value!r:.60})."
+                )
+        if input_.dim() == 0:
+            raise InputError("The input has no dimensions; it needs at least one.")
+        if input_.shape[-1] == 0:
+            raise InputError(
+                f"The input has shape {tuple(input_.shape)}; its last dimension must not be empty."
+            )
+        named = [("input", input_), *((f"parameter of shape {tuple(p.shape)}", p) for p in params)]
+        for what, tensor in named:
+            if tensor.dtype not in COMPUTE_DTYPES:
+                allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
+                raise InputError(f"The {what} is {tensor.dtype}; a pipeline runs in {allowed}.")
+
+    def device(
+        self,
+        input_: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        extra_inputs: Sequence[torch.Tensor],
+        *,
+        only_planning: bool = False,
+    ) -> torch.device:
+        """The one device of all tensors; while planning, meta tensors stand for any.
+
+        Raises
+        ------
+        InputError
+            If there are two.
+        """
+        named = [
+            ("input", input_),
+            *((f"parameter of shape {tuple(p.shape)}", p) for p in params),
+            *self._extra_names(extra_inputs),
+        ]
+        if only_planning:
+            named = [(what, tensor) for what, tensor in named if not tensor.is_meta]
+            if not named:
+                return default_device(None)
+        first_name: str = named[0][0]
+        first: torch.Tensor = named[0][1]
+        for what, tensor in named:
+            if tensor.device != first.device:
+                raise InputError(
+                    f"The {first_name} is on {first.device} and the {what} on {tensor.device}; "
+                    "a pipeline runs on one device."
+                )
+        return first.device
+
+    def keywords(self, kwargs: list[dict[str, Any]]) -> None:
+        """Refuse a keyword argument that its op does not take.
+
+        Raises
+        ------
+        InputTypeError
+        """
+        for index, (op, given) in enumerate(zip(self.ops, kwargs, strict=True)):
+            taken = keyword_names(type(op))
+            for name in given:
+                if taken is not None and name not in taken:
+                    takes = ", ".join(taken) or "none"
+                    raise InputTypeError(
+                        f"Op {index} ({type(op).__name__}) takes no keyword argument {name!r}; "
+                        f"it takes {takes}."
+                    )
+
+    def block_sizes(self, graph: OpGraph, key: PlanKey) -> None:
+        """Name the op whose tensor does not divide into the blocks of its format.
+
+        Raises
+        ------
+        BlockSizeError
+        """
+        for i, op in enumerate(self.ops) if key.recipe is not None else ():
+            shapes = {"input": graph.line[i].shape, "grad_output": graph.line[i + 1].shape}
+            weight = getattr(op, "weight", None)
+            if isinstance(weight, torch.Tensor):
+                shapes["weight"] = tuple(weight.shape)
+            roles = {*op.quantizer_roles("forward"), *op.quantizer_roles("backward")}
+            for role in (role for role in shapes if role in roles):
+                assert key.recipe is not None
+                *leading, last = shapes[role]
+                quantized = role_format(key.recipe, role)
+                what = (
+                    f"op {i} ({type(op).__name__}) under {type(key.recipe).__name__} quantizes its "
+                    f"{role.replace('_', ' ')} of shape {tuple(shapes[role])}, and {quantized.name}"
+                )
+                check_multiple(what, math.prod(leading), last, quantized.multiple)
+
+    def _wrong_extra_count(self, given: int) -> str:
+        wanting = self.extra_input_takers()
+        who = f": {', '.join(wanting)}" if wanting else ""
+        return f"The pipeline takes {self.num_extra_inputs} extra inputs and got {given}{who}."
+
+    def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
+        """Each extra input from the caller, with a name that says which op takes it."""
+        names = {
+            source.caller_index: f"extra input {source.caller_index} (for op {i}, "
+            f"{type(self.ops[i]).__name__})"
+            for i, row in enumerate(self.sources)
+            for source in row
+        }
+        return [(names[k], value) for k, value in enumerate(extra_inputs)]
