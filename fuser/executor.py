@@ -493,10 +493,8 @@ class _PipelineFunction(torch.autograd.Function):
         output, produced, op_ctxs, saved, ends = run.forward(input_, extra_inputs, kwargs)
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
         specs = [(t.shape, t.dtype) for t in produced] if produced else None
-        conditions = kept = None
-        if is_autocast_used():
-            conditions = current_conditions() if run.has_recipe else _UNQUANTIZED
-            kept = _kinds(saved)
+        conditions = current_conditions() if run.has_recipe else _UNQUANTIZED
+        kept = _kinds(saved) if is_autocast_used() else None
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept)
         if not run.returned:
             base = output._base
@@ -539,14 +537,14 @@ class _PipelineFunction(torch.autograd.Function):
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad
-        if conditions is None:
-            saved = ctx.saved_tensors
-        else:
+        if is_autocast_used():
             with recomputing_under(conditions):  # for activation checkpointing
                 saved = ctx.saved_tensors
             found = _kinds(saved)
-            if found != kept:
+            if found != kept and kept is not None:
                 _refuse_other_kinds(run, ends, kept, found)
+        else:
+            saved = ctx.saved_tensors
         try:
             # A sum's gradient is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.

@@ -1,0 +1,407 @@
+"""Activation checkpointing under recipes, and the steps of delayed scaling: what ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fuser
+from fuser import recipe as recipes
+
+Step = Callable[[fuser.Sequential, torch.Tensor], torch.Tensor]
+every_kind = pytest.mark.parametrize("use_reentrant", [False, True])
+MXFP8 = recipes.MXFP8BlockScaling()
+DELAYED = recipes.DelayedScaling(amax_history_len=4)
+
+
+def mlp() -> fuser.Sequential:
+    layers = (fuser.Linear(32, 64), fuser.GELU(), fuser.Linear(64, 32))
+    return oracles.randomize(fuser.Sequential(*layers))
+
+
+def tensor(seed: int, rows: int = 32) -> torch.Tensor:
+    return oracles.random_tensor((rows, 32), torch.float32, seed)
+
+
+def grads(model: torch.nn.Module) -> list[torch.Tensor]:
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found  # type: ignore[return-value]
+
+
+def equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def states(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Every scale and history of delayed scaling in ``model``."""
+    return [value for name, value in model.state_dict().items() if name.endswith("_extra_state")]
+
+
+def run(model: fuser.Sequential, recipe: Any, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Forward under ``recipe``, checkpointed if there are ``options`` for that."""
+    context = contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe)
+    with context:
+        return checkpoint(model, x, **options) if options else model(x)
+
+
+# -- the recipe of the forward ----------------------------------------------------------
+
+
+BETWEEN = {
+    "nothing": None,
+    "evaluation without a recipe": lambda model: model(tensor(9)),
+    "evaluation under a recipe": lambda model: run(model, MXFP8, tensor(9)),
+    "evaluation under another override": lambda model: run(
+        model, recipes.MXFP8BlockScaling(backward_override="dequantized"), tensor(9)
+    ),
+    "evaluation with other scales": lambda model: run(
+        model, recipes.Float8CurrentScaling(use_power_2_scales=True), tensor(9)
+    ),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    "recipe", [None, MXFP8, recipes.Float8CurrentScaling()], ids=["plain", "mxfp8", "current"]
+)
+def test_a_recomputation_runs_under_the_conditions_of_its_forward(
+    recipe: Any, between: str
+) -> None:
+    """Whatever the model ran under since."""
+    model, x = mlp(), tensor(1).requires_grad_()
+    run(model, recipe, x).sum().backward()
+    expected = grads(model)
+    y = run(model, recipe, x, use_reentrant=False)
+    if BETWEEN[between] is not None:
+        with torch.no_grad():
+            BETWEEN[between](model)
+    y.sum().backward()
+    assert equal(grads(model), expected)
+
+
+def test_an_autocast_disabled_inside_the_function_stays_disabled() -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def unquantized(x: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(enabled=False):
+            return model(x)  # type: ignore[return-value]
+
+    unquantized(x).sum().backward()
+    expected = grads(model)
+    with fuser.autocast(recipe=MXFP8):
+        y = checkpoint(unquantized, x, use_reentrant=False)
+        model(x)
+    y.sum().backward()
+    assert equal(grads(model), expected)
+
+
+@every_kind
+def test_microbatches_may_interleave(use_reentrant: bool) -> None:
+    model = mlp()
+    for options in ({}, {"use_reentrant": use_reentrant}):
+        outputs = [run(model, MXFP8, tensor(k).requires_grad_(), **options) for k in range(3)]
+        for y in reversed(outputs):
+            y.sum().backward()
+        if not options:
+            expected = grads(model)
+    assert equal(grads(model), expected)
+
+
+def test_a_reentrant_recomputation_that_cannot_know_its_recipe_is_right_inside_the_function() -> (
+    None
+):
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def quantized(x: torch.Tensor) -> torch.Tensor:
+        return run(model, MXFP8, x)
+
+    quantized(x).sum().backward()
+    expected = grads(model)
+    y = checkpoint(quantized, x, use_reentrant=True)
+    with torch.no_grad():
+        model(x)
+    y.sum().backward()
+    assert equal(grads(model), expected)
+
+
+def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def unpack(kept: torch.Tensor) -> torch.Tensor:
+        return kept.dequantize() if isinstance(kept, fuser.QuantizedTensor) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, unpack):
+        y = run(model, MXFP8, x)
+    with pytest.raises(fuser.StateError, match=r"Op 0 \(BasicLinear\).*MXFP8.*as unquantized"):
+        y.sum().backward()
+
+
+# -- delayed scaling ----------------------------------------------------------------------
+
+
+def steps(model: fuser.Sequential, step: Step, count: int = 4) -> list[list[torch.Tensor]]:
+    """Gradients and states after each of several steps with growing inputs."""
+    found = []
+    for k in range(count):
+        y = step(model, (tensor(k) * 3.0**k).requires_grad_())
+        (y * 1e-3).sum().backward()
+        found.append([y.detach(), *grads(model), *states(model)])
+    return found
+
+
+def inside(use_reentrant: bool) -> Step:
+    def step(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: run(model, DELAYED, x), x, use_reentrant=use_reentrant)
+
+    return step
+
+
+def outside(use_reentrant: bool) -> Step:
+    return lambda model, x: run(model, DELAYED, x, use_reentrant=use_reentrant)
+
+
+def preceded(step: Step) -> Step:
+    """With an op behind whose saved tensor comes first, so that it starts the recomputation."""
+
+    def squared(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
+        class Squared:
+            def __call__(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.square(model(x))  # type: ignore[arg-type]
+
+        return step(Squared(), x)  # type: ignore[arg-type]
+
+    return squared
+
+
+@every_kind
+@pytest.mark.parametrize("make", [outside, inside])
+@pytest.mark.parametrize("wrap", [lambda step: step, preceded], ids=["alone", "with square"])
+def test_delayed_scaling_with_checkpointing_equals_without(
+    make: Any, wrap: Any, use_reentrant: bool
+) -> None:
+    """Outputs, gradients, scales and histories, bit for bit, after each of four steps."""
+    plain = steps(mlp(), wrap(lambda model, x: run(model, DELAYED, x)))
+    for found, expected in zip(steps(mlp(), wrap(make(use_reentrant))), plain, strict=True):
+        assert equal(found, expected)
+
+
+def test_gradients_are_scaled_even_if_the_first_pipeline_gets_none() -> None:
+    first, second = mlp(), mlp()
+    for _ in range(3):
+        with fuser.autocast(recipe=DELAYED):
+            first(tensor(1))
+            y = second(tensor(2).requires_grad_())
+        (y * 1e-6).sum().backward()
+    scale = second[0].members[0]._delayed["backward"].scale
+    assert float(scale) > 1e3
+
+
+def test_evaluation_leaves_training_as_it_is() -> None:
+    model = mlp()
+    steps(model, lambda model, x: run(model, DELAYED, x), 2)
+    before = states(model)
+    x = 1000 * tensor(5)
+    with torch.no_grad():
+        run(model, DELAYED, x)
+    with fuser.autocast(recipe=DELAYED), torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        run(model, DELAYED, x)
+    assert equal(states(model), before)
+
+
+def test_a_forward_that_fails_ends_no_step() -> None:
+    model = mlp()
+    steps(model, lambda model, x: run(model, DELAYED, x), 2)
+    scales = [state.clone() for state in states(model)]
+
+    def fail() -> None:
+        with fuser.autocast(recipe=DELAYED):
+            model(1000 * tensor(5).requires_grad_())
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
+    for found, expected in zip(states(model), scales, strict=True):
+        count = int(expected[0]) if expected.numel() else 0
+        assert torch.equal(found[2 : 2 + count], expected[2 : 2 + count])
+
+
+def test_two_autocasts_that_do_not_know_of_each_other_end_their_own_steps() -> None:
+    model = mlp()
+    with fuser.autocast(recipe=DELAYED):
+        model(tensor(1).requires_grad_())
+        before = model[0].members[0]._delayed["forward"].scale.clone()
+        with fuser.autocast(enabled=False):
+            pass
+        assert torch.equal(model[0].members[0]._delayed["forward"].scale, before)
+    assert not torch.equal(model[0].members[0]._delayed["forward"].scale, before)
+
+
+def test_a_forward_without_a_backward_keeps_no_model_alive() -> None:
+    model = mlp()
+    run(model, DELAYED, tensor(1).requires_grad_())
+    gone = weakref.ref(model[0].members[0]._delayed["forward"])
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_tensor_from_training_can_be_written_to() -> None:
+    model = fuser.Sequential(fuser.Quantize())
+    y = run(model, DELAYED, tensor(1).requires_grad_())
+    history = model[0]._delayed["forward"].amax_history.clone()
+    with torch.no_grad():
+        y.detach().mul_(100.0)
+    assert torch.equal(model[0]._delayed["forward"].amax_history, history)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_state_is_fp32_whatever_torchs_default(dtype: torch.dtype) -> None:
+    model = mlp()
+    torch.set_default_dtype(dtype)
+    try:
+        run(model, DELAYED, tensor(1).requires_grad_()).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    state = model[0].members[0]._delayed["forward"]
+    assert state.scale.dtype == state.amax_history.dtype == torch.float32
+
+
+def test_a_checkpoint_without_state_takes_the_state_away() -> None:
+    model = mlp()
+    fresh = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = steps(mlp(), lambda model, x: run(model, DELAYED, x), 2)
+    steps(model, lambda model, x: run(model, DELAYED, x), 3)
+    model.load_state_dict(fresh)
+    found = steps(model, lambda model, x: run(model, DELAYED, x), 2)
+    assert all(map(equal, found, expected))
+
+
+def test_a_truncated_state_is_refused_with_the_numbers() -> None:
+    op = fuser.BasicLinear(32, 32)
+    with pytest.raises(fuser.InputError, match=r"needs 12 numbers for 2 tensors.*has 3"):
+        op.set_extra_state(torch.tensor([2.0, 4.0, 1.0]))
+
+
+# -- ops and parameters that others wrote or made -------------------------------------------
+
+
+class ScaledLinear(fuser.BasicOperation):
+    """A linear written against the original's interface: it counts its quantizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(32))
+
+    def num_quantizers(self, mode: str) -> int:
+        return 2 if mode == "forward" else 1
+
+    def op_forward(
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> torch.Tensor:
+        x = self.get_quantizer("forward", 0)(input_).dequantize()
+        weight = self.get_quantizer("forward", 1)(self.weight).dequantize()
+        ctx.save_for_backward(x, weight)
+        ctx.previous = prev_op_grad_output_quantizer
+        y = x @ weight.t()
+        return y if next_op_input_quantizer is None else next_op_input_quantizer(y)
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dx = grad_output @ weight
+        return (dx if ctx.previous is None else ctx.previous(dx)), (grad_output.t() @ x,)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8, DELAYED], ids=["mxfp8", "delayed"])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_custom_op_may_count_its_quantizers_and_call_its_neighbours(
+    recipe: Any, is_frozen: bool
+) -> None:
+    linears = [oracles.randomize(fuser.BasicLinear(32, 32)) for _ in range(2)]
+    model = fuser.Sequential(linears[0], ScaledLinear(), linears[1])
+    linears[0].weight.requires_grad_(not is_frozen)
+    x = tensor(1) if is_frozen else tensor(1).requires_grad_()
+    y = run(model, recipe, x)
+    y.sum().backward()
+    plain = tensor(1) @ linears[0].weight.detach().T @ linears[1].weight.detach().T
+    assert (y - plain).norm() / plain.norm() < 0.2
+    assert (x.grad is None) == is_frozen
+
+
+def test_gradients_that_leave_a_pipeline_are_plain() -> None:
+    model = fuser.Sequential(
+        fuser.Quantize(False, True),
+        fuser.AddExtraInput(),
+        fuser.Quantize(False, True),
+        fuser.BasicLinear(32, 32),
+    )
+    x, extra = tensor(1).requires_grad_(), tensor(2).requires_grad_()
+    with fuser.autocast(recipe=MXFP8):
+        model(x, extra).sum().backward()
+    assert type(x.grad) is torch.Tensor
+    assert type(extra.grad) is torch.Tensor
+
+
+def test_a_quantized_tensor_is_not_quantized_again_on_the_way() -> None:
+    recipe = recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)
+    linear = oracles.randomize(fuser.BasicLinear(32, 32))
+    found = []
+    for between in ([], [fuser.Dropout(0.3).eval()], [fuser.Dropout(0.0)], [fuser.Identity()]):
+        model = fuser.Sequential(fuser.Quantize(), *between, linear)
+        run(model, recipe, tensor(1)).sum().backward()
+        found.append(grads(linear))
+    assert all(equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_deferred_parameter_is_quantized_if_its_module_was_made_so(is_inside: bool) -> None:
+    """Where the module was made decides, not where it first ran."""
+    with fuser.quantized_model_init(enabled=is_inside, recipe=MXFP8):
+        linear = fuser.BasicLinear(32, 32, device="meta")
+    with fuser.quantized_model_init(enabled=not is_inside, recipe=MXFP8):
+        linear(tensor(1))
+    assert isinstance(linear.weight, fuser.MXFP8Tensor) == is_inside
+    linear.reset_parameters()
+    assert isinstance(linear.weight, fuser.MXFP8Tensor) == is_inside
+
+
+def test_initial_values_are_plain_after_every_reset() -> None:
+    with fuser.quantized_model_init(recipe=MXFP8, preserve_high_precision_init_val=True):
+        linear = fuser.BasicLinear(32, 32)
+    linear.reset_parameters()
+    assert type(linear.weight.get_high_precision_init_val()) is torch.Tensor
+
+
+def test_a_factory_gives_every_op_quantizers_of_its_own() -> None:
+    asked: list[str] = []
+
+    def factory(role: str) -> Any:
+        asked.append(role)
+        return fuser.Float8Quantizer()
+
+    model = mlp()
+    recipe = recipes.CustomRecipe(qfactory=factory)
+    for _ in range(2):
+        run(model, recipe, tensor(1).requires_grad_()).sum().backward()
+    quantizers = {id(model[i].members[0]._custom_quantizers[1]["forward", 0]) for i in (0, 2)}
+    assert len(quantizers) == 2
+
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+    with pytest.raises(fuser.InputError, match="cannot be hashed"):
+        recipes.CustomRecipe(qfactory=Unhashable())
