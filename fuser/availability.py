@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from types import FrameType
 
 import torch
 
@@ -60,7 +62,20 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
     sentence = emulation(recipe, arch)
     if sentence is not None:
         _warned.add(place)
-        warnings.warn(sentence, stacklevel=2)
+        warnings.warn(sentence, stacklevel=_callers_level())
+
+
+def _callers_level() -> int:
+    """How far up the caller stands who called into fuser or torch, for a warning."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.split(".")[0] in ("fuser", "torch")
 
 
 _warned: set[tuple[type[Recipe], tuple[int, int] | None]] = set()

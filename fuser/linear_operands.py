@@ -87,9 +87,9 @@ def one_copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> Quant
 
 
 def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What a quantized tensor was made of, where it says so; any other as it is; in ``dtype``."""
-    if isinstance(tensor, QuantizedTensor) and tensor.high_precision_source is not None:
-        tensor = tensor.high_precision_source
+    """What ``tensor`` was quantized from, where it says so, or as it is; in ``dtype``."""
+    source = getattr(tensor, "high_precision_source", None)
+    tensor = tensor if source is None else source
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 

@@ -75,3 +75,14 @@ def test_unknown_names_are_refused_with_those_there_are(
     with pytest.raises(fuser.InputError) as caught:
         modules.LayerNormMLP(8, 8, **options)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_a_layer_keeps_quantized_weights_across_microbatches() -> None:
+    layer = modules.LayerNormMLP(64, 128)
+    x = torch.randn(32, 64)
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        plain = layer(x)
+        outputs = [layer(x, is_first_microbatch=is_first) for is_first in (True, False)]
+    assert all(torch.equal(y, plain) for y in outputs)
+    linears = [op.members[0] for op in layer.ops if isinstance(op, fuser.Linear)]
+    assert all(linear._kept_weight is not None for linear in linears)

@@ -187,7 +187,7 @@ def test_a_plan_says_what_every_step_emits() -> None:
 
 
 @pytest.mark.parametrize("recipe", OVERRIDABLE.values(), ids=OVERRIDABLE)
-@pytest.mark.parametrize("between", ["nothing", "Identity", "Reshape"])
+@pytest.mark.parametrize("between", ["nothing", "Identity", "Reshape", "Reshape of columns"])
 def test_high_precision_reaches_through_a_quantize(recipe: Any, between: str) -> None:
     """dW is that of the unquantized input, bit for bit, though the forward read quantized bytes."""
     override = type(recipe)(backward_override="high_precision")
@@ -198,6 +198,7 @@ def test_high_precision_reaches_through_a_quantize(recipe: Any, between: str) ->
         "nothing": [],
         "Identity": [fuser.Identity()],
         "Reshape": [fuser.Reshape((2, 48, 64)), fuser.Reshape((96, 64))],
+        "Reshape of columns": [fuser.Reshape((192, 32)), fuser.Reshape((96, 64))],
     }
     model = fuser.Sequential(fuser.Quantize(), *ops[between], linear)
     found = results(model, override, x)

@@ -192,6 +192,10 @@ class BasicLinear(BasicOperation):
             return f"the linear has {self.out_features} outputs and the bias {bias.numel()}."
         return None
 
+    def biased_gemm(self, key: PlanKey) -> str:
+        """What the forward GEMM is called where a bias is its epilogue."""
+        return "addmm" if key.recipe is None else self.kernels("forward", key.window(0, 1))[0]
+
     def epilogue_refusal(self, side: str, key: PlanKey) -> str | None:
         """Why the GEMMs of ``side`` take neither a scale nor an addend; None if they do."""
         if key.recipe is not None and (side == "forward" or key.recipe.quantizes_backward):

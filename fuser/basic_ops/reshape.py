@@ -51,9 +51,13 @@ class Reshape(BasicOperation):
     ) -> torch.Tensor:
         ctx.input_shape = input_.shape  # type: ignore[attr-defined]
         try:
-            return input_.reshape(self.shape)
+            output = input_.reshape(self.shape)
         except RuntimeError as error:
             raise self._does_not_fit(input_.shape) from error
+        source = getattr(input_, "high_precision_source", None)
+        if source is not None:  # another last dimension cuts blocks, and leaves a plain tensor
+            output.high_precision_source = source.reshape(self.shape)  # type: ignore[attr-defined]
+        return output
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

@@ -40,16 +40,16 @@ class ForwardLinearBiasActivation(FusedOperation):
         side: str,
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
-        gemm_name = "addmm" if key.recipe is None else linear.kernels(side, key.window(0, 1))[0]
+        biased = (linear.biased_gemm(key), 2)
         if activation is None:
-            return ((gemm_name, 2),)
+            return (biased,)
         if (
             key.recipe is None
             and not key.ops[2].requires_grad
             and _is_gelu_epilogue(activation, key.device)
         ):
             return (("addmm+gelu", 3),)
-        return ((gemm_name, 2), (activation.functor.name, 1))
+        return (biased, (activation.functor.name, 1))
 
     def fuser_forward(
         self,

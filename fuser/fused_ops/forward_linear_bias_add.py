@@ -48,8 +48,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         if bias is None:
             return (("addmm", 2),)
-        gemm_name = "addmm" if key.recipe is None else linear.kernels(side, key.window(0, 1))[0]
-        return ((gemm_name, 2), ("add_", 1))
+        return ((linear.biased_gemm(key), 2), ("add_", 1))
 
     def fuser_forward(
         self,

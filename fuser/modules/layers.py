@@ -29,9 +29,19 @@ class _Layer(torch.nn.Module):
         super().__init__()
         self.ops = Sequential(*ops)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Run the layer on ``[..., in_features]``."""
-        output = self.ops(input)
+    def forward(
+        self, input: torch.Tensor, *, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        """Run the layer on ``[..., in_features]``.
+
+        ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights
+        and keeps them, False takes the kept ones, None quantizes at every call.
+        """
+        kwargs = None
+        if is_first_microbatch is not None:
+            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
+            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
+        output = self.ops(input, op_kwargs=kwargs)
         assert isinstance(output, torch.Tensor)
         return output
 

@@ -106,10 +106,7 @@ def _view_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
     if rest or stop > m or seen.dtype != tensor.dtype:
         return None
     if tensor._view_of is None and not is_turned and (start, stop) == (0, m):
-        same = tensor._with(tensor.buffers(), seen.shape, None)
-        if tensor.high_precision_source is not None:
-            same.high_precision_source = tensor.high_precision_source.reshape(seen.shape)
-        return same
+        return tensor._with(tensor.buffers(), seen.shape, None)
     buffers = _rows(whole, start, stop)
     if is_turned:
         if not tensor._is_transposable():
