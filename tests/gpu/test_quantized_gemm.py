@@ -1,0 +1,73 @@
+"""Native quantized GEMMs on a GPU against the emulation on the same bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+from fuser import gemm, native_gemm
+from fuser import recipe as recipes
+from fuser.availability import runs_natively
+
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "current-split": recipes.Float8CurrentScaling(
+        fp8_gemm_fprop=recipes.MMParams(use_split_accumulator=True)
+    ),
+    "delayed": recipes.DelayedScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
+    "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+}
+SHAPES = ((256, (512, 1024, 512)), (33, (40, 72, 24)), (130, (136, 520, 200)), (0, (64, 32, 64)))
+
+
+def run(recipe: Any, rows: int, widths: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Outputs and every gradient of two linears and an activation between them."""
+    a, b, c = widths
+    layers = (fuser.Linear(a, b, dtype=dtype), fuser.GELU(), fuser.Linear(b, c, dtype=dtype))
+    model = oracles.randomize(fuser.Sequential(*layers).cpu()).cuda()
+    x = oracles.random_tensor((rows, a), dtype, 1).cuda().requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        y = model(x)
+    y.backward(oracles.random_tensor((rows, c), dtype, 2).cuda())
+    found = {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+    (plan,) = model.plans
+    return {**found, "plan": str(plan)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "widths"), SHAPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_native_products_equal_emulated_ones(
+    recipe: Any,
+    rows: int,
+    widths: tuple[int, int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arch = torch.cuda.get_device_capability()
+    if not runs_natively(recipe, arch):
+        pytest.skip(f"{type(recipe).__name__} has no native GEMM on compute capability {arch}")
+    native = run(recipe, rows, widths, dtype)
+    assert "(native)" in native.pop("plan")
+    monkeypatch.setattr(gemm, "native_gemm", lambda a, b, arch: None)
+    emulated = run(recipe, rows, widths, dtype)
+    emulated.pop("plan")
+    for name, value in emulated.items():
+        error = (native[name].double() - value.double()).norm()
+        # The second GEMM quantizes what the first gives: a rounding there may flip.
+        assert error <= 0.02 * value.double().norm(), name
+
+
+def test_the_table_and_the_chip_agree() -> None:
+    """Every row that serves this chip runs on it; every recipe runs, natively or not."""
+    arch = torch.cuda.get_device_capability()
+    for recipe in (*RECIPES.values(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()):
+        plan = run(recipe, 64, (128, 128, 128), torch.bfloat16)["plan"]
+        assert ("(emulated)" in plan) != runs_natively(recipe, arch), recipe
+    assert native_gemm.torch_cuda() >= (12, 0)
