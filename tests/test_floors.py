@@ -25,6 +25,7 @@ FLOORS = (
     ("recipe.py", 1),
     ("cuda/module.py", 1),
     ("cuda/launch.py", 2),
+    ("cuda/operands.py", 2),
     ("cuda/*.py", 3),
     ("reference/*.py", 3),
     ("native_gemm.py", 3),
