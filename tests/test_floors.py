@@ -26,6 +26,7 @@ FLOORS = (
     ("written.py", 1),
     ("cuda/module.py", 1),
     ("cuda/launch.py", 2),
+    ("cuda/operands.py", 2),
     ("reference/fp8.py", 2),
     ("native_gemm.py", 2),
     ("cuda/*.py", 3),

@@ -13,6 +13,7 @@ import torch
 
 from fuser.cuda import module
 from fuser.errors import InputError, InputTypeError
+from fuser.formats import ceil_div
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -49,6 +50,17 @@ class Launch:
             )
         if self.shared_bytes < 0:
             raise InputError(f"A launch got {self.shared_bytes} bytes of shared memory.")
+
+
+# Of the skeleton in fuser/tiled.cuh.
+TILE = 128
+TILE_THREADS = 256
+
+
+@functools.lru_cache(maxsize=1024)
+def tiles(rows: int, columns: int) -> Launch:
+    """A block for each tile of 128 x 128 of a matrix."""
+    return Launch((ceil_div(rows, TILE) * ceil_div(columns, TILE),), (TILE_THREADS,))
 
 
 @dataclass(frozen=True)

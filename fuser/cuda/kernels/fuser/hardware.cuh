@@ -56,8 +56,8 @@ __device__ __forceinline__ unsigned encoded(float x) {
     if (magnitude > 0x7f800000u) {
         return kNan;
     }
-    const int exponent = static_cast<int>(magnitude >> 23);
-    const unsigned significand = (magnitude & 0x7fffffu) | 0x800000u;
+    const int exponent = max(static_cast<int>(magnitude >> 23), 1);  // 1 for subnormals too
+    const unsigned significand = magnitude - (static_cast<unsigned>(exponent - 1) << 23);
     // Bits of the significand that the format has no place for; from 25 on, nothing is left.
     const int dropped = 23 - kMantissaBits + max(kSmallestNormal - exponent, 0);
     const int shift = min(dropped, 25);
@@ -148,6 +148,125 @@ __device__ __forceinline__ float from_fp16(unsigned short bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
+#endif
+}
+
+// ---- fp32 to nearest that keeps subnormals, whatever -ftz says, and is contracted with nothing ----
+
+#if defined(FUSER_EMULATED)
+// 80 bits are not flushed, and volatile keeps the compiler from shortening them to 32. Any NaN is the
+// one that a GPU writes.
+__device__ __forceinline__ float shortened(volatile long double x) {
+    const float y = static_cast<float>(x);
+    return y == y ? y : __uint_as_float(0x7fffffffu);
+}
+#endif
+
+__device__ __forceinline__ float add_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) + b);
+#else
+    float c;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+__device__ __forceinline__ float mul_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) * b);
+#else
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+__device__ __forceinline__ float div_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) / b);
+#else
+    float c;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+// ---- two numbers of 16 bits ----
+
+// The larger of each pair of unsigned halves.
+__device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) {
+#if !defined(FUSER_EMULATED) && __CUDA_ARCH__ >= 900
+    unsigned c;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+#else
+    return max(a & 0xffffu, b & 0xffffu) | max(a & 0xffff0000u, b & 0xffff0000u);
+#endif
+}
+
+// Two E4M3 bytes as two fp16, which are exact.
+__device__ __forceinline__ unsigned from_e4m3x2(unsigned short pair) {
+#if !defined(FUSER_EMULATED) && __CUDA_ARCH__ >= 890
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    return halves;
+#else
+    unsigned halves = 0;
+    for (int i = 0; i < 2; ++i) {
+        const unsigned byte = pair >> 8 * i & 0xffu, exponent = byte >> 3 & 0xfu;
+        unsigned half = (byte & 7u) << 7;
+        if ((byte & 0x7fu) == 0x7fu) {
+            half = 0x7fffu;
+        } else if (exponent > 0u) {
+            half |= (exponent + 8u) << 10;
+        } else if (half > 0u) {  // a subnormal of E4M3 is a normal fp16
+            const int up = __clz(static_cast<int>(half)) - 21;
+            half = (half << up & 0x3ffu) | static_cast<unsigned>(9 - up) << 10;
+        }
+        halves |= (half | (byte & 0x80u) << 8) << 16 * i;
+    }
+    return halves;
+#endif
+}
+
+// Eight E2M1 values in a word, the first in the lowest nibble; of results of arithmetic, whose NaN is
+// 0x7fffffff and gives 7. As to_e2m1x2, at less than half the cost of its fallback.
+__device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
+#if !defined(FUSER_EMULATED) && defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+    unsigned codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        codes |= static_cast<unsigned>(to_e2m1x2(x[2 * i], x[2 * i + 1])) << 8 * i;
+    }
+    return codes;
+#else
+    unsigned sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const float magnitude = fminf(fabsf(x[i]), 6.0f);  // 6 of a NaN
+        // The step is 2^(octave - 1), with octave 0 below 2. Adding 2^(octave + 22) leaves x / step,
+        // rounded to even, in the low bits, and 2 * octave + 298 from bit 22 on. Their sum is the
+        // code, but for 298, which is 2 modulo 8.
+        const unsigned exponent = __float_as_uint(magnitude) & 0x7f800000u;
+        const unsigned large = max(exponent + (22u << 23), 149u << 23);
+        const unsigned sum = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(large)));
+        sums[i] = sum + (sum >> 22);
+    }
+    // Bytes of even elements, and of odd ones, whose codes come to stand in the upper nibbles.
+    unsigned codes[2];
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+        const unsigned low = __byte_perm(
+            __byte_perm(sums[odd], sums[odd + 2], 0x0040),
+            __byte_perm(sums[odd + 4], sums[odd + 6], 0x0040), 0x5410);
+        const unsigned high = __byte_perm(
+            __byte_perm(__float_as_uint(x[odd]), __float_as_uint(x[odd + 2]), 0x0073),
+            __byte_perm(__float_as_uint(x[odd + 4]), __float_as_uint(x[odd + 6]), 0x0073), 0x5410);
+        const unsigned code = ((low & 0x07070707u) + 0x06060606u) & 0x07070707u;
+        codes[odd] = code | (high >> 4 & 0x08080808u);
+    }
+    return codes[0] | codes[1] << 4;
 #endif
 }
 

@@ -1,0 +1,167 @@
+"""Launchers of FP8 in blocks of 128; the functions of ``fuser.reference.block_scaling``.
+
+Data is uint8 and holds E4M3 or E5M2; columnwise data is stored transposed, ``[K, M]``. Scales are
+fp32 in the shapes of ``formats.fp8_block_scale_shape``. Outputs come in as keyword arguments and
+are written completely, the padding of scales with zeros. Inputs are fp32, fp16 or bf16, of ``b``
+bytes an element. Nothing is allocated, and the device is not waited for.
+
+A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
+to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.operands import (
+    ELEMENTS,
+    FLOAT8,
+    bits_of,
+    boolean,
+    check_buffer,
+    check_copy,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+    rows_are_aligned,
+)
+from fuser.formats import FP8_BLOCK, DType, fp8_block_scale_shape
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: DType,
+    *,
+    block_dim: int,
+    pow2: bool = True,
+    eps: float = 0.0,
+    row: torch.Tensor | None = None,
+    row_scale_inv: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    col_scale_inv: torch.Tensor | None = None,
+) -> None:
+    """Quantize ``x`` in blocks of 128 (``block_dim`` 1) or 128x128 (2), in one pass.
+
+    Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 4 for every 128
+    (16384) elements and copy.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``.
+    dtype
+        E4M3 or E5M2.
+    block_dim, pow2, eps
+        As the reference has them.
+    row, row_scale_inv
+        Written, both or neither; ``[M, K]`` and ``fp8_block_scale_shape(M, K, False, block_dim)``.
+    col, col_scale_inv
+        Written, both or neither; ``[K, M]`` and ``fp8_block_scale_shape(M, K, True, block_dim)``.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+    """
+    what = "FP8 block quantize"
+    m, k = check_matrix(what, x)
+    element, to = check_element(what, x), check_float8(what, dtype)
+    row_shape, col_shape = (fp8_block_scale_shape(m, k, c, block_dim) for c in (False, True))
+    scale_inv = (row_scale_inv, torch.float32, row_shape)
+    check_copy(what, "row", row, (m, k), "row_scale_inv", *scale_inv)
+    scale_inv = (col_scale_inv, torch.float32, col_shape)
+    check_copy(what, "col", col, (k, m), "col_scale_inv", *scale_inv)
+    if row is None and col is None:
+        return
+    aligned = rows_are_aligned(x) and is_aligned(row, 8)
+    if col is not None:
+        aligned = aligned and is_aligned(col, 16) and m % 16 == 0
+    producer = Struct((x, int64(x.stride(0))))
+    store = Struct((row, row_scale_inv, col, col_scale_inv, bits_of(eps), int32(pow2)))
+    _quantize(element, to, block_dim, aligned)(tiles(m, k), producer, store, int64(m), int32(k))
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    block_dim: int,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Write ``data * scale_inv``, rounded once, to ``out``. ``1 + b`` bytes an element.
+
+    Parameters
+    ----------
+    data, scale_inv
+        Read; a rowwise copy, or a columnwise copy, which is turned back.
+    dtype
+        E4M3 or E5M2.
+    out_dtype, out
+        Written; ``[M, K]``, contiguous and of this dtype.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+    """
+    what = "FP8 block dequantize"
+    rows, columns = check_matrix(what, data)
+    # The stored matrix has its blocks along its columns either way.
+    scale_shape = fp8_block_scale_shape(rows, columns, False, block_dim)
+    scales = (scale_inv, torch.float32, scale_shape)
+    check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
+    shape = (columns, rows) if columnwise else (rows, columns)
+    check_buffer(what, "out", out, out_dtype, shape)
+    element, of = check_element(what, out), check_float8(what, dtype)
+    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
+    if columnwise:
+        aligned = aligned and rows % 8 == 0
+    padded = int64(scale_shape[1])
+    strides = (int64(1), padded) if block_dim == 1 else (padded, int64(1))
+    row_shift = int32(0 if block_dim == 1 else FP8_BLOCK.bit_length() - 1)
+    producer = Struct((data, scale_inv, int32(columns), row_shift, *strides))
+    kernel = _dequantize(element, of, columnwise, aligned)
+    target = Struct((out,)) if columnwise else out
+    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+@functools.cache
+def _quantize(element: str, to: str, block_dim: int, aligned: bool) -> Kernel:
+    flag = boolean(aligned)
+    producer = f"fuser::LoadProducer<{element}, {flag}>"
+    store = f"fuser::Block{block_dim}dStore<{to}, {flag}>"
+    return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
+
+
+@functools.cache
+def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
+    flag = boolean(aligned)
+    producer = f"fuser::BlockProducer<{element}, {of}, {flag}>"
+    if columnwise:
+        store = f"fuser::TurnedStore<{element}, {flag}>"
+        return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
+    return Kernel("block_scaling", f"fuser_tiled_rows<{producer}>")
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel that may be launched."""
+    return tuple(
+        kernel
+        for e in ELEMENTS.values()
+        for t in FLOAT8.values()
+        for aligned in (False, True)
+        for kernel in (
+            *(_quantize(e, t, dim, aligned) for dim in (1, 2)),
+            *(_dequantize(e, t, columnwise, aligned) for columnwise in (False, True)),
+        )
+    )

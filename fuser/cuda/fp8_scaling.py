@@ -1,0 +1,345 @@
+"""Launchers of FP8 with one scale a tensor; the functions of ``fuser.reference.fp8_scaling``.
+
+Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``. Outputs come in as keyword
+arguments and are written completely; None is not written. Inputs are fp32, fp16 or bf16, of ``b``
+bytes an element. Nothing is allocated, and the device is not waited for.
+
+A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
+to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from fuser.cuda.launch import Kernel, Launch, Struct, float32, int32, int64, tiles
+from fuser.cuda.operands import (
+    ELEMENTS,
+    FLOAT8,
+    bits_of,
+    boolean,
+    check_buffer,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+    rows_are_aligned,
+)
+from fuser.errors import InputError
+from fuser.formats import DType, ceil_div
+
+# Of fp8_scaling.cu: elements of a block in a stream.
+THREADS = 256
+STREAM_BLOCK = THREADS * 4 * 8
+
+# States in one launch of the update: 32 bytes each, of the 4 KB that a kernel's arguments may have.
+UPDATE_SIZES = (4, 96)
+
+
+def amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Raise ``out`` to ``max |x|``; a NaN is above all. ``b`` bytes an element.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, or contiguous of any shape.
+    out
+        fp32 ``[1]``, zeroed by the caller; read and written.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    """
+    check_buffer("amax", "out", out, torch.float32, (1,))
+    name = check_element("amax", x)
+    if x.is_contiguous():
+        _amax(name, is_aligned(x, 16))(_stream(x.numel()), x, out, int64(x.numel()))
+    else:
+        _quantize("amax", x, DType.kFloat8E4M3, _scaling(None, None, None), None, None, out)
+
+
+def quantize_current(
+    x: torch.Tensor,
+    dtype: DType,
+    *,
+    pow2: bool = False,
+    eps: float = 0.0,
+    amax_value: torch.Tensor,
+    row: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    scale_inv: torch.Tensor,
+) -> None:
+    """Quantize ``x`` with the scale that follows from ``amax_value``.
+
+    Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``.
+    dtype
+        E4M3 or E5M2.
+    amax_value
+        Read; fp32 ``[1]``, the amax of ``x`` (:func:`amax`), or that of a group.
+    row, col
+        Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
+    scale_inv
+        Written; fp32 ``[1]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    """
+    check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
+    check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
+    scaling = _scaling(amax_value, None, scale_inv, eps, pow2)
+    _quantize("quantize_current", x, dtype, scaling, row, col, None)
+
+
+def quantize_delayed(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: DType,
+    *,
+    row: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """Quantize ``x`` with ``scale``; raise ``amax`` to ``max |x|`` in the same pass.
+
+    Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``.
+    scale
+        Read; fp32 ``[1]``.
+    dtype
+        E4M3 or E5M2.
+    row, col
+        Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
+    scale_inv
+        Written; fp32 ``[1]``.
+    amax
+        Read and written; fp32 ``[1]``, not negative. An entry of an amax history, for instance.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    """
+    for name, tensor in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
+        check_buffer("quantize_delayed", name, tensor, torch.float32, (1,))
+    scaling = _scaling(None, scale, scale_inv)
+    _quantize("quantize_delayed", x, dtype, scaling, row, col, amax)
+
+
+def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write the bytes of ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes each.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    """
+    m, k = check_matrix("transpose", data)
+    check_buffer("transpose", "data", data, torch.uint8, (m, k))
+    check_buffer("transpose", "out", out, torch.uint8, (k, m))
+    aligned = is_aligned(data, 8) and k % 8 == 0 and is_aligned(out, 16) and m % 16 == 0
+    _transpose(aligned)(tiles(m, k), data, out, int64(m), int32(k))
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    out: torch.Tensor,
+) -> None:
+    """Write ``data * scale_inv``, rounded once, to ``out``. ``1 + b`` bytes an element.
+
+    Parameters
+    ----------
+    data
+        Read; uint8, contiguous, of any shape.
+    scale_inv
+        Read; fp32 ``[1]``.
+    dtype
+        E4M3 or E5M2.
+    out_dtype, out
+        Written; contiguous, of this dtype and of data's shape.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    """
+    check_buffer("dequantize", "data", data, torch.uint8, data.shape)
+    check_buffer("dequantize", "scale_inv", scale_inv, torch.float32, (1,))
+    check_buffer("dequantize", "out", out, out_dtype, data.shape)
+    aligned = is_aligned(data, 8) and is_aligned(out, 16)
+    kernel = _dequantize(
+        check_element("dequantize", out), check_float8("dequantize", dtype), aligned
+    )
+    n = data.numel()
+    kernel(_stream(n), data, scale_inv, out, int64(n))
+
+
+def update_delayed(
+    amax_histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    max_fp8: Sequence[torch.Tensor],
+    *,
+    margin: int = 0,
+    algorithm: str = "max",
+) -> None:
+    """What the reference's ``update_delayed`` does, for many states in one launch of 96 each.
+
+    Parameters
+    ----------
+    amax_histories
+        Read and written; fp32 ``[length, n]`` each, row 0 the newest. Not negative.
+    scales
+        Read and written; fp32 ``[n]`` each.
+    max_fp8
+        Read; fp32 ``[n]`` each, the largest value of each tensor's format.
+    margin, algorithm
+        As the reference has them.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these, or ``algorithm`` neither ``"max"`` nor ``"most_recent"``.
+    """
+    if algorithm not in ("max", "most_recent"):
+        raise InputError(
+            f"Delayed scaling got amax algorithm {algorithm!r}; it is 'max' or 'most_recent'."
+        )
+    counts = {len(amax_histories), len(scales), len(max_fp8)}
+    if len(counts) != 1:
+        raise InputError(
+            f"Delayed scaling got {len(amax_histories)} amax histories, {len(scales)} scales and "
+            f"{len(max_fp8)} maxima."
+        )
+    states = list(zip(amax_histories, scales, max_fp8, strict=True))
+    for history, scale, largest in states:
+        what = "update_delayed"
+        length, count = check_matrix(what, history)
+        check_buffer(what, "an amax history", history, torch.float32, (length, count))
+        check_buffer(what, "a scale", scale, torch.float32, (count,))
+        check_buffer(what, "a maximum", largest, torch.float32, (count,))
+    states = [state for state in states if state[0].numel()]
+    for first in range(0, len(states), UPDATE_SIZES[-1]):
+        some = states[first : first + UPDATE_SIZES[-1]]
+        size = next(size for size in UPDATE_SIZES if size >= len(some))
+        fields = [part for state in some for part in (*state, *map(int32, state[0].shape))]
+        fields += [None, None, None, int32(0), int32(0)] * (size - len(some))
+        widest = max(scale.numel() for _, scale, _ in some)
+        _update(size)(
+            Launch((widest, len(some)), (THREADS,)),
+            Struct(tuple(fields)),
+            float32(2.0**-margin),
+            int32(algorithm == "most_recent"),
+        )
+
+
+# -- launches -----------------------------------------------------------------
+
+
+def _scaling(
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_inv: torch.Tensor | None,
+    eps: float = 0.0,
+    pow2: bool = False,
+) -> tuple[object, ...]:
+    """The fields of ``fuser::TensorScale``."""
+    return (amax, scale, scale_inv, bits_of(eps), int32(pow2))
+
+
+def _quantize(
+    what: str,
+    x: torch.Tensor,
+    dtype: DType,
+    scaling: tuple[object, ...],
+    row: torch.Tensor | None,
+    col: torch.Tensor | None,
+    recorded: torch.Tensor | None,
+) -> None:
+    m, k = check_matrix(what, x)
+    element, to = check_element(what, x), check_float8(what, dtype)
+    check_buffer(what, "row", row, torch.uint8, (m, k))
+    check_buffer(what, "col", col, torch.uint8, (k, m))
+    if m * k == 0 or (col is None and row is not None and x.is_contiguous()):
+        kernel = _cast(element, to, is_aligned(x, 16) and is_aligned(row, 8))
+        kernel(_stream(m * k), x, Struct(scaling), row, recorded, int64(m * k))
+        return
+    aligned = rows_are_aligned(x) and is_aligned(row, 8)
+    if col is not None:
+        aligned = aligned and is_aligned(col, 16) and m % 16 == 0
+    producer = Struct((x, int64(x.stride(0))))
+    store = Struct((*scaling, row, col, recorded))
+    _tiled(element, to, aligned)(tiles(m, k), producer, store, int64(m), int32(k))
+
+
+@functools.lru_cache(maxsize=1024)
+def _stream(n: int) -> Launch:
+    """Blocks of a stream; one for an empty tensor, whose scale is written."""
+    return Launch((max(1, ceil_div(n, STREAM_BLOCK)),), (THREADS,))
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+@functools.cache
+def _amax(element: str, aligned: bool) -> Kernel:
+    return Kernel("fp8_scaling", f"fuser_amax<{element}, {boolean(aligned)}>")
+
+
+@functools.cache
+def _cast(element: str, to: str, aligned: bool) -> Kernel:
+    return Kernel("fp8_scaling", f"fuser_fp8_cast<{element}, {to}, {boolean(aligned)}>")
+
+
+@functools.cache
+def _tiled(element: str, to: str, aligned: bool) -> Kernel:
+    flag = boolean(aligned)
+    producer = f"fuser::LoadProducer<{element}, {flag}>"
+    return Kernel("fp8_scaling", f"fuser_tiled<{producer}, fuser::Fp8Store<{to}, {flag}>>")
+
+
+@functools.cache
+def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
+    return Kernel("fp8_scaling", f"fuser_fp8_dequantize<{element}, {of}, {boolean(aligned)}>")
+
+
+@functools.cache
+def _transpose(aligned: bool) -> Kernel:
+    return Kernel("fp8_scaling", f"fuser_fp8_transpose<{boolean(aligned)}>")
+
+
+@functools.cache
+def _update(size: int) -> Kernel:
+    return Kernel("fp8_scaling", f"fuser_update_delayed<{size}>")
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel that may be launched."""
+    by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
+    by_both = [
+        kernel(e, t, a)
+        for kernel in (_cast, _tiled, _dequantize)
+        for e in ELEMENTS.values()
+        for t in FLOAT8.values()
+        for a in (False, True)
+    ]
+    others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
+    return (*by_element, *by_both, *others)

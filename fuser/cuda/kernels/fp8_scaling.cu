@@ -1,0 +1,220 @@
+// FP8 with one scale a tensor: amax, casts, dequantization, transpose, and delayed scaling's update.
+#include <fuser/fp8_scaling.cuh>
+
+namespace {
+
+using namespace fuser;
+
+// ---- streams: a block takes 4 x 256 runs of 8 elements that follow each other, a thread 4 ----
+
+constexpr int kThreads = 256;
+constexpr int kRuns = 4;
+constexpr int kCount = 8;
+
+// Where the thread's run starts.
+__device__ __forceinline__ long long start_of(int run) {
+    return ((static_cast<long long>(blockIdx.x) * kRuns + run) * kThreads + threadIdx.x) * kCount;
+}
+
+// Whether all runs of the block lie below n, so that its loads can be in flight at once.
+__device__ __forceinline__ bool is_whole(long long n) {
+    return (static_cast<long long>(blockIdx.x) + 1) * kRuns * kThreads * kCount <= n;
+}
+
+// How many elements of the thread's run lie below n.
+__device__ __forceinline__ int count_of(int run, long long n) {
+    return static_cast<int>(max(0ll, min(n - start_of(run), static_cast<long long>(kCount))));
+}
+
+template <bool kAligned, class T>
+__device__ __forceinline__ void load_runs(const T* x, long long n, float (&values)[kRuns][kCount]) {
+    if (kAligned && is_whole(n)) {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+            load<kCount>(x + start_of(run), values[run]);
+        }
+    } else {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+            load_tail<kCount>(x + start_of(run), count_of(run, n), values[run]);
+        }
+    }
+}
+
+__device__ __forceinline__ unsigned amax_of(const float (&values)[kRuns][kCount]) {
+    unsigned most = 0;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            most = max(most, magnitudes<float>(__float_as_uint(values[run][i])));
+        }
+    }
+    return most;
+}
+
+}  // namespace
+
+// ---- *amax = max(*amax, max |x|), by bits ----
+
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(kThreads) fuser_amax(const T* __restrict__ x, unsigned* amax,
+                                                       long long n) {
+    float values[kRuns][kCount];
+    load_runs<kAligned>(x, n, values);
+    record_amax(amax_of(values), amax);
+}
+
+// ---- row[i] = fp8(x[i] * scale), and the amax of x where it is asked for ----
+
+template <class T, class E, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    fuser_fp8_cast(const T* __restrict__ x, TensorScale scaling, unsigned char* __restrict__ row,
+                   unsigned* recorded, long long n) {
+    float values[kRuns][kCount];
+    load_runs<kAligned>(x, n, values);
+    const float scale = scaling.load<E>();
+    if (recorded != nullptr) {
+        record_amax(amax_of(values), recorded);
+    }
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[run][i] = mul_rn(values[run][i], scale);
+        }
+        const uint2 bytes = encoded8<E>(values[run]);
+        const int count = count_of(run, n);
+        if (kAligned && count == kCount) {
+            store_bytes<true>(row + start_of(run), kCount, bytes);
+        } else {
+            store_bytes<false>(row + start_of(run), count, bytes);
+        }
+    }
+}
+
+// ---- out[i] = data[i] * scale_inv ----
+
+template <class T, class E, bool kAligned>
+__global__ void __launch_bounds__(kThreads)
+    fuser_fp8_dequantize(const unsigned char* __restrict__ data, const float* __restrict__ scale_inv,
+                         T* __restrict__ out, long long n) {
+    uint2 bytes[kRuns];
+    if (kAligned && is_whole(n)) {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+            bytes[run] = load_bytes<uint2, true>(data + start_of(run), kCount);
+        }
+    } else {
+#pragma unroll
+        for (int run = 0; run < kRuns; ++run) {
+            bytes[run] = load_bytes<uint2, false>(data + start_of(run), count_of(run, n));
+        }
+    }
+    const float factor = *scale_inv;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+        float x[kCount];
+        decode8<E>(bytes[run], x);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            x[i] = mul_rn(x[i], factor);
+        }
+        const int count = count_of(run, n);
+        if (kAligned && count == kCount) {
+            store<kCount>(out + start_of(run), x);
+        } else {
+            store_tail<kCount>(out + start_of(run), count, x);
+        }
+    }
+}
+
+// ---- out = the bytes of data [rows, columns], transposed ----
+
+template <bool kAligned>
+__global__ void __launch_bounds__(kTileThreads)
+    fuser_fp8_transpose(const unsigned char* __restrict__ data, unsigned char* __restrict__ out,
+                        long long rows, int columns) {
+    const Tile tile(rows, columns);
+    uint2 bytes[kPatch];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        const unsigned char* p = data + (tile.row + i) * columns + tile.column;
+        const int count = i < tile.rows_left ? tile.columns_left : 0;
+        bytes[i] = load_bytes<uint2, kAligned>(p, count);
+    }
+    __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
+    const Turned<uint2> turned(shared);
+    put_turned(turned, bytes);
+    __syncthreads();
+    turned.store<kAligned>(tile, out, rows);
+}
+
+// ---- delayed scaling: roll the histories and set the scales; a block a tensor ----
+
+struct DelayedState {
+    float* amax_history;    // [length, count], row 0 the newest
+    float* scale;           // [count]
+    const float* max_fp8;   // [count]
+    int length, count;
+};
+
+template <int kStates>
+struct DelayedStates {
+    DelayedState states[kStates];
+};
+
+template <int kStates>
+__global__ void __launch_bounds__(kThreads)
+    fuser_update_delayed(const __grid_constant__ DelayedStates<kStates> all, float two_to_minus_margin,
+                         int most_recent) {
+    const DelayedState& state = all.states[blockIdx.y];
+    const int tensor = blockIdx.x, length = state.length;
+    if (tensor >= state.count) {
+        return;
+    }
+    unsigned* history = reinterpret_cast<unsigned*>(state.amax_history) + tensor;
+    const unsigned newest = history[0];
+
+    // ---- the largest amax: of bits, where a NaN is above all ----
+    __shared__ unsigned of_warps[kThreads / 32];
+    unsigned largest = newest;
+    if (!most_recent) {
+        for (int i = threadIdx.x; i < length; i += kThreads) {
+            largest = max(largest, history[static_cast<long long>(i) * state.count]);
+        }
+    }
+    largest = __reduce_max_sync(kWarp, largest);
+    if (threadIdx.x % 32 == 0) {
+        of_warps[threadIdx.x / 32] = largest;
+    }
+    __syncthreads();
+
+    // ---- the scale ----
+    if (threadIdx.x == 0) {
+        for (int warp = 1; warp < kThreads / 32; ++warp) {
+            largest = max(largest, of_warps[warp]);
+        }
+        if (largest > 0u && largest < kInfinity) {
+            const float numerator = mul_rn(state.max_fp8[tensor], two_to_minus_margin);
+            const float scale = div_rn(numerator, __uint_as_float(largest));
+            state.scale[tensor] = scale > kFloatMax ? kFloatMax : scale;
+        }
+    }
+
+    // ---- row i becomes row i - 1, the newest the last, and row 0 is 0 ----
+    if (newest == 0u) {
+        return;
+    }
+    for (int first = 0; first < length; first += kThreads) {
+        const int i = first + static_cast<int>(threadIdx.x);
+        unsigned next = newest;
+        if (i + 1 < length) {
+            next = history[static_cast<long long>(i + 1) * state.count];
+        }
+        __syncthreads();
+        if (i < length) {
+            history[static_cast<long long>(i) * state.count] = i == 0 ? 0u : next;
+        }
+    }
+}

@@ -1,0 +1,197 @@
+// FP8 in blocks of 128 or 128 x 128 with fp32 scales: store policies, and the producer that decodes.
+#pragma once
+
+#include <fuser/fp8_scaling.cuh>
+
+namespace fuser {
+
+// What a scale becomes that overflows fp32: the largest finite T.
+template <class T>
+constexpr float kLargestFinite = kFloatMax;
+template <>
+constexpr float kLargestFinite<bf16> = 3.38953138925153547590e38f;
+template <>
+constexpr float kLargestFinite<fp16> = 65504.0f;
+
+struct BlockScaling {
+    unsigned eps;  // bits of a float: a smaller amax counts as this
+    int pow2;
+
+    template <class E, class T>
+    __device__ __forceinline__ float scale(unsigned amax) const {
+        return scale_from_amax(amax, E::kMax, pow2, eps, kLargestFinite<T>);
+    }
+};
+
+// Rows of scales are padded to 16 bytes, with zeros.
+__device__ __forceinline__ long long padded(long long n) { return (n + 3) / 4 * 4; }
+
+// ---- a scale for 1 x 128 in a row, and one for 128 x 1 in a column; either copy may be null ----
+
+template <class E, bool kAligned>
+struct Block1dStore {
+    static constexpr int kBlocks = 4;
+    unsigned char* row;    // [rows, columns]
+    float* row_scale_inv;  // [column tiles, padded rows]
+    unsigned char* col;    // [columns, rows]
+    float* col_scale_inv;  // [row tiles, padded columns]
+    BlockScaling scaling;
+
+    template <class T>
+    __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
+        if (col != nullptr) {
+            put_column_amaxes(patch, amaxes);
+        }
+        if (row != nullptr) {
+            quantize_rows(tile, patch);
+        }
+        if (col != nullptr) {
+            __syncthreads();
+            quantize_columns(tile, patch, amaxes);
+        }
+    }
+
+    template <class T>
+    __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
+        unsigned amax[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            amax[i] = patch.row_amax(i);
+        }
+        share_rows<kRowThreads>(amax);
+        const float scale[1] = {scaling.template scale<E, T>(amax[0])};
+        // Two threads keep the same row.
+        const long long kept = tile.row + kept_row<kRowThreads>(0);
+        if (Tile::thread_column() < kRowThreads / 2 && kept < padded(tile.rows)) {
+            row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
+                kept < tile.rows ? div_rn(1.0f, scale[0]) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            const float factor = of_row<kRowThreads>(scale, i);
+            float x[kPatch];
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) {
+                x[j] = mul_rn(patch.value(i, j), factor);
+            }
+            store_row<kAligned>(tile, i, encoded8<E>(x), row);
+        }
+    }
+
+    template <class T>
+    __device__ __forceinline__ void quantize_columns(
+        const Tile& tile, const Patch<T>& patch,
+        const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
+        // ---- a scale a column, by the first 128 threads ----
+        __shared__ __align__(16) float scales[kTile];
+        const int of_tile = threadIdx.x;
+        if (of_tile < kTile) {
+            const float scale = scaling.template scale<E, T>(column_amax<T>(amaxes, of_tile));
+            scales[of_tile] = scale;
+            const int column = tile.first_column() + of_tile;
+            if (column < padded(tile.columns)) {
+                col_scale_inv[tile.row_tile * padded(tile.columns) + column] =
+                    column < tile.columns ? div_rn(1.0f, scale) : 0.0f;
+            }
+        }
+        __syncthreads();
+
+        // ---- bytes ----
+        __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
+        const Turned<uint2> turned(shared);
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+            const float factor = scales[Tile::thread_column() * kPatch + j];
+            float x[kPatch];
+#pragma unroll
+            for (int i = 0; i < kPatch; ++i) {
+                x[i] = mul_rn(patch.value(i, j), factor);
+            }
+            turned.put(j, encoded8<E>(x));
+        }
+        __syncthreads();
+        turned.template store<kAligned>(tile, col, tile.rows);
+    }
+};
+
+// ---- a scale for 128 x 128; either copy may be null ----
+
+template <class E, bool kAligned>
+struct Block2dStore {
+    static constexpr int kBlocks = 4;
+    unsigned char* row;    // [rows, columns]
+    float* row_scale_inv;  // [row tiles, padded column tiles]
+    unsigned char* col;    // [columns, rows]
+    float* col_scale_inv;  // [column tiles, padded row tiles]
+    BlockScaling scaling;
+
+    template <class T>
+    __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        __shared__ unsigned amaxes[kTileWarps];
+        const unsigned of_warp = __reduce_max_sync(kWarp, patch.amax());
+        if (threadIdx.x % 32 == 0) {
+            amaxes[threadIdx.x / 32] = of_warp;
+        }
+        __syncthreads();
+        unsigned amax = amaxes[0];
+#pragma unroll
+        for (int warp = 1; warp < kTileWarps; ++warp) {
+            amax = max(amax, amaxes[warp]);
+        }
+        const float scale = scaling.template scale<E, T>(amax);
+        if (threadIdx.x == 0) {
+            const float inverse = div_rn(1.0f, scale);
+            if (row != nullptr) {
+                store_scale(row_scale_inv, tile.row_tile, tile.column_tile, tile.column_tiles,
+                            inverse);
+            }
+            if (col != nullptr) {
+                store_scale(col_scale_inv, tile.column_tile, tile.row_tile, tile.row_tiles,
+                            inverse);
+            }
+        }
+        store_scaled<E, kAligned>(tile, patch, scale, row, col);
+    }
+
+    // The last of a row writes the padding behind it, too.
+    static __device__ __forceinline__ void store_scale(float* scales, int row, int column,
+                                                       int columns, float scale) {
+        float* p = scales + row * padded(columns);
+        p[column] = scale;
+        if (column == columns - 1) {
+            for (int i = columns; i < padded(columns); ++i) {
+                p[i] = 0.0f;
+            }
+        }
+    }
+};
+
+// ---- the values of a copy, as it is stored ----
+
+// Rowwise data as it is, columnwise data as a matrix of `columns` rows.
+template <class T, class E, bool kAligned>
+struct BlockProducer {
+    using Element = T;
+    static constexpr bool kIsAligned = kAligned;
+    const unsigned char* data;  // [rows, columns], contiguous
+    const float* scale_inv;
+    int columns;
+    // The scale of row r and block b of 128 columns stands at (r >> row_shift) * row_stride +
+    // b * block_stride.
+    int row_shift;
+    long long row_stride, block_stride;
+
+    __device__ __forceinline__ void operator()(long long row, int column, int count,
+                                               float (&x)[kPatch]) const {
+        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
+        const float factor =
+            scale_inv[(row >> row_shift) * row_stride + column / kTile * block_stride];
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+            x[j] = rounded_to<T>(mul_rn(x[j], factor));
+        }
+    }
+};
+
+}  // namespace fuser

@@ -1,0 +1,98 @@
+// FP8 with one scale a tensor: the scale, and the store policy of a tile.
+#pragma once
+
+#include <fuser/tiled.cuh>
+
+namespace fuser {
+
+// The scale of current or of delayed scaling.
+struct TensorScale {
+    const float* amax;   // current: the scale follows from it
+    const float* scale;  // delayed, where amax is null
+    float* scale_inv;    // 1 / scale; may be null
+    unsigned eps;        // bits of a float: a smaller amax counts as this
+    int pow2;
+
+    // The scale, in every thread; the first thread of the grid writes scale_inv.
+    template <class E>
+    __device__ __forceinline__ float load() const {
+        const float found =
+            amax == nullptr
+                ? *scale
+                : scale_from_amax(__float_as_uint(*amax), E::kMax, pow2, eps, kFloatMax);
+        if (scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
+            *scale_inv = div_rn(1.0f, found);
+        }
+        return found;
+    }
+};
+
+// ---- a tile in one scale ----
+
+// The bytes of 8 rows as those of 8 columns, 4 x 4 at a time.
+__device__ __forceinline__ void put_turned(const Turned<uint2>& turned,
+                                           const uint2 (&rows)[kPatch]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        unsigned columns[4][2];
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            unsigned row[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                row[i] = half == 0 ? rows[4 * w + i].x : rows[4 * w + i].y;
+            }
+            const unsigned even01 = __byte_perm(row[0], row[1], 0x5140);
+            const unsigned even23 = __byte_perm(row[2], row[3], 0x5140);
+            const unsigned odd01 = __byte_perm(row[0], row[1], 0x7362);
+            const unsigned odd23 = __byte_perm(row[2], row[3], 0x7362);
+            columns[0][w] = __byte_perm(even01, even23, 0x5410);
+            columns[1][w] = __byte_perm(even01, even23, 0x7632);
+            columns[2][w] = __byte_perm(odd01, odd23, 0x5410);
+            columns[3][w] = __byte_perm(odd01, odd23, 0x7632);
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            turned.put(4 * half + j, make_uint2(columns[j][0], columns[j][1]));
+        }
+    }
+}
+
+// Rowwise bytes, and the same bytes transposed; either may be null. All threads of a block call it.
+template <class E, bool kAligned, class T>
+__device__ __forceinline__ void store_scaled(const Tile& tile, const Patch<T>& patch, float scale,
+                                             unsigned char* row, unsigned char* col) {
+    uint2 bytes[kPatch];
+    scale_patch<E>(patch, scale, bytes);
+    store_rows<kAligned>(tile, bytes, row);
+    if (col != nullptr) {
+        __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
+        const Turned<uint2> turned(shared);
+        put_turned(turned, bytes);
+        __syncthreads();
+        turned.template store<kAligned>(tile, col, tile.rows);
+    }
+}
+
+// ---- the store policy: bytes, and the amax before scaling; each may be null ----
+
+template <class E, bool kAligned>
+struct Fp8Store {
+    static constexpr int kBlocks = 4;
+    TensorScale scaling;
+    unsigned char* row;  // [rows, columns]
+    unsigned char* col;  // [columns, rows]
+    unsigned* recorded;  // bits of an fp32, raised to the amax
+
+    template <class T>
+    __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        if (recorded != nullptr) {
+            record_amax(patch.amax(), recorded);
+        }
+        if (row != nullptr || col != nullptr || scaling.scale_inv != nullptr) {
+            store_scaled<E, kAligned>(tile, patch, scaling.load<E>(), row, col);
+        }
+    }
+};
+
+}  // namespace fuser

@@ -1,0 +1,245 @@
+// MXFP8: 32 elements share a power of two: store policies, and the producer that decodes.
+#pragma once
+
+#include <fuser/tiled.cuh>
+
+namespace fuser {
+
+constexpr int kMxBlock = 32;
+// Blocks of a tile either way: a tile of scales is 128 x 4, one word for each of 128 rows (of the
+// GEMM, so columns of the columnwise copy).
+constexpr int kMxBlocks = kTile / kMxBlock;
+// Threads side by side that share a block of a row.
+constexpr int kMxThreads = kMxBlock / kPatch;
+
+// Where the word of a row stands in a tile of scales that tensor cores read.
+__device__ __forceinline__ int swizzled_word(int row) { return row % 32 * 4 + row / 32; }
+
+// Scales are padded to whole tiles. Tiles at an edge are zero beyond it, and the scale of zeros is 0:
+// so every tile writes its scales without a look at the edge, and the padding becomes zero.
+struct Mxfp8Copies {
+    unsigned char* row;        // [rows, columns]
+    unsigned char* row_scale;  // [128 row tiles, 4 column tiles]
+    unsigned char* col;        // [rows, columns]
+    unsigned char* col_scale;  // [4 row tiles, 128 column tiles]
+    int swizzled;
+
+    // The word of a row of the tile, its four blocks.
+    __device__ __forceinline__ void store_row_scales(const Tile& tile, int row,
+                                                     unsigned word) const {
+        unsigned* scales = reinterpret_cast<unsigned*>(row_scale);
+        const long long tiles = static_cast<long long>(tile.row_tile) * tile.column_tiles;
+        if (swizzled) {
+            scales[(tiles + tile.column_tile) * kTile + swizzled_word(row)] = word;
+        } else {
+            scales[tiles * kTile + static_cast<long long>(row) * tile.column_tiles +
+                   tile.column_tile] = word;
+        }
+    }
+
+    // The 8 columns of a thread in the tile's row of blocks `block`, by one thread for each. All
+    // threads call it.
+    __device__ __forceinline__ void store_column_scales(const Tile& tile, int block,
+                                                        const unsigned (&e8m0)[kPatch]) const {
+        const bool is_first = Tile::thread_row() % kMxThreads == 0;
+        if (!swizzled) {
+            uint2 bytes;
+            bytes.x = e8m0[0] | e8m0[1] << 8 | e8m0[2] << 16 | e8m0[3] << 24;
+            bytes.y = e8m0[4] | e8m0[5] << 8 | e8m0[6] << 16 | e8m0[7] << 24;
+            if (is_first) {
+                const long long blocks = static_cast<long long>(tile.row_tile) * kMxBlocks + block;
+                *reinterpret_cast<uint2*>(col_scale + blocks * tile.column_tiles * kTile +
+                                          tile.column) = bytes;
+            }
+            return;
+        }
+        __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
+        if (is_first) {
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) {
+                const int column = Tile::thread_column() * kPatch + j;
+                scales[swizzled_word(column) * kMxBlocks + block] =
+                    static_cast<unsigned char>(e8m0[j]);
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < kTile * kMxBlocks / 16) {
+            const long long tiles = static_cast<long long>(tile.column_tile) * tile.row_tiles;
+            uint4* p = reinterpret_cast<uint4*>(col_scale) + (tiles + tile.row_tile) * 32;
+            p[threadIdx.x] = reinterpret_cast<const uint4*>(scales)[threadIdx.x];
+        }
+    }
+};
+
+// The word of four blocks in each of the 16 threads of a row, from the byte of each one's block.
+__device__ __forceinline__ unsigned word_of_blocks(unsigned e8m0) {
+    unsigned word = e8m0 << Tile::thread_column() / kMxThreads * 8;
+    word |= __shfl_xor_sync(kWarp, word, kMxThreads);
+    return word | __shfl_xor_sync(kWarp, word, 2 * kMxThreads);
+}
+
+// ---- a scale for 1 x 32 in a row, and one for 32 x 1 in a column; either copy may be null ----
+
+template <class E, bool kAligned>
+struct Mxfp8Store {
+    static constexpr int kBlocks = 4;
+    Mxfp8Copies copies;
+
+    template <class T>
+    __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
+        if (copies.col != nullptr) {
+            put_column_amaxes(patch, amaxes);
+        }
+        if (copies.row != nullptr) {
+            quantize_rows(tile, patch);
+        }
+        if (copies.col != nullptr) {
+            __syncthreads();
+            quantize_columns(tile, patch, amaxes);
+        }
+    }
+
+    template <class T>
+    __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
+        unsigned amax[kPatch];
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            amax[i] = patch.row_amax(i);
+        }
+        share_rows<kMxThreads>(amax);
+        float factor[kKeptRows<kMxThreads>];
+#pragma unroll
+        for (int k = 0; k < kKeptRows<kMxThreads>; ++k) {
+            const unsigned e8m0 = e8m0_from_amax(amax[k], 1.0f / E::kMax);
+            factor[k] = power_of_two(254 - static_cast<int>(e8m0));
+            const unsigned word = word_of_blocks(e8m0);
+            if (Tile::thread_column() < kMxThreads) {
+                const int row = Tile::thread_row() * kPatch + kept_row<kMxThreads>(k);
+                copies.store_row_scales(tile, row, word);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            const float of_block = of_row<kMxThreads>(factor, i);
+            float x[kPatch];
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) {
+                x[j] = mul_rn(patch.value(i, j), of_block);
+            }
+            store_row<kAligned>(tile, i, encoded8<E>(x), copies.row);
+        }
+    }
+
+    template <class T>
+    __device__ __forceinline__ void quantize_columns(
+        const Tile& tile, const Patch<T>& patch,
+        const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
+        constexpr int kWords = Patch<T>::kWords;
+        const int warp = threadIdx.x / 32;
+        unsigned e8m0[kPatch];
+        float factor[kPatch];
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            // A block is the rows of two warps.
+            const int word = Tile::thread_column() * kWords + w;
+            const unsigned most = larger<T>(amaxes[warp][word], amaxes[warp ^ 1][word]);
+#pragma unroll
+            for (int p = 0; p < Patch<T>::kPerWord; ++p) {
+                const int j = w * Patch<T>::kPerWord + p;
+                e8m0[j] = e8m0_from_amax(widened<T>(most, p), 1.0f / E::kMax);
+                factor[j] = power_of_two(254 - static_cast<int>(e8m0[j]));
+            }
+        }
+        copies.store_column_scales(tile, warp / 2, e8m0);
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            float x[kPatch];
+#pragma unroll
+            for (int j = 0; j < kPatch; ++j) {
+                x[j] = mul_rn(patch.value(i, j), factor[j]);
+            }
+            store_row<kAligned>(tile, i, encoded8<E>(x), copies.col);
+        }
+    }
+};
+
+// ---- a scale for 32 x 32: both copies hold the same bytes; either may be null ----
+
+template <class E, bool kAligned>
+struct Mxfp8SquareStore {
+    static constexpr int kBlocks = 4;
+    Mxfp8Copies copies;
+
+    template <class T>
+    __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        // ---- the amax: of 4 x 2 threads of this warp, and of the same 4 of its neighbour ----
+        __shared__ unsigned amaxes[kTileWarps][kMxBlocks];
+        const int warp = threadIdx.x / 32, block = Tile::thread_column() / kMxThreads;
+        unsigned amax = patch.amax();
+        amax = max(amax, __shfl_xor_sync(kWarp, amax, 1));
+        amax = max(amax, __shfl_xor_sync(kWarp, amax, 2));
+        amax = max(amax, __shfl_xor_sync(kWarp, amax, kRowThreads));
+        if (threadIdx.x % kMxThreads == 0 && threadIdx.x % 32 < kRowThreads) {
+            amaxes[warp][block] = amax;
+        }
+        __syncthreads();
+        amax = max(amax, amaxes[warp ^ 1][block]);
+
+        // ---- the scale, repeated ----
+        const unsigned e8m0 = e8m0_from_amax(amax, 1.0f / E::kMax);
+        if (copies.row != nullptr) {
+            const unsigned word = word_of_blocks(e8m0);
+            if (Tile::thread_column() < kPatch) {
+                const int row = Tile::thread_row() * kPatch + Tile::thread_column();
+                copies.store_row_scales(tile, row, word);
+            }
+        }
+        if (copies.col != nullptr) {
+            const unsigned repeated[kPatch] = {e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0};
+            copies.store_column_scales(tile, warp / 2, repeated);
+        }
+
+        // ---- bytes ----
+        uint2 bytes[kPatch];
+        scale_patch<E>(patch, power_of_two(254 - static_cast<int>(e8m0)), bytes);
+        store_rows<kAligned>(tile, bytes, copies.row);
+        store_rows<kAligned>(tile, bytes, copies.col);
+    }
+};
+
+// ---- the values of a copy ----
+
+template <class T, class E, bool kAligned>
+struct Mxfp8Producer {
+    using Element = T;
+    static constexpr bool kIsAligned = kAligned;
+    const unsigned char* data;   // [rows, columns], contiguous
+    const unsigned char* scale;  // plain, of `scale_stride` bytes a row
+    long long scale_stride;
+    int columns;
+    int columnwise;
+
+    __device__ __forceinline__ void operator()(long long row, int column, int count,
+                                               float (&x)[kPatch]) const {
+        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
+        unsigned e8m0[2];
+        if (columnwise) {
+            // Scales stand in an allocation of their own, padded to whole tiles: 8 are always there.
+            const uint2 found = *reinterpret_cast<const uint2*>(
+                scale + row / kMxBlock * scale_stride + column);
+            e8m0[0] = found.x;
+            e8m0[1] = found.y;
+        } else {
+            e8m0[0] = scale[row * scale_stride + column / kMxBlock] * 0x01010101u;
+            e8m0[1] = e8m0[0];
+        }
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+            const float factor = power_of_two(e8m0[j / 4] >> j % 4 * 8 & 0xffu);
+            x[j] = rounded_to<T>(mul_rn(x[j], factor));
+        }
+    }
+};
+
+}  // namespace fuser

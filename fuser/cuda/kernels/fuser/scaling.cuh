@@ -1,0 +1,170 @@
+// Amaxes and the scales that follow from them, bit for bit as the references have them.
+//
+// Under -ftz=true fp32 subnormals vanish in arithmetic, and in fabsf and fmaxf as well. So an amax
+// is a maximum over bits, |x| as an unsigned, where a NaN is above infinity and wins; and whatever
+// multiplies or divides a scale or an amax is mul_rn or div_rn, which keep subnormals: bf16 inputs
+// may be subnormal, and so is 1 / scale from 2^126 on.
+#pragma once
+
+#include <fuser/elements.cuh>
+
+namespace fuser {
+
+constexpr unsigned kInfinity = 0x7f800000u;
+constexpr unsigned kNan = 0x7fc00000u;
+constexpr float kFloatMax = 3.40282346638528859812e38f;
+constexpr unsigned kWarp = 0xffffffffu;
+
+// ---- elements of 8 bits ----
+
+struct E4M3 {
+    static constexpr float kMax = 448.0f;
+    // Two bytes from two fp32, `low` in the low one: to nearest, saturating, NaN as 0x7F.
+    static __device__ __forceinline__ unsigned encoded(float low, float high) {
+        return to_e4m3x2(low, high);
+    }
+    // Two bytes as two fp16, which are exact.
+    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+        return from_e4m3x2(static_cast<unsigned short>(pair));
+    }
+};
+
+struct E5M2 {
+    static constexpr float kMax = 57344.0f;
+    static __device__ __forceinline__ unsigned encoded(float low, float high) {
+        return to_e5m2x2(low, high);
+    }
+    // The upper byte of an fp16 is an E5M2.
+    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+        return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;
+    }
+};
+
+// Eight bytes of E from eight fp32, the first in the lowest.
+template <class E>
+__device__ __forceinline__ uint2 encoded8(const float (&x)[8]) {
+    return make_uint2(E::encoded(x[0], x[1]) | E::encoded(x[2], x[3]) << 16,
+                      E::encoded(x[4], x[5]) | E::encoded(x[6], x[7]) << 16);
+}
+
+// Eight bytes of E in fp32.
+template <class E>
+__device__ __forceinline__ void decode8(uint2 bytes, float (&x)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const unsigned pair = (i < 2 ? bytes.x : bytes.y) >> i % 2 * 16 & 0xffffu;
+        const unsigned halves = E::halves(pair);
+        x[2 * i] = from_fp16(static_cast<unsigned short>(halves));
+        x[2 * i + 1] = from_fp16(static_cast<unsigned short>(halves >> 16));
+    }
+}
+
+template <class E>
+__device__ __forceinline__ float decode(unsigned byte) {
+    return from_fp16(static_cast<unsigned short>(E::halves(byte)));
+}
+
+// ---- magnitudes: |x| as bits, in words of one fp32 or two elements of 16 bits ----
+
+template <class T>
+__device__ __forceinline__ unsigned magnitudes(unsigned word) {
+    return word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
+}
+
+// The larger magnitude of each element.
+template <class T>
+__device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
+    if constexpr (sizeof(T) == 4) {
+        return max(a, b);
+    } else {
+        return max_u16x2(a, b);
+    }
+}
+
+// One of a word's magnitudes as the bits of an fp32.
+template <class T>
+__device__ __forceinline__ unsigned widened(unsigned word, int index) {
+    if constexpr (sizeof(T) == 4) {
+        return word;
+    } else {
+        return __float_as_uint(to_float(T{static_cast<unsigned short>(word >> index % 2 * 16)}));
+    }
+}
+
+// The largest of a word's magnitudes as the bits of an fp32.
+template <class T>
+__device__ __forceinline__ unsigned largest(unsigned word) {
+    if constexpr (sizeof(T) == 4) {
+        return word;
+    } else {
+        return widened<T>(max(word & 0xffffu, word >> 16), 0);
+    }
+}
+
+// The maximum of a warp's `bits` into `*amax`, once per warp. Order does not change a maximum.
+__device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
+    const unsigned most = __reduce_max_sync(kWarp, bits);
+    if (threadIdx.x % 32 == 0 && most > *static_cast<volatile unsigned*>(amax)) {
+        atomicMax(amax, most);
+    }
+}
+
+// ---- one fp32 scale: of a tensor, or of a block of 128 ----
+
+// `amax` and `eps` are bits of numbers that are not negative.
+__device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, bool pow2,
+                                                 unsigned eps, float when_infinite) {
+    amax = max(amax, eps);  // a NaN stays one
+    if (amax == 0u || amax >= kInfinity) {
+        return 1.0f;
+    }
+    float scale = div_rn(max_fp8, __uint_as_float(amax));
+    if (__float_as_uint(scale) == kInfinity) {
+        scale = when_infinite;
+    }
+    return pow2 ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
+}
+
+// ---- E8M0: a power of two for 32 elements ----
+
+// The exponent of amax / max_fp8, rounded up to a power of two; of the bits of an amax.
+__device__ __forceinline__ unsigned e8m0_from_amax(unsigned amax, float max_inverse) {
+    const unsigned bits = __float_as_uint(mul_rn(__uint_as_float(amax), max_inverse));
+    // 2^-127 and less give 0. What rounds up to infinity gives 0xFE, as infinity does.
+    const unsigned exponent = (min(bits, 0x7f000000u) + 0x7fffffu) >> 23;
+    return bits > kInfinity ? 0xffu : bits <= 0x00400000u ? 0u : exponent;
+}
+
+// 2^(biased - 127); 0 is a subnormal, and -1 and 255 are NaN.
+__device__ __forceinline__ float power_of_two(int biased) {
+    const unsigned bits = static_cast<unsigned>(biased) << 23;
+    return __uint_as_float(biased < 0 || biased == 255 ? kNan : biased == 0 ? 0x00400000u : bits);
+}
+
+// ---- NVFP4: an E4M3 scale for 16 elements below one fp32 scale for the tensor ----
+
+struct Nvfp4Scale {
+    float encode;  // brings the tensor's amax to 448 * 6
+    float decode;
+
+    __device__ __forceinline__ explicit Nvfp4Scale(float amax) {
+        encode = div_rn(448.0f * 6.0f, amax);
+        encode = encode > kFloatMax ? kFloatMax : encode;
+        encode = __float_as_uint(amax) == 0u ? 1.0f : encode;
+        decode = div_rn(1.0f, encode);
+    }
+
+    // The E4M3 byte of a block, from the bits of its amax.
+    __device__ __forceinline__ unsigned block(unsigned amax) const {
+        const float wanted = mul_rn(__uint_as_float(amax), mul_rn(encode, 1.0f / 6.0f));
+        return E4M3::encoded(wanted, 0.0f) & 0xffu;
+    }
+
+    // What the elements of a block with this byte are multiplied by.
+    __device__ __forceinline__ float multiplier(unsigned byte) const {
+        const float inverse = div_rn(1.0f, mul_rn(fuser::decode<E4M3>(byte), decode));
+        return inverse > kFloatMax ? kFloatMax : inverse;
+    }
+};
+
+}  // namespace fuser

@@ -1,0 +1,2 @@
+// MXFP8: every kernel is a fuser_tiled of a policy or a producer of the header.
+#include <fuser/mxfp8.cuh>

@@ -1,0 +1,2 @@
+// NVFP4: every kernel is a fuser_tiled of a policy or a producer of the header.
+#include <fuser/nvfp4.cuh>

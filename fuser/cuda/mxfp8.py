@@ -1,0 +1,155 @@
+"""Launchers of MXFP8; the functions of ``fuser.reference.mxfp8``.
+
+Data is uint8 and holds E4M3 or E5M2, both copies ``[M, K]``; scales are uint8 and hold E8M0, in the
+shapes of ``formats.mxfp8_scale_shape``. Outputs come in as keyword arguments and are written
+completely, the padding of scales with zeros. Inputs are fp32, fp16 or bf16, of ``b`` bytes an
+element. Nothing is allocated, and the device is not waited for.
+
+A matrix may have its rows at any distance, but each row element by element. Data that is not
+aligned (views at odd offsets) is read and written one element at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.operands import (
+    ELEMENTS,
+    FLOAT8,
+    boolean,
+    check_buffer,
+    check_copy,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+    rows_are_aligned,
+)
+from fuser.formats import MXFP8_BLOCK, DType, check_multiple, mxfp8_scale_shape
+
+
+def quantize(
+    x: torch.Tensor,
+    dtype: DType,
+    *,
+    two_dimensional: bool = False,
+    swizzled: bool = False,
+    row: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+) -> None:
+    """Quantize ``x`` in blocks of 32, or 32x32 if ``two_dimensional``, in one pass.
+
+    Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 1 for every 32
+    elements and copy.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, multiples of 32.
+    dtype
+        E4M3 or E5M2.
+    swizzled
+        Write scales as the reference's ``swizzle`` orders them, the columnwise ones transposed
+        first: in the shape ``[K, M / 32]``, padded.
+    row, row_scale
+        Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, False)``.
+    col, col_scale
+        Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, True)``.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    BlockSizeError
+        If M or K is no multiple of 32.
+    """
+    what = "MXFP8 quantize"
+    m, k = check_matrix(what, x)
+    check_multiple("MXFP8", m, k, MXFP8_BLOCK)
+    element, to = check_element(what, x), check_float8(what, dtype)
+    row_shape, col_shape = (mxfp8_scale_shape(m, k, columnwise) for columnwise in (False, True))
+    col_shape = col_shape[::-1] if swizzled else col_shape
+    check_copy(what, "row", row, (m, k), "row_scale", row_scale, torch.uint8, row_shape)
+    check_copy(what, "col", col, (m, k), "col_scale", col_scale, torch.uint8, col_shape)
+    if row is None and col is None:
+        return
+    aligned = rows_are_aligned(x) and is_aligned(row, 8) and is_aligned(col, 8)
+    producer = Struct((x, int64(x.stride(0))))
+    store = Struct((row, row_scale, col, col_scale, int32(swizzled)))
+    kernel = _quantize(element, to, two_dimensional, aligned)
+    kernel(tiles(m, k), producer, store, int64(m), int32(k))
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Write ``data * 2^(e - 127)``, rounded once, to ``out``. ``1 + b`` bytes an element.
+
+    Parameters
+    ----------
+    data, scale
+        Read; a rowwise copy, or a columnwise one as ``columnwise`` says; scales not swizzled.
+    dtype
+        E4M3 or E5M2.
+    out_dtype, out
+        Written; ``[M, K]``, contiguous and of this dtype.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    BlockSizeError
+        If M or K is no multiple of 32.
+    """
+    what = "MXFP8 dequantize"
+    m, k = check_matrix(what, data)
+    check_multiple("MXFP8", m, k, MXFP8_BLOCK)
+    scale_shape = mxfp8_scale_shape(m, k, columnwise)
+    check_copy(what, "data", data, (m, k), "scale", scale, torch.uint8, scale_shape)
+    check_buffer(what, "out", out, out_dtype, (m, k))
+    element, of = check_element(what, out), check_float8(what, dtype)
+    aligned = is_aligned(data, 8) and is_aligned(out, 16)
+    producer = Struct((data, scale, int64(scale_shape[1]), int32(k), int32(columnwise)))
+    _dequantize(element, of, aligned)(tiles(m, k), producer, out, int64(m), int32(k))
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+@functools.cache
+def _quantize(element: str, to: str, two_dimensional: bool, aligned: bool) -> Kernel:
+    flag = boolean(aligned)
+    producer = f"fuser::LoadProducer<{element}, {flag}>"
+    store = f"fuser::Mxfp8{'Square' if two_dimensional else ''}Store<{to}, {flag}>"
+    return Kernel("mxfp8", f"fuser_tiled<{producer}, {store}>")
+
+
+@functools.cache
+def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
+    producer = f"fuser::Mxfp8Producer<{element}, {of}, {boolean(aligned)}>"
+    return Kernel("mxfp8", f"fuser_tiled_rows<{producer}>")
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel that may be launched."""
+    return tuple(
+        kernel
+        for e in ELEMENTS.values()
+        for t in FLOAT8.values()
+        for aligned in (False, True)
+        for kernel in (
+            *(_quantize(e, t, two_dimensional, aligned) for two_dimensional in (False, True)),
+            _dequantize(e, t, aligned),
+        )
+    )

@@ -1,0 +1,205 @@
+"""Launchers of NVFP4; the functions of ``fuser.reference.nvfp4``.
+
+Data is uint8, two E2M1 values a byte; columnwise data is stored transposed, ``[K, M / 2]``. Scales
+are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``. Outputs come in as keyword
+arguments and are written completely, the padding of scales with zeros. Inputs are fp32, fp16 or
+bf16, of ``b`` bytes an element. Nothing is allocated, and the device is not waited for.
+
+A matrix may have its rows at any distance, but each row element by element. Data that is not
+aligned (views at odd offsets) is read and written one element at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import torch
+
+from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.operands import (
+    ELEMENTS,
+    boolean,
+    check_buffer,
+    check_copy,
+    check_element,
+    check_matrix,
+    is_aligned,
+    rows_are_aligned,
+)
+from fuser.errors import InputError
+from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
+
+BOOLEANS = (False, True)
+
+
+def hadamard_amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
+
+    A NaN is above all. Reads ``b`` bytes an element, once. Without a transform,
+    ``fp8_scaling.amax`` is what measures a tensor.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, multiples of 16.
+    out
+        fp32 ``[2]``, zeroed by the caller; read and written.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    BlockSizeError
+        If M or K is no multiple of 16.
+    """
+    what = "NVFP4 hadamard_amax"
+    m, k = check_matrix(what, x)
+    check_multiple("NVFP4", m, k, NVFP4_BLOCK)
+    check_buffer(what, "out", out, torch.float32, (2,))
+    kernel = _amax(check_element(what, x), rows_are_aligned(x))
+    producer = Struct((x, int64(x.stride(0))))
+    kernel(tiles(m, k), producer, Struct((out,)), int64(m), int32(k))
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    two_dimensional: bool = False,
+    hadamard: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    amax_value: torch.Tensor,
+    row: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    col_scale: torch.Tensor | None = None,
+) -> None:
+    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, below the given amax.
+
+    Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
+    elements and copy.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, multiples of 16.
+    two_dimensional, hadamard, stochastic, seed, offset
+        As the reference has them.
+    amax_value
+        Read; fp32 ``[1]``, or ``[2]``: for the rowwise and for the columnwise copy, as
+        :func:`hadamard_amax` measures them.
+    row, row_scale
+        Written, both or neither; ``[M, K / 2]`` and ``nvfp4_scale_shape(M, K, False)``.
+    col, col_scale
+        Written, both or neither; ``[K, M / 2]`` and ``nvfp4_scale_shape(M, K, True)``.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these, or ``offset`` is negative.
+    BlockSizeError
+        If M or K is no multiple of 16.
+    """
+    what = "NVFP4 quantize"
+    m, k = check_matrix(what, x)
+    check_multiple("NVFP4", m, k, NVFP4_BLOCK)
+    element = check_element(what, x)
+    row_shape, col_shape = (nvfp4_scale_shape(m, k, columnwise) for columnwise in BOOLEANS)
+    check_copy(what, "row", row, (m, k // 2), "row_scale", row_scale, torch.uint8, row_shape)
+    check_copy(what, "col", col, (k, m // 2), "col_scale", col_scale, torch.uint8, col_shape)
+    amaxes = amax_value.numel()
+    if amaxes not in (1, 2):
+        raise InputError(
+            f"{what} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
+        )
+    check_buffer(what, "amax_value", amax_value, torch.float32, (amaxes,))
+    if offset < 0:
+        raise InputError(f"{what} got offset {offset} into its random words.")
+    if row is None and col is None:
+        return
+    aligned = rows_are_aligned(x) and is_aligned(row, 4) and is_aligned(col, 8)
+    producer = Struct((x, int64(x.stride(0))))
+    copies = (amax_value, amax_value[-1:], row, row_scale, col, col_scale)
+    store = Struct((*copies, np.uint64(seed % 2**64), np.uint64(offset), int32(two_dimensional)))
+    kernel = _quantize(element, hadamard and col is not None, stochastic, aligned)
+    kernel(tiles(m, k), producer, store, int64(m), int32(k))
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out``.
+
+    Moves ``1/2 + b`` bytes an element. A Hadamard transform is not undone.
+
+    Parameters
+    ----------
+    data, scale, amax
+        Read; a rowwise copy, or a columnwise copy, which is turned back; amax fp32 ``[1]``.
+    out_dtype, out
+        Written; ``[M, K]``, contiguous and of this dtype.
+
+    Raises
+    ------
+    InputError
+        If a tensor is none of these.
+    BlockSizeError
+        If M or K is no multiple of 16.
+    """
+    what = "NVFP4 dequantize"
+    rows, bytes_of_row = check_matrix(what, data)
+    columns = 2 * bytes_of_row
+    check_multiple("NVFP4", rows, columns, NVFP4_BLOCK)
+    scales = (scale, torch.uint8, nvfp4_scale_shape(rows, columns, False))
+    check_copy(what, "data", data, (rows, bytes_of_row), "scale", *scales)
+    check_buffer(what, "amax", amax, torch.float32, (1,))
+    check_buffer(what, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns))
+    aligned = is_aligned(data, 4) and is_aligned(out, 16)
+    producer = Struct((data, scale, amax, int32(columns)))
+    kernel = _dequantize(check_element(what, out), columnwise, aligned)
+    target = Struct((out,)) if columnwise else out
+    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+@functools.cache
+def _amax(element: str, aligned: bool) -> Kernel:
+    producer = f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
+    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::HadamardAmaxStore>")
+
+
+@functools.cache
+def _quantize(element: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
+    producer = f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
+    flags = ", ".join(map(boolean, (hadamard, stochastic, aligned)))
+    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::Nvfp4Store<{flags}>>")
+
+
+@functools.cache
+def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
+    flag = boolean(aligned)
+    producer = f"fuser::Nvfp4Producer<{element}, {flag}>"
+    if columnwise:
+        return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::TurnedStore<{element}, {flag}>>")
+    return Kernel("nvfp4", f"fuser_tiled_rows<{producer}>")
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel that may be launched."""
+    names = ELEMENTS.values()
+    return (
+        *itertools.starmap(_amax, itertools.product(names, BOOLEANS)),
+        *itertools.starmap(_quantize, itertools.product(names, BOOLEANS, BOOLEANS, BOOLEANS)),
+        *itertools.starmap(_dequantize, itertools.product(names, BOOLEANS, BOOLEANS)),
+    )

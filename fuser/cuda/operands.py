@@ -1,0 +1,148 @@
+"""What launchers share: C++ names of element types, and checks of tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import DType
+
+ELEMENTS = {
+    torch.float32: "float",
+    torch.float16: "fuser::fp16",
+    torch.bfloat16: "fuser::bf16",
+}
+"""Dtypes of pipelines, as kernels call them."""
+
+FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
+"""Elements of 8 bits, as kernels call them."""
+
+
+def is_aligned(tensor: torch.Tensor | None, nbytes: int) -> bool:
+    """Whether a tensor begins at a multiple of ``nbytes``; None does."""
+    return tensor is None or tensor.data_ptr() % nbytes == 0
+
+
+def rows_are_aligned(x: torch.Tensor) -> bool:
+    """Whether every row of a matrix begins at a multiple of 16 bytes and has whole such units."""
+    size = x.element_size()
+    return (
+        x.data_ptr() % 16 == 0
+        and (x.shape[1] * size) % 16 == 0
+        and (x.shape[0] <= 1 or (x.stride(0) * size) % 16 == 0)
+    )
+
+
+def boolean(value: bool) -> str:
+    """A bool as C++ writes it."""
+    return "true" if value else "false"
+
+
+def bits_of(value: float) -> np.uint32:
+    """The bits of a number as fp32, a negative one as 0."""
+    bits: np.uint32 = np.float32(max(value, 0.0)).view(np.uint32)
+    return bits
+
+
+# -- checks -------------------------------------------------------------------
+
+
+def check_element(what: str, x: torch.Tensor) -> str:
+    """The C++ name of the dtype of ``x``; ``what`` names the launcher.
+
+    Raises
+    ------
+    InputError
+        If it is none of fp32, fp16 and bf16.
+    """
+    name = ELEMENTS.get(x.dtype)
+    if name is None:
+        raise InputError(f"{what} takes float32, float16 and bfloat16, not {x.dtype}.")
+    return name
+
+
+def check_matrix(what: str, x: torch.Tensor) -> tuple[int, int]:
+    """The sizes of a matrix whose rows lie in memory element by element, at any distance.
+
+    Raises
+    ------
+    InputError
+        If ``x`` is no such matrix.
+    """
+    if x.dim() != 2:
+        raise InputError(f"{what} takes a matrix [M, K]; got the shape {tuple(x.shape)}.")
+    m, k = x.shape
+    if k > 1 and m > 0 and x.stride(1) != 1:
+        raise InputError(
+            f"{what} takes rows that lie in memory element by element; got strides {x.stride()} "
+            "of a matrix {}. Copy it with .contiguous() first.".format([m, k])
+        )
+    return m, k
+
+
+def check_float8(what: str, dtype: DType) -> str:
+    """The C++ name of E4M3 or E5M2.
+
+    Raises
+    ------
+    InputError
+        If ``dtype`` is another.
+    """
+    name = FLOAT8.get(dtype)
+    if name is None:
+        raise InputError(f"{what} takes elements E4M3 and E5M2, not {dtype.label}.")
+    return name
+
+
+def check_buffer(
+    what: str,
+    name: str,
+    tensor: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    alignment: int = 1,
+) -> None:
+    """Refuse a buffer of another dtype, shape or layout than a kernel takes; None is fine.
+
+    Raises
+    ------
+    InputError
+        If it is not contiguous, of ``dtype`` and ``shape``, at a multiple of ``alignment`` bytes.
+    """
+    if tensor is None:
+        return
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise InputError(
+            f"{what} needs {name} contiguous, {dtype} and of shape {shape}; got {tensor.dtype} of "
+            f"shape {tuple(tensor.shape)} and strides {tensor.stride()}."
+        )
+    if tensor.data_ptr() % alignment:
+        raise InputError(
+            f"{what} needs {name} at a multiple of {alignment} bytes; it is at "
+            f"{tensor.data_ptr():#x}."
+        )
+
+
+def check_copy(
+    what: str,
+    name: str,
+    data: torch.Tensor | None,
+    shape: tuple[int, ...],
+    scale_name: str,
+    scale: torch.Tensor | None,
+    scale_dtype: torch.dtype,
+    scale_shape: tuple[int, ...],
+) -> None:
+    """Refuse a copy whose data, uint8, or whose scales are not what a kernel takes.
+
+    Raises
+    ------
+    InputError
+        If one is there without the other, or :func:`check_buffer` refuses one.
+    """
+    if (data is None) != (scale is None):
+        given, missing = (name, scale_name) if scale is None else (scale_name, name)
+        raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
+    check_buffer(what, name, data, torch.uint8, shape)
+    check_buffer(what, scale_name, scale, scale_dtype, scale_shape, alignment=16)
