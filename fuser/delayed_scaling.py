@@ -18,9 +18,9 @@ from torch.autograd import Variable
 
 from fuser.errors import InputError
 from fuser.formats import DType
+from fuser.functional.fp8_scaling import update_delayed
 from fuser.precision import Region, current_group, current_region, recomputed_conditions
 from fuser.recipe import DelayedScaling
-from fuser.reference import fp8_scaling
 from fuser.tensors import Float8Quantizer, Quantizer
 
 _is_evaluating: ContextVar[bool] = ContextVar("fuser_is_evaluating", default=False)
@@ -117,26 +117,18 @@ class DelayedScales:
 
     # -- steps ------------------------------------------------------------------
 
-    def update(self) -> None:
-        """After a step: roll the history, and set the scales from it."""
-        assert self._recipe is not None
+    def _keep_past_scale(self) -> None:
+        """Before an update: leave the scale to the regions whose forward ran with it."""
         regions = list(self._regions)
         self._regions.clear()
         if regions:
             past = self.scale.clone()
             for region in regions:
                 region.past_scales[self] = past
-        fp8_scaling.update_delayed(
-            self.amax_history,
-            self.scale,
-            self._max,
-            margin=self._recipe.margin,
-            algorithm=self._recipe.amax_compute_algo,
-        )
 
     @staticmethod
     def end_step(states: Mapping[DelayedScales, Any]) -> None:
-        """Reduce the amaxes of ``states`` over their groups, then update every state.
+        """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
         The order of states is that of their first use, which is the same on
         every rank.
@@ -144,8 +136,18 @@ class DelayedScales:
         for group in {id(group): group for group in states.values()}.values():
             reduced = [s for s, its in states.items() if its is group and s._is_reduced()]
             _max_over_ranks([state.amax_history[0] for state in reduced], group)
-        for state in states:
-            state.update()
+        for recipe in dict.fromkeys(state._recipe for state in states):
+            assert recipe is not None
+            some = [state for state in states if state._recipe == recipe]
+            for state in some:
+                state._keep_past_scale()
+            update_delayed(
+                [state.amax_history for state in some],
+                [state.scale for state in some],
+                [state._max for state in some],
+                margin=recipe.margin,
+                algorithm=recipe.amax_compute_algo,
+            )
 
     def _is_reduced(self) -> bool:
         return self._recipe is not None and self._recipe.reduce_amax

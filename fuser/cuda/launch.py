@@ -52,6 +52,9 @@ class Launch:
             raise InputError(f"A launch got {self.shared_bytes} bytes of shared memory.")
 
 
+# What kernels read and write: values in these dtypes, and bytes.
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
 # Of the skeleton in fuser/tiled.cuh.
 TILE = 128
 TILE_THREADS = 256
@@ -132,6 +135,14 @@ class Machine:
             with torch.cuda.device(device):
                 self._run_on(device, kernel, launch, values)
 
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """As :func:`kernels_take`."""
+        return (
+            tensor.is_cuda
+            and tensor.dtype in KERNEL_DTYPES
+            and module.kernels_unavailable() is None
+        )
+
     def multiprocessors(self, device: torch.device) -> int:
         """As the function of this name."""
         return _multiprocessors(device)
@@ -147,6 +158,11 @@ class Machine:
 
 machine = Machine()
 """Where launches go; read at every launch."""
+
+
+def kernels_take(tensor: torch.Tensor) -> bool:
+    """Whether kernels run on tensors like this one, of its dtype and where it is."""
+    return machine.takes(tensor)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -161,7 +161,7 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of this shape, in ``dtype`` or the nominal one."""
-        rows = self._dequantize_rows(dtype or self.dtype)
+        rows = self.compact()._dequantize_rows(dtype or self.dtype)
         return rows.view(self.shape)
 
     @property

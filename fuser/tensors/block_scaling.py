@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, fp8_block_scale_shape
-from fuser.reference import block_scaling
+from fuser.functional import block_scaling
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from fuser.formats import DType, NumberFormat
-from fuser.reference import fp8_scaling
-from fuser.reference.fp8 import transpose
+from fuser.functional import fp8_scaling
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -39,7 +38,7 @@ class Float8Tensor(QuantizedTensor):
         data = self._data
         if data is None:
             assert self._transpose is not None
-            data = transpose(self._transpose)
+            data = fp8_scaling.transpose(self._transpose)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
     def _operand_names(self, which: str) -> tuple[str, ...]:
@@ -57,10 +56,10 @@ class Float8Tensor(QuantizedTensor):
     def _make_copy(self, which: str) -> None:
         if which == "rowwise":
             assert self._transpose is not None
-            self._data = transpose(self._transpose)
+            self._data = fp8_scaling.transpose(self._transpose)
         else:
             assert self._data is not None
-            self._transpose = transpose(self._data)
+            self._transpose = fp8_scaling.transpose(self._data)
 
 
 @dataclass(frozen=True)
@@ -155,11 +154,14 @@ class Float8Quantizer(Quantizer):
         return (id(self.scale), id(self.amax), self.fp8_dtype, self.rowwise, self.columnwise)
 
     def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        data, transpose, scale_inv, amax = fp8_scaling.quantize_delayed(
-            rows, self.scale, self.fp8_dtype, rowwise=self.rowwise, columnwise=self.columnwise
+        data, transpose, scale_inv = fp8_scaling.quantize_delayed(
+            rows,
+            self.scale,
+            self.fp8_dtype,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            amax=self.amax,
         )
-        if self.amax is not None:
-            self.amax.copy_(torch.maximum(self.amax, amax))
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
     def encoding(self) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple, mxfp8_scale_shape
-from fuser.reference import mxfp8
+from fuser.functional import mxfp8
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 

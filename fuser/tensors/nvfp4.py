@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple, nvfp4_scale_shape
-from fuser.reference import nvfp4
+from fuser.functional import nvfp4
+from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -59,7 +60,7 @@ class NVFP4Tensor(BlockScaledTensor):
         if not (columnwise and self._quantizer.with_rht):
             return nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
         turned = nvfp4.dequantize(data, scale, amax, torch.float32, columnwise=True).t()
-        return nvfp4.inverse_hadamard_transform(turned).t().to(dtype).contiguous()
+        return inverse_hadamard_transform(turned).t().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,9 @@ class Emulator(launching.Machine):
     multiprocessor_count: int
     outputs: list[Output]
 
+    def takes(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu and tensor.dtype in launching.KERNEL_DTYPES
+
     def multiprocessors(self, device: torch.device) -> int:
         return self.multiprocessor_count
 

@@ -1,0 +1,79 @@
+"""NVFP4, by kernels where they run and in plain torch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cuda import fp8_scaling as amax_kernels
+from fuser.cuda import nvfp4 as kernels
+from fuser.cuda.launch import kernels_take
+from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
+from fuser.functional.outputs import buffer, rows_of
+from fuser.reference import nvfp4 as reference
+
+Wanted = torch.Tensor | None
+
+
+def quantize(
+    x: torch.Tensor,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    two_dimensional: bool = False,
+    hadamard: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
+    """Data, scales and amax, rowwise and columnwise, of ``x [M, K]``; see the reference."""
+    if not kernels_take(x):
+        return reference.quantize(
+            x,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            two_dimensional=two_dimensional,
+            hadamard=hadamard,
+            stochastic=stochastic,
+            seed=seed,
+        )
+    m, k = x.shape
+    check_multiple("NVFP4", m, k, NVFP4_BLOCK)
+    x = rows_of(x)
+    amaxes = torch.zeros(1 + hadamard, dtype=torch.float32, device=x.device)
+    (kernels.hadamard_amax if hadamard else amax_kernels.amax)(x, out=amaxes)
+    row, col = buffer(x, (m, k // 2), rowwise), buffer(x, (k, m // 2), columnwise)
+    row_scale = buffer(x, nvfp4_scale_shape(m, k, False), rowwise)
+    col_scale = buffer(x, nvfp4_scale_shape(m, k, True), columnwise)
+    kernels.quantize(
+        x,
+        two_dimensional=two_dimensional,
+        hadamard=hadamard,
+        stochastic=stochastic,
+        seed=seed,
+        amax_value=amaxes,
+        row=row,
+        row_scale=row_scale,
+        col=col,
+        col_scale=col_scale,
+    )
+    amax_row = amaxes[:1] if rowwise else None
+    amax_col = amaxes[-1:].clone() if columnwise else None
+    return row, row_scale, amax_row, col, col_scale, amax_col
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+) -> torch.Tensor:
+    """The values ``[M, K]`` of one copy in ``out_dtype``; see the reference."""
+    rows, columns = data.shape[0], 2 * data.shape[1]
+    shape = (columns, rows) if columnwise else (rows, columns)
+    out = torch.empty(shape, dtype=out_dtype, device=data.device)
+    # A view of some rows has a rowwise copy alone, and need not hold whole blocks of 16 rows.
+    if not kernels_take(out) or rows % NVFP4_BLOCK:
+        return reference.dequantize(data, scale, amax, out_dtype, columnwise=columnwise)
+    kernels.dequantize(data, scale, amax, out_dtype, columnwise=columnwise, out=out)
+    return out
