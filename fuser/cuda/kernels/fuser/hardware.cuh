@@ -56,8 +56,8 @@ __device__ __forceinline__ unsigned encoded(float x) {
     if (magnitude > 0x7f800000u) {
         return kNan;
     }
-    const int exponent = static_cast<int>(magnitude >> 23);
-    const unsigned significand = (magnitude & 0x7fffffu) | 0x800000u;
+    const int exponent = max(static_cast<int>(magnitude >> 23), 1);  // 1 for subnormals too
+    const unsigned significand = magnitude - (static_cast<unsigned>(exponent - 1) << 23);
     // Bits of the significand that the format has no place for; from 25 on, nothing is left.
     const int dropped = 23 - kMantissaBits + max(kSmallestNormal - exponent, 0);
     const int shift = min(dropped, 25);
@@ -148,6 +148,37 @@ __device__ __forceinline__ float from_fp16(unsigned short bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
+#endif
+}
+
+// ---- fp32 to nearest that keeps subnormals, whatever -ftz says, and is contracted with nothing ----
+
+#if defined(FUSER_EMULATED)
+// 80 bits are not flushed, and volatile keeps the compiler from shortening them to 32. Any NaN is the
+// one that a GPU writes.
+__device__ __forceinline__ float shortened(volatile long double x) {
+    const float y = static_cast<float>(x);
+    return y == y ? y : __uint_as_float(0x7fffffffu);
+}
+#endif
+
+__device__ __forceinline__ float add_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) + b);
+#else
+    float c;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+__device__ __forceinline__ float mul_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) * b);
+#else
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
 #endif
 }
 
