@@ -1,0 +1,345 @@
+// Activations and gated linear units in fp32: values and derivatives, one struct each.
+//
+// The formulas are those of fuser/reference/activation.py. T is the dtype that results are rounded
+// to. Structs say how many operations of the special function unit (MUFU) `value` and `at` take.
+// An H200 has 3.6e12 of them a second, and 28e12 issue slots of all kinds; in bf16 its memory moves
+// 1.05e12 elements of GELU a second, 0.7e12 of SwiGLU or of GELU backward and 0.42e12 of SwiGLU
+// backward. So the unit bounds nothing up to 3, 5, 5 and 8 operations an element, and issuing
+// nothing up to 26, 40, 40 and 67 instructions.
+//
+// Products and sums are named (__fmul_rn, fmaf) so that the compiler contracts none by itself: a
+// function gives the same bits wherever it is inlined. fp32 subnormals count as 0 where exp or tanh
+// is computed, and nowhere else (mul_rn): the ReLU family has torch's bits.
+#pragma once
+
+#include <fuser/hardware.cuh>
+
+namespace fuser {
+
+// A function at a point: its value and its derivative there.
+struct Point {
+    float value;
+    float slope;
+};
+
+// ---- how the gradient of an input follows from that of the output ----
+
+// dx = dy * f'(x)
+struct Smooth {
+    __device__ __forceinline__ static float gradient(float dy, float slope) {
+        return mul_rn(dy, slope);
+    }
+};
+
+// f'(x) is 0 or 1: dx is 0 or dy itself, infinite and subnormal ones too.
+struct Masked {
+    __device__ __forceinline__ static float gradient(float dy, float slope) {
+        return slope == 0.0f ? 0.0f : dy;
+    }
+};
+
+// f'(x) is 0 beyond a limit: dx is 0 there, for an infinite dy too.
+struct Clamped {
+    __device__ __forceinline__ static float gradient(float dy, float slope) {
+        return slope == 0.0f ? 0.0f : mul_rn(dy, slope);
+    }
+};
+
+// ---- exp, sigmoid and tanh; a quotient is an approximate reciprocal and a product, 2 ulp ----
+
+// exp(x). expf is within 2 ulp and takes 8 instructions more than 2^(x log2 e), which loses
+// |x| / 2 ulp: nothing that shows in 16 bits, but a dozen ulp where fp32's sigmoid is small.
+// MUFU: 1.
+template <class T>
+__device__ __forceinline__ float exponential(float x) {
+    return sizeof(T) == 4 ? expf(x) : exp2f(__fmul_rn(1.44269504f, x));
+}
+
+// -|x| in one instruction: of fabsf and a minus each takes one, since they flush subnormals.
+__device__ __forceinline__ float minus_magnitude(float x) {
+    return __uint_as_float(__float_as_uint(x) | 0x80000000u);
+}
+
+// numerator / (1 + e), which is numerator * sigmoid(v) for e = exp(-v). MUFU: 1.
+__device__ __forceinline__ float times_sigmoid(float numerator, float e) {
+    return __fdividef(numerator, __fadd_rn(1.0f, e));
+}
+
+struct Sigmoid {
+    float value;  // sigmoid(v)
+    float slope;  // sigmoid(v) (1 - sigmoid(v)), exact relative to itself however large v is
+};
+
+// From e = exp(-|v|), which cannot overflow. MUFU: 1.
+__device__ __forceinline__ Sigmoid sigmoid_at(float e, bool is_positive) {
+    const float larger = __fdividef(1.0f, __fadd_rn(1.0f, e));
+    const float smaller = __fmul_rn(e, larger);
+    return {is_positive ? larger : smaller, __fmul_rn(larger, smaller)};
+}
+
+// x sigmoid(v(x)), where dv is the derivative of v. MUFU: 0.
+__device__ __forceinline__ Point weighted(float x, Sigmoid sigmoid, float dv) {
+    // dv times the slope first: it is 0 where x dv overflows.
+    return {__fmul_rn(x, sigmoid.value), fmaf(x, __fmul_rn(dv, sigmoid.slope), sigmoid.value)};
+}
+
+// tanh where |z| < 0.55, by the odd polynomial that is nearest to it relative to it: 2^-23.4.
+__device__ __forceinline__ bool is_near(float z) { return minus_magnitude(z) > -0.55f; }
+__device__ __forceinline__ float tanh_near(float z) {
+    const float u = __fmul_rn(z, z);
+    float p = 1.6437596e-2f;
+    p = fmaf(p, u, -5.2671824e-2f);
+    p = fmaf(p, u, 1.3320725e-1f);
+    p = fmaf(p, u, -3.3332947e-1f);
+    return fmaf(__fmul_rn(p, u), z, z);
+}
+
+// exp(-2 |z|), at most 1/3 elsewhere, so that 2^(-2 |z| log2 e) is exact enough for any T. MUFU: 1.
+__device__ __forceinline__ float tanh_exponential(float z) {
+    return exp2f(__fmul_rn(2.8853901f, minus_magnitude(z)));
+}
+
+struct Ratio {
+    float numerator;
+    float denominator;
+};
+
+// tanh(z) as a quotient, so that another one can share its reciprocal. Both ways are computed
+// before one is chosen, here and below: there is no branch then. MUFU: 1.
+__device__ __forceinline__ Ratio tanh_ratio(float z) {
+    const float e = tanh_exponential(z);
+    const float near = tanh_near(z);
+    const float far = copysignf(__fsub_rn(1.0f, e), z);
+    const float denominator = __fadd_rn(1.0f, e);
+    return {is_near(z) ? near : far, is_near(z) ? 1.0f : denominator};
+}
+
+// MUFU: 2.
+__device__ __forceinline__ Point tanh_at(float z) {
+    const float e = tanh_exponential(z);
+    const float inverse = __fdividef(1.0f, __fadd_rn(1.0f, e));
+    const float near = tanh_near(z);
+    const float far = copysignf(__fmul_rn(__fsub_rn(1.0f, e), inverse), z);
+    // 1 - tanh^2 is a small difference of large numbers far from 0, and 4 e / (1 + e)^2 is not.
+    const float near_slope = fmaf(-near, near, 1.0f);
+    const float far_slope = __fmul_rn(__fmul_rn(4.0f, e), __fmul_rn(inverse, inverse));
+    return {is_near(z) ? near : far, is_near(z) ? near_slope : far_slope};
+}
+
+// ---- functions of one value; `scalars` are those of the activation ----
+
+// NaN and every positive x, subnormal ones too: a comparison of floats would flush them.
+__device__ __forceinline__ bool passes_relu(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return bits - 1u < 0x7fffffffu || bits > 0xff800000u;
+}
+
+// MUFU: 0.
+struct IdentityFunction : Masked {
+    __device__ __forceinline__ static float value(float x, const float*) { return x; }
+    __device__ __forceinline__ static Point at(float x, const float*) { return {x, 1.0f}; }
+};
+
+// MUFU: 0.
+struct ReluFunction : Masked {
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return passes_relu(x) ? x : 0.0f;
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        return passes_relu(x) ? Point{x, 1.0f} : Point{0.0f, 0.0f};
+    }
+};
+
+// MUFU: 0.
+struct SreluFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const float positive = ReluFunction::value(x, scalars);
+        return mul_rn(positive, positive);
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        const float positive = ReluFunction::value(x, scalars);
+        return {mul_rn(positive, positive), mul_rn(2.0f, positive)};
+    }
+};
+
+// MUFU: 2, 2.
+template <class T>
+struct SigmoidFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return times_sigmoid(1.0f, exponential<T>(-x));
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f);
+        return {sigmoid.value, sigmoid.slope};
+    }
+};
+
+// MUFU: 2, 2.
+template <class T>
+struct SiluFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return times_sigmoid(x, exponential<T>(-x));
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        return weighted(x, sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f), 1.0f);
+    }
+};
+
+// 0.5 x (1 + tanh(u)) = x sigmoid(v) with v = 2 u: no small difference of larger numbers, so that
+// 2^(-v log2 e) leaves it nearer to the truth than the formula with tanh. MUFU: 2, 2.
+struct GeluFunction : Smooth {
+    static constexpr float kLinear = 1.5957691f;   // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
+    static constexpr float kCubic = 0.071354814f;  // 0.044715 kLinear
+    static constexpr float kLog2E = 1.44269504f;
+
+    __device__ __forceinline__ static float value(float x, const float*) {
+        const float inner = fmaf(__fmul_rn(x, x), -kLog2E * kCubic, -kLog2E * kLinear);
+        return times_sigmoid(x, exp2f(__fmul_rn(x, inner)));
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        const float square = __fmul_rn(x, x);
+        const float inner = fmaf(square, kLog2E * kCubic, kLog2E * kLinear);
+        const float e = exp2f(__fmul_rn(minus_magnitude(x), inner));
+        return weighted(x, sigmoid_at(e, x >= 0.0f), fmaf(square, 3.0f * kCubic, kLinear));
+    }
+};
+
+// MUFU: 2, 2.
+template <class T>
+struct QgeluFunction : Smooth {
+    static constexpr float kAlpha = 1.702f;
+
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return times_sigmoid(x, exponential<T>(__fmul_rn(-kAlpha, x)));
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        const float e = exponential<T>(__fmul_rn(kAlpha, minus_magnitude(x)));
+        return weighted(x, sigmoid_at(e, x >= 0.0f), kAlpha);
+    }
+};
+
+// beta tanh(x / beta) sigmoid(x), with scalars beta and 1 / beta. MUFU: 3, 4.
+template <class T>
+struct SoftClippedSiluFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const Ratio t = tanh_ratio(__fmul_rn(x, scalars[1]));
+        return __fdividef(__fmul_rn(scalars[0], t.numerator),
+                          __fmul_rn(t.denominator, __fadd_rn(1.0f, exponential<T>(-x))));
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        const Point t = tanh_at(__fmul_rn(x, scalars[1]));
+        const float clipped = __fmul_rn(scalars[0], t.value);
+        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f);
+        return {__fmul_rn(clipped, sigmoid.value),
+                fmaf(clipped, sigmoid.slope, __fmul_rn(t.slope, sigmoid.value))};
+    }
+};
+
+// beta tanh(x / beta), with scalars beta and 1 / beta behind those of the gate. MUFU: 2, 2.
+struct SoftClipFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const Ratio t = tanh_ratio(__fmul_rn(x, scalars[3]));
+        return __fdividef(__fmul_rn(scalars[2], t.numerator), t.denominator);
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        const Point t = tanh_at(__fmul_rn(x, scalars[3]));
+        return {__fmul_rn(scalars[2], t.value), t.slope};
+    }
+};
+
+// g sigmoid(alpha g) with g = min(x, limit), scalars limit and alpha. NaN has a value and no slope.
+// MUFU: 2, 2.
+template <class T>
+struct ClampedGateFunction : Clamped {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const float g = x > scalars[0] ? scalars[0] : x;
+        return times_sigmoid(g, exponential<T>(-__fmul_rn(scalars[1], g)));
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        const float g = x > scalars[0] ? scalars[0] : x;
+        const float v = __fmul_rn(scalars[1], g);
+        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(v)), v >= 0.0f);
+        const Point p = weighted(g, sigmoid, scalars[1]);
+        return {p.value, x <= scalars[0] ? p.slope : 0.0f};
+    }
+};
+
+// clamp(x, -limit, limit) + offset, with scalars limit, of the gate, and offset. MUFU: 0.
+struct ClampedLinearFunction : Masked {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const float limit = scalars[0];
+        return __fadd_rn(x > limit ? limit : x < -limit ? -limit : x, scalars[2]);
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        return {value(x, scalars), fabsf(x) <= scalars[0] ? 1.0f : 0.0f};
+    }
+};
+
+// ---- activations: functions of kInputs values with the gradient of each ----
+
+template <class Function, int kScalarCount = 0>
+struct Unary {
+    static constexpr int kInputs = 1;
+    static constexpr int kScalars = kScalarCount;
+
+    __device__ __forceinline__ static float value(const float (&x)[1], const float* scalars) {
+        return Function::value(x[0], scalars);
+    }
+    // dx from dy; returns the value.
+    __device__ __forceinline__ static float gradient(float dy, const float (&x)[1],
+                                                     const float* scalars, float (&dx)[1]) {
+        const Point p = Function::at(x[0], scalars);
+        dx[0] = Function::gradient(dy, p.slope);
+        return p.value;
+    }
+};
+
+template <class Gate, class Linear, int kScalarCount = 0>
+struct Gated {
+    static constexpr int kInputs = 2;
+    static constexpr int kScalars = kScalarCount;
+
+    __device__ __forceinline__ static float value(const float (&x)[2], const float* scalars) {
+        return mul_rn(Gate::value(x[0], scalars), Linear::value(x[1], scalars));
+    }
+    __device__ __forceinline__ static float gradient(float dy, const float (&x)[2],
+                                                     const float* scalars, float (&dx)[2]) {
+        const Point gate = Gate::at(x[0], scalars);
+        const Point linear = Linear::at(x[1], scalars);
+        dx[0] = Gate::gradient(mul_rn(dy, linear.value), gate.slope);
+        dx[1] = Linear::gradient(mul_rn(dy, gate.value), linear.slope);
+        return mul_rn(gate.value, linear.value);
+    }
+};
+
+template <class T>
+using GELU = Unary<GeluFunction>;
+template <class T>
+using QGELU = Unary<QgeluFunction<T>>;
+template <class T>
+using ReLU = Unary<ReluFunction>;
+template <class T>
+using SReLU = Unary<SreluFunction>;
+template <class T>
+using SiLU = Unary<SiluFunction<T>>;
+template <class T>
+using GLU = Gated<SigmoidFunction<T>, IdentityFunction>;
+template <class T>
+using GEGLU = Gated<GeluFunction, IdentityFunction>;
+template <class T>
+using QGEGLU = Gated<QgeluFunction<T>, IdentityFunction>;
+template <class T>
+using ReGLU = Gated<ReluFunction, IdentityFunction>;
+template <class T>
+using SReGLU = Gated<SreluFunction, IdentityFunction>;
+template <class T>
+using SwiGLU = Gated<SiluFunction<T>, IdentityFunction>;
+// Scalars beta1, 1 / beta1, beta2, 1 / beta2. Forward it takes 50 instructions an element, more
+// than memory leaves time for.
+template <class T>
+using SiTUGLU = Gated<SoftClippedSiluFunction<T>, SoftClipFunction, 4>;
+// Scalars limit, alpha, offset.
+template <class T>
+using ClampedSwiGLU = Gated<ClampedGateFunction<T>, ClampedLinearFunction, 3>;
+
+}  // namespace fuser

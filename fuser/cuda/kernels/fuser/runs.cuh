@@ -1,0 +1,112 @@
+// Runs of N elements of a row: as they lie in memory, and where they stand.
+//
+// N is 1, or the elements lie side by side in every tensor and are aligned to 16 bytes or to all of
+// them.
+#pragma once
+
+#include <fuser/elements.cuh>
+
+namespace fuser {
+
+// N elements as they lie in memory.
+template <class T, int N>
+struct Packed {
+    static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
+    static constexpr int kStep = kWords < 4 ? kWords : 4;
+    unsigned words[kWords];
+
+    __device__ __forceinline__ void read(const T* p) {
+        using Access = typename Words<kStep>::Type;
+#pragma unroll
+        for (int i = 0; i < kWords / kStep; ++i) {
+            const Access part = load_streaming(reinterpret_cast<const Access*>(p) + i);
+            memcpy(words + i * kStep, &part, sizeof(Access));
+        }
+    }
+    // Bits that are there when the elements are.
+    __device__ __forceinline__ unsigned bits() const { return words[0]; }
+    // Makes every element wait for `zero`, which is 0.
+    __device__ __forceinline__ void wait_for(unsigned zero) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            words[i] ^= zero;
+        }
+    }
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(words[i]);
+        } else {
+            return to_float(T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)});
+        }
+    }
+};
+
+template <class T>
+struct Packed<T, 1> {
+    T element;
+
+    __device__ __forceinline__ void read(const T* p) { element = *p; }
+    __device__ __forceinline__ unsigned bits() const { return 0; }
+    __device__ __forceinline__ void wait_for(unsigned) {}
+    __device__ __forceinline__ float operator[](int) const { return to_float(element); }
+};
+
+template <int N, class T>
+__device__ __forceinline__ void write(T* p, const float (&x)[N]) {
+    if constexpr (N == 1) {
+        *p = from_float<T>(x[0]);
+    } else {
+        store(p, x);
+    }
+}
+
+template <class T, int N>
+__device__ __forceinline__ void round_all(float (&x)[N]) {
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // two by one instruction
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            const unsigned pair = packed_pair<T>(x[i], x[i + 1]);
+            x[i] = to_float(T{static_cast<unsigned short>(pair)});
+            x[i + 1] = to_float(T{static_cast<unsigned short>(pair >> 16)});
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            x[i] = rounded_to<T>(x[i]);
+        }
+    }
+}
+
+// ---- places ----
+
+// Where a run stands in one line: a matrix of `width` columns.
+struct Spot {
+    long long row;
+    int column;
+    int width;
+
+    __device__ __forceinline__ long long index() const { return row * width + column; }
+};
+
+// Where a run stands in a chain: in its output, and in the two lines in front of a gated stage.
+struct Place {
+    long long row;
+    int columns;  // of the output
+    int column;
+    int wide[2];
+
+    // Gate and linear part alternate in blocks of `interleave` columns.
+    __device__ __forceinline__ Place(long long row, int columns, int column, int interleave)
+        : row(row), columns(columns), column(column) {
+        const unsigned block = static_cast<unsigned>(column) / static_cast<unsigned>(interleave);
+        wide[0] = column + static_cast<int>(block) * interleave;
+        wide[1] = wide[0] + interleave;
+    }
+
+    template <int kLines>
+    __device__ __forceinline__ Spot spot(int line) const {
+        return kLines == 1 ? Spot{row, column, columns} : Spot{row, wide[line], 2 * columns};
+    }
+};
+
+}  // namespace fuser

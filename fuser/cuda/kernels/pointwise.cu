@@ -1,0 +1,280 @@
+// Pointwise chains along rows, forward and backward, and the sums that backward leaves in parts.
+
+#include <fuser/chain.cuh>
+
+namespace fuser {
+
+// A block is blockDim.x runs of N columns by blockDim.y rows. Its threads take several rows each,
+// `blockDim.y` apart; consecutive blocks are neighbours in a row. Past the edges threads read the
+// first column or the last row again, and write nothing: there is no branch around a load.
+template <int N>
+struct Thread {
+    unsigned run;
+    unsigned chunk;  // of rows
+    int column;
+    bool is_inside;
+
+    __device__ __forceinline__ explicit Thread(int columns)
+        : run(blockIdx.x * blockDim.x + threadIdx.x), chunk(blockIdx.z * gridDim.y + blockIdx.y) {
+        is_inside = run < (columns + N - 1u) / N;
+        column = is_inside ? static_cast<int>(run * N) : 0;
+    }
+
+    // Row `number` of those that this thread takes, of `each`.
+    __device__ __forceinline__ unsigned row(int number, int each) const {
+        return (chunk * each + number) * blockDim.y + threadIdx.y;
+    }
+};
+
+// ---- amax ----
+
+// The largest |x| as bits, NaN above infinity.
+template <int N>
+__device__ __forceinline__ unsigned larger(unsigned amax, const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        amax = max(amax, __float_as_uint(x[i]) & 0x7fffffffu);
+    }
+    return amax;
+}
+
+// Raises *amax to what the threads of a block found.
+__device__ __forceinline__ void raise_amax(unsigned found, unsigned* amax) {
+    __shared__ unsigned of_warps[32];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        found = max(found, __shfl_xor_sync(0xffffffffu, found, distance));
+    }
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    if (thread % 32 == 0) {
+        of_warps[thread / 32] = found;
+    }
+    __syncthreads();
+    if (thread == 0) {
+        const int warps = blockDim.x * blockDim.y / 32;
+        for (int warp = 1; warp < warps; ++warp) {
+            found = max(found, of_warps[warp]);
+        }
+        atomicMax(amax, found);
+    }
+}
+
+// ---- forward: y = chain(x), T [rows, inputs.columns] ----
+
+}  // namespace fuser
+
+// With kAmax, *amax, which holds the bits of a float >= 0, becomes at least max |y|.
+template <class Chain, int kRows, int N, bool kAmax>
+__global__ void __launch_bounds__(256)
+    fuser_pointwise(const fuser::Inputs<Chain> inputs, typename Chain::Element* __restrict__ y,
+                    unsigned* __restrict__ amax, unsigned rows) {
+    const fuser::Thread<N> thread(inputs.columns);
+    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+
+    // ---- load ----
+    fuser::Run<Chain, false, N> runs[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        place.row = min(thread.row(i, kRows), rows - 1);
+        runs[i].fetch(inputs, place);
+    }
+    fuser::wait_for_all(runs);
+
+    // ---- compute and store ----
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        float values[N];
+        runs[i].forward(inputs, values);
+        const unsigned row = thread.row(i, kRows);
+        if (thread.is_inside && row < rows) {
+            if constexpr (kAmax) {
+                fuser::round_all<typename Chain::Element>(values);
+                largest = fuser::larger(largest, values);
+            }
+            fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column, values);
+        }
+    }
+    if constexpr (kAmax) {
+        fuser::raise_amax(largest, amax);
+    }
+}
+
+// ---- backward: dx, T [rows, lines * inputs.columns], and gradients of operands in parts ----
+
+namespace fuser {
+
+// Where gradients of operands go, for one row of one thread.
+template <int N>
+struct Collector {
+    unsigned row;
+    unsigned rows;
+    const Thread<N>& thread;
+
+    __device__ __forceinline__ bool is_inside() const { return thread.is_inside && row < rows; }
+
+    // Into sums over rows.
+    __device__ __forceinline__ void add(const float (&contribution)[N], float (&sums)[N]) const {
+        if (row < rows) {
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                sums[i] = __fadd_rn(sums[i], contribution[i]);
+            }
+        }
+    }
+
+    // One part of the sum of a row: of the columns of a warp, pairwise, so that runs of 1 and of N
+    // columns are added in one order. parts[i][row].
+    __device__ __forceinline__ void add_up(const float (&contribution)[N], float* parts) const {
+        float sums[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            sums[i] = thread.is_inside ? contribution[i] : 0.0f;
+        }
+#pragma unroll
+        for (int distance = 1; distance < N; distance *= 2) {
+#pragma unroll
+            for (int i = 0; i + distance < N; i += 2 * distance) {
+                sums[i] = __fadd_rn(sums[i], sums[i + distance]);
+            }
+        }
+        const int lanes = min(static_cast<int>(blockDim.x), 32);
+        float sum = sums[0];
+        for (int distance = 1; distance < lanes; distance *= 2) {
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
+        }
+        if (threadIdx.x % lanes == 0 && row < rows) {
+            parts[static_cast<long long>(thread.run / lanes) * rows + row] = sum;
+        }
+    }
+
+    // As it is.
+    template <class T>
+    __device__ __forceinline__ void put(const float (&contribution)[N], T* gradient,
+                                        const Spot& spot) const {
+        if (is_inside()) {
+            write(gradient + spot.index(), contribution);
+        }
+    }
+
+    // One part of the sums over rows: of the rows of a block. parts[i][column].
+    __device__ __forceinline__ void keep(const float (&sums)[N], float* parts,
+                                         const Spot& spot) const {
+        __shared__ float of_threads[N][256];
+        const int own = threadIdx.y * blockDim.x + threadIdx.x;
+        __syncthreads();  // another stage may have used it
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            of_threads[i][own] = sums[i];
+        }
+        __syncthreads();
+        if (threadIdx.y == 0 && thread.is_inside) {
+            float totals[N];
+#pragma unroll
+            for (int i = 0; i < N; ++i) {
+                totals[i] = sums[i];
+            }
+#pragma unroll 1
+            for (int other = 1; other < static_cast<int>(blockDim.y); ++other) {
+#pragma unroll
+                for (int i = 0; i < N; ++i) {
+                    totals[i] = __fadd_rn(totals[i], of_threads[i][own + other * blockDim.x]);
+                }
+            }
+            write(parts + static_cast<long long>(thread.chunk) * spot.width + spot.column, totals);
+        }
+    }
+};
+
+}  // namespace fuser
+
+// A thread takes `steps` times kRows rows.
+template <class Chain, int kRows, int N, bool kAmax>
+__global__ void __launch_bounds__(256)
+    fuser_pointwise_backward(const fuser::Inputs<Chain> inputs,
+                             typename Chain::Element* __restrict__ dx, unsigned* __restrict__ amax,
+                             unsigned rows, int steps) {
+    const fuser::Thread<N> thread(inputs.columns);
+    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+    typename Chain::template Sums<N> sums;
+    unsigned largest = 0;
+    for (int step = 0; step < steps; ++step) {
+        // ---- load ----
+        fuser::Run<Chain, true, N> runs[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            place.row = min(thread.row(step * kRows + i, steps * kRows), rows - 1);
+            runs[i].fetch(inputs, place);
+        }
+        fuser::wait_for_all(runs);
+
+        // ---- compute and store ----
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const unsigned row = thread.row(step * kRows + i, steps * kRows);
+            const fuser::Collector<N> collector{row, rows, thread};
+            place.row = row;
+            float lines[Chain::kLines][N];
+            runs[i].backward(inputs, place, lines, sums, collector);
+            if (collector.is_inside()) {
+#pragma unroll
+                for (int line = 0; line < Chain::kLines; ++line) {
+                    const fuser::Spot spot = place.template spot<Chain::kLines>(line);
+                    if constexpr (kAmax) {
+                        fuser::round_all<typename Chain::Element>(lines[line]);
+                        largest = fuser::larger(largest, lines[line]);
+                    }
+                    fuser::write(dx + spot.index(), lines[line]);
+                }
+            }
+        }
+    }
+    Chain::finish(inputs, place, sums, fuser::Collector<N>{0, rows, thread});
+    if constexpr (kAmax) {
+        fuser::raise_amax(largest, amax);
+    }
+}
+
+// ---- sums[i] = sum over parts[...][i], fp32 [count, n] to T [n], in a fixed order ----
+
+// Pairwise within kFan neighbouring parts, then one after another in each of kShares shares, then
+// one share after another. A block is 32 by kShares.
+template <class T, int kFan>
+__global__ void __launch_bounds__(256)
+    fuser_sum_parts(const float* __restrict__ parts, T* __restrict__ sums, int count, long long n) {
+    constexpr int kShares = 8;
+    constexpr int kAtOnce = 8 / kFan;
+    __shared__ float of_shares[kShares][32];
+    const long long i = static_cast<long long>(blockIdx.x) * 32 + threadIdx.x;
+    const int fans = (count + kFan - 1) / kFan;
+    const int share = (fans + kShares - 1) / kShares;
+    const int end = min(fans, share * static_cast<int>(threadIdx.y + 1));
+    float sum = 0.0f;
+    if (i < n) {
+#pragma unroll kAtOnce
+        for (int fan = share * threadIdx.y; fan < end; ++fan) {
+            float pairs[kFan];
+#pragma unroll
+            for (int k = 0; k < kFan; ++k) {
+                const int part = fan * kFan + k;
+                pairs[k] = part < count ? __ldg(parts + part * n + i) : 0.0f;
+            }
+#pragma unroll
+            for (int distance = 1; distance < kFan; distance *= 2) {
+#pragma unroll
+                for (int k = 0; k + distance < kFan; k += 2 * distance) {
+                    pairs[k] = __fadd_rn(pairs[k], pairs[k + distance]);
+                }
+            }
+            sum = __fadd_rn(sum, pairs[0]);
+        }
+    }
+    of_shares[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && i < n) {
+        for (int other = 1; other < kShares; ++other) {
+            sum = __fadd_rn(sum, of_shares[other][threadIdx.x]);
+        }
+        sums[i] = fuser::from_float<T>(sum);
+    }
+}

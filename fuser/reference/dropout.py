@@ -1,0 +1,58 @@
+"""Dropout in plain torch, with a mask that follows from a seed of two numbers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+WORD = 0xFFFFFFFF
+PHILOX_ROUNDS = 7
+
+
+def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
+    """``x * mask / (1 - p)``, forward and, of a gradient, backward; 0 for ``p = 1``.
+
+    As in torch, a dropped infinity is NaN. Arguments as of :func:`dropout_mask`.
+    """
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    result: torch.Tensor = torch.ops.aten.native_dropout_backward(
+        x, dropout_mask(seed, tuple(x.shape), p), scale
+    )
+    return result
+
+
+def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
+    """Which elements a dropout keeps, as bool: word i of Philox4x32-7 is at least ``p 2^32``.
+
+    Parameters
+    ----------
+    seed
+        Two int64: the key, and the upper half of the counter. The lower half is ``i // 4``.
+    shape
+        Of the mask; i counts its elements in memory.
+    p
+        The probability that an element is zeroed.
+    """
+    index = torch.arange(math.prod(shape), device=seed.device)
+    words = torch.stack(philox(index // 4, seed[1], seed[0]))
+    return (words.gather(0, (index % 4)[None])[0] >= dropout_threshold(p)).view(shape)
+
+
+def dropout_threshold(p: float) -> int:
+    """``p 2^32``, or the largest 32-bit number."""
+    return min(round(p * 2**32), WORD)
+
+
+def philox(
+    low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, rounds: int = PHILOX_ROUNDS
+) -> tuple[torch.Tensor, ...]:
+    """Four random 32-bit words for each 128-bit counter (Salmon et al., 2011), as int64."""
+    c = [low & WORD, low >> 32 & WORD, high & WORD, high >> 32 & WORD]
+    k = [key & WORD, key >> 32 & WORD]
+    for _ in range(rounds):
+        # int64 products wrap around, and keep all 64 bits.
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32 & WORD) ^ c[1] ^ k[0], p1 & WORD, (p0 >> 32 & WORD) ^ c[3] ^ k[1], p0 & WORD]
+        k = [k[0] + 0x9E3779B9 & WORD, k[1] + 0xBB67AE85 & WORD]
+    return tuple(c)

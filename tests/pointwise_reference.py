@@ -1,0 +1,92 @@
+"""Chains of pointwise ops by the references, stage by stage: what fused kernels must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fuser.cuda.pointwise import Stage, Stages
+from fuser.reference.activation import (
+    Functor,
+    activation,
+    activation_backward,
+    scaled_activation,
+    scaled_activation_backward,
+)
+from fuser.reference.dropout import dropout
+
+
+def pointwise(
+    stages: Stages, x: torch.Tensor, operands: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """The output of the chain; every stage rounds to the dtype of ``x``, ``[rows, columns]``.
+
+    ``operands`` has one entry a stage: a bias ``[columns]``, an extra input, one scale a row,
+    the seed of a dropout (two int64), or None.
+    """
+    for stage, operand in zip(stages, operands, strict=True):
+        x = _forward(stage, x, operand)
+    return x
+
+
+def pointwise_backward(
+    stages: Stages,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    operands: Sequence[torch.Tensor | None],
+    saved: int = 0,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Gradients of the chain's input and of every stage's operand, None where it has none.
+
+    ``x`` is the input of stage number ``saved``; None where no stage reads it.
+    """
+    inputs: list[torch.Tensor | None] = [None] * saved
+    for stage, operand in zip(stages[saved:], operands[saved:], strict=True):
+        inputs.append(x)
+        x = None if x is None else _forward(stage, x, operand)
+    grads: list[torch.Tensor | None] = []
+    for stage, operand, input_ in reversed(list(zip(stages, operands, inputs, strict=True))):
+        dy, grad = _backward(stage, dy, input_, operand)
+        grads.insert(0, grad)
+    return dy, grads
+
+
+def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> torch.Tensor:
+    if stage.name == "constant_scale":
+        return x * stage.scalars[0]
+    if stage.name in ("bias", "add_extra_input"):
+        assert operand is not None
+        return x + operand
+    if stage.name == "dropout":
+        assert operand is not None
+        return dropout(x, operand, *stage.scalars)
+    if stage.is_scaled:
+        assert operand is not None
+        return scaled_activation(_functor(stage), x, operand)
+    return activation(_functor(stage), x)
+
+
+def _backward(
+    stage: Stage, dy: torch.Tensor, x: torch.Tensor | None, operand: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if stage.name == "constant_scale":
+        return dy * stage.scalars[0], None
+    if stage.name == "bias":
+        return dy, dy.sum(0)
+    if stage.name == "add_extra_input":
+        return dy, dy
+    if stage.name == "dropout":
+        assert operand is not None
+        return dropout(dy, operand, *stage.scalars), None
+    assert x is not None
+    if stage.is_scaled:
+        assert operand is not None
+        scales = operand.detach().requires_grad_()  # which says that their gradient is wanted
+        with torch.no_grad():
+            return scaled_activation_backward(_functor(stage), dy, x, scales)
+    return activation_backward(_functor(stage), dy, x), None
+
+
+def _functor(stage: Stage) -> Functor:
+    return Functor(stage.name, stage.scalars, stage.interleave)
