@@ -56,8 +56,8 @@ __device__ __forceinline__ unsigned encoded(float x) {
     if (magnitude > 0x7f800000u) {
         return kNan;
     }
-    const int exponent = static_cast<int>(magnitude >> 23);
-    const unsigned significand = (magnitude & 0x7fffffu) | 0x800000u;
+    const int exponent = max(static_cast<int>(magnitude >> 23), 1);  // 1 for subnormals too
+    const unsigned significand = magnitude - (static_cast<unsigned>(exponent - 1) << 23);
     // Bits of the significand that the format has no place for; from 25 on, nothing is left.
     const int dropped = 23 - kMantissaBits + max(kSmallestNormal - exponent, 0);
     const int shift = min(dropped, 25);
@@ -148,6 +148,101 @@ __device__ __forceinline__ float from_fp16(unsigned short bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
     return x;
+#endif
+}
+
+// ---- fp32 to nearest that keeps subnormals, whatever -ftz says, and is contracted with nothing ----
+
+#if defined(FUSER_EMULATED)
+// 80 bits are not flushed, and volatile keeps the compiler from shortening them to 32. Any NaN is the
+// one that a GPU writes.
+__device__ __forceinline__ float shortened(volatile long double x) {
+    const float y = static_cast<float>(x);
+    return y == y ? y : __uint_as_float(0x7fffffffu);
+}
+#endif
+
+__device__ __forceinline__ float add_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) + b);
+#else
+    float c;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+__device__ __forceinline__ float mul_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return shortened(static_cast<long double>(a) * b);
+#else
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
+// ---- sums of two numbers of 16 bits ----
+
+// Two bf16 sums; subnormals are kept. The product with 1 is exact, so that each is rounded once;
+// torch rounds to fp32 and then to bf16, which gives the same bits, since 24 >= 2 * 8 + 2.
+__device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
+#if defined(FUSER_EMULATED)
+    return to_bf16x2(add_rn(__uint_as_float(a << 16), __uint_as_float(b << 16)),
+                     add_rn(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u)));
+#else
+    unsigned sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return sum;
+#endif
+}
+
+// Two fp16 sums, likewise: 24 >= 2 * 11 + 2.
+__device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
+#if defined(FUSER_EMULATED)
+    return to_fp16x2(from_fp16(static_cast<unsigned short>(a)) +
+                         from_fp16(static_cast<unsigned short>(b)),
+                     from_fp16(static_cast<unsigned short>(a >> 16)) +
+                         from_fp16(static_cast<unsigned short>(b >> 16)));
+#else
+    unsigned sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+#endif
+}
+
+// ---- copies from global to shared memory that the thread does not wait for ----
+
+// 8 or 16 bytes, both sides aligned to them.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    static_assert(kBytes == 8 || kBytes == 16);
+#if defined(FUSER_EMULATED)
+    using Access = std::conditional_t<kBytes == 16, uint4, uint2>;
+    *static_cast<Access*>(shared) = *static_cast<const Access*>(global);
+#else
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    if constexpr (kBytes == 16) {  // past L1
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+    }
+#endif
+}
+
+// The copies since the last call are a group.
+__device__ __forceinline__ void close_copies() {
+#if !defined(FUSER_EMULATED)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most kLeft of this thread's groups are under way. Other threads see what was copied
+// after a barrier.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+#if !defined(FUSER_EMULATED)
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }
 
