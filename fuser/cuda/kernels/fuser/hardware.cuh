@@ -270,4 +270,68 @@ __device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
 #endif
 }
 
+// ---- sums of two numbers of 16 bits ----
+
+// Two bf16 sums; subnormals are kept. The product with 1 is exact, so that each is rounded once;
+// torch rounds to fp32 and then to bf16, which gives the same bits, since 24 >= 2 * 8 + 2.
+__device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
+#if defined(FUSER_EMULATED)
+    return to_bf16x2(add_rn(__uint_as_float(a << 16), __uint_as_float(b << 16)),
+                     add_rn(__uint_as_float(a & 0xffff0000u), __uint_as_float(b & 0xffff0000u)));
+#else
+    unsigned sum;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return sum;
+#endif
+}
+
+// Two fp16 sums, likewise: 24 >= 2 * 11 + 2.
+__device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
+#if defined(FUSER_EMULATED)
+    return to_fp16x2(from_fp16(static_cast<unsigned short>(a)) +
+                         from_fp16(static_cast<unsigned short>(b)),
+                     from_fp16(static_cast<unsigned short>(a >> 16)) +
+                         from_fp16(static_cast<unsigned short>(b >> 16)));
+#else
+    unsigned sum;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+#endif
+}
+
+// ---- copies from global to shared memory that the thread does not wait for ----
+
+// 8 or 16 bytes, both sides aligned to them.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    static_assert(kBytes == 8 || kBytes == 16);
+#if defined(FUSER_EMULATED)
+    using Access = std::conditional_t<kBytes == 16, uint4, uint2>;
+    *static_cast<Access*>(shared) = *static_cast<const Access*>(global);
+#else
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    if constexpr (kBytes == 16) {  // past L1
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+    }
+#endif
+}
+
+// The copies since the last call are a group.
+__device__ __forceinline__ void close_copies() {
+#if !defined(FUSER_EMULATED)
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait until at most kLeft of this thread's groups are under way. Other threads see what was copied
+// after a barrier.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+#if !defined(FUSER_EMULATED)
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+#endif
+}
+
 }  // namespace fuser

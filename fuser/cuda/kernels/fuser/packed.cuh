@@ -1,0 +1,207 @@
+// Elements in registers as they lie in memory, which for 16 bits is half the space of fp32.
+#pragma once
+
+#include <fuser/elements.cuh>
+
+namespace fuser {
+
+// kCount elements of T, an even number of 16-bit ones.
+template <class T, int kCount>
+struct Packed {
+    static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
+    static constexpr int kStep = kWords < 4 ? kWords : 4;
+    using Access = typename Words<kStep>::Type;
+
+    unsigned words[kWords];
+
+    __device__ __forceinline__ unsigned bits(int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return words[i];
+        } else {
+            return words[i / 2] >> i % 2 * 16 & 0xffffu;
+        }
+    }
+
+    __device__ __forceinline__ float operator[](int i) const {
+        if constexpr (sizeof(T) == 4) {
+            return __uint_as_float(words[i]);
+        } else {
+            return to_float(T{static_cast<unsigned short>(bits(i))});
+        }
+    }
+};
+
+template <class T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> zeros() {
+    Packed<T, kCount> result;
+#pragma unroll
+    for (int i = 0; i < result.kWords; ++i) {
+        result.words[i] = 0u;
+    }
+    return result;
+}
+
+// Rounded to nearest.
+template <class T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> packed(const float (&x)[kCount]) {
+    Packed<T, kCount> result;
+#pragma unroll
+    for (int i = 0; i < result.kWords; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            result.words[i] = __float_as_uint(x[i]);
+        } else {
+            result.words[i] = packed_pair<T>(x[2 * i], x[2 * i + 1]);
+        }
+    }
+    return result;
+}
+
+template <class T>
+__device__ __forceinline__ unsigned added_words(unsigned a, unsigned b);
+template <>
+__device__ __forceinline__ unsigned added_words<float>(unsigned a, unsigned b) {
+    return __float_as_uint(add_rn(__uint_as_float(a), __uint_as_float(b)));
+}
+template <>
+__device__ __forceinline__ unsigned added_words<fp16>(unsigned a, unsigned b) {
+    return add_fp16x2(a, b);
+}
+template <>
+__device__ __forceinline__ unsigned added_words<bf16>(unsigned a, unsigned b) {
+    return add_bf16x2(a, b);
+}
+
+// The elements' sums with the bits of torch's: rounded once, subnormals kept.
+template <class T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> added(const Packed<T, kCount>& a,
+                                                   const Packed<T, kCount>& b) {
+    Packed<T, kCount> sum;
+#pragma unroll
+    for (int i = 0; i < sum.kWords; ++i) {
+        sum.words[i] = added_words<T>(a.words[i], b.words[i]);
+    }
+    return sum;
+}
+
+// The largest magnitude among the first `count` elements, as the bits of T: integers put NaN above
+// infinity and see subnormals, which fmaxf flushes.
+template <class T, int kCount>
+__device__ __forceinline__ unsigned largest_magnitude(const Packed<T, kCount>& x, int count) {
+    constexpr unsigned kMagnitude = sizeof(T) == 4 ? 0x7fffffffu : 0x7fffu;
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        largest = i < count ? max(largest, x.bits(i) & kMagnitude) : largest;
+    }
+    return largest;
+}
+
+// The bits of a magnitude in T as those of the same fp32.
+template <class T>
+__device__ __forceinline__ unsigned magnitude_as_fp32(unsigned bits) {
+    if constexpr (sizeof(T) == 4) {
+        return bits;
+    } else {
+        return __float_as_uint(to_float(T{static_cast<unsigned short>(bits)}));
+    }
+}
+
+// ---- memory ----
+
+// From `p`, aligned to all elements or to 16 bytes; memory that no thread of the kernel writes. For
+// what is read once.
+template <int kCount, class T>
+__device__ __forceinline__ Packed<T, kCount> load_packed(const T* p) {
+    using Result = Packed<T, kCount>;
+    Result result;
+#pragma unroll
+    for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
+        using Access = typename Result::Access;
+        const Access part = load_streaming(reinterpret_cast<const Access*>(p) + i);
+        memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+    }
+    return result;
+}
+
+// As above, for what other blocks read too.
+template <int kCount, class T>
+__device__ __forceinline__ Packed<T, kCount> load_packed_cached(const T* p) {
+    using Result = Packed<T, kCount>;
+    Result result;
+#pragma unroll
+    for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
+        using Access = typename Result::Access;
+        const Access part = __ldg(reinterpret_cast<const Access*>(p) + i);
+        memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+    }
+    return result;
+}
+
+// The first `count` elements, one at a time and of any alignment; the rest is 0.
+template <int kCount, class T>
+__device__ __forceinline__ Packed<T, kCount> load_packed_tail(const T* p, int count) {
+    Packed<T, kCount> result = zeros<T, kCount>();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if constexpr (sizeof(T) == 4) {
+            result.words[i] = i < count ? __float_as_uint(p[i]) : 0u;
+        } else {
+            const unsigned element = i < count ? p[i].bits : 0u;
+            result.words[i / 2] |= element << i % 2 * 16;
+        }
+    }
+    return result;
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void store_packed(T* p, const Packed<T, kCount>& x) {
+    using Source = Packed<T, kCount>;
+#pragma unroll
+    for (int i = 0; i < Source::kWords / Source::kStep; ++i) {
+        typename Source::Access part;
+        memcpy(&part, x.words + i * Source::kStep, sizeof(part));
+        store_streaming(reinterpret_cast<typename Source::Access*>(p) + i, part);
+    }
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void store_packed_tail(T* p, int count, const Packed<T, kCount>& x) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i < count) {
+            if constexpr (sizeof(T) == 4) {
+                p[i] = __uint_as_float(x.words[i]);
+            } else {
+                p[i] = T{static_cast<unsigned short>(x.bits(i))};
+            }
+        }
+    }
+}
+
+// From and to memory of this kernel's own, aligned to all elements or to 16 bytes.
+template <class T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> read_packed(const void* p) {
+    using Result = Packed<T, kCount>;
+    using Access = typename Result::Access;
+    Result result;
+#pragma unroll
+    for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
+        const Access part = static_cast<const Access*>(p)[i];
+        memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+    }
+    return result;
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void write_packed(void* p, const Packed<T, kCount>& x) {
+    using Source = Packed<T, kCount>;
+    using Access = typename Source::Access;
+#pragma unroll
+    for (int i = 0; i < Source::kWords / Source::kStep; ++i) {
+        Access part;
+        memcpy(&part, x.words + i * Source::kStep, sizeof(Access));
+        static_cast<Access*>(p)[i] = part;
+    }
+}
+
+}  // namespace fuser

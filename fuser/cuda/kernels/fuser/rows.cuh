@@ -1,0 +1,142 @@
+// Rows of a matrix among the threads of a block, and the parameters of a normalization over them.
+#pragma once
+
+#include <fuser/packed.cuh>
+
+namespace fuser {
+
+// ---- a row among its threads ----
+
+// A row's threads are blockDim.x of a block; the block has blockDim.y rows at a time. Thread t of n
+// holds vectors t, t + n, ... of x, of 16 bytes each. A chunk of a row is kVectors of each thread.
+
+template <class T>
+__device__ __forceinline__ T* start_of(T* p, int row, long long stride) {
+    return p + row * stride;
+}
+
+// The columns of a thread in a chunk: kCount from first + v * step on, for each v of kVectors.
+template <int kCount, int kVectors>
+struct Columns {
+    int first;
+    int step;
+    int end;  // of the row; 0 for a row that is not there
+
+    __device__ __forceinline__ Columns(int chunk, int columns)
+        : first((chunk * kVectors * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
+                kCount),
+          step(static_cast<int>(blockDim.x) * kCount),
+          end(columns) {}
+
+    // How many elements of vector v are in the row; more than kCount, or negative, too.
+    __device__ __forceinline__ int left(int v) const { return end - first - v * step; }
+};
+
+// Nothing but loads, so that all are in flight before the first is used. Past the row there is 0.
+template <class T, int kCount, int kVectors>
+__device__ __forceinline__ void load_chunk(const T* row, const Columns<kCount, kVectors>& columns,
+                                           bool is_aligned, Packed<T, kCount> (&x)[kVectors]) {
+    const T* p = row + columns.first;
+    if (is_aligned) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            x[v] = zeros<T, kCount>();
+            if (columns.left(v) > 0) {
+                x[v] = load_packed<kCount>(p + v * columns.step);
+            }
+        }
+    } else {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            x[v] = load_packed_tail<kCount>(p + v * columns.step, columns.left(v));
+        }
+    }
+}
+
+// The elements of a vector that are in the row; there is at least one.
+template <class T, int kCount>
+__device__ __forceinline__ void store_vector(T* p, int left, bool is_aligned,
+                                             const Packed<T, kCount>& x) {
+    if (is_aligned) {
+        store_packed(p, x);
+    } else {
+        store_packed_tail(p, left, x);
+    }
+}
+
+// ---- gamma and beta, whose dtype is their own ----
+
+enum ParameterType { kNoParameter, kFp32Parameter, kFp16Parameter, kBf16Parameter };
+
+template <class P, int kCount>
+__device__ __forceinline__ void load_parameters_as(const void* parameters, int column, int left,
+                                                   bool is_aligned, float (&values)[kCount]) {
+    const P* p = static_cast<const P*>(parameters) + column;
+    const auto loaded =
+        is_aligned ? load_packed_cached<kCount>(p) : load_packed_tail<kCount>(p, left);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        values[i] = loaded[i];
+    }
+}
+
+// The parameters of a vector that is in the row; 0 where there are none.
+template <int kCount>
+__device__ __forceinline__ void load_parameters(const void* parameters, int type, int column,
+                                                int left, bool is_aligned,
+                                                float (&values)[kCount]) {
+    if (type == kFp32Parameter) {
+        load_parameters_as<float>(parameters, column, left, is_aligned, values);
+    } else if (type == kBf16Parameter) {
+        load_parameters_as<bf16>(parameters, column, left, is_aligned, values);
+    } else if (type == kFp16Parameter) {
+        load_parameters_as<fp16>(parameters, column, left, is_aligned, values);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            values[i] = 0.0f;
+        }
+    }
+}
+
+// gamma, plus one where it is centered on zero.
+template <int kCount>
+__device__ __forceinline__ void load_gain(const void* gamma, int type, float offset, int column,
+                                          int left, bool is_aligned, float (&gain)[kCount]) {
+    load_parameters(gamma, type, column, left, is_aligned, gain);
+    if (offset != 0.0f) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            gain[i] += offset;
+        }
+    }
+}
+
+// ---- what a launch says besides its tensors ----
+
+struct Sizes {
+    long long x_stride;  // from row to row, in elements
+    long long extra_stride;
+    long long dy_stride;
+    int rows;
+    int columns;
+    int chunks;
+    int stages;
+    int parameter_type;
+    int is_aligned;
+    float gain_offset;
+    float scale;  // of sums over a row: 1 / columns for their mean
+    float eps;
+};
+
+// ---- the norms ----
+
+// L2 normalization is an RMSNorm that divides by 1 and has a gain of 1.
+struct RMSNorm {
+    static constexpr bool kCentered = false;
+};
+struct LayerNorm {
+    static constexpr bool kCentered = true;
+};
+
+}  // namespace fuser

@@ -1,0 +1,188 @@
+// RMSNorm, LayerNorm and L2 normalization of rows, with an addition in front, in one read.
+#include <fuser/block.cuh>
+#include <fuser/hardware.cuh>
+#include <fuser/packed.cuh>
+#include <fuser/rows.cuh>
+
+namespace fuser {
+
+template <class T, class Out>
+struct Forward {
+    const T* x;
+    const T* extra;  // null: z is x
+    const void* gamma;
+    const void* beta;
+    Out* y;
+    T* z;  // null: not wanted; so are mean, rstd and amax
+    float* mean;
+    float* rstd;
+    unsigned* amax;  // the bits of a float
+};
+
+// One row's part in a thread, in passes over its chunks. An aligned row of one chunk stays in
+// registers; another is read in each pass, vector by vector, which adds in the same order.
+template <class Norm, class T, class Out, bool kIsInRegisters>
+struct ForwardRow {
+    static constexpr int kVectors = kIsInRegisters ? 4 : 1;
+    static constexpr int kCount = kWidest<T>;
+    using ChunkColumns = Columns<kCount, kVectors>;
+
+    const Forward<T, Out>& a;
+    const Sizes& sizes;
+    const int row;
+    const int end;
+    const int chunks;
+    const bool is_aligned;
+    Packed<T, kCount> z[kVectors];
+
+    __device__ __forceinline__ ForwardRow(const Forward<T, Out>& tensors, const Sizes& sizes_,
+                                          int row_)
+        : a(tensors),
+          sizes(sizes_),
+          row(row_),
+          end(row_ < sizes_.rows ? sizes_.columns : 0),
+          chunks(kIsInRegisters ? 1 : sizes_.chunks),
+          is_aligned(kIsInRegisters || sizes_.is_aligned) {}
+
+    // A chunk of z = x + extra. A pass but the first finds it here if it is the only one.
+    __device__ __forceinline__ void load(const ChunkColumns& columns, bool is_first_pass) {
+        if (kIsInRegisters && !is_first_pass) {
+            return;
+        }
+        load_chunk(start_of(a.x, row, sizes.x_stride), columns, is_aligned, z);
+        if (a.extra == nullptr) {
+            return;
+        }
+        Packed<T, kCount> extra[kVectors];
+        load_chunk(start_of(a.extra, row, sizes.extra_stride), columns, is_aligned, extra);
+        T* target = start_of(a.z, row, sizes.columns) + columns.first;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            z[v] = added(z[v], extra[v]);
+            if (is_first_pass && a.z != nullptr && columns.left(v) > 0) {
+                store_vector(target + v * columns.step, columns.left(v), is_aligned, z[v]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ float sum() {
+        float total = 0.0f;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            load(ChunkColumns(chunk, end), true);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                float part = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) {
+                    part += z[v][i];
+                }
+                total += part;
+            }
+        }
+        return total;
+    }
+
+    __device__ __forceinline__ float sum_of_squares(float mean) {
+        float total = 0.0f;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const ChunkColumns columns(chunk, end);
+            load(columns, !Norm::kCentered);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                float part = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) {
+                    float x = z[v][i] - mean;
+                    if constexpr (Norm::kCentered && !kIsInRegisters) {
+                        // Past the row there are zeros, which differ from the mean.
+                        x = i < columns.left(v) ? x : 0.0f;
+                    }
+                    part = fmaf(x, x, part);
+                }
+                total += Norm::kCentered && columns.left(v) <= 0 ? 0.0f : part;
+            }
+        }
+        return total;
+    }
+
+    // y; returns the bits of its largest magnitude if it is wanted.
+    __device__ __forceinline__ unsigned write(float mean, float rstd) {
+        unsigned largest = 0;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const ChunkColumns columns(chunk, end);
+            load(columns, false);
+            Out* target = start_of(a.y, row, sizes.columns) + columns.first;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                const int left = columns.left(v);
+                if (left <= 0) {
+                    continue;
+                }
+                const int column = columns.first + v * columns.step;
+                float gain[kCount], shift[kCount] = {}, values[kCount];
+                load_gain(a.gamma, sizes.parameter_type, sizes.gain_offset, column, left,
+                          is_aligned, gain);
+                if constexpr (Norm::kCentered) {
+                    load_parameters(a.beta, sizes.parameter_type, column, left, is_aligned, shift);
+                }
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) {
+                    if constexpr (Norm::kCentered) {
+                        values[i] = fmaf((z[v][i] - mean) * rstd, gain[i], shift[i]);
+                    } else {
+                        values[i] = z[v][i] * rstd * gain[i];
+                    }
+                }
+                const Packed<Out, kCount> y = packed<Out>(values);
+                store_vector(target + v * columns.step, left, is_aligned, y);
+                if (a.amax != nullptr) {
+                    const int measured = kIsInRegisters ? kCount : left;
+                    largest = max(largest, largest_magnitude(y, measured));
+                }
+            }
+        }
+        return largest;
+    }
+};
+
+}  // namespace fuser
+
+// z = x + extra, y = (z - mean) * rstd * gain + beta.
+template <class Norm, class T, class Out, bool kIsInRegisters>
+__global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 1 : 2)
+    fuser_norm(const fuser::Forward<T, Out> a, const fuser::Sizes sizes) {
+    using namespace fuser;
+    __shared__ float scratch[RowSums<1>::kScratch];
+    RowSums<1> row_sums{scratch};
+    unsigned largest = 0;
+
+    const int step = static_cast<int>(gridDim.x * blockDim.y);
+    for (int first = static_cast<int>(blockIdx.x * blockDim.y); first < sizes.rows; first += step) {
+        ForwardRow<Norm, T, Out, kIsInRegisters> row(a, sizes,
+                                                     first + static_cast<int>(threadIdx.y));
+        const bool is_writer = threadIdx.x == 0 && row.row < sizes.rows;
+        // ---- statistics: the mean first, then squares of what differs from it ----
+        float mean = 0.0f;
+        if constexpr (Norm::kCentered) {
+            mean = row_sums(row.sum()) * sizes.scale;
+            if (is_writer && a.mean != nullptr) {
+                a.mean[row.row] = mean;
+            }
+        }
+        const float squares = row_sums(row.sum_of_squares(mean));
+        const float rstd = rsqrtf(fmaf(squares, sizes.scale, sizes.eps));
+        if (is_writer && a.rstd != nullptr) {
+            a.rstd[row.row] = rstd;
+        }
+        // ---- y ----
+        largest = max(largest, row.write(mean, rstd));
+    }
+
+    // ---- amax: a maximum of integers, whose order does not matter ----
+    if (a.amax != nullptr) {
+        largest = __reduce_max_sync(kAllLanes, largest);
+        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0 && largest != 0) {
+            atomicMax(a.amax, magnitude_as_fp32<Out>(largest));
+        }
+    }
+}

@@ -1,0 +1,427 @@
+// Gradients of RMSNorm, LayerNorm and L2 normalization of rows, in one read.
+#include <fuser/block.cuh>
+#include <fuser/hardware.cuh>
+#include <fuser/packed.cuh>
+#include <fuser/rows.cuh>
+
+namespace fuser {
+
+template <class T, class Dy>
+struct Backward {
+    const Dy* dy;
+    const T* x;
+    const void* gamma;
+    const float* mean;  // of LayerNorm alone
+    const float* rstd;
+    const T* d_extra;  // null: nothing is added
+    T* dx;             // null: not wanted; so are the partials
+    float* partials;   // [1, or for LayerNorm 2][blocks][columns]
+};
+
+// The row's statistics; 0 past the last row, where x and dy are 0 too.
+template <class Norm>
+struct Statistics {
+    float mean = 0.0f;
+    float rstd = 0.0f;
+
+    template <class T, class Dy>
+    __device__ __forceinline__ void load(const Backward<T, Dy>& a, const Sizes& sizes, int row) {
+        rstd = row < sizes.rows ? a.rstd[row] : 0.0f;
+        if constexpr (Norm::kCentered) {
+            mean = row < sizes.rows ? a.mean[row] : 0.0f;
+        }
+    }
+};
+
+// A vector's part in the sums over a row: of d_hat x_hat and, for LayerNorm, of d_hat.
+template <class Norm, int kCount>
+struct RowVector {
+    static constexpr int kSums = Norm::kCentered ? 2 : 1;
+
+    float x_hat[kCount];
+    float d_hat[kCount];
+
+    template <class T, class Dy>
+    __device__ __forceinline__ void set(const Packed<T, kCount>& x, const Packed<Dy, kCount>& dy,
+                                        const float (&gain)[kCount], const Statistics<Norm>& row) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            x_hat[i] = Norm::kCentered ? (x[i] - row.mean) * row.rstd : x[i] * row.rstd;
+            d_hat[i] = dy[i] * gain[i];
+        }
+    }
+
+    __device__ __forceinline__ void add_to(float (&sums)[kSums]) const {
+        float part[kSums] = {};
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            part[0] = fmaf(d_hat[i], x_hat[i], part[0]);
+            if constexpr (Norm::kCentered) {
+                part[1] += d_hat[i];
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) {
+            sums[k] += part[k];
+        }
+    }
+
+    // (d_hat - means[1] - x_hat means[0]) rstd
+    template <class T>
+    __device__ __forceinline__ Packed<T, kCount> dx(const float (&means)[kSums],
+                                                    float rstd) const {
+        float values[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            float d = d_hat[i];
+            if constexpr (Norm::kCentered) {
+                d -= means[1];
+            }
+            values[i] = fmaf(-x_hat[i], means[0], d) * rstd;
+        }
+        return packed<T>(values);
+    }
+};
+
+__device__ __forceinline__ void wait_for_oldest_of(int groups) {
+    if (groups == 1) {
+        wait_for_copies<0>();
+    } else if (groups == 2) {
+        wait_for_copies<1>();
+    } else if (groups == 3) {
+        wait_for_copies<2>();
+    } else {
+        wait_for_copies<3>();
+    }
+}
+
+// A thread's vectors of x, dy and d_extra on their way through shared memory: of `stages` rows, in
+// places of which no other thread knows, so that they need no barrier.
+template <class T, class Dy, int kVectors>
+struct Stages {
+    static constexpr int kCount = kWidest<T>;
+    static constexpr int kDyBytes = kCount * static_cast<int>(sizeof(Dy));
+
+    const Backward<T, Dy>& a;
+    const Sizes& sizes;
+    unsigned char* memory;
+    int threads;
+    int thread;
+
+    __device__ __forceinline__ Stages(const Backward<T, Dy>& tensors, const Sizes& sizes_,
+                                      unsigned char* shared)
+        : a(tensors),
+          sizes(sizes_),
+          memory(shared),
+          threads(static_cast<int>(blockDim.x * blockDim.y)),
+          thread(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)) {}
+
+    __device__ __forceinline__ unsigned char* start(int stage) const {
+        const int bytes = 16 + kDyBytes + (a.d_extra != nullptr ? 16 : 0);
+        return memory + stage * kVectors * threads * bytes;
+    }
+    __device__ __forceinline__ unsigned char* x(int stage, int v) const {
+        return start(stage) + (v * threads + thread) * 16;
+    }
+    __device__ __forceinline__ unsigned char* dy(int stage, int v) const {
+        return start(stage) + kVectors * threads * 16 + (v * threads + thread) * kDyBytes;
+    }
+    __device__ __forceinline__ unsigned char* extra(int stage, int v) const {
+        return start(stage) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
+    }
+
+    // Begin to copy a row. Past the row there is 0 in x and dy.
+    __device__ __forceinline__ void fetch(int stage, int row) const {
+        const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
+        const T* x_row = start_of(a.x, row, sizes.x_stride) + columns.first;
+        const Dy* dy_row = start_of(a.dy, row, sizes.dy_stride) + columns.first;
+        const T* extra_row = start_of(a.d_extra, row, sizes.extra_stride) + columns.first;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const int offset = v * columns.step;
+            if (columns.left(v) <= 0) {
+                write_packed(x(stage, v), zeros<T, kCount>());
+                write_packed(dy(stage, v), zeros<Dy, kCount>());
+                continue;
+            }
+            copy_async<16>(x(stage, v), x_row + offset);
+            copy_async<kDyBytes>(dy(stage, v), dy_row + offset);
+            if (a.d_extra != nullptr) {
+                copy_async<16>(extra(stage, v), extra_row + offset);
+            }
+        }
+        close_copies();
+    }
+};
+
+// A thread's columns through all the rows of its block.
+template <class Norm, class T, class Dy, int kVectors>
+struct BackwardColumns {
+    static constexpr int kCount = kWidest<T>;
+    using Vector = RowVector<Norm, kCount>;
+    static constexpr int kSums = Vector::kSums;
+    // Few columns leave registers for the gain and for what both passes over a row need; for many
+    // the gain is read again for each row, from L1, and x and dy from shared memory.
+    static constexpr bool kKeeps = kVectors <= 2;
+    static constexpr int kKept = kKeeps ? kVectors : 1;
+
+    const Backward<T, Dy>& a;
+    const Sizes& sizes;
+    const Stages<T, Dy, kVectors>& stages;
+    float d_parameters[kSums][kVectors][kCount] = {};
+    float gain[kKept][kCount];
+    Vector vectors[kKept];  // of the row at hand
+
+    __device__ __forceinline__ explicit BackwardColumns(const Stages<T, Dy, kVectors>& stages_)
+        : a(stages_.a), sizes(stages_.sizes), stages(stages_) {
+#pragma unroll
+        for (int v = 0; v < kVectors && kKeeps; ++v) {
+            load_gain_of(v);
+        }
+    }
+
+    __device__ __forceinline__ void load_gain_of(int v) {
+        const Columns<kCount, kVectors> columns(0, sizes.columns);
+        const int type = columns.left(v) > 0 ? sizes.parameter_type : kNoParameter;
+        load_gain(a.gamma, type, sizes.gain_offset, columns.first + v * columns.step,
+                  columns.left(v), true, gain[kKeeps ? v : 0]);
+    }
+
+    __device__ __forceinline__ Packed<Dy, kCount> read(int stage, int v,
+                                                       const Statistics<Norm>& row) {
+        if constexpr (!kKeeps) {
+            load_gain_of(v);
+        }
+        const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(stages.dy(stage, v));
+        const int kept = kKeeps ? v : 0;
+        vectors[kept].set(read_packed<T, kCount>(stages.x(stage, v)), dy, gain[kept], row);
+        return dy;
+    }
+
+    // The row's part in the parameters' gradients, and this thread's part in the row's sums.
+    __device__ __forceinline__ void sum(int stage, const Statistics<Norm>& row,
+                                        float (&sums)[kSums]) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            const Packed<Dy, kCount> dy = read(stage, v, row);
+            const Vector& vector = vectors[kKeeps ? v : 0];
+            vector.add_to(sums);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                float& d_gamma = d_parameters[0][v][i];
+                d_gamma = fmaf(dy[i], vector.x_hat[i], d_gamma);
+                if constexpr (Norm::kCentered) {
+                    d_parameters[1][v][i] += dy[i];
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write(int stage, int row, const Statistics<Norm>& statistics,
+                                          const float (&means)[kSums]) {
+        const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
+        T* target = start_of(a.dx, row, sizes.columns) + columns.first;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (columns.left(v) <= 0) {
+                continue;
+            }
+            if constexpr (!kKeeps) {
+                read(stage, v, statistics);
+            }
+            Packed<T, kCount> dx = vectors[kKeeps ? v : 0].template dx<T>(means, statistics.rstd);
+            if (a.d_extra != nullptr) {
+                dx = added(dx, read_packed<T, kCount>(stages.extra(stage, v)));
+            }
+            store_packed(target + v * columns.step, dx);
+        }
+    }
+
+    // The block's sums of the parameters' gradients: over its rows at a time, in their order.
+    __device__ __forceinline__ void write_partials(float* shared) const {
+        const Columns<kCount, kVectors> columns(0, sizes.columns);
+        const int width = kVectors * columns.step, rows = static_cast<int>(blockDim.y);
+#pragma unroll
+        for (int k = 0; k < kSums; ++k) {
+            __syncthreads();
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) {
+                    const int column = columns.first + v * columns.step + i;
+                    shared[static_cast<int>(threadIdx.y) * width + column] = d_parameters[k][v][i];
+                }
+            }
+            __syncthreads();
+            const int place = static_cast<int>(k * gridDim.x + blockIdx.x);
+            float* partials = start_of(a.partials, place, sizes.columns);
+#pragma unroll 1
+            for (int column = stages.thread; column < sizes.columns; column += stages.threads) {
+                float total = 0.0f;
+#pragma unroll 1
+                for (int r = 0; r < rows; ++r) {
+                    total += shared[r * width + column];
+                }
+                partials[column] = total;
+            }
+        }
+    }
+};
+
+}  // namespace fuser
+
+// d_hat = dy gain; dx = (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)) rstd + d_extra, without the
+// first mean for an RMSNorm; partials of sum(dy x_hat) and sum(dy), over the rows of each block.
+template <class Norm, class T, class Dy, int kVectors>
+__global__ void __launch_bounds__(512, 1)
+    fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
+    using namespace fuser;
+    using ThisColumns = BackwardColumns<Norm, T, Dy, kVectors>;
+    constexpr int kSums = ThisColumns::kSums;
+    extern __shared__ __align__(16) unsigned char memory[];
+    __shared__ float scratch[RowSums<kSums>::kScratch];
+    RowSums<kSums> row_sums{scratch};
+    const Stages<T, Dy, kVectors> stages(a, sizes, memory);
+    ThisColumns mine(stages);
+
+    const int step = static_cast<int>(gridDim.x * blockDim.y);
+    const int begin = static_cast<int>(blockIdx.x * blockDim.y);
+    int row = begin + static_cast<int>(threadIdx.y);
+    Statistics<Norm> statistics, next;
+    next.load(a, sizes, row);
+
+    // Rows are fetched `ahead` before they are used, so that the first steps fetch alone.
+    const int ahead = sizes.stages * step;
+    row -= ahead;
+    int stage = 0;
+    for (int first = begin - ahead; first < sizes.rows; first += step, row += step) {
+        if (first >= begin) {
+            statistics = next;
+            next.load(a, sizes, row + step);
+            wait_for_oldest_of(sizes.stages);
+            float sums[kSums] = {};
+            mine.sum(stage, statistics, sums);
+            if (a.dx != nullptr) {
+                row_sums(sums);
+#pragma unroll
+                for (int k = 0; k < kSums; ++k) {
+                    sums[k] *= sizes.scale;
+                }
+                mine.write(stage, row, statistics, sums);
+            }
+        }
+        stages.fetch(stage, row + ahead);
+        stage = stage + 1 == sizes.stages ? 0 : stage + 1;
+    }
+
+    if (a.partials != nullptr) {
+        wait_for_copies<0>();
+        mine.write_partials(reinterpret_cast<float*>(memory));
+    }
+}
+
+// The same for rows that are too long for the registers or not aligned: a row a block, read in both
+// passes, vector by vector; the parameters' gradients are summed up in the partials.
+template <class Norm, class T, class Dy>
+__global__ void __launch_bounds__(512, 2)
+    fuser_norm_backward_in_chunks(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
+    using namespace fuser;
+    constexpr int kCount = kWidest<T>;
+    using Vector = RowVector<Norm, kCount>;
+    using ChunkColumns = Columns<kCount, 1>;
+    __shared__ float scratch[RowSums<Vector::kSums>::kScratch];
+    RowSums<Vector::kSums> row_sums{scratch};
+
+    const int begin = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    for (int row = begin; row < sizes.rows; row += blocks) {
+        Statistics<Norm> statistics;
+        statistics.load(a, sizes, row);
+        Packed<T, kCount> x[1];
+        Packed<Dy, kCount> dy[1];
+        Vector vector;
+        auto read = [&](const ChunkColumns& columns) {
+            float gain[kCount];
+            load_chunk(start_of(a.x, row, sizes.x_stride), columns, sizes.is_aligned, x);
+            load_chunk(start_of(a.dy, row, sizes.dy_stride), columns, sizes.is_aligned, dy);
+            load_gain(a.gamma, sizes.parameter_type, sizes.gain_offset, columns.first,
+                      columns.left(0), sizes.is_aligned, gain);
+            vector.set(x[0], dy[0], gain, statistics);
+        };
+        // ---- sums over the row ----
+        float sums[Vector::kSums] = {};
+        for (int chunk = 0; chunk < sizes.chunks; ++chunk) {
+            const ChunkColumns columns(chunk, sizes.columns);
+            if (columns.left(0) > 0) {
+                read(columns);
+                vector.add_to(sums);
+            }
+        }
+        row_sums(sums);
+#pragma unroll
+        for (int k = 0; k < Vector::kSums; ++k) {
+            sums[k] *= sizes.scale;
+        }
+        // ---- dx and the gradients of the parameters ----
+        for (int chunk = 0; chunk < sizes.chunks; ++chunk) {
+            const ChunkColumns columns(chunk, sizes.columns);
+            const int left = columns.left(0);
+            if (left <= 0) {
+                break;
+            }
+            read(columns);
+            if (a.dx != nullptr) {
+                Packed<T, kCount> dx = vector.template dx<T>(sums, statistics.rstd);
+                if (a.d_extra != nullptr) {
+                    const T* extra = start_of(a.d_extra, row, sizes.extra_stride);
+                    load_chunk(extra, columns, sizes.is_aligned, x);
+                    dx = added(dx, x[0]);
+                }
+                T* target = start_of(a.dx, row, sizes.columns) + columns.first;
+                store_vector(target, left, sizes.is_aligned, dx);
+            }
+            if (a.partials == nullptr) {
+                continue;
+            }
+            const long long kind = static_cast<long long>(blocks) * sizes.columns;
+            float* p = start_of(a.partials, begin, sizes.columns) + columns.first;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                if (i < left) {
+                    p[i] = fmaf(dy[0][i], vector.x_hat[i], row == begin ? 0.0f : p[i]);
+                    if constexpr (Norm::kCentered) {
+                        p[kind + i] = row == begin ? dy[0][i] : p[kind + i] + dy[0][i];
+                    }
+                }
+            }
+        }
+    }
+}
+
+// dgamma and, in the second row of blocks, dbeta: the sums of `count` partials of each of 32
+// columns, of which every thread takes each blockDim.y-th.
+template <class P>
+__global__ void __launch_bounds__(1024)
+    fuser_norm_parameter_gradients(const float* __restrict__ partials, P* __restrict__ d_gamma,
+                                   P* __restrict__ d_beta, int count, int columns) {
+    __shared__ float totals[32][32];
+    const int column = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
+    const int rows = static_cast<int>(blockDim.y);
+    float total = 0.0f;
+    if (column < columns) {
+        const float* p = partials + static_cast<long long>(blockIdx.y) * count * columns + column;
+#pragma unroll 8
+        for (int row = static_cast<int>(threadIdx.y); row < count; row += rows) {
+            total += p[static_cast<long long>(row) * columns];
+        }
+    }
+    totals[threadIdx.y][threadIdx.x] = total;
+    __syncthreads();
+    P* target = blockIdx.y == 0 ? d_gamma : d_beta;
+    if (threadIdx.y == 0 && column < columns && target != nullptr) {
+#pragma unroll 8
+        for (int row = 1; row < rows; ++row) {
+            total += totals[row][threadIdx.x];
+        }
+        target[column] = fuser::from_float<P>(total);
+    }
+}

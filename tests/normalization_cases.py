@@ -1,0 +1,272 @@
+"""Cases of the normalization kernels, run in the emulator or on a GPU, and what must come out.
+
+What is true is computed in fp64. The kernels may be at most twice as far from it as plain torch is,
+which computes in fp32 (``fuser.reference.normalization``), with a floor of two fp32 roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.cuda import normalization as launchers
+from fuser.reference import normalization as reference
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+ROUNDINGS = 2.0**-23
+
+Tensors = dict[str, torch.Tensor]
+Running = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
+"""A context in which launchers run and must write the given tensors completely."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call forward and one backward.
+
+    ``parameter`` is the dtype of gamma and beta. ``spacing`` elements lie between rows of the
+    inputs, and all tensors begin ``offset`` elements after an aligned address.
+    """
+
+    norm: str
+    x: torch.dtype
+    y: torch.dtype
+    parameter: torch.dtype
+    rows: int
+    columns: int
+    adds: bool = False
+    is_zero_centered: bool = False
+    eps: float = 1e-5
+    spacing: int = 0
+    offset: int = 0
+
+    def __str__(self) -> str:
+        names = [str(d).removeprefix("torch.") for d in (self.x, self.y, self.parameter)]
+        said = f"{self.norm}-{self.rows}x{self.columns}-{'-'.join(names)}"
+        flags = (("add", self.adds), ("zero_centered", self.is_zero_centered))
+        said += "".join(f"-{name}" for name, is_on in flags if is_on)
+        places = (("spacing", self.spacing), ("offset", self.offset))
+        return said + "".join(f"-{name}{n}" for name, n in places if n)
+
+
+# Columns at which something changes: a vector has 8 or 4 elements, a row 1 to 32 lanes and then
+# whole warps, of which the backward's threads hold two vectors or four.
+BACKWARD_FEW, BACKWARD_MANY = 2 * 512, 4 * 512
+CASES = (
+    Case("rmsnorm", BF16, BF16, BF16, 1, 8),
+    Case("rmsnorm", BF16, BF16, F32, 5, 64, adds=True),
+    Case("rmsnorm", BF16, BF16, F16, 37, 520, is_zero_centered=True),
+    Case("rmsnorm", BF16, BF16, BF16, 13, 2048, adds=True, eps=0.1),
+    Case("rmsnorm", BF16, BF16, BF16, 3, 8 * BACKWARD_FEW + 8, adds=True),
+    Case("rmsnorm", BF16, BF16, BF16, 2, 8 * BACKWARD_MANY + 8, adds=True),
+    Case("rmsnorm", BF16, BF16, F32, 4, 1),
+    Case("rmsnorm", BF16, BF16, BF16, 9, 77, adds=True, is_zero_centered=True),
+    Case("rmsnorm", BF16, BF16, BF16, 3, 64, adds=True, offset=1),
+    Case("rmsnorm", BF16, BF16, F32, 12, 256, adds=True, spacing=24),
+    Case("rmsnorm", F32, F32, F32, 6, 100),
+    Case("rmsnorm", F32, F32, F16, 11, 1028, adds=True, is_zero_centered=True),
+    Case("layernorm", F16, F16, F16, 7, 40, adds=True),
+    Case("layernorm", F16, F16, F32, 21, 1040, is_zero_centered=True),
+    Case("layernorm", F16, F16, F16, 4, 31, adds=True),
+    Case("layernorm", F32, BF16, BF16, 10, 132, adds=True),
+    Case("layernorm", F32, BF16, F32, 3, 4 * BACKWARD_FEW + 4, adds=True),
+    Case("layernorm", F32, BF16, F16, 2, 4 * BACKWARD_MANY + 4, adds=True),
+    Case("layernorm", F32, BF16, F32, 5, 64, adds=True, spacing=3),
+    Case("l2norm", BF16, BF16, F32, 9, 128, eps=1e-6),
+    Case("l2norm", F32, F32, F32, 5, 9, eps=0.5),
+)
+# Every kernel, and sizes of models.
+GPU_CASES = (
+    *(
+        Case(norm, x, y, parameter, rows, columns, adds=True, offset=offset)
+        for norm in ("rmsnorm", "layernorm")
+        for x, y in launchers.DTYPE_PAIRS
+        for parameter, rows, columns, offset in (
+            (F32, 333, 1536, 0),
+            (y, 200, 5120 * x.itemsize // 2, 0),
+            (y, 50, 8200 * 2 // x.itemsize, 0),
+            (F16, 77, 300, 1),
+        )
+    ),
+    *(
+        Case(norm, BF16, BF16, parameter, 3001, columns, adds=True)
+        for norm in ("rmsnorm", "layernorm")
+        for parameter in (F32, BF16)
+        for columns in (64, 128, 1024, 3072, 4096, 8192, 16384)
+    ),
+    Case("rmsnorm", F32, BF16, F32, 700, 16384, adds=True),
+    Case("layernorm", F32, F32, F32, 300, 12288, adds=True),
+    Case("layernorm", BF16, BF16, BF16, 65, 196608, adds=True),
+    Case("l2norm", F16, F16, F32, 4000, 128, eps=1e-6),
+)
+
+
+# -- tensors ------------------------------------------------------------------
+
+
+def placed(tensor: torch.Tensor, spacing: int = 0, offset: int = 0) -> torch.Tensor:
+    """A copy whose rows are ``spacing`` elements apart, ``offset`` elements past an alignment."""
+    *rows, columns = tensor.shape
+    width = columns + spacing
+    memory = tensor.new_zeros(max(tensor.numel(), 1) // columns * width + offset)
+    view = memory[offset : offset + tensor.numel() // columns * width].view(*rows, width)
+    view = view[..., :columns]
+    view.copy_(tensor)
+    return view
+
+
+def inputs_of(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
+    """Random x, dy, and as the case wants them gamma, beta, extra and d_extra."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(shape: tuple[int, ...], dtype: torch.dtype, spacing: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator).to(dtype)
+        return placed(values.to(device), spacing, case.offset)
+
+    shape = (case.rows, case.columns)
+    # A mean that is not 0, for LayerNorm to take out.
+    made = {"x": random(shape, case.x, case.spacing).add_(0.5)}
+    made["dy"] = random(shape, case.y, case.spacing)
+    if case.norm != "l2norm":
+        made["gamma"] = random((case.columns,), case.parameter, 0)
+    if case.norm == "layernorm":
+        made["beta"] = random((case.columns,), case.parameter, 0)
+    if case.adds:
+        made["extra"] = random(shape, case.x, case.spacing)
+        made["d_extra"] = random(shape, case.x, case.spacing)
+    return made
+
+
+def empty(case: Case, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> Any:
+    """An output, where the case has its tensors begin."""
+    return placed(like.new_zeros(shape, dtype=dtype), 0, case.offset)
+
+
+# -- the kernels --------------------------------------------------------------
+
+
+def forward(
+    case: Case, given: Tensors, running: Running, amax: torch.Tensor | None = None
+) -> Tensors:
+    """What the kernel writes."""
+    x = given["x"]
+    made = {"y": empty(case, x.shape, case.y, x)}
+    made["rstd"] = empty(case, (case.rows, 1), F32, x)
+    if case.norm == "layernorm":
+        made["mean"] = empty(case, (case.rows, 1), F32, x)
+    if case.adds:
+        made["z"] = empty(case, x.shape, case.x, x)
+    options: Any = {"extra": given.get("extra"), "z": made.get("z"), "amax": amax}
+    options |= {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered}
+    with running(tuple(made.values())):
+        if case.norm == "rmsnorm":
+            launchers.rmsnorm(x, given["gamma"], made["y"], made["rstd"], **options)
+        elif case.norm == "layernorm":
+            parameters = (given["gamma"], given["beta"])
+            outputs = (made["y"], made["mean"], made["rstd"])
+            launchers.layernorm(x, *parameters, *outputs, **options)
+        else:
+            launchers.l2norm(x, made["y"], made["rstd"], eps=case.eps)
+    return made
+
+
+def backward(case: Case, given: Tensors, statistics: Tensors, running: Running) -> Tensors:
+    """What the kernel writes from the statistics of a forward; x is the forward's z."""
+    x, dy, rstd = given["x"], given["dy"], statistics["rstd"]
+    made = {"dx": empty(case, x.shape, case.x, x)}
+    if case.norm != "l2norm":
+        made["dgamma"] = empty(case, (case.columns,), case.parameter, x)
+    if case.norm == "layernorm":
+        made["dbeta"] = empty(case, (case.columns,), case.parameter, x)
+    with running(tuple(made.values())):
+        if case.norm == "l2norm":
+            launchers.l2norm_backward(dy, x, rstd, made["dx"])
+            return made
+        shape = launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
+        workspace = torch.full(shape, float("nan"), device=x.device)
+        options: Any = {"zero_centered_gamma": case.is_zero_centered}
+        options["d_extra"] = given.get("d_extra")
+        if case.norm == "rmsnorm":
+            outputs = (made["dx"], made["dgamma"], workspace)
+            launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
+        else:
+            outputs = (made["dx"], made["dgamma"], made["dbeta"], workspace)
+            statistic = (statistics["mean"], rstd)
+            launchers.layernorm_backward(dy, x, given["gamma"], *statistic, *outputs, **options)
+    return made
+
+
+# -- what must come out -------------------------------------------------------
+
+
+def plain(case: Case, given: Tensors) -> Tensors:
+    """The same by plain torch, whose gradients are those of z."""
+    z = given["x"] + given["extra"] if case.adds else given["x"]
+    if case.norm == "l2norm":
+        y, rstd = reference.l2norm(z, case.eps)
+        return {"y": y, "rstd": rstd, "dx": reference.l2norm_backward(given["dy"], z, rstd)}
+    gain = given["gamma"].float() + int(case.is_zero_centered)
+    grads: tuple[torch.Tensor | None, ...]
+    if case.norm == "rmsnorm":
+        y, rstd = reference.rmsnorm(z, gain, case.eps, case.y)
+        made = {"y": y, "rstd": rstd}
+        grads = reference.rmsnorm_backward(given["dy"], z, gain, rstd)
+    else:
+        y, mean, rstd = reference.layernorm(z, gain, given["beta"], case.eps, case.y)
+        made = {"y": y, "mean": mean, "rstd": rstd}
+        grads = reference.layernorm_backward(given["dy"], z, gain, mean, rstd)
+    for name, grad in zip(("dx", "dgamma", "dbeta"), grads, strict=False):
+        assert grad is not None
+        made[name] = grad if name == "dx" else grad.to(case.parameter)
+    if case.adds:
+        made["z"] = z
+        made["dx"] = made["dx"] + given["d_extra"]
+    return made
+
+
+def exact(case: Case, given: Tensors) -> Tensors:
+    """The same in fp64, from z as its dtype rounds it."""
+    z = (given["x"] + given["extra"] if case.adds else given["x"]).double().requires_grad_()
+    leaves = {"dx": z}
+    for name in ("gamma", "beta"):
+        if name in given:
+            leaves[f"d{name}"] = given[name].double().requires_grad_()
+    made: Tensors = {}
+    if case.norm == "l2norm":
+        made["rstd"] = torch.rsqrt(z.square().sum(-1, keepdim=True) + case.eps)
+        made["y"] = z * made["rstd"]
+    else:
+        centered = z
+        if case.norm == "layernorm":
+            made["mean"] = z.mean(-1, keepdim=True)
+            centered = z - made["mean"]
+        made["rstd"] = torch.rsqrt(centered.square().mean(-1, keepdim=True) + case.eps)
+        gain = leaves["dgamma"] + int(case.is_zero_centered)
+        made["y"] = centered * made["rstd"] * gain + leaves.get("dbeta", 0.0)
+    grads = torch.autograd.grad(made["y"], list(leaves.values()), given["dy"].double())
+    made |= dict(zip(leaves, grads, strict=True))
+    if case.adds:
+        made["z"] = z
+        made["dx"] = made["dx"] + given["d_extra"].double()
+    return {name: tensor.detach() for name, tensor in made.items()}
+
+
+def assert_close_as_torch(got: Tensors, plain_torch: Tensors, truth: Tensors) -> None:
+    """Every tensor of ``got`` is at most twice as far from the truth as plain torch's."""
+    for name, tensor in got.items():
+        own = (plain_torch[name].double() - truth[name]).abs().max().item()
+        limit = 2 * own + ROUNDINGS * truth[name].abs().max().item()
+        error = (tensor.double() - truth[name]).abs().max().item()
+        assert error <= limit, f"{name}: off by {error}, torch by {own}"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(integers), b.contiguous().view(integers)
+    )

@@ -1,0 +1,390 @@
+"""The normalization kernels in the emulator, against fp64, plain torch and each other's bits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from emulator import emulated, prepare
+from normalization_cases import (
+    BF16,
+    CASES,
+    F16,
+    F32,
+    Case,
+    assert_close_as_torch,
+    backward,
+    exact,
+    forward,
+    inputs_of,
+    placed,
+    plain,
+    same_bits,
+)
+
+from fuser.cuda import launch as launching
+from fuser.cuda import normalization as launchers
+from fuser.cuda.launch import Kernel, Launch
+from fuser.errors import InputError
+
+
+def running(
+    written: Sequence[torch.Tensor], multiprocessors: int = 2
+) -> AbstractContextManager[Any]:
+    return emulated(written=written, multiprocessors=multiprocessors)
+
+
+class Recorder(launching.Machine):
+    """Runs nothing, and notes which kernels would."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Kernel, None] = {}
+
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+        self.kernels[kernel] = None
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return 2
+
+
+def kernels_of(cases: Sequence[Case]) -> tuple[Kernel, ...]:
+    """The kernels that the cases launch, so that only they are compiled, and together."""
+    recorder, before = Recorder(), launching.machine
+    launching.machine = recorder
+    try:
+        for case in cases:
+            given = inputs_of(case)
+            got = forward(case, given, lambda written: nullcontext())
+            backward(case, given, got, lambda written: nullcontext())
+    finally:
+        launching.machine = before
+    return tuple(recorder.kernels)
+
+
+prepare(*kernels_of(CASES))
+
+
+# -- values -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_forward_and_backward_are_as_exact_as_torch(case: Case) -> None:
+    given = inputs_of(case)
+    truth, plain_torch = exact(case, given), plain(case, given)
+    got = forward(case, given, running)
+    assert_close_as_torch(got, plain_torch, truth)
+    if case.adds:
+        assert same_bits(got["z"], plain_torch["z"])
+    grads = backward(case, {**given, "x": got.get("z", given["x"])}, got, running)
+    assert_close_as_torch(grads, plain_torch, truth)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+@pytest.mark.parametrize("columns", [1040, 4104])
+def test_blocks_that_take_many_rows_give_each_its_own(columns: int, multiprocessors: int) -> None:
+    """More rows than the backward has on their way at a time, and than its blocks take evenly."""
+    case = Case("rmsnorm", BF16, BF16, BF16, 23, columns, adds=True)
+    given = inputs_of(case)
+    truth, plain_torch = exact(case, given), plain(case, given)
+    on = functools.partial(running, multiprocessors=multiprocessors)
+    got = forward(case, given, on)
+    grads = backward(case, {**given, "x": got["z"]}, got, on)
+    assert_close_as_torch({**got, **grads}, plain_torch, truth)
+
+
+def test_a_mean_far_from_zero_leaves_the_variance_exact() -> None:
+    """The variance of values near 1000 is that of what differs from the mean."""
+    case = Case("layernorm", F32, F32, F32, 4, 100)
+    given = inputs_of(case)
+    given["x"] = given["x"] + 1000
+    got = forward(case, given, running)
+    assert_close_as_torch(got, plain(case, given), exact(case, given))
+
+
+# -- the same bits by other ways ----------------------------------------------
+
+WAYS = (
+    Case("rmsnorm", BF16, BF16, BF16, 5, 1040, adds=True, is_zero_centered=True),
+    Case("layernorm", F32, BF16, F16, 5, 516, adds=True),
+)
+
+
+@pytest.mark.parametrize("place", [{"offset": 1}, {"spacing": 3}, {"spacing": 64}], ids=str)
+@pytest.mark.parametrize("case", WAYS, ids=str)
+def test_where_tensors_lie_changes_no_bit(case: Case, place: dict[str, int]) -> None:
+    """Rows of more than a warp are summed in one order, vector by vector or element by element."""
+    elsewhere = replace(case, **place)
+    results = []
+    for one in (case, elsewhere):
+        given = inputs_of(one)
+        got = forward(one, given, running)
+        got |= backward(
+            one, {**given, "x": placed(got["z"], one.spacing, one.offset)}, got, running
+        )
+        results.append(got)
+    assert all(same_bits(results[0][name], results[1][name]) for name in results[0])
+
+
+@pytest.mark.parametrize("case", WAYS, ids=str)
+def test_an_addition_in_front_or_behind_is_the_one_of_torch(case: Case) -> None:
+    given, alone = inputs_of(case), replace(case, adds=False)
+    fused = forward(case, given, running)
+    given["x"] = given["x"] + given["extra"]
+    assert same_bits(fused.pop("z"), given["x"])
+    unfused = forward(alone, {**given, "extra": None}, running)
+    assert all(same_bits(fused[name], unfused[name]) for name in fused)
+    grads = backward(case, given, fused, running)
+    grads_alone = backward(alone, {**given, "d_extra": None}, fused, running)
+    grads_alone["dx"] = grads_alone["dx"] + given["d_extra"]
+    assert all(same_bits(grads[name], grads_alone[name]) for name in grads)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_sums_keep_subnormals_and_signed_zeros(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).smallest_normal
+    generator = torch.Generator().manual_seed(0)
+    numbers = [(torch.rand(3, 64, generator=generator) - 0.5).mul(4 * tiny) for _ in range(2)]
+    x, extra = (n.to(dtype) for n in numbers)
+    x[0, :4] = torch.tensor([0.0, -0.0, -0.0, 1.0])
+    extra[0, :4] = torch.tensor([-0.0, -0.0, 0.0, -1.0])
+    case = Case("rmsnorm", dtype, dtype, F32, 3, 64, adds=True)
+    got = forward(case, {"x": x, "extra": extra, "gamma": torch.ones(64)}, running)
+    expected = x + extra
+    assert expected.abs().max() < 4 * tiny
+    assert (expected.abs()[expected != 0] < tiny).any()
+    assert same_bits(got["z"], expected)
+
+
+# -- what is optional ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", WAYS, ids=str)
+def test_what_nobody_needs_is_not_written_and_changes_nothing(case: Case) -> None:
+    given = inputs_of(case)
+    expected = forward(case, given, running)
+    y = torch.empty_like(expected["y"])
+    options: Any = {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered}
+    options["extra"] = given["extra"]
+    with running((y,)):
+        if case.norm == "rmsnorm":
+            launchers.rmsnorm(given["x"], given["gamma"], y, None, **options)
+        else:
+            launchers.layernorm(given["x"], given["gamma"], given["beta"], y, None, None, **options)
+    assert same_bits(y, expected["y"])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_gradients_that_nobody_needs_are_not_written_and_change_nothing(offset: int) -> None:
+    case = replace(WAYS[1], adds=False, offset=offset)
+    given = inputs_of(case)
+    got = forward(case, given, running)
+    expected = backward(case, given, got, running)
+    inputs = (given["dy"], given["x"], given["gamma"], got["mean"], got["rstd"])
+    dx, dgamma, dbeta = (torch.empty_like(t) for t in expected.values())
+    with running((dx,)):
+        launchers.layernorm_backward(*inputs, dx, None, None, None)
+    with running((dgamma,)):
+        workspace = torch.empty(launchers.workspace_shape(given["x"], has_beta=True))
+        launchers.layernorm_backward(*inputs, None, dgamma, None, workspace)
+    with running((dbeta,)):
+        launchers.layernorm_backward(*inputs, None, None, dbeta, workspace)
+    with running(()):
+        launchers.layernorm_backward(*inputs, None, None, None, None)
+    assert same_bits(dx, expected["dx"])
+    assert same_bits(dgamma, expected["dgamma"])
+    assert same_bits(dbeta, expected["dbeta"])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rmsnorm", BF16, BF16, F32, 50, 136),
+        Case("layernorm", F32, F16, F16, 5, 77, is_zero_centered=True),
+        Case("layernorm", F32, F32, F32, 9, 64),
+    ],
+    ids=str,
+)
+def test_amax_is_the_largest_magnitude_of_y_or_what_it_was(case: Case) -> None:
+    given = inputs_of(case)
+    given["x"] += 10  # what a vector holds past the end of a row would come to more than y
+    amax, larger = torch.zeros(1), torch.full((), 1e30)
+    got = forward(case, given, running, amax)
+    assert torch.equal(amax[0], got["y"].abs().max().float())
+    forward(case, given, running, larger)
+    assert larger == torch.tensor(1e30)
+    given["x"][1, 2] = float("nan")
+    forward(case, given, running, amax)
+    assert amax.isnan().all()
+
+
+def test_amax_sees_subnormals_of_fp16() -> None:
+    case = Case("rmsnorm", F16, F16, F32, 2, 64)
+    given = {**inputs_of(case), "gamma": torch.full((64,), 1e-7)}
+    amax = torch.zeros(1)
+    y = forward(case, given, running, amax)["y"]
+    assert 0 < y.abs().max() < torch.finfo(F16).smallest_normal
+    assert torch.equal(amax[0], y.abs().max().float())
+
+
+# -- what is not finite, and what is empty ------------------------------------
+
+
+@pytest.mark.parametrize("case", [replace(WAYS[0], columns=64), WAYS[1]], ids=str)
+def test_a_row_that_is_not_finite_spoils_no_other(case: Case) -> None:
+    given = inputs_of(case)
+    expected = forward(case, given, running)
+    grads = backward(case, {**given, "x": expected["z"]}, expected, running)["dx"]
+    given["x"][1, 5] = float("nan")
+    given["x"][3, 7] = float("inf")
+    got = forward(case, given, running)
+    dx = backward(case, {**given, "x": got["z"]}, got, running)["dx"]
+    truth = plain(case, given)
+    for name in ("y", "rstd"):
+        assert torch.equal(got[name].isnan(), truth[name].isnan())
+    for row in (0, 2, 4):
+        assert same_bits(got["y"][row], expected["y"][row])
+        assert same_bits(dx[row], grads[row])
+
+
+def test_rows_of_zeros_are_normalized_to_zeros() -> None:
+    case = Case("layernorm", BF16, BF16, F32, 3, 72)
+    given = inputs_of(case)
+    given["x"].zero_()
+    got = forward(case, given, running)
+    assert torch.equal(got["y"], given["beta"].bfloat16().expand(3, -1))
+    assert torch.equal(got["rstd"], torch.full((3, 1), case.eps).rsqrt())
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm", "l2norm"])
+def test_without_rows_nothing_runs_and_gradients_of_parameters_are_zero(norm: str) -> None:
+    case = Case(norm, BF16, BF16, F32, 0, 64)
+    given = inputs_of(case)
+    got = forward(case, given, running)
+    grads = backward(case, given, got, running)
+    assert grads.pop("dx").shape == (0, 64)
+    assert all(torch.equal(grad, torch.zeros(64)) for grad in grads.values())
+
+
+# -- launches -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_plans_cover_every_row_with_blocks_that_gpus_can_run(element_bytes: int) -> None:
+    for columns in (*range(1, 700), *range(701, 40000, 331), 2**20):
+        forward_plan = launchers.forward_plan(columns, element_bytes)
+        vectors = -(-columns * element_bytes // 16)
+        threads = forward_plan.lanes * forward_plan.rows
+        assert threads % 32 == 0
+        assert threads <= (512 if element_bytes == 2 else 1024)
+        assert forward_plan.lanes % 32 == 0 or 32 % forward_plan.lanes == 0
+        assert forward_plan.fits_registers == (vectors <= 4 * forward_plan.lanes)
+        assert forward_plan.fits_registers == (columns <= 16384)
+        for shared in (99 * 1024, 163 * 1024, 227 * 1024):
+            plan = launchers.backward_plan(columns, element_bytes, shared)
+            assert plan.lanes * plan.rows % 32 == 0
+            assert plan.lanes * plan.rows <= 512
+            assert plan.lanes % 32 == 0 or 32 % plan.lanes == 0
+            assert plan.fits_registers == (vectors <= plan.vectors * plan.lanes)
+            assert plan.fits_registers == (columns <= 16384 * 2 // element_bytes)
+            for vector_bytes in (24, 32, 40, 48):
+                used = plan.stages(vector_bytes, shared) * plan.stage_bytes(vector_bytes)
+                blocks = plan.blocks_per_multiprocessor if plan.fits_registers else 1
+                assert used + 512 <= shared
+                assert blocks * (used + 512 + 1024) <= shared + 1024
+
+
+def test_on_an_h200_the_backward_has_rows_on_their_way_in_all_its_shared_memory() -> None:
+    """In bf16 with an addition, in KiB a multiprocessor; some 32 must be in flight."""
+    shared = 227 * 1024
+    found = {}
+    for columns in (1024, 2048, 4096, 8192, 16384):
+        plan = launchers.backward_plan(columns, 2, shared)
+        block = plan.stages(48, shared) * plan.stage_bytes(48) // 1024
+        found[columns] = (plan.blocks_per_multiprocessor, block)
+    assert found == {
+        1024: (2, 96),
+        2048: (2, 96),
+        4096: (2, 96),
+        8192: (1, 192),
+        16384: (1, 192),
+    }
+
+
+def test_the_workspace_is_small_beside_the_tensors() -> None:
+    x = torch.empty(16384, 4096, dtype=BF16, device="meta")
+    with emulated(multiprocessors=132):
+        shape = launchers.workspace_shape(x, has_beta=True)
+    assert shape == (2, 264, 4096)
+
+
+# -- bad input ----------------------------------------------------------------
+
+
+def call(**changes: Any) -> None:
+    """A LayerNorm forward with something else in place of a good argument."""
+    good: dict[str, Any] = {name: torch.zeros(4, 16) for name in ("x", "y", "extra", "z")}
+    good |= {name: torch.zeros(16) for name in ("gamma", "beta")}
+    good |= {name: torch.zeros(4) for name in ("mean", "rstd")}
+    with emulated():
+        launchers.layernorm(**{**good, "amax": torch.zeros(1), "eps": 1e-5, **changes})
+
+
+def call_backward(**changes: Any) -> None:
+    good: dict[str, Any] = {name: torch.zeros(4, 16) for name in ("dy", "x", "dx", "d_extra")}
+    good |= {name: torch.zeros(16) for name in ("gamma", "dgamma", "dbeta")}
+    good |= {name: torch.zeros(4) for name in ("mean", "rstd")}
+    with emulated():
+        good["workspace"] = torch.zeros(launchers.workspace_shape(good["x"], has_beta=True))
+        launchers.layernorm_backward(**{**good, **changes})
+
+
+def test_good_arguments_are_taken() -> None:
+    call()
+    call_backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": torch.zeros(4, 16).double()}, r"x of shape \[rows, columns\].* got float64"),
+        ({"x": torch.zeros(64)}, r"got float32 of shape \(64,\)"),
+        ({"x": torch.zeros(4, 0)}, r"got float32 of shape \(4, 0\)"),
+        ({"x": torch.zeros(16, 4).t()}, r"x .* side by side; .* strides \(1, 4\)"),
+        ({"y": torch.zeros(4, 15)}, r"y in float32 or bfloat16 or float16, of shape \(4, 16\)"),
+        ({"y": torch.zeros(4, 32)[:, :16]}, r"y .* contiguous; .* strides \(32, 1\)"),
+        ({"x": torch.zeros(4, 16).half(), "extra": None, "z": None}, "y in float16, .* float32"),
+        ({"extra": torch.zeros(4, 16).half()}, "extra in float32, .* got float16"),
+        ({"extra": None}, "z where it adds an extra"),
+        ({"gamma": torch.zeros(15)}, r"gamma in .* of shape \(16,\), .* \(15,\)"),
+        ({"gamma": torch.zeros(16).half()}, "gamma in float16 and beta in float32"),
+        ({"rstd": torch.zeros(5)}, "rstd in float32, 4 elements, contiguous"),
+        ({"mean": torch.zeros(4).half()}, "mean in float32, .* got float16"),
+        ({"amax": torch.zeros(2)}, "amax in float32, 1 elements"),
+    ],
+)
+def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        call(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dy": torch.zeros(4, 15)}, r"dy in .* of shape \(4, 16\)"),
+        ({"dy": torch.zeros(1).expand(4, 16)}, r"dy .* side by side; .* strides \(0, 0\)"),
+        ({"dx": torch.zeros(4, 16).half()}, "dx in float32, .* got float16"),
+        ({"d_extra": torch.zeros(4, 8)}, r"d_extra .* of shape \(4, 16\)"),
+        ({"dbeta": torch.zeros(16).half()}, "dgamma in float32 and dbeta in float16"),
+        ({"workspace": None}, "in a workspace; it got none"),
+        ({"workspace": torch.zeros(1, 1, 16)}, r"workspace in float32, of shape \(2, 1, 16\)"),
+        ({"rstd": torch.zeros(3)}, "rstd in float32, 4 elements"),
+    ],
+)
+def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        call_backward(**changes)
