@@ -63,7 +63,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
         self.check_extra(input_.shape, extra.shape)
-        return input_ + extra, [()]
+        return input_ + extra, ((),)
 
     def fuser_backward(
         self,

@@ -40,7 +40,7 @@ class _ForwardAddNorm(FusedOperation):
         add.check_extra(input_.shape, extra.shape)
         z = input_ + extra
         y = norm.normalize(basic_op_ctxs[-1], z)
-        return y, [(), ()] if len(self.members) == 2 else [(), (z,), ()]
+        return y, ((), ()) if len(self.members) == 2 else ((), (z,), ())
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):

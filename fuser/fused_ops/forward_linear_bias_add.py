@@ -62,6 +62,6 @@ class ForwardLinearBiasAdd(FusedOperation):
         x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
         if len(self.members) == 2:
-            return gemm.linear_add(x, weight, extra), [(), ()]
+            return gemm.linear_add(x, weight, extra), ((), ())
         bias = self.members[1]
-        return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])).add_(extra), [(), (), ()]
+        return gemm.linear(x, weight, bias.addend(basic_op_ctxs[1])).add_(extra), ((), (), ())

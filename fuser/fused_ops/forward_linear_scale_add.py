@@ -47,4 +47,4 @@ class ForwardLinearScaleAdd(FusedOperation):
         ((extra,),) = basic_op_extra_inputs[2:]
         x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
-        return gemm.linear_add(x, weight, extra, scale.scale), [(), (), ()]
+        return gemm.linear_add(x, weight, extra, scale.scale), ((), (), ())
