@@ -101,11 +101,14 @@ class Run:
 
 
 class _Writer:
-    """Writes a plan out as Python source.
+    """Writes a plan out as Python source: ``forward``, and ``backward`` where there is one.
+
+    ``forward`` returns the output and the extra outputs; in training also the
+    contexts, all tensors to save, and where each op's end among them.
 
     Names: ``x`` the main line and ``dx`` its gradient; of op i, ``c{i}`` the
-    context, ``s{i}`` what it saves, ``n{i}`` where that ends in all that is
-    saved, and ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` and
+    context, ``s{i}`` what it saves, ``n{i}`` where that ends among all that
+    is saved, and ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` and
     ``dout{i}_{k}`` its extra output k and the gradient of it, ``din{i}_{k}``
     the gradient of its extra input k.
     """
@@ -214,7 +217,7 @@ class _Writer:
             f"            basic_op_kwargs={given} if kwargs else [{none}])",
             f"        {_names_of_rows('out', indices, counts)} = {checked}(made)"
             if any(counts)
-            else f"        if any(made): {checked}(made)",
+            else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
         ]
 
     def _write_backward(self, steps: PlannedOps) -> None:
@@ -373,8 +376,8 @@ def _narrowed(getter: str, wanted: Emission | None) -> str:
 def _context_class(**constants: Any) -> type[OperationContext]:
     """Contexts on whose class ``constants`` stand: what holds for every call of a run.
 
-    Making such a context costs nothing more, and ops that share a class are
-    read 0.2 us a call sooner by Python, which remembers one class at a place.
+    Making such a context costs nothing more. Ops that want the same share the
+    class: Python is fast at a place where it always meets one class.
     """
     bare = {"__slots__": (), "__init__": object.__init__}
     return type("OperationContext", (OperationContext,), bare | constants)

@@ -255,7 +255,8 @@ class BasicOperation(FusibleOperation):
 
         ``autocast`` is the dtype of torch's autocast, None where it is off. The
         default, None, means that the op does not tell: planning then assumes
-        the input's shape and dtype, and checks nothing further down.
+        the input's shape and dtype, and checks nothing further down. Asked
+        again with what really arrived when running the op raises.
 
         Raises
         ------

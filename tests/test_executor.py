@@ -804,6 +804,20 @@ def test_backward_may_run_in_another_thread_than_forward() -> None:
     assert_same(found, expected)
 
 
+# -- torch's transforms ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(f)])
+def test_a_functorch_transform_is_refused_by_torch_and_leaves_the_model_as_it_was(
+    transform: Any,
+) -> None:
+    model, (x,) = mlp(), inputs((3, 8))
+    expected = model(x)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        transform(lambda x: model(x).sum())(x)
+    assert_same([model(x)], [expected])
+
+
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
@@ -866,6 +880,80 @@ def test_a_joint_fusion_gets_in_backward_what_it_saved_in_forward() -> None:
     assert_same(*results)
     with torch.no_grad():
         assert_same([fused(x)], [unfused(x)])
+
+
+class _Scaling(BasicOperation):
+    """Multiplies by a power of its own that grows from call to call, kept on the context."""
+
+    def __init__(self, base: float) -> None:
+        super().__init__()
+        self.base = base
+        self.calls = 0
+
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        self.calls += 1
+        ctx.factor = self.base**self.calls
+        return input_ * ctx.factor
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output * ctx.factor, ()
+
+
+def test_what_an_op_sets_on_its_context_is_its_own_and_that_calls() -> None:
+    model = fuser.Sequential(_Scaling(2.0), _Scaling(3.0), fuser.GELU(), fusions=())
+    xs = [torch.full((2, 4), 1e-3, requires_grad=True) for _ in range(3)]
+    outputs = [model(x) for x in xs]
+    for number in (1, 2, 0):
+        (found,) = gradients([outputs[number]], [xs[number]])
+        factor = 6.0 ** (number + 1)
+        x = torch.full((2, 4), 1e-3, requires_grad=True)
+        (expected,) = gradients([oracles.gelu(x * factor)], [x])
+        torch.testing.assert_close(found, expected)
+
+
+class _Columns(BasicOperation):
+    """Takes four columns, says so when asked, and looks at nothing when it runs."""
+
+    def __init__(self, words: str = "") -> None:
+        super().__init__()
+        self.words = words
+
+    def output_spec(self, spec: Any, extras: Any, autocast: Any) -> Any:
+        if spec.shape[-1] != 4:
+            raise fuser.InputError(f"_Columns takes 4 columns and got {spec.shape[-1]}.")
+        return spec
+
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if self.words:
+            raise RuntimeError(self.words)
+        return input_ @ torch.eye(4)
+
+    def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output, ()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_torch_refuses_is_a_sentence_where_the_op_knows_one(training: bool) -> None:
+    model = fuser.Sequential(fuser.GELU(), _Columns(), fuser.Linear(4, 2))
+    with torch.set_grad_enabled(training):
+        model(torch.ones(3, 4))
+        with pytest.raises(fuser.InputError, match="_Columns takes 4 columns and got 5") as caught:
+            model(torch.ones(3, 5))
+        assert "mat1 and mat2" in str(caught.value.__context__)
+        with pytest.raises(fuser.InputError, match=r"BasicLinear\(4, 2\)") as caught:
+            fuser.Sequential(fuser.GELU(), _Rounding(), fuser.Linear(4, 2))(torch.ones(3, 5))
+        assert model(torch.ones(3, 4)).shape == (3, 2)
+
+
+def test_an_error_of_torchs_that_no_op_explains_goes_out_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match="out of luck") as caught:
+        fuser.Sequential(fuser.GELU(), _Columns("out of luck"))(torch.ones(3, 4))
+    assert type(caught.value) is RuntimeError
+    assert caught.value.__context__ is None
 
 
 class _Rounding(BasicOperation):

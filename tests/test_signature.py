@@ -135,14 +135,16 @@ def test_a_dtype_that_no_pipeline_runs_in_is_refused_when_it_comes_through_data(
     assert torch.equal(model(x_of(3, SIZE)), expected)
 
 
-def test_a_parameter_that_went_to_meta_is_refused_before_anything_runs() -> None:
-    model, x = mlp(), x_of(3, SIZE)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_parameter_that_went_to_meta_is_refused(bias: bool) -> None:
+    # Without a bias torch multiplies by a weight on meta, and returns whatever memory holds.
+    model, x = fuser.Linear(SIZE, SIZE, bias=bias), x_of(3, SIZE)
     expected = model(x)
-    kept = model[2].bias
-    model[2].bias = torch.nn.Parameter(kept.detach().to("meta"))
-    with pytest.raises(fuser.InputError, match=r"cpu .*shape \(32,\) on meta"):
+    kept = model.weight
+    model.weight = torch.nn.Parameter(kept.detach().to("meta"))
+    with pytest.raises(fuser.InputError, match=r"cpu .*shape \(32, 32\) on meta"):
         model(x)
-    model[2].bias = kept
+    model.weight = kept
     assert torch.equal(model(x), expected)
 
 
@@ -170,6 +172,7 @@ def test_an_input_of_another_dtype_or_that_wants_a_gradient_is_noticed() -> None
 
 def test_an_extra_input_that_changes_is_noticed() -> None:
     model = fuser.Sequential(fuser.BasicLinear(SIZE, SIZE), fuser.AddExtraInput())
+    model.requires_grad_(False)
     x = x_of(3, SIZE)
     for dtype in (torch.float32, torch.bfloat16):
         for wanted in (False, True, False):
@@ -177,8 +180,18 @@ def test_an_extra_input_that_changes_is_noticed() -> None:
             y, expected = model(x, extra), copy.deepcopy(model)(x, extra)
             assert torch.equal(y, expected)
             assert y.dtype is expected.dtype
-            y.sum().backward()
-            assert (extra.grad is not None) == wanted
+            assert y.requires_grad == wanted
+            if wanted:
+                y.sum().backward()
+                assert torch.equal(extra.grad, torch.ones_like(extra))
+    assert len(model.plans) == 4
+
+
+def test_an_input_on_another_device_is_planned_for_that_device() -> None:
+    model = fuser.Sequential(fuser.GELU())
+    for device in ("cpu", "meta", "cpu"):
+        assert model(x_of(3, SIZE).to(device)).device.type == device
+    assert [plan.key.device for plan in model.plans] == ["cpu", "meta"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
         self.check_extra(input_.shape, extra.shape)
-        return emit(input_ + extra, next_op_input_quantizer), [()]
+        return emit(input_ + extra, next_op_input_quantizer), ((),)
 
     def fuser_backward(
         self,

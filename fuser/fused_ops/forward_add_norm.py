@@ -40,7 +40,7 @@ class _ForwardAddNorm(FusedOperation):
         add.check_extra(input_.shape, extra.shape)
         z = input_ + extra
         y = emit(norm.normalize(basic_op_ctxs[-1], z), next_op_input_quantizer)
-        return y, [(), ()] if len(self.members) == 2 else [(), (z,), ()]
+        return y, ((), ()) if len(self.members) == 2 else ((), (z,), ())
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):

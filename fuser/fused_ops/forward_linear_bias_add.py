@@ -66,7 +66,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
         if len(self.members) == 2:
             x, weight = linear.operands(basic_op_ctxs[0], input_)
-            return emit(gemm.linear_add(x, weight, extra), next_op_input_quantizer), [(), ()]
+            return emit(gemm.linear_add(x, weight, extra), next_op_input_quantizer), ((), ())
         bias = self.members[1].addend(basic_op_ctxs[1])
         y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]).add_(extra)
-        return emit(y, next_op_input_quantizer), [(), (), ()]
+        return emit(y, next_op_input_quantizer), ((), (), ())

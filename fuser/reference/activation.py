@@ -101,7 +101,8 @@ def _qgelu(alpha: float) -> _Function:
     )
 
 
-# ATen's own functions: the Python that torch puts around each costs 0.6 us a call.
+# ATen's own functions: looking for the overload at every call costs 0.8 us, and
+# the wrapper around the one that is found 0.6 where a keyword goes through it.
 _gelu_backward = torch.ops.aten.gelu_backward.default._op
 _silu_backward = torch.ops.aten.silu_backward.default._op
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.default._op
