@@ -51,7 +51,9 @@ def test_scales_follow_from_any_amax(
     cases.check_scales(EMULATOR, dtype, pow2=pow2, eps=eps, when_infinite=when_infinite)
 
 
-@pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason="needs NVRTC")
+@pytest.mark.skipif(
+    nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
+)
 @pytest.mark.parametrize("capability", nvrtc.CAPABILITIES, ids=str)
 def test_they_compile_without_local_memory(capability: tuple[int, int]) -> None:
     kernels = nvrtc.compiled(SOURCES, "arithmetic", cases.SYMBOLS, capability)
