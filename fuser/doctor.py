@@ -150,7 +150,7 @@ class Diagnosis:
             )
         elif self.probe is not None:
             lines += f"fuser_probe failed: {self.probe.error}".splitlines()
-        lines.append("The pipelines of this version run on torch's kernels alone.")
+        lines.append("Pipelines quantize with fuser's kernels where they run; the rest is torch's.")
         return tuple(lines)
 
     def _format_lines(self) -> tuple[str, ...]:
