@@ -8,8 +8,9 @@ quantizes with the scales of its forward, and records only what that did not.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -57,7 +58,12 @@ class DelayedScales:
         self, recipe: DelayedScaling, dtypes: Sequence[DType], index: int, device: torch.device
     ) -> Quantizer:
         """The quantizer of tensor ``index``, on ``device``; it reads and writes this state."""
-        if recipe != self._recipe or device != self.scale.device:
+        is_other = recipe != self._recipe or device != self.scale.device
+        if is_other and _is_evaluating.get() and self.scale.numel():
+            # Evaluation under another recipe leaves training's history as it is.
+            scale = self.scale[index : index + 1].to(device)
+            return Float8Quantizer(scale, None, dtypes[index])
+        if is_other:
             with torch.inference_mode(False):  # the state outlives an inference region
                 self._prepare(recipe, dtypes, device)
         region = current_region()
@@ -133,14 +139,14 @@ class DelayedScales:
         The order of states is that of their first use, which is the same on
         every rank.
         """
-        for group in {id(group): group for group in states.values()}.values():
-            reduced = [s for s, its in states.items() if its is group and s._is_reduced()]
-            _max_over_ranks([state.amax_history[0] for state in reduced], group)
-        for recipe in dict.fromkeys(state._recipe for state in states):
+        for state in states:
+            state._keep_past_scale()
+        reduced = [state for state in states if state._is_reduced()]
+        for some in _alike(reduced, lambda state: (id(states[state]), state.scale.device)):
+            _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
+        for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
+            recipe = some[0]._recipe
             assert recipe is not None
-            some = [state for state in states if state._recipe == recipe]
-            for state in some:
-                state._keep_past_scale()
             update_delayed(
                 [state.amax_history for state in some],
                 [state.scale for state in some],
@@ -191,19 +197,38 @@ class DelayedScales:
 
 # States that record in a backward which runs, by autograd's number of it.
 _recorded_in_backward: dict[int, weakref.WeakKeyDictionary[DelayedScales, Any]] = {}
+_recorded_lock = threading.Lock()
+# More than run inside one another, as nested reentrant checkpoints do.
+MAX_BACKWARDS = 64
 
 
 def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
     """See to it that the step of ``state`` ends when the backward that runs does."""
     task = torch._C._current_graph_task_id()
-    if task not in _recorded_in_backward:
-        _recorded_in_backward[task] = weakref.WeakKeyDictionary()
-        Variable._execution_engine.queue_callback(lambda: _end_backward(task))
-    _recorded_in_backward[task][state] = group
+    with _recorded_lock:  # a backward over several devices has a thread for each
+        if task not in _recorded_in_backward:
+            # A backward that failed has left its entry; it never ends.
+            while len(_recorded_in_backward) >= MAX_BACKWARDS:
+                _recorded_in_backward.pop(next(iter(_recorded_in_backward)))
+            _recorded_in_backward[task] = weakref.WeakKeyDictionary()
+            Variable._execution_engine.queue_callback(lambda: _end_backward(task))
+        _recorded_in_backward[task][state] = group
 
 
 def _end_backward(task: int) -> None:
-    DelayedScales.end_step(dict(_recorded_in_backward.pop(task)))
+    with _recorded_lock:
+        states = dict(_recorded_in_backward.pop(task, {}))
+    DelayedScales.end_step(states)
+
+
+def _alike(
+    states: Iterable[DelayedScales], what: Callable[[DelayedScales], Any]
+) -> list[list[DelayedScales]]:
+    """``states`` in groups of which ``what`` says the same, all in their order."""
+    groups: dict[Any, list[DelayedScales]] = {}
+    for state in states:
+        groups.setdefault(what(state), []).append(state)
+    return list(groups.values())
 
 
 def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:

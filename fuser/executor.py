@@ -26,6 +26,7 @@ from fuser.precision import (
     Conditions,
     current_conditions,
     is_autocast_used,
+    is_in_autocast,
     recomputing_under,
 )
 from fuser.recipe import DelayedScaling
@@ -91,7 +92,7 @@ class Run:
             apply = _checked_apply if _is_functorch_active() else _direct_apply
             result = apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
             return result
-        if self.is_delayed:
+        if self.is_delayed and not _is_grad_enabled():
             with evaluation():
                 output, produced = self.forward(input_, extra_inputs, kwargs)
         else:
@@ -496,7 +497,8 @@ class _PipelineFunction(torch.autograd.Function):
         output, produced, op_ctxs, saved, ends = run.forward(input_, extra_inputs, kwargs)
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
         specs = [(t.shape, t.dtype) for t in produced] if produced else None
-        conditions = current_conditions() if run.has_recipe else _UNQUANTIZED
+        has_conditions = run.has_recipe or is_in_autocast()
+        conditions = current_conditions(run.ops) if has_conditions else _UNQUANTIZED
         kept = _kinds(saved) if is_autocast_used() else None
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept)
         if not run.returned:

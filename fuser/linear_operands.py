@@ -41,11 +41,14 @@ def operands_of(side: str, key: PlanKey) -> dict[str, Emission]:
 def native_row(a: str, b: str, key: PlanKey) -> NativeGemm | None:
     """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
     assert key.recipe is not None
-    formats = {role: role_format(key.recipe, role) for role in (a, b)}
-    weight = key.ops[0].params[0].format
-    if "weight" in formats and weight is not None:
-        formats["weight"] = weight
-    return native_gemm(formats[a], formats[b], key.arch)
+    (op,) = key.ops[:1]
+    arrives = {
+        "input": None if op.input is None else op.input.format,
+        "weight": op.params[0].format,
+        "grad_output": None if op.grad_output is None else op.grad_output.format,
+    }
+    formats = [arrives[role] or role_format(key.recipe, role) for role in (a, b)]
+    return native_gemm(formats[0], formats[1], key.arch)
 
 
 def gemm_name(name: str, a: str, b: str, key: PlanKey) -> str:

@@ -515,7 +515,8 @@ class BasicOperation(FusibleOperation):
             missing_keys.remove(prefix + "_extra_state")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_captured": False}
+        # A factory may be a closure, which cannot be pickled; a copy asks it anew.
+        return {**super().__getstate__(), "_captured": False, "_custom_quantizers": None}
 
 
 @functools.cache

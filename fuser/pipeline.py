@@ -146,13 +146,11 @@ class OperationFuser:
             return _run_eagerly(self, input_, extra_inputs, kwargs)
         if not self._is_started:
             self._start(input_, extra_inputs)
-        if self._conditions is not None and recomputed_conditions() is None and is_in_backward():
-            # Activation checkpointing recomputes, asked by a node that is none of ours.
-            again = self._conditions
-            if is_in_autocast():
-                again = replace(again, recipe=current_recipe())
-            with recomputing_under(again):
-                return self.run(input_, extra_inputs, kwargs)
+        if self._conditions is not None and is_in_backward():
+            again = self._own_conditions()
+            if again is not None:
+                with recomputing_under(again):
+                    return self.run(input_, extra_inputs, kwargs)
         try:
             params, signature = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
@@ -163,7 +161,7 @@ class OperationFuser:
             run = self._find_run(signature, input_, params, extra_inputs)
         if run.has_recipe:
             if recomputed_conditions() is None:
-                self._conditions = current_conditions()
+                self._conditions = current_conditions(self.basic_ops)
         elif self._conditions is not None:
             self._conditions = None
         if kwargs is not None:
@@ -179,6 +177,20 @@ class OperationFuser:
             graph = self._graph(input_, extra_inputs, run.key.autocast_dtype)
             self.checks.block_sizes(graph, run.key)
             raise
+
+    def _own_conditions(self) -> Conditions | None:
+        """In a recomputation: what this pipeline's last forward ran under, where that counts.
+
+        The node that asked for its saved tensors knows what its own forward ran
+        under. Others ran under the same, unless an autocast was entered between.
+        """
+        asked, is_inside = recomputed_conditions(), is_in_autocast()
+        if asked is not None and (
+            asked.ops is self.basic_ops or not (is_inside or asked.is_nested)
+        ):
+            return None
+        assert self._conditions is not None
+        return replace(self._conditions, recipe=current_recipe()) if is_inside else self._conditions
 
     def _find_run(
         self,

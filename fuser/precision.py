@@ -124,17 +124,22 @@ class Conditions:
     """What a forward ran under, for whoever runs it again or ends its step.
 
     The recipe, the region, None outside every autocast, and the group over
-    which amaxes are reduced.
+    which amaxes are reduced; the ops of the pipeline that ran; and whether an
+    autocast inside another was in force, so that others may have run under that.
     """
 
     recipe: Recipe | None = None
     region: Region | None = None
     group: Any = None
+    ops: Any = None
+    is_nested: bool = False
 
 
-def current_conditions() -> Conditions:
-    """What a forward runs under at this moment."""
-    return Conditions(current_recipe(), current_region(), current_group())
+def current_conditions(ops: Any) -> Conditions:
+    """What a forward of ``ops`` runs under at this moment."""
+    scope = _scope.get()
+    is_nested = scope is not None and scope.outer is not None
+    return Conditions(current_recipe(), current_region(), current_group(), ops, is_nested)
 
 
 _recomputed: ContextVar[Conditions | None] = ContextVar("fuser_recomputed", default=None)

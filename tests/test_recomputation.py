@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -192,6 +193,97 @@ def test_delayed_scaling_with_checkpointing_equals_without(
     plain = steps(mlp(), wrap(lambda model, x: run(model, DELAYED, x)))
     for found, expected in zip(steps(mlp(), wrap(make(use_reentrant))), plain, strict=True):
         assert equal(found, expected)
+
+
+def test_pipelines_under_different_recipes_may_share_a_checkpoint() -> None:
+    """The first under the recipe outside, the last in high precision; or each in its own region."""
+    first, last = mlp(), mlp()
+
+    def high_precision_head(x: torch.Tensor) -> torch.Tensor:
+        h = first(x)
+        with fuser.autocast(enabled=False):
+            return last(h)  # type: ignore[return-value]
+
+    def two_regions(x: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(recipe=DELAYED):
+            h = first(x)
+        with fuser.autocast(recipe=DELAYED):
+            return last(h)  # type: ignore[return-value]
+
+    def train(function: Any, recipe: Any, is_checkpointed: bool) -> list[list[torch.Tensor]]:
+        for model in (first, last):
+            oracles.randomize(model)
+            for op in (0, 2):
+                model[op].members[0]._delayed = {}
+        found = []
+        for k in range(3):
+            x = (tensor(k) * 3.0**k).requires_grad_()
+            with contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe):
+                y = checkpoint(function, x, use_reentrant=False) if is_checkpointed else function(x)
+            y.sum().backward()
+            found.append([*grads(first), *grads(last), *states(first), *states(last)])
+        return found
+
+    for function, recipe in ((high_precision_head, MXFP8), (two_regions, None)):
+        plain, again = (train(function, recipe, flag) for flag in (False, True))
+        assert all(map(equal, again, plain)), function.__name__
+
+
+def test_a_frozen_pipeline_gets_scales_too() -> None:
+    model = mlp().requires_grad_(False)
+    for _ in range(2):
+        run(model, DELAYED, tensor(1))
+    assert float(model[0].members[0]._delayed["forward"].scale[0]) != 1.0
+
+
+def test_evaluation_under_a_shorter_history_leaves_training_as_it_is() -> None:
+    model = mlp()
+    steps(model, lambda model, x: run(model, DELAYED, x), 3)
+    before = states(model)
+    with torch.no_grad():
+        run(model, recipes.DelayedScaling(amax_history_len=1), tensor(5))
+    assert equal(states(model), before)
+
+
+def test_a_kept_weight_survives_checkpointing_under_delayed_scaling() -> None:
+    def train(**options: Any) -> list[torch.Tensor]:
+        model, found = mlp(), []
+        linears = [model[0], model[2]]
+        for _ in range(3):
+            for is_first in (True, False):
+                kwargs = {op: {"is_first_microbatch": is_first} for op in linears}
+                x = tensor(1).requires_grad_()
+
+                def forward(x: torch.Tensor, kwargs: Any = kwargs) -> torch.Tensor:
+                    return model(x, op_kwargs=kwargs)  # type: ignore[return-value]
+
+                with fuser.autocast(recipe=DELAYED):
+                    y = checkpoint(forward, x, **options) if options else forward(x)
+                (y * 1e-3).sum().backward()
+            found += grads(model)
+        return found
+
+    assert equal(train(use_reentrant=False), train())
+
+
+def test_a_backward_that_fails_leaves_nothing_behind_for_ever() -> None:
+    from fuser.delayed_scaling import MAX_BACKWARDS, _recorded_in_backward
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise RuntimeError("on purpose")
+
+    model = mlp()
+    for _ in range(MAX_BACKWARDS + 3):
+        y = run(model, DELAYED, Failing.apply(tensor(1).requires_grad_()))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            y.sum().backward()
+    assert len(_recorded_in_backward) <= MAX_BACKWARDS
 
 
 def test_gradients_are_scaled_even_if_the_first_pipeline_gets_none() -> None:
@@ -405,3 +497,28 @@ def test_a_factory_gives_every_op_quantizers_of_its_own() -> None:
 
     with pytest.raises(fuser.InputError, match="cannot be hashed"):
         recipes.CustomRecipe(qfactory=Unhashable())
+    assert len(pickle.loads(pickle.dumps(model))) == 3
+
+
+class LinearBias(fuser.FusedOperation):
+    """A forward fusion as others write one: plain operands, saved by the linear."""
+
+    window = (fuser.BasicLinear, fuser.Bias)
+    side = "forward"
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        linear, bias = self.members
+        x, weight = linear.operands(basic_op_ctxs[0], input_)
+        return torch.nn.functional.linear(x, weight, bias.bias), ((), ())
+
+
+def test_a_custom_fusion_may_run_a_linear_unquantized_under_a_recipe() -> None:
+    plain = oracles.randomize(fuser.Sequential(fuser.Linear(32, 32)))
+    model = fuser.Sequential(*plain, fusions=(LinearBias,))
+    x = tensor(1).requires_grad_()
+    for recipe, one in ((None, plain), (MXFP8, model)):
+        run(one, recipe, x).sum().backward()
+        if recipe is None:
+            expected = grads(one)
+    assert model.plans[0].forward[0].fusion == "LinearBias"
+    assert equal(grads(model), expected)

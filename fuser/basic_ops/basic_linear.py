@@ -31,8 +31,8 @@ from fuser.op import (
     emit_grad,
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_parameter_init, initialised_weight
-from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.precision import current_parameter_init, initialised_weight, is_in_backward
+from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 
 class BasicLinear(BasicOperation):
@@ -297,12 +297,20 @@ class BasicLinear(BasicOperation):
         if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
             return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
         version = None if weight.is_inference() else weight._version
-        made_for = (version, weight.data_ptr(), dtype, quantizer, columnwise)
+        # Delayed scaling has another scale, and so another quantizer, in a recomputation.
+        is_delayed = isinstance(quantizer, Float8Quantizer)
+        how = quantizer.encoding() if is_delayed else quantizer
+        made_for = (version, weight.data_ptr(), dtype, how)
         kept = self._kept_weight
-        if is_first_microbatch or kept is None or kept[0] is not weight or kept[1] != made_for:
-            made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
-            kept = self._kept_weight = (weight, made_for, made)
-        return kept[2]
+        is_kept = kept is not None and kept[0] is weight and kept[1] == made_for
+        if is_kept and (is_in_backward() or not is_first_microbatch):
+            assert kept is not None
+            usage = kept[2]._usage()
+            if usage.columnwise or not columnwise:
+                return kept[2]
+        made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+        self._kept_weight = (weight, made_for, made)
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -366,7 +374,8 @@ class BasicLinear(BasicOperation):
         into ``main_grad``.
         """
         x, weight = ctx.saved_tensors
-        if ctx.has_recipe:
+        # A fused op that others wrote may have run the forward, and saved plain operands.
+        if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
                 return self._quantized_backward(ctx, grad_output, x, weight)
             dtype = ctx.compute_dtype
