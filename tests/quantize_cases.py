@@ -116,6 +116,8 @@ ODD = (
     Input(5, 7, torch.float16, "shifted"),
     Input(130, 257, torch.bfloat16),
     Input(129, 40, torch.float32),
+    Input(20, 12, torch.float32),
+    Input(16, 4, torch.float32, "rows"),
     Input(144, 136, torch.bfloat16, "rows"),
     Input(144, 136, torch.float32, "rows"),
     Input(50, 24, torch.float16, "odd rows"),

@@ -49,8 +49,8 @@ struct Tile {
     int rows_left, columns_left;  // of the patch in the matrix: 8 or fewer, both 0 outside of it
 
     __device__ __forceinline__ Tile(long long rows, int columns) : rows(rows), columns(columns) {
-        row_tiles = static_cast<int>((rows + kTile - 1) / kTile);
-        column_tiles = (columns + kTile - 1) / kTile;
+        row_tiles = static_cast<int>((rows - 1) / kTile + 1);
+        column_tiles = (columns - 1) / kTile + 1;
         // From the end: the kernel before this one touched it last, so it may still be in L2.
         const unsigned tile = gridDim.x - 1 - blockIdx.x;
         row_tile = static_cast<int>(tile / column_tiles);
@@ -58,7 +58,8 @@ struct Tile {
         row = first_row() + thread_row() * kPatch;
         column = first_column() + thread_column() * kPatch;
         const bool is_inside = row < rows && column < columns;
-        rows_left = is_inside ? static_cast<int>(min(rows - row, 8ll)) : 0;
+        const long long below = rows - row;
+        rows_left = is_inside ? static_cast<int>(below < kPatch ? below : kPatch) : 0;
         columns_left = is_inside ? min(columns - column, kPatch) : 0;
     }
 
@@ -145,7 +146,7 @@ private:
 
 // ---- the first producer: a matrix in memory ----
 
-// kAligned: the matrix, its row stride and its number of columns are multiples of 16 bytes.
+// kAligned: `x` and the row stride are multiples of 16 bytes, the number of columns is one of 8.
 template <class T, bool kAligned>
 struct LoadProducer {
     using Element = T;
@@ -312,7 +313,7 @@ __device__ __forceinline__ void store_row(const Tile& tile, int i, const Words& 
     constexpr int kBits = static_cast<int>(sizeof(Words));  // of each of 8 columns
     if (i < tile.rows_left) {
         const long long element = tile.row * tile.columns + tile.column;
-        const long long row_bytes = tile.columns * kBits / 8;
+        const long long row_bytes = static_cast<long long>(tile.columns) * kBits / 8;
         unsigned char* p = out + element * kBits / 8 + i * row_bytes;
         store_bytes<kAligned>(p, tile.columns_left * kBits / 8, words);
     }
@@ -402,7 +403,7 @@ struct Turned {
 // of 32 bytes.
 template <class T, bool kAligned>
 struct TurnedStore {
-    static constexpr int kBlocks = 4;
+    static constexpr int kBlocks = 3;
     T* out;  // [columns, rows]
 
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
@@ -453,8 +454,8 @@ __global__ void __launch_bounds__(fuser::kTileThreads)
         float x[kRows][fuser::kPatch];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            producer(min(tile.row + first + i, rows - 1), tile.column, tile.columns_left,
-                     x[i]);
+            const long long row = min(tile.row + first + i, rows - 1);
+            producer(row, tile.column, tile.columns_left, x[i]);
         }
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
