@@ -497,9 +497,11 @@ class _PipelineFunction(torch.autograd.Function):
         output, produced, op_ctxs, saved, ends = run.forward(input_, extra_inputs, kwargs)
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
         specs = [(t.shape, t.dtype) for t in produced] if produced else None
-        has_conditions = run.has_recipe or is_in_autocast()
-        conditions = current_conditions(run.ops) if has_conditions else _UNQUANTIZED
-        kept = _kinds(saved) if is_autocast_used() else None
+        conditions, kept = _UNQUANTIZED, None
+        if is_autocast_used():
+            kept = _kinds(saved)
+            if is_in_autocast() or run.has_recipe:
+                conditions = current_conditions(run.ops)
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept)
         if not run.returned:
             base = output._base
