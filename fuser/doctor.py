@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -224,7 +226,7 @@ def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
         cupy = "not installed"
     driver = 0
     if facts.device_count and facts.torch_cuda:
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        driver = _driver_version()
     return (
         ("python", platform.python_version()),
         ("torch", f"{facts.torch_version}, {built}"),
@@ -233,6 +235,17 @@ def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
         ("numpy", numpy.__version__),
         ("driver", f"up to CUDA {_cuda_version(driver)}" if driver else "no CUDA driver in use"),
     )
+
+
+def _driver_version() -> int:
+    """The newest CUDA that the driver runs, as CUDA writes versions; 0 where it does not tell."""
+    version = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        driver.cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
 
 
 def _devices() -> tuple[Device, ...]:

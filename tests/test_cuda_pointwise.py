@@ -14,7 +14,8 @@ from emulator import emulated, prepare
 from pointwise_cases import Case, activation, tensors_of
 
 from fuser.cuda import pointwise as launcher
-from fuser.cuda.launch import Kernel, Launch, int32
+from fuser.cuda.launch import Kernel, Launch, Producer, int32
+from fuser.cuda.operands import ELEMENTS
 from fuser.cuda.pointwise import (
     BIAS_GELU,
     EVERYTHING,
@@ -320,10 +321,9 @@ def test_a_dropout_may_keep_everything_or_nothing(p: float) -> None:
 # -- producers for tiles ------------------------------------------------------
 
 KERNELS = Path(__file__).parent / "emulator" / "kernels"
-ELEMENTS = launcher.ELEMENTS
 
 
-def patches(producer: launcher.Producer) -> torch.Tensor:
+def patches(producer: Producer) -> torch.Tensor:
     """What a producer produces, 8 by 8 values at a time."""
     y = torch.empty(producer.rows, producer.columns, dtype=producer.dtype)
     kernel = Kernel("patches", f"fuser_patches<{ELEMENTS[producer.dtype]}, {producer.type}>")
@@ -335,7 +335,7 @@ def patches(producer: launcher.Producer) -> torch.Tensor:
     return y
 
 
-def batches(producer: launcher.Producer, case: Case, lines: int) -> torch.Tensor:
+def batches(producer: Producer, case: Case, lines: int) -> torch.Tensor:
     """The same by four rows at a time, the lines side by side."""
     line = [torch.empty(case.rows, case.columns, dtype=case.dtype) for _ in range(lines)]
     kernel = Kernel("patches", f"fuser_batches<{ELEMENTS[case.dtype]}, {producer.type}>")

@@ -246,6 +246,22 @@ class Struct:
                 )
 
 
+@dataclass(frozen=True)
+class Producer:
+    """Values of a matrix ``[rows, columns]`` that a kernel makes and another would have to read.
+
+    ``type`` is the C++ type for a kernel's template argument, ``argument`` holds its tensors, and
+    ``is_aligned`` says whether it takes 8 columns at a time.
+    """
+
+    type: str
+    argument: Struct
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    is_aligned: bool
+
+
 def encode(
     symbol: str, args: tuple[Any, ...], device_type: str = "cuda"
 ) -> tuple[tuple[Any, ...], int | None]:

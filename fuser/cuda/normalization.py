@@ -20,13 +20,9 @@ from fuser.cuda.launch import (
     int64,
     multiprocessors,
 )
+from fuser.cuda.operands import ELEMENTS
 from fuser.errors import InputError
 
-ELEMENTS = {
-    torch.float32: "float",
-    torch.float16: "fuser::fp16",
-    torch.bfloat16: "fuser::bf16",
-}
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 """The kernels' ``ParameterType``."""
 

@@ -1,4 +1,4 @@
-"""What launchers share: C++ names of element types, and checks of tensors."""
+"""What launchers share: C++ names of element types, checks of tensors."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fuser.cuda.launch import Kernel, Launch, Struct, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch, Producer, Struct, float32, int32, int64
+from fuser.cuda.operands import ELEMENTS, boolean
 from fuser.errors import InputError, InputTypeError
-
-ELEMENTS = {torch.float32: "float", torch.float16: "fuser::fp16", torch.bfloat16: "fuser::bf16"}
 
 # name -> the struct in activations.cuh, and how many scalars the formula has
 UNARY = {
@@ -121,21 +120,6 @@ class Stage:
 
 
 Stages = tuple[Stage, ...]
-
-
-@dataclass(frozen=True)
-class Producer:
-    """A chain as the argument of a kernel that takes its values from a producer.
-
-    ``type`` is the C++ type for a template argument, of ``fuser/pointwise.cuh``;
-    ``argument`` holds the tensors. It produces ``[rows, columns]`` of ``dtype``.
-    """
-
-    type: str
-    argument: Struct
-    rows: int
-    columns: int
-    dtype: torch.dtype
 
 
 # -- launchers ----------------------------------------------------------------
@@ -294,9 +278,9 @@ def forward_producer(
     """The values that :func:`pointwise` writes, ``[rows, columns]``; arguments as there."""
     chain = _chain(stages, x.dtype, _scale_dtypes(stages, operands))
     inputs = chain.forward_inputs(x, operands, rows, columns)
-    is_aligned = str(chain.is_aligned(inputs, TILE_RUN)).lower()
-    name = f"fuser::PointwiseProducer<{chain.type}, {is_aligned}>"
-    return Producer(name, inputs.struct(chain), rows, columns, chain.dtype)
+    is_aligned = chain.is_aligned(inputs, TILE_RUN)
+    name = f"fuser::PointwiseProducer<{chain.type}, {boolean(is_aligned)}>"
+    return Producer(name, inputs.struct(chain), rows, columns, chain.dtype, is_aligned)
 
 
 def backward_producer(
@@ -315,9 +299,10 @@ def backward_producer(
     wanted = (False,) * len(stages)
     chain = _chain(stages, dy.dtype, _scale_dtypes(stages, operands), wanted, saved)
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
-    is_aligned = str(chain.is_aligned(inputs, TILE_RUN)).lower()
-    name = f"fuser::PointwiseBackwardProducer<{chain.type}, {is_aligned}>"
-    return Producer(name, inputs.struct(chain), rows, chain.lines * columns, chain.dtype)
+    is_aligned = chain.is_aligned(inputs, TILE_RUN)
+    name = f"fuser::PointwiseBackwardProducer<{chain.type}, {boolean(is_aligned)}>"
+    wide = chain.lines * columns
+    return Producer(name, inputs.struct(chain), rows, wide, chain.dtype, is_aligned)
 
 
 # -- chains -------------------------------------------------------------------
