@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Modules make ops for their tables when they are collected."""
+    with contextlib.nullcontext() if GPU_TESTS in collector.path.parents else torch.device("cpu"):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

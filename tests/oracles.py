@@ -74,7 +74,8 @@ def l2norm(eps: float = 1e-6) -> Formula:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    return 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x * x * x)))
+    # (1 + tanh(z)) / 2, without its cancellation far below 0.
+    return x * torch.sigmoid(2 * 0.79788456 * (x + 0.044715 * x * x * x))
 
 
 def qgelu(x: torch.Tensor) -> torch.Tensor:

@@ -26,9 +26,8 @@ def train(rank: int, folder: str, reduce_amax: bool, has_group: bool) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=60),
     )
-    model = oracles.randomize(
-        fuser.Sequential(fuser.Linear(32, 32), fuser.GELU(), fuser.Linear(32, 32))
-    )
+    first, last = (fuser.Linear(32, 32, device="cpu") for _ in range(2))
+    model = oracles.randomize(fuser.Sequential(first, fuser.GELU(), last))
     group = dist.new_group(list(range(RANKS))) if has_group else None
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
     x = oracles.random_tensor((16, 32), torch.float32, 10 + rank) * (1 + rank)

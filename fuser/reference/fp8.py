@@ -13,14 +13,14 @@ from fuser.formats import DType
 
 
 def scale_from_amax(
-    amax: torch.Tensor | float, max_fp8: float, pow2: bool, eps: float, when_infinite: float
+    amax: torch.Tensor, max_fp8: float, pow2: bool, eps: float, when_infinite: float
 ) -> torch.Tensor:
     """The scale that brings ``amax`` to ``max_fp8``, as fp32 of amax's shape.
 
     ``scale = max_fp8 / max(amax, eps)``, and 1 where the amax is 0, infinite or NaN. A quotient
     that overflows becomes ``when_infinite``. ``pow2`` then rounds down to a power of two.
     """
-    amax = torch.as_tensor(amax, dtype=torch.float32)
+    amax = amax.to(torch.float32)
     amax = torch.where(amax < eps, eps, amax)
     # A scalar over a tensor would be computed as scalar * (1 / tensor), which rounds twice.
     scale = torch.full_like(amax, max_fp8).div_(amax)

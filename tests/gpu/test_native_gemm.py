@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import oracles
@@ -26,15 +27,17 @@ RECIPES = {
 SHAPES = ((256, (512, 1024, 512)), (33, (40, 72, 24)), (130, (136, 520, 200)), (0, (64, 32, 64)))
 
 
-def run(recipe: Any, rows: int, widths: tuple[int, int, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Outputs and every gradient of two linears and an activation between them."""
-    a, b, c = widths
-    layers = (fuser.Linear(a, b, dtype=dtype), fuser.GELU(), fuser.Linear(b, c, dtype=dtype))
+def run(recipe: Any, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Outputs and every gradient of linears of such widths, activations between them."""
+    layers: list[torch.nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layers += [fuser.GELU()] * bool(layers)
+        layers.append(fuser.Linear(before, after, dtype=dtype))
     model = oracles.randomize(fuser.Sequential(*layers).cpu()).cuda()
-    x = oracles.random_tensor((rows, a), dtype, 1).cuda().requires_grad_()
+    x = oracles.random_tensor((rows, widths[0]), dtype, 1).cuda().requires_grad_()
     with fuser.autocast(recipe=recipe):
         y = model(x)
-    y.backward(oracles.random_tensor((rows, c), dtype, 2).cuda())
+    y.backward(oracles.random_tensor((rows, widths[-1]), dtype, 2).cuda())
     found = {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
     (plan,) = model.plans
     return {**found, "plan": str(plan)}
@@ -53,15 +56,19 @@ def test_native_products_equal_emulated_ones(
     arch = torch.cuda.get_device_capability()
     if not runs_natively(recipe, arch):
         pytest.skip(f"{type(recipe).__name__} has no native GEMM on compute capability {arch}")
-    native = run(recipe, rows, widths, dtype)
-    assert "(native)" in native.pop("plan")
-    monkeypatch.setattr(gemm, "native_gemm", lambda a, b, arch: None)
-    emulated = run(recipe, rows, widths, dtype)
-    emulated.pop("plan")
-    for name, value in emulated.items():
-        error = (native[name].double() - value.double()).norm()
-        # The second GEMM quantizes what the first gives: a rounding there may flip.
-        assert error <= 0.02 * value.double().norm(), name
+    # One linear multiplies the same bytes: what differs is a rounding, and 14 bits of fast
+    # accumulation. Behind a second one values were quantized that differed so, and in some of them
+    # the rounding to 3 bits flips.
+    for of_widths, allowed in ((widths[:2], 0.004), (widths, 0.04)):
+        native = run(recipe, rows, of_widths, dtype)
+        assert "(native)" in native.pop("plan")
+        with monkeypatch.context() as patch:
+            patch.setattr(gemm, "native_gemm", lambda a, b, arch: None)
+            emulated = run(recipe, rows, of_widths, dtype)
+        emulated.pop("plan")
+        for name, value in emulated.items():
+            error = (native[name].double() - value.double()).norm()
+            assert error <= allowed * value.double().norm(), (name, of_widths)
 
 
 def test_the_table_and_the_chip_agree() -> None:
