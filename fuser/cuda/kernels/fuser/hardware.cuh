@@ -6,15 +6,16 @@
 
 namespace fuser {
 
-// ---- memory: 4, 8 or 16 bytes that are used once and should not push others out of the caches ----
+// ---- memory: 4, 8 or 16 bytes that are used once ----
 
-// Only for memory that no thread of the kernel writes.
+// Only for memory that no thread of the kernel writes. With L1::no_allocate an H200 takes 1 to 9%
+// longer, with other hints no less.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
 #if defined(FUSER_EMULATED)
     return *p;
 #else
     uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
         : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
         : "l"(p));
     return v;
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint2 load_streaming(const uint2* p) {
     return *p;
 #else
     uint2 v;
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 #endif
 }
@@ -36,7 +37,7 @@ __device__ __forceinline__ unsigned load_streaming(const unsigned* p) {
     return *p;
 #else
     unsigned v;
-    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(p));
+    asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 #endif
 }
