@@ -1,0 +1,183 @@
+"""Charts of what kernels.py and pipelines.py wrote, as PNG or SVG.
+
+python benchmarks/charts.py out/kernels.csv -o out/kernels.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import evidence
+
+COLORS = {
+    "fuser": "#08519c",
+    "TE": "#41ab5d",
+    "Liger": "#fd8d3c",
+    "torchao": "#9e6fc4",
+    "compile": "#969696",
+    "torch.compile": "#969696",
+    "eager": "#d0d0d0",
+    "torch eager": "#d0d0d0",
+}
+SMALL = {"fontsize": 7.5}
+# Inches of a bar and of the space between groups, and of what stands above and below the bars.
+BAR, GAP, FRAME = 0.11, 0.08, 1.5
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def groups(rows: Rows, *keys: str) -> list[list[Mapping[str, Any]]]:
+    """Rows that agree in ``keys``, in the order of the first of each."""
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(found.values())
+
+
+def unavailable() -> str | None:
+    """Why no chart can be drawn here, None if one can."""
+    found = importlib.util.find_spec("matplotlib")
+    return None if found else "Drawing a chart needs matplotlib; pip install matplotlib."
+
+
+def figure_of(height: float) -> Any:
+    """An empty figure."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(10, height), layout="constrained")
+
+
+def title(rows: Rows, what: str) -> str:
+    """What was measured, where and of what commit."""
+    one = rows[0]
+    return (
+        f"{what}\n{one['device']}, torch {one['torch']}, CUDA {one['cuda']}, {one['dtype']}, "
+        f"commit {one['commit']}, {one['date']}"
+    )
+
+
+def finish(figure: Any, panels: Sequence[Any], names: Sequence[str], path: Path) -> None:
+    """A legend of the libraries, and the file."""
+    from matplotlib.patches import Patch
+
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(axis="y", length=0)
+    patches = [Patch(color=COLORS[name], label=name) for name in COLORS if name in names]
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=len(patches), frameon=False, fontsize=9
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def draw_kernels(path: Path, rows: Rows) -> None:
+    """A group of bars for each kernel: the part of the copy bandwidth that every variant reaches.
+
+    On the right is fuser's rate, and the time of the fastest other variant over fuser's. A diamond
+    is the row's target; a variant that failed has no bar.
+    """
+    kernels = groups(rows, "row", "rows", "columns")
+    shapes = Counter((kernel[0]["rows"], kernel[0]["columns"]) for kernel in kernels)
+    usual = shapes.most_common(1)[0][0]
+    most = max([1.0, *(float(row["of copy"]) for row in rows if row["of copy"] != "")])
+    figure = figure_of(FRAME + len(rows) * BAR + len(kernels) * GAP)
+    panel = figure.subplots()
+    place, ticks, labels = 0.0, [], []
+    for kernel in kernels:
+        own = kernel[0]
+        ticks.append(place + (len(kernel) - 1) * BAR / 2)
+        shape = (own["rows"], own["columns"])
+        labels.append(own["row"] if shape == usual else "{}  {} x {}".format(own["row"], *shape))
+        panel.text(1.03 * most, ticks[-1], rate_of(kernel), va="center", fontsize=8)
+        if own["target"] != "":
+            panel.plot(float(own["target"]), place, "D", ms=4, mfc="black", mec="white", zorder=3)
+        for row in kernel:
+            if row["of copy"] != "":
+                panel.barh(place, float(row["of copy"]), BAR * 0.92, color=COLORS[row["variant"]])
+            place += BAR
+        place += GAP
+    panel.axvline(1.0, color="black", lw=0.9, ls="--", zorder=0)
+    panel.set_yticks(ticks, labels, fontsize=8)
+    panel.set_ylim(place, -BAR - GAP / 2)
+    panel.set_xlim(0, 1.02 * most)
+    panel.set_xlabel(
+        "bytes that must move over time, as a part of the copy bandwidth "
+        f"({float(rows[0]['copy GB/s']) / 1e3:.3g} TB/s read + written); diamond: target",
+        fontsize=9,
+    )
+    what = "Memory-bound kernels, {} x {} where nothing is said, cold in L2".format(*usual)
+    figure.suptitle(title(rows, what), fontsize=10)
+    finish(figure, [panel], [row["variant"] for row in rows], path)
+
+
+def rate_of(kernel: Rows) -> str:
+    """What stands beside a kernel's bars."""
+    own, *others = kernel
+    if own["us"] == "":
+        return "failed"
+    best = min((float(row["us"]) for row in others if row["us"] != ""), default=None)
+    ratio = f"   {best / float(own['us']):.2f}x best peer" if best else ""
+    return f"{float(own['GB/s']) / 1e3:.2f} TB/s{ratio}"
+
+
+def draw_pipelines(path: Path, rows: Rows) -> None:
+    """A panel for each block and pass: milliseconds, and where the GEMMs' arithmetic would end."""
+    parts = groups(rows, "block", "pass")
+    heights = [0.5 + 2 * BAR * len(part) for part in parts]
+    figure = figure_of(FRAME + sum(heights))
+    panels = figure.subplots(len(parts), squeeze=False, height_ratios=heights)[:, 0]
+    for panel, part in zip(panels, parts, strict=True):
+        most = max([float(row["ms"]) for row in part if row["ms"] != ""], default=1.0)
+        for place, row in enumerate(part):
+            if row["ms"] == "":
+                panel.text(0.006 * most, place, "failed", va="center", color="#b00020", **SMALL)
+                continue
+            time = float(row["ms"])
+            panel.barh(place, time, 0.8, color=COLORS[row["library"]])
+            told = f"{time:.3g} ms"
+            if row["floor ms"] != "":
+                floor = float(row["floor ms"])
+                panel.plot([floor, floor], [place - 0.4, place + 0.4], color="black", lw=1.6)
+                told += f"  {float(row['/ floor']):.2f}x floor"
+            panel.text(time + 0.006 * most, place, told, va="center", **SMALL)
+        # A variant that was also captured has two bars.
+        captured = {"graph": ", graph", "not captured": ", not captured"}
+        labels = [f"{row['variant']}{captured.get(row['method'], '')}" for row in part]
+        panel.set_yticks(range(len(part)), labels, fontsize=8)
+        panel.set_ylim(len(part) - 0.4, -0.6)
+        panel.set_xlim(0, 1.2 * most)
+        panel.set_title(f"{part[0]['block']}, {part[0]['pass']}", fontsize=9, loc="left")
+    panels[-1].set_xlabel(
+        "ms of a step; black line: the GEMMs' arithmetic at the measured rate", fontsize=9
+    )
+    one = rows[0]
+    what = f"Blocks at T {one['tokens']}, H {one['hidden']}, F {one['intermediate']}"
+    figure.suptitle(title(rows, what), fontsize=10)
+    finish(figure, panels, [row["library"] for row in rows], path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Draw one CSV file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("csv", type=Path, help="of kernels.py or pipelines.py")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="PNG/SVG")
+    options = parser.parse_args(argv)
+    if reason := unavailable():
+        parser.error(reason)
+    rows = evidence.read(options.csv)
+    if rows and "of copy" in rows[0]:
+        draw_kernels(options.out, rows)
+    elif rows and "floor ms" in rows[0]:
+        draw_pipelines(options.out, rows)
+    else:
+        parser.error(f"{options.csv} has no rows of kernels.py or pipelines.py.")
+
+
+if __name__ == "__main__":
+    main()

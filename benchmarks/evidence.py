@@ -1,0 +1,84 @@
+"""Results as CSV rows, each beside machine, versions, commit and date."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from host_overhead import environment
+
+from fuser.cuda.module import kernels_unavailable
+
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
+
+def provenance(device: str, dtype: torch.dtype, commit: str | None = None) -> dict[str, object]:
+    """What figures depend on besides the code that is timed.
+
+    ``commit`` names the code where git cannot.
+    """
+    where = environment(device, dtype)
+    return {
+        "machine": f"{platform.system()} {platform.machine()}",
+        **where,
+        "cuda": torch.version.cuda or "none",
+        "fuser runs": "kernels" if device == "cuda" and not kernels_unavailable() else "references",
+        "commit": commit or where["commit"],
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+class Sink:
+    """A CSV file that has every row as soon as it is known: a run that is cut short keeps its rows.
+
+    Without a path nothing is written.
+    """
+
+    def __init__(self, path: Path | None, where: Mapping[str, object]) -> None:
+        self.path, self.where = path, where
+        self.has_header = False
+
+    def write(self, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add rows; the first ones decide the columns."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mode = "a" if self.has_header else "w"
+        with self.path.open(mode, newline="") as file:
+            writer = csv.DictWriter(file, [*self.where, *rows[0]])
+            if not self.has_header:
+                writer.writeheader()
+                self.has_header = True
+            writer.writerows({**self.where, **row} for row in rows)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
+    """The items, with a bar on a terminal where tqdm is installed."""
+    if tqdm is None:
+        return iter(items)
+    bar: Iterator[Any] = tqdm(items, desc=what, leave=False, dynamic_ncols=True, disable=None)
+    return bar
+
+
+def say(text: str) -> None:
+    """Print at once, above a bar if there is one."""
+    if tqdm is None:
+        print(text, flush=True)
+    else:
+        tqdm.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,584 @@
+"""The table of memory-bound kernels: what each must move and compute, and the calls that do it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import plain_torch as plain
+import torch
+from peers import Calls, compiled, in_torch, liger, te_quantizer, torchao, transformer_engine
+from plain_torch import E4M3, EPS
+from timing import Call
+
+from fuser.cuda import mxfp8, normalization, pointwise
+from fuser.cuda.launch import kernels_take
+from fuser.cuda.pointwise import Stage
+from fuser.formats import mxfp8_scale_shape
+from fuser.functional import block_scaling, nvfp4
+from fuser.functional import fp8_scaling as fp8
+from fuser.functional import mxfp8 as mx
+from fuser.reference import mxfp8 as mxfp8_reference
+from fuser.reference import normalization as norms
+from fuser.reference.activation import Functor, activation, activation_backward
+
+STATES, HISTORY = 100, 1024
+# Rows and columns where none are given. Blocks of every format divide those of the CPU.
+SHAPES = {"cuda": (16384, 14336), "cpu": (256, 256)}
+
+
+class Inputs:
+    """A source of a row's tensors: ``[M, K]`` in ``dtype`` on ``device``, random by ``seed``."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> None:
+        self.M, self.K, self.dtype, self.device = rows, columns, dtype, device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Normally distributed values, ``[M, K]`` without a shape."""
+        return torch.randn(
+            shape or (self.M, self.K),
+            generator=self.generator,
+            device=self.device,
+            dtype=dtype or self.dtype,
+        )
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An output, ``[M, K]`` without a shape."""
+        return torch.empty(shape or (self.M, self.K), device=self.device, dtype=dtype or self.dtype)
+
+    def kernel(self, launch: Call, reference: Call) -> Call:
+        """A launch, or what stands for it where kernels do not run."""
+        return launch if kernels_take(self.empty(1)) else reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Parameters
+    ----------
+    name
+        What is computed.
+    make
+        The variants' calls on one set of inputs, fuser's first.
+    moves
+        Bytes that must move for an element of ``[M, K]``: a formula in ``b`` (bytes of an
+        element), ``M`` and ``K``.
+    flop
+        Operations an element, likewise; a transcendental counts as one.
+    target
+        The part of the copy bandwidth that is aimed at; None where no aim was set.
+    columns
+        K, where it is not the table's.
+    rows
+        M, where it is not the table's.
+    """
+
+    name: str
+    make: Callable[[Inputs], Calls]
+    moves: str
+    flop: str
+    target: float | None = None
+    columns: int | None = None
+    rows: int | None = None
+
+    def per_element(self, formula: str, inputs: Inputs) -> float:
+        """The value of one of the row's formulas."""
+        names = {"b": inputs.dtype.itemsize, "M": inputs.M, "K": inputs.K}
+        return float(eval(formula, {"__builtins__": {}}, names))
+
+
+# -- activations --------------------------------------------------------------
+
+SWIGLU = (Stage("swiglu"),)
+GELU = (Stage("gelu"),)
+BIAS_GELU = (Stage("bias"), Stage("gelu"))
+
+
+def swiglu(inputs: Inputs) -> Calls:
+    x, y = inputs.normal(inputs.M, 2 * inputs.K), inputs.empty()
+
+    def with_liger(ops: Any) -> Call:
+        gate, linear = (part.contiguous() for part in x.chunk(2, -1))
+        return lambda: ops.swiglu_forward(gate, linear)
+
+    return {
+        "fuser": inputs.kernel(
+            lambda: pointwise.pointwise(SWIGLU, x, (None,), y),
+            lambda: activation(Functor("swiglu"), x),
+        ),
+        **in_torch(plain.swiglu, x),
+        **liger("swiglu", with_liger),
+        **transformer_engine(lambda tex: lambda: tex.swiglu(x, None)),
+    }
+
+
+def swiglu_backward(inputs: Inputs) -> Calls:
+    x, dy = inputs.normal(inputs.M, 2 * inputs.K), inputs.normal()
+    dx = inputs.empty(inputs.M, 2 * inputs.K)
+    return {
+        "fuser": inputs.kernel(
+            lambda: pointwise.pointwise_backward(SWIGLU, dy, x, (None,), dx, (None,)),
+            lambda: activation_backward(Functor("swiglu"), dy, x),
+        ),
+        **in_torch(plain.swiglu_backward, dy, x),
+        **transformer_engine(lambda tex: lambda: tex.dswiglu(dy, x, None)),
+    }
+
+
+def gelu(inputs: Inputs) -> Calls:
+    x, y = inputs.normal(), inputs.empty()
+    return {
+        "fuser": inputs.kernel(
+            lambda: pointwise.pointwise(GELU, x, (None,), y),
+            lambda: activation(Functor("gelu"), x),
+        ),
+        **in_torch(plain.gelu, x),
+        **transformer_engine(lambda tex: lambda: tex.gelu(x, None)),
+    }
+
+
+def bias_gelu(inputs: Inputs) -> Calls:
+    x, bias, y = inputs.normal(), inputs.normal(inputs.K), inputs.empty()
+    return {
+        "fuser": inputs.kernel(
+            lambda: pointwise.pointwise(BIAS_GELU, x, (bias, None), y),
+            lambda: activation(Functor("gelu"), x + bias),
+        ),
+        **in_torch(plain.bias_gelu, x, bias),
+    }
+
+
+def bias_gelu_backward(inputs: Inputs) -> Calls:
+    x, dy, bias = inputs.normal(), inputs.normal(), inputs.normal(inputs.K)
+    dx, dbias = inputs.empty(), inputs.empty(inputs.K)
+    size = pointwise.workspace_size(BIAS_GELU, inputs.M, inputs.K, inputs.dtype, (True, False))
+    workspace = inputs.empty(size, dtype=torch.float32)
+
+    def launch() -> None:
+        pointwise.pointwise_backward(BIAS_GELU, dy, x, (bias, None), dx, (dbias, None), workspace)
+
+    return {
+        "fuser": inputs.kernel(
+            launch, lambda: activation_backward(Functor("gelu"), dy, x + bias).sum(0)
+        ),
+        **in_torch(plain.bias_gelu_backward, dy, x, bias),
+        # Without the addition in front of the activation, which costs nothing.
+        **transformer_engine(lambda tex: lambda: tex.dbias_dgelu(dy, x, None)),
+    }
+
+
+# -- FP8 with one scale a tensor ----------------------------------------------
+
+
+def amax(inputs: Inputs) -> Calls:
+    x = inputs.normal()
+    return {"fuser": lambda: fp8.amax(x), **in_torch(plain.eager_amax, x, compile_as=plain.amax)}
+
+
+def current(inputs: Inputs, *, columnwise: bool) -> Calls:
+    x = inputs.normal()
+    return {
+        "fuser": lambda: fp8.quantize_current(x, E4M3, columnwise=columnwise),
+        **in_torch(plain.current_row_col if columnwise else plain.current_row, x),
+        **te_quantizer(
+            "float8_tensor:Float8CurrentScalingQuantizer",
+            x,
+            device=inputs.device,
+            rowwise=True,
+            columnwise=columnwise,
+        ),
+    }
+
+
+def delayed(inputs: Inputs) -> Calls:
+    x, largest = inputs.normal(), torch.zeros(1, device=inputs.device)
+    scale = torch.full((1,), 64.0, device=inputs.device)
+    return {
+        "fuser": lambda: fp8.quantize_delayed(x, scale, E4M3, amax=largest),
+        **in_torch(plain.delayed, x, scale),
+        **te_quantizer(
+            "float8_tensor:Float8Quantizer",
+            x,
+            scale=scale,
+            amax=largest.clone(),
+            rowwise=True,
+            columnwise=True,
+        ),
+    }
+
+
+def dequantize(inputs: Inputs) -> Calls:
+    data, _, scale_inv = fp8.quantize_current(inputs.normal(), E4M3, columnwise=False)
+    return {
+        "fuser": lambda: fp8.dequantize(data, scale_inv, E4M3, inputs.dtype),
+        **in_torch(plain.dequantize, data, scale_inv),
+    }
+
+
+def transpose(inputs: Inputs) -> Calls:
+    data, _, _ = fp8.quantize_current(inputs.normal(), E4M3, columnwise=False)
+    return {"fuser": lambda: fp8.transpose(data), **in_torch(plain.transpose, data)}
+
+
+def delayed_update(inputs: Inputs) -> Calls:
+    count = inputs.K
+    stored = inputs.normal(count, inputs.M, 1, dtype=torch.float32).abs_()
+    histories, stacked = list(stored), stored[:, :, 0].t().clone()
+    scales = list(torch.ones(count, device=inputs.device).split(1))
+    largest = torch.full((count,), E4M3.max, device=inputs.device)
+    maxima, scale = list(largest.split(1)), torch.ones_like(largest)
+
+    # An update leaves a 0 where the next step's amax goes, and skips a tensor that has none, so
+    # that both variants write amaxes first: one more kernel each.
+    def update() -> None:
+        stored[:, 0].fill_(1.0)
+        fp8.update_delayed(histories, scales, maxima)
+
+    def in_eager() -> None:
+        stacked[0].fill_(1.0)
+        most = stacked.amax(0)
+        scale.copy_(torch.where(most > 0, E4M3.max / most, scale))
+        rolled = stacked.roll(-1, 0)
+        rolled[0].zero_()
+        stacked.copy_(rolled)
+
+    return {"fuser": update, "eager": in_eager}
+
+
+# -- blocks -------------------------------------------------------------------
+
+
+def blocks_of_128(inputs: Inputs, *, block_dim: int) -> Calls:
+    x = inputs.normal()
+    return {
+        "fuser": lambda: block_scaling.quantize(x, E4M3, block_dim=block_dim),
+        **in_torch(plain.blocks_1x128 if block_dim == 1 else plain.blocks_128x128, x),
+        **te_quantizer(
+            "float8_blockwise_tensor:Float8BlockQuantizer",
+            x,
+            rowwise=True,
+            columnwise=True,
+            block_scaling_dim=block_dim,
+        ),
+    }
+
+
+def dequantize_blocks_of_128(inputs: Inputs, *, columnwise: bool) -> Calls:
+    options = {"rowwise": not columnwise, "columnwise": columnwise}
+    copies = block_scaling.quantize(inputs.normal(), E4M3, block_dim=1, **options)
+    data, scale = copies[2:] if columnwise else copies[:2]
+    assert data is not None
+    assert scale is not None
+    calls: Calls = {
+        "fuser": lambda: block_scaling.dequantize(
+            data, scale, E4M3, inputs.dtype, block_dim=1, columnwise=columnwise
+        )
+    }
+    if not columnwise:
+        calls |= in_torch(plain.dequantize_rows, data, scale[:, : inputs.M].t())
+    return calls
+
+
+def mxfp8_copies(inputs: Inputs, *, square: bool = False) -> Calls:
+    x = inputs.normal()
+    calls: Calls = {
+        "fuser": lambda: mx.quantize(x, E4M3, two_dimensional=square),
+        **in_torch(plain.mxfp8_square if square else plain.mxfp8, x),
+    }
+    if square:
+        return calls
+    calls |= torchao(
+        "prototype.mx_formats",
+        lambda formats: (
+            lambda: (
+                compiled(formats("mx_tensor").to_mx)(x, torch.float8_e4m3fn, 32),
+                formats("kernels").triton_to_mxfp8_dim1(x, 32),
+            )
+        ),
+    )
+    return calls | te_quantizer("mxfp8_tensor:MXFP8Quantizer", x, rowwise=True, columnwise=True)
+
+
+def mxfp8_swizzled(inputs: Inputs) -> Calls:
+    x, (m, k) = inputs.normal(), (inputs.M, inputs.K)
+    row, col = (inputs.empty(dtype=torch.uint8) for _ in range(2))
+    row_scale = inputs.empty(*mxfp8_scale_shape(m, k, False), dtype=torch.uint8)
+    col_scale = inputs.empty(*mxfp8_scale_shape(m, k, True)[::-1], dtype=torch.uint8)
+
+    def launch() -> None:
+        mxfp8.quantize(
+            x, E4M3, swizzled=True, row=row, row_scale=row_scale, col=col, col_scale=col_scale
+        )
+
+    return {"fuser": inputs.kernel(launch, lambda: mxfp8_reference.quantize(x, E4M3))}
+
+
+def dequantize_mxfp8(inputs: Inputs) -> Calls:
+    data, scale, _, _ = mx.quantize(inputs.normal(), E4M3, columnwise=False)
+    assert data is not None
+    assert scale is not None
+    return {
+        "fuser": lambda: mx.dequantize(data, scale, E4M3, inputs.dtype, columnwise=False),
+        **in_torch(plain.dequantize_rows, data, scale[: inputs.M, : inputs.K // 32]),
+    }
+
+
+def nvfp4_copies(inputs: Inputs, **options: Any) -> Calls:
+    x = inputs.normal()
+    return {
+        "fuser": lambda: nvfp4.quantize(x, **options),
+        **te_quantizer(
+            "nvfp4_tensor:NVFP4Quantizer",
+            x,
+            columnwise=options.get("columnwise", True),
+            with_rht=options.get("hadamard", False),
+            with_post_rht_amax=options.get("hadamard", False),
+            with_2d_quantization=options.get("two_dimensional", False),
+            stochastic_rounding=options.get("stochastic", False),
+        ),
+    }
+
+
+def dequantize_nvfp4(inputs: Inputs, *, columnwise: bool) -> Calls:
+    options = {"rowwise": not columnwise, "columnwise": columnwise}
+    copies = nvfp4.quantize(inputs.normal(), **options)
+    data, scale, largest = copies[3:] if columnwise else copies[:3]
+    assert data is not None
+    assert scale is not None
+    assert largest is not None
+    return {
+        "fuser": lambda: nvfp4.dequantize(data, scale, largest, inputs.dtype, columnwise=columnwise)
+    }
+
+
+# -- norms --------------------------------------------------------------------
+
+
+def norm_workspace(x: torch.Tensor, *, has_beta: bool) -> torch.Tensor | None:
+    if not kernels_take(x):
+        return None
+    shape = normalization.workspace_shape(x, has_beta=has_beta)
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def rmsnorm(inputs: Inputs) -> Calls:
+    x, gamma, y = inputs.normal(), inputs.normal(inputs.K), inputs.empty()
+    rstd, gain = inputs.empty(inputs.M, dtype=torch.float32), gamma.float()
+    return {
+        "fuser": inputs.kernel(
+            lambda: normalization.rmsnorm(x, gamma, y, rstd, eps=EPS),
+            lambda: norms.rmsnorm(x, gain, EPS, x.dtype),
+        ),
+        **in_torch(plain.rmsnorm, x, gamma),
+        **liger(
+            "rms_norm",
+            lambda ops: lambda: ops.rms_norm_forward(x, gamma, EPS, 0.0, "llama", None),
+        ),
+        **transformer_engine(
+            lambda tex: (
+                lambda: tex.rmsnorm_fwd(x, gamma, EPS, None, None, tex.DType.kBFloat16, 0, False)
+            )
+        ),
+    }
+
+
+def layernorm(inputs: Inputs) -> Calls:
+    x, gamma, beta = inputs.normal(), inputs.normal(inputs.K), inputs.normal(inputs.K)
+    y, (mean, rstd) = inputs.empty(), inputs.empty(2, inputs.M, dtype=torch.float32)
+    gain = gamma.float()
+    return {
+        "fuser": inputs.kernel(
+            lambda: normalization.layernorm(x, gamma, beta, y, mean, rstd, eps=EPS),
+            lambda: norms.layernorm(x, gain, beta, EPS, x.dtype),
+        ),
+        **in_torch(plain.layernorm, x, gamma, beta),
+        **liger("layer_norm", lambda ops: lambda: ops.layer_norm_forward(x, gamma, beta, EPS)),
+        **transformer_engine(
+            lambda tex: (
+                lambda: tex.layernorm_fwd(
+                    x, gamma, beta, EPS, None, None, tex.DType.kBFloat16, 0, False
+                )
+            )
+        ),
+    }
+
+
+def add_rmsnorm(inputs: Inputs) -> Calls:
+    x, extra, gamma = inputs.normal(), inputs.normal(), inputs.normal(inputs.K)
+    y, z, rstd = inputs.empty(), inputs.empty(), inputs.empty(inputs.M, dtype=torch.float32)
+    gain = gamma.float()
+    return {
+        "fuser": inputs.kernel(
+            lambda: normalization.rmsnorm(x, gamma, y, rstd, eps=EPS, extra=extra, z=z),
+            lambda: norms.rmsnorm(x + extra, gain, EPS, x.dtype),
+        ),
+        **in_torch(plain.add_rmsnorm, x, extra, gamma),
+        **liger(
+            "fused_add_rms_norm",
+            lambda ops: lambda: ops.fused_add_rms_norm_forward(x, extra, gamma, EPS, 0.0, "llama"),
+        ),
+    }
+
+
+def rmsnorm_backward(inputs: Inputs, *, adds: bool) -> Calls:
+    x, dy, gamma = inputs.normal(), inputs.normal(), inputs.normal(inputs.K)
+    extra = inputs.normal() if adds else None
+    rstd = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    dx, dgamma, gain = inputs.empty(), inputs.empty(inputs.K), gamma.float()
+    workspace = norm_workspace(x, has_beta=False)
+
+    def launch() -> None:
+        normalization.rmsnorm_backward(dy, x, gamma, rstd, dx, dgamma, workspace, d_extra=extra)
+
+    calls: Calls = {
+        "fuser": inputs.kernel(launch, lambda: norms.rmsnorm_backward(dy, x, gain, rstd))
+    }
+    if extra is None:
+        calls |= in_torch(
+            plain.eager_rmsnorm_backward, dy, x, gamma, rstd, compile_as=plain.rmsnorm_backward
+        )
+        return calls | transformer_engine(
+            lambda tex: lambda: tex.rmsnorm_bwd(dy, x, rstd[:, 0], gamma, 0, False)
+        )
+    calls |= in_torch(
+        plain.eager_rmsnorm_backward_add,
+        dy,
+        x,
+        gamma,
+        rstd,
+        extra,
+        compile_as=plain.rmsnorm_backward_add,
+    )
+    return calls | transformer_engine(
+        lambda tex: lambda: tex.rmsnorm_bwd_add(dy, x, extra, rstd[:, 0], gamma, 0, False)
+    )
+
+
+def layernorm_backward(inputs: Inputs) -> Calls:
+    x, dy = inputs.normal(), inputs.normal()
+    gamma, beta = inputs.normal(inputs.K), inputs.normal(inputs.K)
+    x32 = x.float()
+    mean = x32.mean(-1, keepdim=True)
+    rstd = torch.rsqrt(x32.var(-1, unbiased=False, keepdim=True) + EPS)
+    del x32
+    dx, (dgamma, dbeta), gain = inputs.empty(), inputs.empty(2, inputs.K), gamma.float()
+    workspace = norm_workspace(x, has_beta=True)
+
+    def launch() -> None:
+        normalization.layernorm_backward(dy, x, gamma, mean, rstd, dx, dgamma, dbeta, workspace)
+
+    return {
+        "fuser": inputs.kernel(launch, lambda: norms.layernorm_backward(dy, x, gain, mean, rstd)),
+        **in_torch(plain.layernorm_backward, dy, x, gamma, mean, rstd, beta),
+        **transformer_engine(
+            lambda tex: lambda: tex.layernorm_bwd(dy, x, mean[:, 0], rstd[:, 0], gamma, 0, False)
+        ),
+    }
+
+
+# -- the table ----------------------------------------------------------------
+
+CASES = (
+    Case("SwiGLU", swiglu, "3*b", "5", 0.97),
+    Case("SwiGLU backward", swiglu_backward, "5*b", "10", 0.97),
+    Case("GELU", gelu, "2*b", "9", 0.95),
+    Case("bias+GELU", bias_gelu, "2*b", "10", 0.95),
+    Case("bias+GELU backward, dbias", bias_gelu_backward, "3*b", "18", 0.93),
+    Case("amax", amax, "b", "2"),
+    Case("FP8 current row", functools.partial(current, columnwise=False), "2*b + 1", "5"),
+    Case("FP8 current row+col", functools.partial(current, columnwise=True), "2*b + 2", "5", 0.93),
+    Case("FP8 delayed row+col", delayed, "b + 2", "5"),
+    Case(
+        "FP8 1x128 row+col",
+        functools.partial(blocks_of_128, block_dim=1),
+        "b + 2 + 8/128",
+        "8",
+        0.90,
+    ),
+    Case(
+        "FP8 128x128 row+col",
+        functools.partial(blocks_of_128, block_dim=2),
+        "b + 2 + 8/128**2",
+        "5",
+        0.93,
+    ),
+    Case("MXFP8 row+col", mxfp8_copies, "b + 2 + 2/32", "8", 0.90),
+    Case("MXFP8 row+col 32x32", functools.partial(mxfp8_copies, square=True), "b + 2 + 2/32", "5"),
+    Case("MXFP8 row+col swizzled", mxfp8_swizzled, "b + 2 + 2/32", "8"),
+    Case(
+        "NVFP4 row",
+        functools.partial(nvfp4_copies, columnwise=False),
+        "2*b + 1/2 + 1/16",
+        "7",
+        0.85,
+    ),
+    Case("NVFP4 row+col", nvfp4_copies, "2*b + 1 + 2/16", "12"),
+    Case(
+        "NVFP4 row+col 16x16",
+        functools.partial(nvfp4_copies, two_dimensional=True),
+        "2*b + 1 + 2/16",
+        "7",
+    ),
+    Case(
+        "NVFP4 row+col Hadamard",
+        functools.partial(nvfp4_copies, hadamard=True),
+        "2*b + 1 + 2/16",
+        "22",
+    ),
+    Case(
+        "NVFP4 row+col stochastic",
+        functools.partial(nvfp4_copies, stochastic=True),
+        "2*b + 1 + 2/16",
+        "30",
+    ),
+    Case("dequantize FP8", dequantize, "1 + b", "1"),
+    Case(
+        "dequantize FP8 1x128 row",
+        functools.partial(dequantize_blocks_of_128, columnwise=False),
+        "1 + 4/128 + b",
+        "1",
+    ),
+    Case(
+        "dequantize FP8 1x128 col",
+        functools.partial(dequantize_blocks_of_128, columnwise=True),
+        "1 + 4/128 + b",
+        "1",
+    ),
+    Case("dequantize MXFP8 row", dequantize_mxfp8, "1 + 1/32 + b", "1"),
+    Case(
+        "dequantize NVFP4 row",
+        functools.partial(dequantize_nvfp4, columnwise=False),
+        "1/2 + 1/16 + b",
+        "1",
+    ),
+    Case(
+        "dequantize NVFP4 col",
+        functools.partial(dequantize_nvfp4, columnwise=True),
+        "1/2 + 1/16 + b",
+        "1",
+    ),
+    Case("FP8 transpose", transpose, "2", "0"),
+    *(
+        Case(name, make, moves, flop, 0.92 if "RMS" in name else None, columns=columns)
+        for columns in (4096, 8192)
+        for name, make, moves, flop in (
+            ("RMSNorm", rmsnorm, "2*b + 4/K", "4"),
+            ("LayerNorm", layernorm, "2*b + 8/K", "7"),
+            ("add+RMSNorm", add_rmsnorm, "4*b + 4/K", "5"),
+            ("RMSNorm backward", functools.partial(rmsnorm_backward, adds=False), "3*b + 4/K", "9"),
+            (
+                "RMSNorm backward+add",
+                functools.partial(rmsnorm_backward, adds=True),
+                "4*b + 4/K",
+                "10",
+            ),
+            ("LayerNorm backward", layernorm_backward, "3*b + 8/K", "13"),
+        )
+    ),
+    # M is the length of a history and K the number of tensors, each with a history of its own.
+    Case("delayed update, 100 tensors", delayed_update, "8", "1", rows=HISTORY, columns=STATES),
+)

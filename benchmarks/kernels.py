@@ -1,0 +1,204 @@
+"""Memory-bound kernels of fuser against the copy bandwidth and what other libraries have.
+
+The rows are in kernel_cases.py: what each must move and compute for an element, its shape, and the
+calls that do it: fuser's launcher, torch eager, torch.compile, and torchao, Liger and Transformer
+Engine where they can be imported. All variants of a row run alternately in one run, cold in L2, on
+random data (timing.py). GB/s are the bytes that must move over the median time, and "/ best peer"
+is the time of the fastest other variant over fuser's. On a CPU sizes are tiny and fuser runs its
+references, to try the table out.
+
+    python benchmarks/kernels.py --out out/kernels.csv --chart out/kernels.png
+    python benchmarks/kernels.py --only 'norm|swiglu' --no-compile
+    python benchmarks/kernels.py --device cpu --no-compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import charts
+import torch
+from evidence import Sink, progress, provenance, say
+from kernel_cases import CASES, SHAPES, Case, Inputs
+from peers import absent
+from timing import ROUNDS, Failure, Result, clock, copy_bandwidth, measure, pass_count, set_count
+
+from fuser.cuda.module import kernels_unavailable
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all rows are measured with; ``rows`` and ``columns`` are None where rows have theirs."""
+
+    device: str
+    dtype: torch.dtype
+    rows: int | None = None
+    columns: int | None = None
+    rounds: int = 25
+    is_compiled: bool = True
+
+    def shape(self, case: Case) -> tuple[int, int]:
+        """M and K of a row: its own or the table's; given sizes are those of all but the update."""
+        rows, columns = SHAPES[self.device]
+        if case.rows is not None:
+            return case.rows, case.columns or columns
+        own = columns if case.columns is None else min(case.columns, columns)
+        return self.rows or rows, self.columns or own
+
+    def has(self, variant: str) -> bool:
+        """Whether a variant takes part; other libraries have no kernels for a CPU."""
+        is_here = self.device == "cuda" or variant in ("fuser", "eager", "compile")
+        return is_here and (self.is_compiled or variant != "compile")
+
+
+def distinct(cases: Sequence[Case], run: Run) -> list[Case]:
+    """The rows that differ by name or shape, the first of each."""
+    return list({(case.name, run.shape(case)): case for case in reversed(cases)}.values())[::-1]
+
+
+def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
+    """One record for each variant of a row; a row that cannot be made is one failure of fuser."""
+    rows, columns = run.shape(case)
+    first = Inputs(rows, columns, run.dtype, run.device, seed=0)
+    moved = rows * columns * case.per_element(case.moves, first)
+    results: dict[str, Result]
+    try:
+        count = set_count(moved, run.device)
+        sets = [case.make(first)]
+        for seed in range(1, count):
+            sets.append(case.make(Inputs(rows, columns, run.dtype, run.device, seed)))
+        names = [name for name in sets[0] if run.has(name)]
+        sets = [{name: calls[name] for name in names} for calls in sets]
+        passes = pass_count(moved, count, run.device)
+        results = measure(sets, clock(run.device), passes=passes, rounds=run.rounds)
+    except Exception as error:  # a row that does not run must not end the table
+        results = {"fuser": Failure.of(error)}
+    records = []
+    for variant, result in results.items():
+        record: dict[str, object] = {
+            "row": case.name,
+            "rows": rows,
+            "columns": columns,
+            "moves": case.moves,
+            "flop": case.flop,
+            "bytes": round(moved),
+            "flops": round(rows * columns * case.per_element(case.flop, first)),
+            "target": case.target if case.target is not None else "",
+            "copy GB/s": round(copy / 1e9, 1),
+            "variant": variant,
+            **dict.fromkeys(("us", "p20", "p80", "GB/s", "of copy", "method", "failure"), ""),
+        }
+        if isinstance(result, Failure):
+            record["failure"] = result.reason
+        else:
+            rate = moved / result.median
+            record |= {
+                "us": round(result.median * 1e6, 2),
+                "p20": round(result.p20 * 1e6, 2),
+                "p80": round(result.p80 * 1e6, 2),
+                "GB/s": round(rate / 1e9, 1),
+                "of copy": round(rate / copy, 3),
+                "method": result.method,
+            }
+        records.append(record)
+    return records
+
+
+# -- results ------------------------------------------------------------------
+
+HEADER = (
+    f"{'':<28}{'shape':>13}{'moves':>18}{'flop':>6}{'us':>9}{'p20':>9}{'p80':>9}"
+    f"{'GB/s':>8}{'of copy':>9}{'target':>8}{'/ best peer':>13}   peers, GB/s"
+)
+
+
+def line(records: Sequence[dict[str, Any]]) -> str:
+    """A row for people: fuser, and what the others reach."""
+    own, *others = records
+    start = (
+        f"{own['row']:<28}{own['rows']:>6} x {own['columns']:<5}{own['moves']:>17}{own['flop']:>6}"
+    )
+    peers = [f"{r['variant']} {r['GB/s']:.0f}" for r in others if not r["failure"]]
+    if own["failure"]:
+        figures = f"   FAILED {own['failure']}"
+    else:
+        best = min((r["us"] for r in others if not r["failure"]), default=None)
+        ratio = f"{best / own['us']:.2f}" if best else ""
+        target = "" if own["target"] == "" else f"{own['target']:.2f}"
+        figures = (
+            f"{own['us']:>9.1f}{own['p20']:>9.1f}{own['p80']:>9.1f}{own['GB/s']:>8.0f}"
+            f"{own['of copy']:>9.2f}{target:>8}{ratio:>13}"
+        )
+    failures = [f"\n    {r['variant']} failed: {r['failure']}" for r in others if r["failure"]]
+    uncaptured = [r["variant"] for r in records if r["method"] == "not captured"]
+    note = f"  (not captured: {', '.join(uncaptured)})" if uncaptured else ""
+    return f"{start}{figures}   {'  '.join(peers)}{note}{''.join(failures)}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression")
+    parser.add_argument("--rows", type=int, help="M of every row")
+    parser.add_argument("--columns", type=int, help="K of every row")
+    parser.add_argument("--rounds", type=int, help="how often every variant is timed")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--commit", help="the commit, where git cannot tell")
+    parser.add_argument("--out", type=Path, metavar="CSV")
+    parser.add_argument("--chart", type=Path, metavar="PNG/SVG")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, but torch sees no CUDA device.")
+    if options.device == "cuda" and (reason := kernels_unavailable()):
+        parser.error(f"fuser's kernels do not run here, and there is nothing to time. {reason}")
+    if options.chart and (reason := charts.unavailable()):
+        parser.error(reason)
+    for name in ("rows", "columns", "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1.")
+    pattern = re.compile(options.only, re.IGNORECASE)
+    run = Run(
+        options.device,
+        getattr(torch, options.dtype),
+        options.rows,
+        options.columns,
+        options.rounds or ROUNDS[options.device],
+        not options.no_compile,
+    )
+    cases = [case for case in distinct(CASES, run) if pattern.search(case.name)]
+    if not cases:
+        parser.error(f"--only {options.only!r} matches no row.")
+
+    where = provenance(run.device, run.dtype, options.commit)
+    sink = Sink(options.out, where)
+    copy = copy_bandwidth(run.device, run.rounds)
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"copy {copy / 1e9:.0f} GB/s (read + written)", end="")
+    print(f"; not here: {', '.join(absent())}\n" if absent() else "\n")
+    print(HEADER)
+    every: list[dict[str, Any]] = []
+    for case in progress(cases, "rows"):
+        records = measured(case, run, copy)
+        say(line(records))
+        sink.write(records)
+        every += records
+        if run.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    print(f"\ncopy at the end {copy_bandwidth(run.device, run.rounds) / 1e9:.0f} GB/s")
+    if options.chart:
+        charts.draw_kernels(options.chart, [{**where, **record} for record in every])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,485 @@
+"""Whole feed-forward blocks, forward and backward, against torch and other libraries.
+
+Two blocks: Linear-GELU-Linear, and RMSNorm-Linear-SwiGLU-Linear with the residual added inside,
+both as fuser and as Transformer Engine's te.ops have them, by the same lines. Every variant
+quantizes its weights in every step. They run alternately in one run (timing.py), on random data,
+and launch from Python as a training loop does; --graph times each also as one CUDA graph, which
+has no host in it. The floor is the GEMMs' arithmetic at the rate that a matrix product of 8192
+cubed reaches in the same run, in bf16 or in FP8. On a CPU sizes are small, to try it out.
+
+    python benchmarks/pipelines.py --out out/pipelines.csv --chart out/pipelines.png
+    python benchmarks/pipelines.py --blocks swiglu --recipes current --graph
+    python benchmarks/pipelines.py --blocks gelu --profile current
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import charts
+import torch
+from evidence import Sink, progress, provenance, say
+from memory_meter import measure as measure_memory
+from peers import absent, library
+from timing import ROUNDS, Call, Failure, Result, Timing, clock, measure
+from torch.profiler import ProfilerActivity, profile
+
+import fuser
+import fuser.recipe
+
+BF16 = "bf16"
+# Class names, the same in both libraries. The last two have no GEMMs before compute capability 10.
+RECIPES = {
+    "current": "Float8CurrentScaling",
+    "delayed": "DelayedScaling",
+    "128-block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+USUAL = ("current", "delayed", "128-block")
+SIZES = {"cuda": (8192, 4096, 14336), "cpu": (256, 128, 256)}
+CEILING_SIZE = {"cuda": 8192, "cpu": 256}
+PASSES = {"forward": 1, "forward + backward": 3}
+# Kernels that --profile prints, and how much of a name.
+KERNELS, NAME = 25, 100
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a block: tokens, hidden and intermediate width."""
+
+    tokens: int
+    hidden: int
+    intermediate: int
+
+
+# -- blocks -------------------------------------------------------------------
+
+
+def gelu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
+    """Linear-GELU-Linear with biases; ``ops`` is fuser or te.ops."""
+    return ops.Sequential(
+        ops.Linear(sizes.hidden, sizes.intermediate, **options),
+        ops.GELU(),
+        ops.Linear(sizes.intermediate, sizes.hidden, **options),
+    )
+
+
+def swiglu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
+    """RMSNorm-Linear-SwiGLU-Linear-add without biases; ``ops`` is fuser or te.ops."""
+    residual, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    residual.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    return ops.Sequential(
+        residual,
+        ops.RMSNorm(sizes.hidden, **options),
+        ops.Linear(sizes.hidden, 2 * sizes.intermediate, bias=False, **options),
+        ops.SwiGLU(),
+        ops.Linear(sizes.intermediate, sizes.hidden, bias=False, **options),
+        add,
+    )
+
+
+def gelu_torch(sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
+    """The same in torch.nn."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(sizes.hidden, sizes.intermediate, **options),
+        torch.nn.GELU(approximate="tanh"),
+        torch.nn.Linear(sizes.intermediate, sizes.hidden, **options),
+    )
+
+
+class SwiGLUBlock(torch.nn.Module):
+    """RMSNorm-Linear-SwiGLU-Linear-add in torch.nn."""
+
+    def __init__(self, sizes: Sizes, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(sizes.hidden, eps=1e-5, **options)
+        self.up = torch.nn.Linear(sizes.hidden, 2 * sizes.intermediate, bias=False, **options)
+        self.down = torch.nn.Linear(sizes.intermediate, sizes.hidden, bias=False, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, linear = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(torch.nn.functional.silu(gate) * linear)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block as ops, as torch.nn, and how many weights its GEMMs have for an H x F matrix."""
+
+    title: str
+    as_ops: Callable[[Any, Sizes, dict[str, Any]], torch.nn.Module]
+    as_torch: Callable[[Sizes, dict[str, Any]], torch.nn.Module]
+    matrices: int
+
+    def flop(self, sizes: Sizes, passes: int) -> int:
+        """Of the GEMMs, with ``passes`` of them for every weight."""
+        weights = self.matrices * sizes.hidden * sizes.intermediate
+        return 2 * passes * sizes.tokens * weights
+
+
+BLOCKS = {
+    "gelu": Block("Linear-GELU-Linear", gelu_ops, gelu_torch, 2),
+    "swiglu": Block("RMSNorm-Linear-SwiGLU-Linear-add", swiglu_ops, SwiGLUBlock, 3),
+}
+
+
+# -- variants -----------------------------------------------------------------
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A library under a recipe, or in bf16; ``make`` gives a model and what its forward runs in."""
+
+    library: str
+    recipe: str
+    make: Callable[[Block, Sizes, dict[str, Any]], tuple[torch.nn.Module, Context]]
+
+    @property
+    def name(self) -> str:
+        """For people and in results."""
+        return f"{self.library} {self.recipe}"
+
+    @property
+    def ceiling(self) -> str:
+        """Which ceiling its GEMMs have."""
+        return BF16 if self.recipe == BF16 else "fp8"
+
+
+def with_fuser(
+    recipe: str, block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """fuser's pipeline."""
+    model = block.as_ops(fuser, sizes, options)
+    if recipe == BF16:
+        return model, contextlib.nullcontext
+    chosen = getattr(fuser.recipe, RECIPES[recipe])()
+    return model, functools.partial(fuser.autocast, recipe=chosen)
+
+
+def with_torch(
+    is_compiled: bool, block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """torch.nn, as it is or compiled."""
+    model = block.as_torch(sizes, options)
+    if is_compiled:
+        model.compile(dynamic=False)
+    return model, contextlib.nullcontext
+
+
+def with_torchao(
+    block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """torch.nn with torchao's FP8 linears, compiled, which is how torchao wants them."""
+    float8 = importlib.import_module("torchao.float8")
+    model = float8.convert_to_float8_training(block.as_torch(sizes, options))
+    model.compile(dynamic=False)
+    return model, contextlib.nullcontext
+
+
+def with_te(
+    recipe: str, block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """Transformer Engine's te.ops, by the same lines as fuser's pipeline."""
+    te: ModuleType = importlib.import_module("transformer_engine.pytorch")
+    model = block.as_ops(te.ops, sizes, options)
+    if recipe == BF16:
+        return model, contextlib.nullcontext
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    chosen = getattr(recipes, RECIPES[recipe])()
+    if hasattr(te, "autocast"):
+        return model, functools.partial(te.autocast, enabled=True, recipe=chosen)
+    return model, functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
+
+
+def variants(recipes: Sequence[str], *, is_compiled: bool) -> list[Variant]:
+    """What runs of each block; libraries that are absent give none."""
+    names = [BF16, *recipes]
+    found = [Variant("fuser", name, functools.partial(with_fuser, name)) for name in names]
+    found.append(Variant("torch eager", BF16, functools.partial(with_torch, False)))
+    if is_compiled:
+        found.append(Variant("torch.compile", BF16, functools.partial(with_torch, True)))
+    if is_compiled and "current" in recipes and library("torchao"):
+        found.append(Variant("torchao", "current", with_torchao))
+    if library("TE"):
+        found += [Variant("TE", name, functools.partial(with_te, name)) for name in names]
+    # Side by side what does the same arithmetic.
+    return sorted(found, key=lambda variant: names.index(variant.recipe))
+
+
+def steps(variant: Variant, block: Block, sizes: Sizes, device: str) -> dict[str, Call]:
+    """The calls of a variant that are timed, by name; gradients start from None."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    model, context = variant.make(block, sizes, options)
+    x = torch.randn(sizes.tokens, sizes.hidden, requires_grad=True, **options)
+    dy = torch.randn(sizes.tokens, sizes.hidden, **options)
+    parameters = list(model.parameters())
+
+    def forward() -> None:
+        with torch.no_grad(), context():
+            model(x)
+
+    def train() -> None:
+        with context():
+            y = model(x)
+        y.backward(dy)
+        x.grad = None
+        for parameter in parameters:
+            parameter.grad = None
+
+    return dict(zip(PASSES, (forward, train), strict=True))
+
+
+# -- ceilings -----------------------------------------------------------------
+
+
+def gemm_ceilings(device: str, rounds: int) -> dict[str, float]:
+    """FLOP a second of a matrix product of random values, in bf16 and, on a GPU, in FP8."""
+    size = CEILING_SIZE[device]
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    calls: dict[str, Call] = {BF16: lambda: torch.mm(a, b.t(), out=out)}
+    if device == "cuda":
+        a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        calls["fp8"] = lambda: torch._scaled_mm(
+            a8, b8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    results = measure([calls], clock(device), passes=4, rounds=rounds)
+    timings = {name: r for name, r in results.items() if isinstance(r, Timing)}
+    return {name: 2 * size**3 / timing.median for name, timing in timings.items()}
+
+
+# -- measuring ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all blocks are measured with."""
+
+    device: str
+    sizes: Sizes
+    rounds: int
+    is_captured: bool = False
+
+
+def measured(
+    block: Block, chosen: Sequence[Variant], run: Run, ceilings: dict[str, float]
+) -> list[dict[str, Any]]:
+    """A record for each variant, pass and way of timing."""
+    failures: dict[str, Failure] = {}
+    calls: dict[str, dict[str, Call]] = {}
+    peaks: dict[str, int] = {}
+    for variant in progress(chosen, f"{block.title}: warm up"):
+        try:
+            made = steps(variant, block, run.sizes, run.device)
+            for call in (*made.values(), *made.values()):
+                call()
+            train = made["forward + backward"]
+            peaks[variant.name] = measure_memory({"step": train}, run.device)["step"].peak
+            calls[variant.name] = made
+        except Exception as error:  # what cannot run must not end the run of the others
+            failures[variant.name] = Failure.of(error)
+    ways = [False, True] if run.is_captured else [False]
+    records = []
+    for pass_ in PASSES:
+        for is_captured in ways:
+            timer = clock(run.device, is_captured=is_captured)
+            ready = {name: made[pass_] for name, made in calls.items()}
+            results: dict[str, Result] = {**failures}
+            results |= measure([ready], timer, rounds=run.rounds)
+            records += [
+                record(block, variant, pass_, run, results[variant.name], ceilings)
+                | {"peak MiB": round(peaks[variant.name] / 2**20) if variant.name in peaks else ""}
+                for variant in chosen
+            ]
+    return records
+
+
+def record(
+    block: Block,
+    variant: Variant,
+    pass_: str,
+    run: Run,
+    result: Result,
+    ceilings: dict[str, float],
+) -> dict[str, Any]:
+    """One result beside what it is to be compared with."""
+    flop = block.flop(run.sizes, PASSES[pass_])
+    ceiling = ceilings.get(variant.ceiling)
+    found: dict[str, Any] = {
+        "block": block.title,
+        "tokens": run.sizes.tokens,
+        "hidden": run.sizes.hidden,
+        "intermediate": run.sizes.intermediate,
+        "pass": pass_,
+        "variant": variant.name,
+        "library": variant.library,
+        "recipe": variant.recipe,
+        "flop": flop,
+        "ceiling TFLOP/s": round(ceiling / 1e12, 3) if ceiling else "",
+        "floor ms": round(flop / ceiling * 1e3, 4) if ceiling else "",
+        **dict.fromkeys(("ms", "p20", "p80", "TFLOP/s", "/ floor", "method", "failure"), ""),
+    }
+    if isinstance(result, Failure):
+        return found | {"failure": result.reason}
+    return found | {
+        "ms": round(result.median * 1e3, 4),
+        "p20": round(result.p20 * 1e3, 4),
+        "p80": round(result.p80 * 1e3, 4),
+        "TFLOP/s": round(flop / result.median / 1e12, 3),
+        "/ floor": round(result.median * ceiling / flop, 3) if ceiling else "",
+        "method": result.method,
+    }
+
+
+# -- profile ------------------------------------------------------------------
+
+
+def profiled(call: Call, device: str) -> str:
+    """A table of what one call runs, by total time: kernels on a GPU, torch's ops on a CPU."""
+    for _ in range(3):
+        call()
+    is_cuda = device == "cuda"
+    activity = ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        call()
+        if is_cuda:
+            torch.cuda.synchronize()
+    rows: dict[str, list[float]] = {}
+    spans: list[tuple[float, float]] = []
+    for event in profiler.events():
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        if is_cuda != is_kernel:
+            continue
+        elapsed = event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total
+        rows.setdefault(event.name, []).append(elapsed)
+        spans.append((event.time_range.start, event.time_range.end))
+    if not spans:
+        return "The profiler saw nothing."
+    total = sum(map(sum, rows.values()))
+    span = max(end for _, end in spans) - min(start for start, _ in spans)
+    lines = [f"{'us':>10}{'share':>8}{'calls':>7}  name"]
+    for name, times in sorted(rows.items(), key=lambda item: -sum(item[1]))[:KERNELS]:
+        told = " ".join(name.split())
+        told = told if len(told) <= NAME else f"{told[:NAME]}..."
+        lines.append(f"{sum(times):>10.1f}{sum(times) / total:>8.1%}{len(times):>7}  {told}")
+    if len(rows) > KERNELS:
+        lines.append(f"and {len(rows) - KERNELS} more")
+    lines.append(
+        f"{total:>10.1f} in all, {sum(map(len, rows.values()))} calls; first to last {span:.1f} us"
+    )
+    return "\n".join(lines)
+
+
+# -- results ------------------------------------------------------------------
+
+HEADER = (
+    f"{'':<26}{'ms':>9}{'p20':>9}{'p80':>9}{'TFLOP/s':>10}{'floor ms':>10}{'/ floor':>9}"
+    f"{'peak MiB':>10}  timed by"
+)
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """The records of a block for people, pass by pass."""
+    lines = []
+    for pass_ in PASSES:
+        lines.append(f"\n{records[0]['block']}, {pass_}\n{HEADER}")
+        for row in records:
+            if row["pass"] != pass_:
+                continue
+            if row["failure"]:
+                lines.append(f"{row['variant']:<26}  FAILED {row['failure']}")
+                continue
+            lines.append(
+                f"{row['variant']:<26}{row['ms']:>9.3f}{row['p20']:>9.3f}{row['p80']:>9.3f}"
+                f"{row['TFLOP/s']:>10.1f}{row['floor ms']:>10}{row['/ floor']:>9}"
+                f"{row['peak MiB']:>10}  {row['method']}"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and write where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
+    parser.add_argument("--blocks", nargs="+", default=list(BLOCKS), choices=list(BLOCKS))
+    parser.add_argument("--recipes", nargs="*", default=list(USUAL), choices=list(RECIPES))
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--intermediate", type=int)
+    parser.add_argument("--rounds", type=int, help="how often every variant is timed")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--graph", action="store_true", help="time CUDA graphs of the steps too")
+    parser.add_argument(
+        "--profile",
+        choices=[BF16, *RECIPES],
+        help="instead of timing, print what one step of fuser runs under this recipe",
+    )
+    parser.add_argument("--commit", help="the commit, where git cannot tell")
+    parser.add_argument("--out", type=Path, metavar="CSV")
+    parser.add_argument("--chart", type=Path, metavar="PNG/SVG")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, but torch sees no CUDA device.")
+    if options.chart and (reason := charts.unavailable()):
+        parser.error(reason)
+    if options.graph and options.device == "cpu":
+        parser.error("--graph captures CUDA graphs; --device is cpu.")
+    if options.profile and (options.out or options.chart or options.graph):
+        parser.error("--profile times nothing, so that --out, --chart and --graph have no result.")
+    names = ("tokens", "hidden", "intermediate")
+    for name in (*names, "rounds"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}; it must be at least 1.")
+    given = [getattr(options, name) for name in names]
+    sizes = Sizes(*(a or b for a, b in zip(given, SIZES[options.device], strict=True)))
+    run = Run(options.device, sizes, options.rounds or ROUNDS[options.device], options.graph)
+
+    where = provenance(run.device, torch.bfloat16, options.commit)
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"T {sizes.tokens}  H {sizes.hidden}  F {sizes.intermediate}", end="")
+    print(f"; not here: {', '.join(absent())}" if absent() else "")
+    if options.profile:
+        one = Variant("fuser", options.profile, functools.partial(with_fuser, options.profile))
+        for block in map(BLOCKS.__getitem__, options.blocks):
+            call = steps(one, block, sizes, run.device)["forward + backward"]
+            print(f"\n{block.title}, forward + backward, {one.name}")
+            print(profiled(call, run.device))
+        return
+
+    ceilings = gemm_ceilings(run.device, run.rounds)
+    rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in ceilings.items())
+    print(f"a GEMM of {CEILING_SIZE[run.device]} cubed reaches {rates}")
+    sink = Sink(options.out, where)
+    chosen = variants(options.recipes, is_compiled=not options.no_compile)
+    every: list[dict[str, Any]] = []
+    for block in map(BLOCKS.__getitem__, options.blocks):
+        records = measured(block, chosen, run, ceilings)
+        say(table(records))
+        sink.write(records)
+        every += records
+        if run.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    if options.chart:
+        charts.draw_pipelines(options.chart, [{**where, **record} for record in every])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Time of variants that do the same work: alternated in one run, cold in L2, on random data.
+
+On a GPU a variant is captured once into a CUDA graph that makes its calls back to back, each on
+the next of several input sets, which together exceed the L2 several times over. What cannot be
+captured is called as it is, and its time has the host in it. Rounds replay every variant once, each
+round beginning with another one: a power-limited chip is as warm for one variant as for the next.
+On a CPU a clock times the same calls.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+Calls = Mapping[str, Call]
+Reading = Callable[[], float]
+
+ROUNDS = {"cuda": 25, "cpu": 5}
+# Input sets together move at least this many times the L2, so that none is there when it is read.
+L2_MULTIPLE = 4
+MOST_SETS = 512
+# Of a CPU's last cache nothing is known here; sizes there are for trying, not for results.
+CPU_SETS = 2
+# One replay moves at least so much: a millisecond, beside which its launch is nothing.
+REPLAY_BYTES = 4e9
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**22}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median, and the 20th and 80th percentile of the rounds."""
+
+    median: float
+    p20: float
+    p80: float
+    method: str = "clock"
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], method: str = "clock") -> Timing:
+        """The statistics of at least one sample."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], method)
+        low, _, _, high = statistics.quantiles(seconds, n=5, method="inclusive")
+        return cls(statistics.median(seconds), low, high, method)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a variant has no time, in one line."""
+
+    reason: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """The error's type and the first line that says something."""
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return cls(": ".join([type(error).__name__, *lines[:1]])[:200])
+
+
+Result = Timing | Failure
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Calls that are ready to be timed together.
+
+    ``method`` is ``"clock"``, ``"graph"``, ``"events"``, or ``"not captured"`` where a graph was
+    wanted and the calls are made as they are.
+    """
+
+    run: Call
+    calls: int
+    method: str
+
+
+# -- clocks -------------------------------------------------------------------
+
+
+class HostClock:
+    """Times calls on a CPU."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+
+    def prepare(self, calls: Sequence[Call], passes: int) -> Prepared:
+        """One run of all ``calls``, ``passes`` times, after each was called once."""
+        for call in calls:
+            call()
+
+        def run() -> None:
+            for _ in range(passes):
+                for call in calls:
+                    call()
+
+        return Prepared(run, passes * len(calls), "clock")
+
+    def sample(self, run: Call) -> Reading:
+        """Time one run; the reading is what it took."""
+        begin = self.now()
+        run()
+        elapsed = self.now() - begin
+        return lambda: elapsed
+
+    def wait(self) -> None:
+        """Everything has run already."""
+
+
+class DeviceClock(HostClock):
+    """Times calls on the current CUDA device with events on its queue."""
+
+    def __init__(self, *, is_captured: bool = True) -> None:
+        self.is_captured = is_captured
+
+    def prepare(self, calls: Sequence[Call], passes: int) -> Prepared:
+        """A CUDA graph of the calls, or the calls where they cannot be captured."""
+        # On a side stream first, as capturing wants it: kernels are compiled and tuned here.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        plain = super().prepare(calls, passes)
+        if not self.is_captured:
+            return Prepared(plain.run, plain.calls, "events")
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                plain.run()
+        except RuntimeError:
+            torch.cuda.synchronize()
+            return Prepared(plain.run, plain.calls, "not captured")
+        return Prepared(graph.replay, plain.calls, "graph")
+
+    def sample(self, run: Call) -> Reading:
+        """Put one run between two events; the reading is valid after :meth:`wait`."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        return lambda: begin.elapsed_time(end) / 1e3
+
+    def wait(self) -> None:
+        """Let the device finish."""
+        torch.cuda.synchronize()
+
+
+def clock(device: str, *, is_captured: bool = True) -> HostClock:
+    """The clock of a device."""
+    return DeviceClock(is_captured=is_captured) if device == "cuda" else HostClock()
+
+
+# -- measuring ----------------------------------------------------------------
+
+
+def set_count(nbytes: float, device: str) -> int:
+    """How many input sets a call that moves ``nbytes`` rotates over to find none in the L2."""
+    if device != "cuda":
+        return CPU_SETS
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return sets_beyond(properties.L2_cache_size, nbytes)
+
+
+def sets_beyond(cache: int, nbytes: float) -> int:
+    """The least number of sets, two at least, that move ``L2_MULTIPLE`` times a cache."""
+    return min(MOST_SETS, max(2, int(-(-L2_MULTIPLE * cache // nbytes))))
+
+
+def pass_count(nbytes: float, sets: int, device: str) -> int:
+    """How often one run goes over the sets."""
+    if device != "cuda":
+        return 1
+    return max(1, min(round(REPLAY_BYTES / (sets * nbytes)), MOST_SETS // sets))
+
+
+def measure(
+    sets: Sequence[Calls], timer: HostClock, *, passes: int = 1, rounds: int = 25
+) -> dict[str, Result]:
+    """Time every variant, alternating them.
+
+    Parameters
+    ----------
+    sets
+        For each input set the variants' calls by name; the names are the same in all.
+    timer
+        What times them.
+    passes
+        How often one run goes over the sets.
+    rounds
+        How often each variant is timed; one more round comes first and is not counted.
+
+    Returns
+    -------
+    dict
+        Seconds of one call by variant, or why it could not run.
+    """
+    ready: dict[str, Prepared] = {}
+    results: dict[str, Result] = dict.fromkeys(sets[0], Failure("not run"))
+    for name in sets[0]:
+        try:
+            ready[name] = timer.prepare([calls[name] for calls in sets], passes)
+        except Exception as error:  # what cannot run must not end the run of the others
+            results[name] = Failure.of(error)
+    names = list(ready)
+    readings: dict[str, list[Reading]] = {name: [] for name in names}
+    for round_ in range(rounds + 1):
+        first = round_ % max(1, len(names))
+        for name in names[first:] + names[:first]:
+            reading = timer.sample(ready[name].run)
+            if round_:
+                readings[name].append(reading)
+    timer.wait()
+    for name, prepared in ready.items():
+        seconds = [reading() / prepared.calls for reading in readings[name]]
+        results[name] = Timing.of(seconds, prepared.method)
+    return results
+
+
+def copy_bandwidth(device: str, rounds: int) -> float:
+    """Bytes a second, read and written, of a large copy on the device; random data."""
+    count = COPY_BYTES[device] // 2
+
+    def calls(seed: int) -> Calls:
+        generator = torch.Generator(device).manual_seed(seed)
+        options = {"dtype": torch.int16, "device": device}
+        source = torch.randint(-(2**15), 2**15, (count,), generator=generator, **options)
+        target = torch.empty_like(source)
+        return {"copy": lambda: target.copy_(source)}
+
+    sets = [calls(seed) for seed in range(2)]
+    # Launched: captured, a copy becomes a memcpy node, which takes 1.6 times as long on an H200.
+    timer = clock(device, is_captured=False)
+    result = measure(sets, timer, passes=2, rounds=rounds)["copy"]
+    if isinstance(result, Failure):
+        raise RuntimeError(f"A copy of {COPY_BYTES[device]} bytes failed: {result.reason}")
+    return 2 * COPY_BYTES[device] / result.median
