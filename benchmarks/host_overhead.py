@@ -3,15 +3,18 @@
 Linear-GELU-Linear on 16x128: the arithmetic is nothing, so what is left is
 what a call costs. Each round times every variant in turn; ratios are taken
 within a round, and their median over the rounds is the figure. Prints a
-table, and with --out writes it as CSV beside machine and commit.
+table, and with --out writes it as CSV beside machine and commit. With --recipe
+fuser's layers are quantized, and nn.Sequential's are not.
 
     python benchmarks/host_overhead.py [--device cuda] [--rounds 60] [--out FILE]
+    python benchmarks/host_overhead.py --device cuda --dtype bfloat16 --recipe current
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import platform
 import statistics
 import subprocess
@@ -22,8 +25,18 @@ from pathlib import Path
 import torch
 
 import fuser
+from fuser import recipe
 
 TARGETS = {"forward, no grad": 1.3, "forward + backward": 1.1}
+# Under a recipe, microseconds on an H200: half of what Transformer Engine's te.ops takes there.
+RECIPE_TARGETS = {"forward, no grad": 250, "forward + backward": 800}
+RECIPES = {
+    "current": recipe.Float8CurrentScaling,
+    "delayed": recipe.DelayedScaling,
+    "block": recipe.Float8BlockScaling,
+    "mxfp8": recipe.MXFP8BlockScaling,
+    "nvfp4": recipe.NVFP4BlockScaling,
+}
 ROWS, WIDTH = 16, 128
 
 
@@ -47,15 +60,25 @@ def models(device: str, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
     return {"nn.Sequential": plain, "fuser": fused}
 
 
-def calls(model: torch.nn.Module, x: torch.Tensor) -> dict[str, Callable[[], object]]:
+def under(made: recipe.Recipe, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The model's output under a recipe, entered as in every training step."""
+    with fuser.autocast(recipe=made):
+        return model(x)
+
+
+def calls(
+    model: torch.nn.Module, x: torch.Tensor, recipe_name: str | None = None
+) -> dict[str, Callable[[], object]]:
     """What is timed of a model, by name; gradients start from None as in a training step."""
+    made = RECIPES[recipe_name]() if recipe_name else None
+    run = model if made is None else functools.partial(under, made, model)
 
     def forward() -> None:
         with torch.no_grad():
-            model(x)
+            run(x)
 
     def train() -> None:
-        model(x).sum().backward()
+        run(x).sum().backward()
         x.grad = None
         for parameter in parameters:
             parameter.grad = None
@@ -77,12 +100,17 @@ def microseconds(call: Callable[[], object], count: int, device: str) -> float:
     return elapsed / count * 1e6
 
 
-def measure(device: str, dtype: torch.dtype, rounds: int, count: int) -> list[dict[str, object]]:
+def measure(
+    device: str, dtype: torch.dtype, rounds: int, count: int, recipe_name: str | None = None
+) -> list[dict[str, object]]:
     """One row for each timed call: medians, ratio with its 20th and 80th percentile."""
     x = torch.randn(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
-    timed = {name: calls(model, x) for name, model in models(device, dtype).items()}
+    timed = {
+        name: calls(model, x, recipe_name if name == "fuser" else None)
+        for name, model in models(device, dtype).items()
+    }
     rows: list[dict[str, object]] = []
-    for what, target in TARGETS.items():
+    for what, target in (RECIPE_TARGETS if recipe_name else TARGETS).items():
         for variant in timed.values():
             microseconds(variant[what], 300, device)
         times = {name: [] for name in timed}  # type: dict[str, list[float]]
@@ -129,19 +157,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--recipe", choices=list(RECIPES), help="of fuser's layers")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--count", type=int, default=50, help="calls of each variant in a round")
     parser.add_argument("--out", type=Path, help="CSV file to write")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    where = environment(options.device, dtype)
-    rows = measure(options.device, dtype, options.rounds, options.count)
+    where = environment(options.device, dtype) | {"recipe": options.recipe or "none"}
+    rows = measure(options.device, dtype, options.rounds, options.count, options.recipe)
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{'':20} {'nn.Sequential':>14} {'fuser':>8} {'ratio':>7}  (p20-p80)       at most")
     for row in rows:
         print(
             f"{row['what']:20} {row['nn.Sequential us']:>11} us {row['fuser us']:>5} us "
             f"{row['ratio']:>7}  ({row['p20']}-{row['p80']})   {row['target']}"
+            f"{' us' if options.recipe else ''}"
         )
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
