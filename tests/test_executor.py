@@ -1025,3 +1025,20 @@ def test_a_dropped_plan_leaves_no_source_behind() -> None:
         fuser.Sequential(fuser.SiLU())(x)
     gc.collect()
     assert sources() <= before
+
+
+def test_a_profile_has_a_range_for_every_step_of_the_plan() -> None:
+    model = fuser.Sequential(fuser.Linear(8, 8), fuser.GELU(), fuser.Linear(8, 8))
+    x = torch.randn(4, 8, requires_grad=True)
+    model(x).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y = model(x)
+        y.sum().backward()
+    (plan,) = model.plans
+    names = {event.name for event in profile.events()}
+    for side, steps in (("forward", plan.forward), ("backward", plan.backward)):
+        for step in steps:
+            ops = f"{step.ops[0]}" if len(step.ops) == 1 else f"{step.ops[0]}-{step.ops[-1]}"
+            runs_as = step.fusion or plan.ops[step.ops[0]]
+            assert f"fuser {side} {ops} {runs_as}" in names
+    assert torch.equal(model(x), y)
