@@ -46,10 +46,9 @@ class NativeGemm:
         Compute capabilities: major ones such as ``9``, or exact ones such as ``(8, 9)``.
     cuda
         The first CUDA version whose cuBLASLt has it.
-    has_bias
-        Whether a bias can be its epilogue.
     run
-        ``run(a, b, out_dtype, is_split, bias)``, the product in ``out_dtype``.
+        ``run(a, b, out_dtype, is_split, bias)``, the product in ``out_dtype``; a bias is an
+        epilogue in fp16 and bf16.
         ``is_split`` asks for partial sums that go to fp32 registers more
         often, which is slower and more exact on Hopper.
     """
@@ -58,7 +57,6 @@ class NativeGemm:
     formats: tuple[tuple[str, str], ...]
     archs: tuple[int | tuple[int, int], ...]
     cuda: tuple[int, int]
-    has_bias: bool
     run: Callable[[Operand, Operand, torch.dtype, bool, torch.Tensor | None], torch.Tensor]
 
     def serves(self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int]) -> bool:
@@ -98,7 +96,7 @@ def tensorwise(
 def blockwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``a @ b.T`` of FP8 in blocks of 128: 1x128 each, or one of them 128x128."""
+    """``a @ b.T (+ bias)`` of FP8 in blocks of 128: 1x128 each, or one of them 128x128."""
     are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
     inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
     data, scales = [], []
@@ -109,6 +107,7 @@ def blockwise(
         # 1x128 scales are kept a row a block; turned, they are a column a block.
         scales.append(scale if is_2d else _padded(scale, (inner // FP8_BLOCK, rows)).t())
     pair = (scales[0], scales[1].t())
+    bias = None if bias is None else _padded(bias, (data[1].shape[0],))
     product = _multiply(data[0], data[1], pair, out_dtype, is_split, bias)
     return product[: a.data.shape[0], : b.data.shape[0]]
 
@@ -147,7 +146,6 @@ NATIVE_GEMMS = (
         formats=(("FP8", "FP8"),),
         archs=((8, 9), 9, 10, 12),
         cuda=(12, 1),
-        has_bias=True,
         run=tensorwise,
     ),
     NativeGemm(
@@ -159,7 +157,6 @@ NATIVE_GEMMS = (
         ),
         archs=(9,),
         cuda=(12, 9),
-        has_bias=False,
         run=blockwise,
     ),
 )

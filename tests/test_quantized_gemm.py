@@ -141,6 +141,20 @@ def test_native_products_equal_emulated_ones(
         assert error < 1e-2, name
 
 
+def test_a_bias_rides_on_the_gemm_of_blocks(hopper: StrictTensorCores) -> None:
+    model = model_of((128, 40, 128), dtype=torch.bfloat16)
+    fused = run(model, NATIVE["block"], 48)
+    calls = list(hopper.calls)
+    assert len(calls) == 6
+    expected = run(fuser.Sequential(*model, fusions=()), NATIVE["block"], 48)
+    for name in ("y", "dx"):
+        error = (fused[name].double() - expected[name].double()).norm() / expected[name].norm()
+        assert error < 2**-6, name
+    with fuser.autocast(recipe=NATIVE["block"]):
+        plan = model.plan(torch.empty(48, 128, dtype=torch.bfloat16, requires_grad=True))
+    assert plan.forward[0].fusion == "ForwardLinearBiasActivation"
+
+
 def test_the_plan_says_native_and_a_bias_rides_on_the_gemm(hopper: StrictTensorCores) -> None:
     model = model_of((64, 128, 64), dtype=torch.bfloat16)
     with fuser.autocast(recipe=NATIVE["current"]):
@@ -165,7 +179,9 @@ def test_a_bias_is_refused_where_the_gemm_takes_none(hopper: StrictTensorCores) 
         return " ".join(refusal.reason for refusal in plan.refusals)
 
     assert "FP8 mm takes no bias in torch.float32" in reasons(NATIVE["current"], torch.float32)
-    assert "FP8 128-block mm takes no bias" in reasons(NATIVE["block"], torch.bfloat16)
+    assert "FP8 128-block mm takes no bias in torch.float32" in reasons(
+        NATIVE["block"], torch.float32
+    )
     assert "emulated" in reasons(recipes.MXFP8BlockScaling(), torch.bfloat16)
 
 

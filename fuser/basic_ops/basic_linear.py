@@ -184,7 +184,7 @@ class BasicLinear(BasicOperation):
             row = native_row("input", "weight", key)
             if row is None:
                 return "the quantized GEMM is emulated here, and has no epilogue."
-            if not row.has_bias or compute == torch.float32:
+            if compute == torch.float32:
                 return f"{row.name} takes no bias in {compute}."
         if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
             return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."

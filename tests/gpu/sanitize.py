@@ -61,7 +61,7 @@ class Finding:
 def run(tool: str, file: str, sanitizer: str, limit: float, left_out: str) -> Finding:
     """One test file under one tool."""
     command = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=fuser_"]
-    command += [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
     command += [str(FOLDER / f"{file}.py"), "-k", f"not ({left_out})"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if tool == "memcheck":
