@@ -2,6 +2,9 @@
 
 A launcher module names them in one of two ways: a :class:`fuser.cuda.launch.Kernel` that stands in
 the module, or a function ``instantiations()`` that returns the kernels which it makes on demand.
+
+Chains into stores are pairs of two launchers' templates, without end; :func:`chains_into_stores`
+has all pairs of one stage and one store in the common dtypes, and what the tests launch.
 """
 
 from __future__ import annotations
@@ -11,8 +14,19 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+import torch
+
 import fuser.cuda
+from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.cuda.arguments import ELEMENTS
+from fuser.cuda.chain import ACTIVATIONS, Stage
 from fuser.cuda.launch import Kernel
+from fuser.cuda.operands import ALIGNED
+from fuser.cuda.pointwise import BIAS_GELU, BIAS_SWIGLU, EVERYTHING, GELU, SWIGLU, producer_types
+from fuser.formats import DType
+
+COMMON_DTYPES = (torch.bfloat16, torch.float32)
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 
 
 @functools.cache
@@ -22,7 +36,66 @@ def instantiations() -> dict[str, tuple[str, ...]]:
     for launcher in pkgutil.iter_modules(fuser.cuda.__path__):
         for kernel in kernels_of(importlib.import_module(f"fuser.cuda.{launcher.name}")):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
+    for kernel in chains_into_stores():
+        found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}
+
+
+def single_stages() -> tuple[Stage, ...]:
+    """Every stage that there is."""
+    return (
+        *(Stage(name, (1.0,) * count) for name, (_, count) in ACTIVATIONS.items()),
+        *(Stage("bias"), Stage("constant_scale", (0.7,)), Stage("add_extra_input")),
+        *(Stage("dropout", (0.3,)), Stage("srelu", is_scaled=True)),
+    )
+
+
+def into_stores(producer: str, aligned: bool = True, to: DType = E4M3) -> set[Kernel]:
+    """A producer into each store policy once; of NVFP4 into the plainest."""
+    plainest = [k for k in nvfp4.stores(producer, aligned) if "Nvfp4Store<false, false" in k.symbol]
+    return {
+        *(
+            kernel
+            for f in (fp8_scaling, block_scaling, mxfp8)
+            for kernel in f.stores(producer, to, aligned)
+        ),
+        *plainest,
+    }
+
+
+@functools.cache
+def chains_into_stores() -> frozenset[Kernel]:
+    """All pairs of one stage and one store in the common dtypes, and what the tests launch."""
+    bf16 = torch.bfloat16
+    found: set[Kernel] = set()
+    for dtype in COMMON_DTYPES:
+        for stage in single_stages():
+            for producer in producer_types((stage,), dtype):
+                found |= into_stores(producer)
+    for producer in producer_types(SWIGLU, bf16):
+        found |= into_stores(producer, to=E5M2)
+        found.update(nvfp4.stores(producer, True))
+    for producer in producer_types(EVERYTHING, bf16):
+        found |= into_stores(producer)
+    # What the tests launch. Each store where producer and store are aligned, and in bf16 where
+    # neither is; one family where that is otherwise.
+    for stages, saved, with_sums in LAUNCHED:
+        for dtype in ELEMENTS:
+            for of_producer, of_store in ALIGNED:
+                for producer in producer_types(
+                    stages, dtype, aligned=of_producer, saved=saved, with_sums=with_sums
+                ):
+                    if of_store or (dtype == bf16 and not of_producer):
+                        found |= into_stores(producer, of_store)
+                    else:
+                        found.update(block_scaling.stores(producer, E4M3, of_store))
+    for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
+        found.update(block_scaling.stores(producer, E4M3, True))
+    return frozenset(found)
+
+
+# Stages, saved, and whether backward leaves sums.
+LAUNCHED = ((GELU, 0, False), (SWIGLU, 0, False), (BIAS_GELU, 1, True))
 
 
 def kernels_of(launcher: ModuleType) -> set[Kernel]:

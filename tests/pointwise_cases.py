@@ -11,16 +11,14 @@ import oracles
 import pointwise_reference as reference
 import torch
 
+from fuser.cuda.chain import ACTIVATIONS, Stage, Stages
 from fuser.cuda.pointwise import (
-    ACTIVATIONS,
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
     SCALED_SRELU,
     SWIGLU,
     TWO_LINES,
-    Stage,
-    Stages,
     pointwise,
     pointwise_backward,
     workspace_size,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.pointwise import Stage, Stages
+from fuser.cuda.chain import Stage, Stages
 from fuser.reference.activation import (
     Functor,
     activation,

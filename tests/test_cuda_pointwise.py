@@ -14,15 +14,15 @@ from emulator import emulated, prepare
 from pointwise_cases import Case, activation, tensors_of
 
 from fuser.cuda import pointwise as launcher
-from fuser.cuda.launch import Kernel, Launch, Producer, int32
-from fuser.cuda.operands import ELEMENTS
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.chain import Stage
+from fuser.cuda.launch import Kernel, tiles
 from fuser.cuda.pointwise import (
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
     SWIGLU,
     TWO_LINES,
-    Stage,
     instantiations,
     pointwise,
     pointwise_backward,
@@ -224,6 +224,38 @@ def test_an_amax_is_only_raised_and_sees_nan_and_subnormals() -> None:
     assert all(a.isnan() for a in amaxes(t, INFINITY))
 
 
+def test_an_amax_is_the_same_where_the_values_are_not_written() -> None:
+    t = tensors_of(Case(BIAS_GELU, 70, 24, wanted=(0,)))
+    of_y, of_dx = amaxes(t)
+    alone = torch.zeros(2)
+    with emulated():
+        pointwise(BIAS_GELU, t.x, t.operands, None, alone[:1])
+        arguments = (BIAS_GELU, t.dy, t.x, [None, None], None, t.grads, t.workspace, alone[1:])
+        pointwise_backward(*arguments, saved=1)
+    assert of_y > 0
+    assert torch.equal(alone, torch.stack([of_y, of_dx]))
+
+
+def test_gradients_of_operands_are_the_same_where_dx_is_not_written() -> None:
+    t, other = (tensors_of(Case(BIAS_GELU, 70, 24, wanted=(0,), saved=1)) for _ in range(2))
+    with emulated(written=(t.dx, t.grads[0], other.grads[0])):
+        for dx, one in ((t.dx, t), (None, other)):
+            arguments = (BIAS_GELU, one.dy, one.x, [None, None], dx, one.grads, one.workspace)
+            pointwise_backward(*arguments, saved=1)
+    assert t.grads[0] is not None
+    assert other.grads[0] is not None
+    assert torch.equal(other.grads[0], t.grads[0])
+
+
+def test_writing_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="got neither y nor amax"):
+        pointwise(SWIGLU, BF16, [None], None)
+    with pytest.raises(InputError, match="got neither dx nor amax nor a gradient"):
+        pointwise_backward(SWIGLU, BF16[:, :8], BF16, [None], None, [None])
+    with pytest.raises(InputError, match="x has 15 columns; a gated stage takes two halves"):
+        pointwise(SWIGLU, BF16[:, :15], [None], None, torch.zeros(1))
+
+
 # -- layouts ------------------------------------------------------------------
 
 
@@ -324,28 +356,15 @@ KERNELS = Path(__file__).parent / "emulator" / "kernels"
 
 
 def patches(producer: Producer) -> torch.Tensor:
-    """What a producer produces, 8 by 8 values at a time."""
-    y = torch.empty(producer.rows, producer.columns, dtype=producer.dtype)
-    kernel = Kernel("patches", f"fuser_patches<{ELEMENTS[producer.dtype]}, {producer.type}>")
-    grid = (-(-producer.columns // 32), -(-producer.rows // 8))
+    """What a producer produces, by tiles."""
+    y = torch.empty(producer.columns, producer.rows, dtype=producer.dtype)
+    store = f"fuser::TurnedStore<{ELEMENTS[producer.dtype]}, false>"
+    kernel = Kernel("patches", f"fuser_tiled<{producer.type}, {store}>")
+    launch = tiles(producer.rows, producer.columns)
+    sizes = (int64(producer.rows), int32(producer.columns))
     with emulated(written=(y,), sources=KERNELS):
-        kernel(
-            Launch(grid, (4,)), producer.argument, y, int32(producer.rows), int32(producer.columns)
-        )
-    return y
-
-
-def batches(producer: Producer, case: Case, lines: int) -> torch.Tensor:
-    """The same by four rows at a time, the lines side by side."""
-    line = [torch.empty(case.rows, case.columns, dtype=case.dtype) for _ in range(lines)]
-    kernel = Kernel("patches", f"fuser_batches<{ELEMENTS[case.dtype]}, {producer.type}>")
-    grid = (-(-case.columns // 32), -(-case.rows // 8))
-    with emulated(written=line, sources=KERNELS):
-        kernel(
-            *(Launch(grid, (4,)), producer.argument, line[0], line[-1]),
-            *(int32(case.rows), int32(case.columns)),
-        )
-    return torch.cat(line, -1)
+        kernel(launch, producer.argument, Struct((y,)), *sizes)
+    return y.t()
 
 
 @pytest.mark.parametrize(
@@ -368,13 +387,9 @@ def test_producers_give_tiles_the_values_that_the_kernels_write(case: Case) -> N
     size = (case.rows, case.columns)
     forward = launcher.forward_producer(case.stages, t.x, t.operands, *size)
     assert torch.equal(patches(forward), expected["output"])
-    assert torch.equal(batches(forward, case, 1), expected["output"])
     x = reference.pointwise(case.stages[: case.saved], t.x, t.operands[: case.saved])
     backward = launcher.backward_producer(case.stages, t.dy, x, t.operands, *size, case.saved)
     assert torch.equal(patches(backward), expected["dx"])
-    if all(stage.interleave is None for stage in case.stages):
-        lines = case.width(-1) // case.columns
-        assert torch.equal(batches(backward, case, lines), expected["dx"])
 
 
 def test_a_producer_takes_vectors_where_tiles_can() -> None:

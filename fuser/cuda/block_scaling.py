@@ -7,6 +7,9 @@ bytes an element. Nothing is allocated, and the device is not waited for.
 
 A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
 to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
+
+A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
+element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import functools
 
 import torch
 
-from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.launch import Kernel, tiles
 from fuser.cuda.operands import (
-    ELEMENTS,
+    ALIGNED,
     FLOAT8,
+    as_producer,
     bits_of,
     boolean,
     check_buffer,
@@ -27,13 +32,13 @@ from fuser.cuda.operands import (
     check_float8,
     check_matrix,
     is_aligned,
-    rows_are_aligned,
+    loads,
 )
 from fuser.formats import FP8_BLOCK, DType, fp8_block_scale_shape
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     dtype: DType,
     *,
     block_dim: int,
@@ -52,7 +57,7 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``.
+        Read; ``[M, K]``; or a producer of that.
     dtype
         E4M3 or E5M2.
     block_dim, pow2, eps
@@ -68,8 +73,8 @@ def quantize(
         If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
     """
     what = "FP8 block quantize"
-    m, k = check_matrix(what, x)
-    element, to = check_element(what, x), check_float8(what, dtype)
+    producer, to = as_producer(what, x), check_float8(what, dtype)
+    m, k = producer.rows, producer.columns
     row_shape, col_shape = (fp8_block_scale_shape(m, k, c, block_dim) for c in (False, True))
     scale_inv = (row_scale_inv, torch.float32, row_shape)
     check_copy(what, "row", row, (m, k), "row_scale_inv", *scale_inv)
@@ -77,12 +82,12 @@ def quantize(
     check_copy(what, "col", col, (k, m), "col_scale_inv", *scale_inv)
     if row is None and col is None:
         return
-    aligned = rows_are_aligned(x) and is_aligned(row, 8)
+    aligned = producer.is_aligned and is_aligned(row, 8)
     if col is not None:
         aligned = aligned and is_aligned(col, 16) and m % 16 == 0
-    producer = Struct((x, int64(x.stride(0))))
     store = Struct((row, row_scale_inv, col, col_scale_inv, bits_of(eps), int32(pow2)))
-    _quantize(element, to, block_dim, aligned)(tiles(m, k), producer, store, int64(m), int32(k))
+    kernel = _quantize(producer.type, to, block_dim, aligned)
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
 
 def dequantize(
@@ -135,11 +140,9 @@ def dequantize(
 # -- kernels ------------------------------------------------------------------
 
 
-@functools.cache
-def _quantize(element: str, to: str, block_dim: int, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::LoadProducer<{element}, {flag}>"
-    store = f"fuser::Block{block_dim}dStore<{to}, {flag}>"
+@functools.lru_cache(maxsize=1024)
+def _quantize(producer: str, to: str, block_dim: int, aligned: bool) -> Kernel:
+    store = f"fuser::Block{block_dim}dStore<{to}, {boolean(aligned)}>"
     return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
 
 
@@ -153,15 +156,25 @@ def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kerne
     return Kernel("block_scaling", f"fuser_tiled_rows<{producer}>")
 
 
+def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
+    """A producer into each store policy of this file."""
+    return tuple(_quantize(producer, FLOAT8[to], block_dim, aligned) for block_dim in (1, 2))
+
+
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched."""
-    return tuple(
+    """Every kernel that may be launched with matrices for inputs."""
+    dequantizing = [
+        _dequantize(e, of, columnwise, aligned)
+        for e in ELEMENTS.values()
+        for of in FLOAT8.values()
+        for columnwise in (False, True)
+        for aligned in (False, True)
+    ]
+    quantizing = [
         kernel
         for e in ELEMENTS.values()
-        for t in FLOAT8.values()
-        for aligned in (False, True)
-        for kernel in (
-            *(_quantize(e, t, dim, aligned) for dim in (1, 2)),
-            *(_dequantize(e, t, columnwise, aligned) for columnwise in (False, True)),
-        )
-    )
+        for of_producer, of_store in ALIGNED
+        for to in FLOAT8
+        for kernel in stores(loads(e, of_producer), to, of_store)
+    ]
+    return (*dequantizing, *quantizing)

@@ -6,6 +6,9 @@ bytes an element. Nothing is allocated, and the device is not waited for.
 
 A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
 to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
+
+A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
+element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.launch import Kernel, Launch, Struct, float32, int32, int64, tiles
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch, tiles
 from fuser.cuda.operands import (
-    ELEMENTS,
+    ALIGNED,
     FLOAT8,
+    as_producer,
     bits_of,
     boolean,
     check_buffer,
@@ -26,7 +31,7 @@ from fuser.cuda.operands import (
     check_float8,
     check_matrix,
     is_aligned,
-    rows_are_aligned,
+    loads,
 )
 from fuser.errors import InputError
 from fuser.formats import DType, ceil_div
@@ -39,13 +44,13 @@ STREAM_BLOCK = THREADS * 4 * 8
 UPDATE_SIZES = (4, 96)
 
 
-def amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
+def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     """Raise ``out`` to ``max |x|``; a NaN is above all. ``b`` bytes an element.
 
     Parameters
     ----------
     x
-        Read; ``[M, K]``, or contiguous of any shape.
+        Read; ``[M, K]``, or contiguous of any shape, or a producer.
     out
         fp32 ``[1]``, zeroed by the caller; read and written.
 
@@ -55,15 +60,16 @@ def amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
         If a tensor is none of these.
     """
     check_buffer("amax", "out", out, torch.float32, (1,))
-    name = check_element("amax", x)
-    if x.is_contiguous():
-        _amax(name, is_aligned(x, 16))(_stream(x.numel()), x, out, int64(x.numel()))
+    if isinstance(x, torch.Tensor) and x.is_contiguous():
+        _amax(check_element("amax", x), is_aligned(x, 16))(
+            _stream(x.numel()), x, out, int64(x.numel())
+        )
     else:
         _quantize("amax", x, DType.kFloat8E4M3, _scaling(None, None, None), None, None, out)
 
 
 def quantize_current(
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     dtype: DType,
     *,
     pow2: bool = False,
@@ -80,7 +86,7 @@ def quantize_current(
     Parameters
     ----------
     x
-        Read; ``[M, K]``.
+        Read; ``[M, K]``; or a producer of that.
     dtype
         E4M3 or E5M2.
     amax_value
@@ -102,7 +108,7 @@ def quantize_current(
 
 
 def quantize_delayed(
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     scale: torch.Tensor,
     dtype: DType,
     *,
@@ -118,7 +124,7 @@ def quantize_delayed(
     Parameters
     ----------
     x
-        Read; ``[M, K]``.
+        Read; ``[M, K]``; or a producer of that.
     scale
         Read; fp32 ``[1]``.
     dtype
@@ -267,27 +273,28 @@ def _scaling(
 
 def _quantize(
     what: str,
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     dtype: DType,
     scaling: tuple[object, ...],
     row: torch.Tensor | None,
     col: torch.Tensor | None,
     recorded: torch.Tensor | None,
 ) -> None:
-    m, k = check_matrix(what, x)
-    element, to = check_element(what, x), check_float8(what, dtype)
+    producer, to = as_producer(what, x), check_float8(what, dtype)
+    m, k = producer.rows, producer.columns
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))
-    if m * k == 0 or (col is None and row is not None and x.is_contiguous()):
-        kernel = _cast(element, to, is_aligned(x, 16) and is_aligned(row, 8))
-        kernel(_stream(m * k), x, Struct(scaling), row, recorded, int64(m * k))
+    stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
+    if m * k == 0 or (col is None and row is not None and stream is not None):
+        kernel = _cast(ELEMENTS[producer.dtype], to, is_aligned(stream, 16) and is_aligned(row, 8))
+        kernel(_stream(m * k), stream, Struct(scaling), row, recorded, int64(m * k))
         return
-    aligned = rows_are_aligned(x) and is_aligned(row, 8)
+    aligned = producer.is_aligned and is_aligned(row, 8)
     if col is not None:
         aligned = aligned and is_aligned(col, 16) and m % 16 == 0
-    producer = Struct((x, int64(x.stride(0))))
     store = Struct((*scaling, row, col, recorded))
-    _tiled(element, to, aligned)(tiles(m, k), producer, store, int64(m), int32(k))
+    kernel = _tiled(producer.type, to, aligned)
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -309,11 +316,10 @@ def _cast(element: str, to: str, aligned: bool) -> Kernel:
     return Kernel("fp8_scaling", f"fuser_fp8_cast<{element}, {to}, {boolean(aligned)}>")
 
 
-@functools.cache
-def _tiled(element: str, to: str, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::LoadProducer<{element}, {flag}>"
-    return Kernel("fp8_scaling", f"fuser_tiled<{producer}, fuser::Fp8Store<{to}, {flag}>>")
+@functools.lru_cache(maxsize=1024)
+def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
+    store = f"fuser::Fp8Store<{to}, {boolean(aligned)}>"
+    return Kernel("fp8_scaling", f"fuser_tiled<{producer}, {store}>")
 
 
 @functools.cache
@@ -331,15 +337,27 @@ def _update(size: int) -> Kernel:
     return Kernel("fp8_scaling", f"fuser_update_delayed<{size}>")
 
 
+def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
+    """A producer into each store policy of this file."""
+    return (_tiled(producer, FLOAT8[to], aligned),)
+
+
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched."""
+    """Every kernel that may be launched with matrices for inputs."""
     by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
     by_both = [
         kernel(e, t, a)
-        for kernel in (_cast, _tiled, _dequantize)
+        for kernel in (_cast, _dequantize)
         for e in ELEMENTS.values()
         for t in FLOAT8.values()
         for a in (False, True)
     ]
+    tiled = [
+        kernel
+        for e in ELEMENTS.values()
+        for of_producer, of_store in ALIGNED
+        for to in FLOAT8
+        for kernel in stores(loads(e, of_producer), to, of_store)
+    ]
     others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
-    return (*by_element, *by_both, *others)
+    return (*by_element, *by_both, *tiled, *others)

@@ -7,6 +7,9 @@ element. Nothing is allocated, and the device is not waited for.
 
 A matrix may have its rows at any distance, but each row element by element. Data that is not
 aligned (views at odd offsets) is read and written one element at a time.
+
+A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
+element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import functools
 
 import torch
 
-from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.launch import Kernel, tiles
 from fuser.cuda.operands import (
-    ELEMENTS,
+    ALIGNED,
     FLOAT8,
+    as_producer,
     boolean,
     check_buffer,
     check_copy,
@@ -26,13 +31,13 @@ from fuser.cuda.operands import (
     check_float8,
     check_matrix,
     is_aligned,
-    rows_are_aligned,
+    loads,
 )
 from fuser.formats import MXFP8_BLOCK, DType, check_multiple, mxfp8_scale_shape
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     dtype: DType,
     *,
     two_dimensional: bool = False,
@@ -50,7 +55,7 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 32.
+        Read; ``[M, K]``, multiples of 32; or a producer of that.
     dtype
         E4M3 or E5M2.
     swizzled
@@ -69,20 +74,19 @@ def quantize(
         If M or K is no multiple of 32.
     """
     what = "MXFP8 quantize"
-    m, k = check_matrix(what, x)
+    producer, to = as_producer(what, x), check_float8(what, dtype)
+    m, k = producer.rows, producer.columns
     check_multiple("MXFP8", m, k, MXFP8_BLOCK)
-    element, to = check_element(what, x), check_float8(what, dtype)
     row_shape, col_shape = (mxfp8_scale_shape(m, k, columnwise) for columnwise in (False, True))
     col_shape = col_shape[::-1] if swizzled else col_shape
     check_copy(what, "row", row, (m, k), "row_scale", row_scale, torch.uint8, row_shape)
     check_copy(what, "col", col, (m, k), "col_scale", col_scale, torch.uint8, col_shape)
     if row is None and col is None:
         return
-    aligned = rows_are_aligned(x) and is_aligned(row, 8) and is_aligned(col, 8)
-    producer = Struct((x, int64(x.stride(0))))
+    aligned = producer.is_aligned and is_aligned(row, 8) and is_aligned(col, 8)
     store = Struct((row, row_scale, col, col_scale, int32(swizzled)))
-    kernel = _quantize(element, to, two_dimensional, aligned)
-    kernel(tiles(m, k), producer, store, int64(m), int32(k))
+    kernel = _quantize(producer.type, to, two_dimensional, aligned)
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
 
 def dequantize(
@@ -127,11 +131,9 @@ def dequantize(
 # -- kernels ------------------------------------------------------------------
 
 
-@functools.cache
-def _quantize(element: str, to: str, two_dimensional: bool, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::LoadProducer<{element}, {flag}>"
-    store = f"fuser::Mxfp8{'Square' if two_dimensional else ''}Store<{to}, {flag}>"
+@functools.lru_cache(maxsize=1024)
+def _quantize(producer: str, to: str, two_dimensional: bool, aligned: bool) -> Kernel:
+    store = f"fuser::Mxfp8{'Square' if two_dimensional else ''}Store<{to}, {boolean(aligned)}>"
     return Kernel("mxfp8", f"fuser_tiled<{producer}, {store}>")
 
 
@@ -141,15 +143,24 @@ def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
     return Kernel("mxfp8", f"fuser_tiled_rows<{producer}>")
 
 
+def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
+    """A producer into each store policy of this file."""
+    return tuple(_quantize(producer, FLOAT8[to], is_2d, aligned) for is_2d in (False, True))
+
+
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched."""
-    return tuple(
+    """Every kernel that may be launched with matrices for inputs."""
+    dequantizing = [
+        _dequantize(e, of, aligned)
+        for e in ELEMENTS.values()
+        for of in FLOAT8.values()
+        for aligned in (False, True)
+    ]
+    quantizing = [
         kernel
         for e in ELEMENTS.values()
-        for t in FLOAT8.values()
-        for aligned in (False, True)
-        for kernel in (
-            *(_quantize(e, t, two_dimensional, aligned) for two_dimensional in (False, True)),
-            _dequantize(e, t, aligned),
-        )
-    )
+        for of_producer, of_store in ALIGNED
+        for to in FLOAT8
+        for kernel in stores(loads(e, of_producer), to, of_store)
+    ]
+    return (*dequantizing, *quantizing)

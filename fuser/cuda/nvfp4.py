@@ -7,6 +7,9 @@ bf16, of ``b`` bytes an element. Nothing is allocated, and the device is not wai
 
 A matrix may have its rows at any distance, but each row element by element. Data that is not
 aligned (views at odd offsets) is read and written one element at a time.
+
+A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
+element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
 """
 
 from __future__ import annotations
@@ -17,16 +20,18 @@ import itertools
 import numpy as np
 import torch
 
-from fuser.cuda.launch import Kernel, Struct, int32, int64, tiles
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.launch import Kernel, tiles
 from fuser.cuda.operands import (
-    ELEMENTS,
+    ALIGNED,
+    as_producer,
     boolean,
     check_buffer,
     check_copy,
     check_element,
     check_matrix,
     is_aligned,
-    rows_are_aligned,
+    loads,
 )
 from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
@@ -34,7 +39,7 @@ from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
 BOOLEANS = (False, True)
 
 
-def hadamard_amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
+def hadamard_amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
     A NaN is above all. Reads ``b`` bytes an element, once. Without a transform,
@@ -43,7 +48,7 @@ def hadamard_amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16.
+        Read; ``[M, K]``, multiples of 16; or a producer of that.
     out
         fp32 ``[2]``, zeroed by the caller; read and written.
 
@@ -55,16 +60,16 @@ def hadamard_amax(x: torch.Tensor, *, out: torch.Tensor) -> None:
         If M or K is no multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
-    m, k = check_matrix(what, x)
+    producer = as_producer(what, x)
+    m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))
-    kernel = _amax(check_element(what, x), rows_are_aligned(x))
-    producer = Struct((x, int64(x.stride(0))))
-    kernel(tiles(m, k), producer, Struct((out,)), int64(m), int32(k))
+    kernel = _amax(producer.type)
+    kernel(tiles(m, k), producer.argument, Struct((out,)), int64(m), int32(k))
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Producer,
     *,
     two_dimensional: bool = False,
     hadamard: bool = False,
@@ -85,7 +90,7 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16.
+        Read; ``[M, K]``, multiples of 16; or a producer of that.
     two_dimensional, hadamard, stochastic, seed, offset
         As the reference has them.
     amax_value
@@ -104,9 +109,9 @@ def quantize(
         If M or K is no multiple of 16.
     """
     what = "NVFP4 quantize"
-    m, k = check_matrix(what, x)
+    producer = as_producer(what, x)
+    m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    element = check_element(what, x)
     row_shape, col_shape = (nvfp4_scale_shape(m, k, columnwise) for columnwise in BOOLEANS)
     check_copy(what, "row", row, (m, k // 2), "row_scale", row_scale, torch.uint8, row_shape)
     check_copy(what, "col", col, (k, m // 2), "col_scale", col_scale, torch.uint8, col_shape)
@@ -120,12 +125,11 @@ def quantize(
         raise InputError(f"{what} got offset {offset} into its random words.")
     if row is None and col is None:
         return
-    aligned = rows_are_aligned(x) and is_aligned(row, 4) and is_aligned(col, 8)
-    producer = Struct((x, int64(x.stride(0))))
+    aligned = producer.is_aligned and is_aligned(row, 4) and is_aligned(col, 8)
     copies = (amax_value, amax_value[-1:], row, row_scale, col, col_scale)
     store = Struct((*copies, np.uint64(seed % 2**64), np.uint64(offset), int32(two_dimensional)))
-    kernel = _quantize(element, hadamard and col is not None, stochastic, aligned)
-    kernel(tiles(m, k), producer, store, int64(m), int32(k))
+    kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
 
 def dequantize(
@@ -173,15 +177,13 @@ def dequantize(
 # -- kernels ------------------------------------------------------------------
 
 
-@functools.cache
-def _amax(element: str, aligned: bool) -> Kernel:
-    producer = f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
+@functools.lru_cache(maxsize=1024)
+def _amax(producer: str) -> Kernel:
     return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::HadamardAmaxStore>")
 
 
-@functools.cache
-def _quantize(element: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
-    producer = f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
+@functools.lru_cache(maxsize=1024)
+def _quantize(producer: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
     flags = ", ".join(map(boolean, (hadamard, stochastic, aligned)))
     return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::Nvfp4Store<{flags}>>")
 
@@ -195,11 +197,25 @@ def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
     return Kernel("nvfp4", f"fuser_tiled_rows<{producer}>")
 
 
+def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
+    """A producer into each store policy of this file."""
+    quantizing = [
+        _quantize(producer, hadamard, stochastic, aligned)
+        for hadamard in BOOLEANS
+        for stochastic in BOOLEANS
+    ]
+    return (_amax(producer), *quantizing)
+
+
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched."""
+    """Every kernel that may be launched with matrices for inputs."""
     names = ELEMENTS.values()
     return (
-        *itertools.starmap(_amax, itertools.product(names, BOOLEANS)),
-        *itertools.starmap(_quantize, itertools.product(names, BOOLEANS, BOOLEANS, BOOLEANS)),
         *itertools.starmap(_dequantize, itertools.product(names, BOOLEANS, BOOLEANS)),
+        *(
+            kernel
+            for name in names
+            for of_producer, of_store in ALIGNED
+            for kernel in stores(loads(name, of_producer), of_store)
+        ),
     )

@@ -5,15 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from fuser.cuda.arguments import ELEMENTS as ELEMENTS
+from fuser.cuda.arguments import Producer, Struct, int64
 from fuser.errors import InputError
 from fuser.formats import DType
-
-ELEMENTS = {
-    torch.float32: "float",
-    torch.float16: "fuser::fp16",
-    torch.bfloat16: "fuser::bf16",
-}
-"""Dtypes of pipelines, as kernels call them."""
 
 FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
 """Elements of 8 bits, as kernels call them."""
@@ -22,15 +17,6 @@ FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
 def is_aligned(tensor: torch.Tensor | None, nbytes: int) -> bool:
     """Whether a tensor begins at a multiple of ``nbytes``; None does."""
     return tensor is None or tensor.data_ptr() % nbytes == 0
-
-
-def rows_are_aligned(x: torch.Tensor) -> bool:
-    """Whether a tile's threads may read a matrix 16 bytes at a time, 8 elements each."""
-    return (
-        x.data_ptr() % 16 == 0
-        and x.shape[1] % 8 == 0
-        and (x.shape[0] <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
-    )
 
 
 def boolean(value: bool) -> str:
@@ -42,6 +28,38 @@ def bits_of(value: float) -> np.uint32:
     """The bits of a number as fp32, a negative one as 0."""
     bits: np.uint32 = np.float32(max(value, 0.0)).view(np.uint32)
     return bits
+
+
+ALIGNED = ((True, True), (True, False), (False, False))
+"""Whether a tile's producer is aligned, and its store; a store is not where its producer is not."""
+
+
+def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
+    """A matrix as a producer that loads it; a producer is one already.
+
+    Raises
+    ------
+    InputError
+        If ``x`` is no matrix whose rows lie in memory element by element, or of another dtype than
+        fp32, fp16 and bf16. ``what`` names the launcher.
+    """
+    if isinstance(x, Producer):
+        return x
+    m, k = check_matrix(what, x)
+    element = check_element(what, x)
+    # A tile's threads read 16 bytes at a time, 8 elements each.
+    aligned = (
+        x.data_ptr() % 16 == 0
+        and k % 8 == 0
+        and (m <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
+    )
+    argument = Struct((x, int64(x.stride(0))))
+    return Producer(loads(element, aligned), argument, m, k, x.dtype, aligned)
+
+
+def loads(element: str, aligned: bool) -> str:
+    """The C++ type of the producer that loads a matrix of that element."""
+    return f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
 
 
 # -- checks -------------------------------------------------------------------

@@ -10,13 +10,12 @@ import pytest
 import torch
 from pointwise_cases import Case, activation, tensors_of
 
+from fuser.cuda.chain import ACTIVATIONS, Stage
 from fuser.cuda.pointwise import (
-    ACTIVATIONS,
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
     SWIGLU,
-    Stage,
     pointwise,
     pointwise_backward,
     workspace_size,

@@ -1,2 +1,3 @@
 // MXFP8: every kernel is a fuser_tiled of a policy or a producer of the header.
 #include <fuser/mxfp8.cuh>
+#include <fuser/pointwise.cuh>

@@ -63,7 +63,8 @@ __device__ __forceinline__ void raise_amax(unsigned found, unsigned* amax) {
 
 }  // namespace fuser
 
-// With kAmax, *amax, which holds the bits of a float >= 0, becomes at least max |y|.
+// With kAmax, *amax, which holds the bits of a float >= 0, becomes at least max |y|, and y may be
+// null.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise(const fuser::Inputs<Chain> inputs, typename Chain::Element* __restrict__ y,
@@ -92,7 +93,10 @@ __global__ void __launch_bounds__(256)
                 fuser::round_all<typename Chain::Element>(values);
                 largest = fuser::larger(largest, values);
             }
-            fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column, values);
+            if (!kAmax || y != nullptr) {
+                fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column,
+                             values);
+            }
         }
     }
     if constexpr (kAmax) {
@@ -188,7 +192,7 @@ struct Collector {
 
 }  // namespace fuser
 
-// A thread takes `steps` times kRows rows.
+// A thread takes `steps` times kRows rows. dx may be null.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise_backward(const fuser::Inputs<Chain> inputs,
@@ -224,7 +228,9 @@ __global__ void __launch_bounds__(256)
                         fuser::round_all<typename Chain::Element>(lines[line]);
                         largest = fuser::larger(largest, lines[line]);
                     }
-                    fuser::write(dx + spot.index(), lines[line]);
+                    if (dx != nullptr) {
+                        fuser::write(dx + spot.index(), lines[line]);
+                    }
                 }
             }
         }

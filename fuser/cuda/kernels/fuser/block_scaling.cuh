@@ -30,6 +30,7 @@ __device__ __forceinline__ long long padded(long long n) { return (n + 3) / 4 * 
 
 template <class E, bool kAligned>
 struct Block1dStore {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
     unsigned char* row;    // [rows, columns]
     float* row_scale_inv;  // [column tiles, padded rows]
@@ -119,6 +120,7 @@ struct Block1dStore {
 
 template <class E, bool kAligned>
 struct Block2dStore {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
     unsigned char* row;    // [rows, columns]
     float* row_scale_inv;  // [row tiles, padded column tiles]

@@ -270,8 +270,9 @@ private:
 
 // ---- runs ----
 
-// What a run reads from memory.
-template <class Chain, bool kBackward, int N>
+// What a run reads from memory. The first kNeeded lines are those that are surely used: the linear
+// part of a gated activation is not, mostly, where nobody wants but its own gradient.
+template <class Chain, bool kBackward, int N, int kNeeded = Chain::kLines>
 struct Run {
     using T = typename Chain::Element;
     static constexpr int kLines = Chain::kLines;
@@ -295,7 +296,7 @@ struct Run {
         Chain::template fetch<kBackward>(inputs, place, fetched);
     }
 
-    // Bits that are there when all is that `fetch` reads.
+    // Bits that are there when all is that `fetch` reads and that is needed.
     __device__ __forceinline__ unsigned bits() const {
         unsigned all = Chain::template bits<kBackward>(fetched);
         if constexpr (kBackward) {
@@ -303,7 +304,7 @@ struct Run {
         }
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kLines; ++line) {
+            for (int line = 0; line < kNeeded; ++line) {
                 all ^= x[line].bits();
             }
         }
@@ -314,7 +315,7 @@ struct Run {
     __device__ __forceinline__ void wait_for(unsigned zero) {
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kLines; ++line) {
+            for (int line = 0; line < kNeeded; ++line) {
                 x[line].wait_for(zero);
             }
         } else {

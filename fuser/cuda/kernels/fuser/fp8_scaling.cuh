@@ -78,6 +78,7 @@ __device__ __forceinline__ void store_scaled(const Tile& tile, const Patch<T>& p
 
 template <class E, bool kAligned>
 struct Fp8Store {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
     TensorScale scaling;
     unsigned char* row;  // [rows, columns]

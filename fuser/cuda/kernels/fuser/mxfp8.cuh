@@ -82,6 +82,7 @@ __device__ __forceinline__ unsigned word_of_blocks(unsigned e8m0) {
 
 template <class E, bool kAligned>
 struct Mxfp8Store {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
     Mxfp8Copies copies;
 
@@ -168,6 +169,7 @@ struct Mxfp8Store {
 
 template <class E, bool kAligned>
 struct Mxfp8SquareStore {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
     Mxfp8Copies copies;
 

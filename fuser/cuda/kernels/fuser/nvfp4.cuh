@@ -117,6 +117,7 @@ __device__ __forceinline__ unsigned amax_of(const float (&x)[kPatch]) {
 
 template <bool kHadamard, bool kStochastic, bool kAligned>
 struct Nvfp4Store {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = kHadamard || kStochastic ? 2 : 3;
     const float* row_amax;
     const float* col_amax;
@@ -267,6 +268,7 @@ struct Nvfp4Store {
 // ---- the amaxes of a tensor and of its Hadamard transform along columns ----
 
 struct HadamardAmaxStore {
+    static constexpr bool kIsAligned = true;
     static constexpr int kBlocks = 3;
     unsigned* amax;  // [2], bits of fp32, raised
 

@@ -10,10 +10,16 @@
 //       __device__ void operator()(long long row, int column, int count, float (&x)[8]) const;
 //   };
 //   struct Store {
+//       static constexpr bool kIsAligned = ...;  // whether it stores 8 elements at a time
 //       static constexpr int kBlocks = 4;  // on a multiprocessor: 4, or fewer if it needs registers
 //       template <class T>
 //       __device__ void operator()(const Tile& tile, const Patch<T>& patch) const;
 //   };
+//
+// All threads of a block call both. A producer that makes its patches otherwise than row by row (to
+// have several rows in flight, or to sum their columns) has an overload of `produced` in place of
+// operator(). Two traits are specialized where that is needed: kFewerBlocks, 1 or 2 if it takes many
+// registers; kHasHalves, if values from the two halves of a row follow from the same inputs.
 //
 // A thread holds a patch of 8 x 8 values: 16 threads side by side make 128 columns, so that a row of
 // bf16 is 16 bytes a thread and 256 bytes a tile. A warp holds 16 rows. Patches are kept packed, two
@@ -31,11 +37,22 @@ constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kRowThreads = kTile / kPatch;
 
-// Four blocks on a multiprocessor leave 64 registers a thread, two 128: for fp32, whose patches are
-// twice as large, and for loads one by one.
+template <class Producer>
+constexpr int kFewerBlocks = 0;
+template <class Producer>
+constexpr bool kHasHalves = false;
+
+// Four blocks on a multiprocessor leave 64 registers a thread, three 80, two 128: for fp32, whose
+// patches are twice as large, and for elements one by one. One leaves 255, for what is both long and
+// wide.
+template <class Producer, class Store>
+constexpr bool kIsWide =
+    sizeof(typename Producer::Element) == 4 || !Producer::kIsAligned || !Store::kIsAligned;
 template <class Producer, class Store>
 constexpr int kTileBlocks =
-    sizeof(typename Producer::Element) == 4 || !Producer::kIsAligned ? 2 : Store::kBlocks;
+    kIsWide<Producer, Store>                      ? (kFewerBlocks<Producer> > 1 ? 1 : 2)
+    : Store::kBlocks - kFewerBlocks<Producer> > 2 ? Store::kBlocks - kFewerBlocks<Producer>
+                                                  : 2;
 
 // ---- where a thread is ----
 
@@ -48,13 +65,19 @@ struct Tile {
     int column;
     int rows_left, columns_left;  // of the patch in the matrix: 8 or fewer, both 0 outside of it
 
-    __device__ __forceinline__ Tile(long long rows, int columns) : rows(rows), columns(columns) {
+    // With has_halves, a tile of the left half stands beside the one of the right half, so that what
+    // one of them reads is still in L2 for the other.
+    __device__ __forceinline__ Tile(long long rows, int columns, bool has_halves = false)
+        : rows(rows), columns(columns) {
         row_tiles = static_cast<int>((rows - 1) / kTile + 1);
         column_tiles = (columns - 1) / kTile + 1;
         // From the end: the kernel before this one touched it last, so it may still be in L2.
         const unsigned tile = gridDim.x - 1 - blockIdx.x;
         row_tile = static_cast<int>(tile / column_tiles);
         column_tile = static_cast<int>(tile % column_tiles);
+        if (has_halves) {
+            column_tile = column_tile / 2 + column_tile % 2 * ((column_tiles + 1) / 2);
+        }
         row = first_row() + thread_row() * kPatch;
         column = first_column() + thread_column() * kPatch;
         const bool is_inside = row < rows && column < columns;
@@ -83,6 +106,25 @@ struct Patch {
     static constexpr int kPerWord = 4 / static_cast<int>(sizeof(T));
     static constexpr int kWords = kPatch / kPerWord;
     unsigned words[kPatch][kWords];
+
+    // x, rounded to nearest.
+    __device__ __forceinline__ void round_row(int row, const float (&x)[kPatch]) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            if constexpr (sizeof(T) == 4) {
+                words[row][w] = __float_as_uint(x[w]);
+            } else {
+                words[row][w] = packed_pair<T>(x[2 * w], x[2 * w + 1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void move_row(int to, int from) {
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            words[to][w] = words[from][w];
+        }
+    }
 
     // x, which is rounded to T already.
     __device__ __forceinline__ void set_row(int row, const float (&x)[kPatch]) {
@@ -165,6 +207,20 @@ struct LoadProducer {
     }
 };
 
+// Rows of a patch beyond the edge become zero.
+template <class T>
+__device__ __forceinline__ void clear_rows_outside(Patch<T>& patch, const Tile& tile) {
+    if (tile.rows_left < kPatch) {
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+            for (int w = 0; w < patch.kWords; ++w) {
+                patch.words[i][w] = i < tile.rows_left ? patch.words[i][w] : 0u;
+            }
+        }
+    }
+}
+
 // Patches outside the matrix are zero, and so are their rows and columns beyond its edges.
 template <class Producer>
 __device__ __forceinline__ Patch<typename Producer::Element> produced(const Producer& producer,
@@ -179,15 +235,7 @@ __device__ __forceinline__ Patch<typename Producer::Element> produced(const Prod
             producer(row, tile.column, tile.columns_left, x);
             patch.set_row(i, x);
         }
-        if (tile.rows_left < kPatch) {
-#pragma unroll
-            for (int i = 0; i < kPatch; ++i) {
-#pragma unroll
-                for (int w = 0; w < patch.kWords; ++w) {
-                    patch.words[i][w] = i < tile.rows_left ? patch.words[i][w] : 0u;
-                }
-            }
-        }
+        clear_rows_outside(patch, tile);
     }
     return patch;
 }
@@ -403,6 +451,7 @@ struct Turned {
 // of 32 bytes.
 template <class T, bool kAligned>
 struct TurnedStore {
+    static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 3;
     T* out;  // [columns, rows]
 
@@ -433,8 +482,8 @@ struct TurnedStore {
 template <class Producer, class Store>
 __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Producer, Store>))
     fuser_tiled(Producer producer, Store store, long long rows, int columns) {
-    const fuser::Tile tile(rows, columns);
-    store(tile, fuser::produced(producer, tile));
+    const fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>);
+    store(tile, produced(producer, tile));  // unqualified: overloads may stand in later headers
 }
 
 // A producer's matrix as it is, which takes no patch: out [rows, columns].

@@ -1,0 +1,401 @@
+"""What a pointwise chain is: its stages, its C++ type, what its kernels read, and the checks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, Struct, float32, int32, int64
+from fuser.errors import InputError, InputTypeError
+
+# name -> the struct in activations.cuh, and how many scalars the formula has
+UNARY = {
+    "gelu": ("GELU", 0),
+    "qgelu": ("QGELU", 0),
+    "relu": ("ReLU", 0),
+    "srelu": ("SReLU", 0),
+    "silu": ("SiLU", 0),
+}
+GATED = {
+    "glu": ("GLU", 0),
+    "geglu": ("GEGLU", 0),
+    "qgeglu": ("QGEGLU", 0),
+    "reglu": ("ReGLU", 0),
+    "sreglu": ("SReGLU", 0),
+    "swiglu": ("SwiGLU", 0),
+    "situglu": ("SiTUGLU", 2),
+    "clamped_swiglu": ("ClampedSwiGLU", 3),
+}
+ACTIVATIONS = {**UNARY, **GATED}
+# The other stages, and how many scalars they have.
+PLAIN = {"bias": 0, "constant_scale": 1, "add_extra_input": 0, "dropout": 1}
+
+# A thread asks for about four vectors of 16 bytes before it waits for one: this many rows, by the
+# tensors that are read. Four blocks of 256 threads have 64 KB on their way then; 25 KB would do for
+# a multiprocessor of an H200 to keep up with its memory.
+ROWS = {1: 4, 2: 2, 3: 2}
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+# -- what a chain is ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One op of a chain.
+
+    Parameters
+    ----------
+    name
+        ``"bias"``, ``"constant_scale"``, ``"add_extra_input"``, ``"dropout"``,
+        or an activation, a key of ``ACTIVATIONS``.
+    scalars
+        The scale; the probability that a dropout zeroes an element; what the
+        activation's formula takes.
+    interleave
+        Width of the column blocks in which the gate and the linear part of a
+        gated activation alternate; None for the halves of a row.
+    is_scaled
+        Whether the rows of an activation are multiplied by its operand, before
+        the output is rounded.
+
+    Raises
+    ------
+    InputError
+        If there is no such stage.
+    """
+
+    name: str
+    scalars: tuple[float, ...] = ()
+    interleave: int | None = None
+    is_scaled: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.is_activation and self.name not in PLAIN:
+            raise InputError(
+                f"A chain got a stage {self.name!r}; there are {', '.join([*PLAIN, *ACTIVATIONS])}."
+            )
+        count = ACTIVATIONS[self.name][1] if self.is_activation else PLAIN[self.name]
+        if len(self.scalars) != count:
+            raise InputError(f"Stage {self.name} got scalars {self.scalars}; it takes {count}.")
+        if self.interleave is not None and (not self.is_gated or self.interleave < 1):
+            raise InputError(
+                f"Stage {self.name} got interleave {self.interleave}; gated activations take a "
+                "positive one, and other stages none."
+            )
+        if self.is_scaled and not self.is_activation:
+            raise InputError(f"Stage {self.name} got is_scaled=True; only activations are scaled.")
+        if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
+            raise InputError(f"A dropout got p={self.scalars[0]}; it is between 0 and 1.")
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether backward reads the input of this stage."""
+        return self.name in ACTIVATIONS
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the output has half the columns of the input."""
+        return self.name in GATED
+
+
+Stages = tuple[Stage, ...]
+
+
+# -- chains ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a kernel reads: tensors that have been checked, and their layout."""
+
+    x: torch.Tensor | None
+    dy: torch.Tensor | None
+    x_stride: int
+    dy_stride: int
+    operands: Tensors
+    columns: int
+    interleave: int
+
+    def struct(self, chain: Chain, outputs: Tensors | None = None) -> Struct:
+        """``fuser::Inputs``, with the outputs of backward."""
+        pointers: list[torch.Tensor | None] = []
+        for i in chain.with_operand:
+            pointers.append(self.operands[i])
+            if outputs is not None and chain.wanted is not None and chain.wanted[i]:
+                pointers.append(outputs[i])
+        return Struct(
+            (
+                *(pointers or (None,)),
+                self.x,
+                self.dy,
+                int64(self.x_stride),
+                int64(self.dy_stride),
+                *(chain.scalars or (float32(0.0),)),
+                int32(self.columns),
+                int32(self.interleave),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain of one dtype, forward or, where ``wanted`` is not None, backward."""
+
+    stages: Stages
+    dtype: torch.dtype
+    scale_dtypes: tuple[torch.dtype | None, ...]
+    wanted: tuple[bool, ...] | None = None
+    saved: int = 0
+
+    def __post_init__(self) -> None:
+        count = len(self.stages)
+        if not count or sum(stage.is_gated for stage in self.stages) > 1:
+            raise InputError(
+                f"A chain takes one stage or more, and at most one gated; got {self.stages}."
+            )
+        if self.dtype not in ELEMENTS:
+            raise InputTypeError(f"Chains take float32, float16 and bfloat16; got {self.dtype}.")
+        if len(self.scale_dtypes) != count or len(self.wanted or self.stages) != count:
+            raise InputError(f"A chain of {count} stages takes {count} operands and gradients.")
+        if self.saved and any(stage.is_activation for stage in self.stages[: self.saved]):
+            raise InputError(
+                f"saved={self.saved} has an activation in front of it, in {self.stages}."
+            )
+
+    # What follows from the chain alone, found once.
+
+    @functools.cached_property
+    def widest(self) -> int:
+        """Elements in 16 bytes."""
+        return 16 // self.dtype.itemsize
+
+    @functools.cached_property
+    def gated(self) -> int | None:
+        """The number of the gated stage."""
+        return next((i for i, stage in enumerate(self.stages) if stage.is_gated), None)
+
+    @functools.cached_property
+    def lines(self) -> int:
+        """Columns of the input for each of the output."""
+        return 1 if self.gated is None else 2
+
+    @functools.cached_property
+    def with_operand(self) -> tuple[int, ...]:
+        """The numbers of the stages that have an operand."""
+        return tuple(
+            i
+            for i, stage in enumerate(self.stages)
+            if stage.is_scaled or (not stage.is_activation and stage.name != "constant_scale")
+        )
+
+    @functools.cached_property
+    def reads_input(self) -> bool:
+        """Whether the kernel reads x."""
+        return self.wanted is None or any(stage.is_activation for stage in self.stages)
+
+    def reads_operand(self, i: int) -> bool:
+        """Whether the kernel reads the operand of a stage that has one."""
+        if self.wanted is None or self.stages[i].name not in ("bias", "add_extra_input"):
+            return True
+        return i >= self.saved and any(stage.is_activation for stage in self.stages[i:])
+
+    @functools.cached_property
+    def scalars(self) -> tuple[Any, ...]:
+        """Those of all stages, as the kernel takes them."""
+        return tuple(scalar for stage in self.stages for scalar in _scalars(stage))
+
+    @functools.cached_property
+    def type(self) -> str:
+        """The C++ type."""
+        stages = ", ".join(map(self._stage_type, range(len(self.stages))))
+        return f"fuser::Chain<{ELEMENTS[self.dtype]}, {stages}>"
+
+    def _stage_type(self, i: int) -> str:
+        stage = self.stages[i]
+        grad = "true" if self.wanted is not None and self.wanted[i] else "false"
+        function = f"fuser::{ACTIVATIONS.get(stage.name, ('',))[0]}<{ELEMENTS[self.dtype]}>"
+        if stage.is_scaled:
+            dtype = self.scale_dtypes[i]
+            if dtype not in ELEMENTS:
+                raise InputTypeError(f"Scales are float32, float16 or bfloat16; got {dtype}.")
+            return f"fuser::ScaledActivation<{function}, {ELEMENTS[dtype]}, {grad}>"
+        if stage.is_activation:
+            return f"fuser::Activation<{function}>"
+        name = {
+            "bias": f"fuser::Bias<{grad}>",
+            "add_extra_input": f"fuser::AddExtraInput<{grad}>",
+            "constant_scale": "fuser::ConstantScale",
+            "dropout": "fuser::Dropout",
+        }[stage.name]
+        return f"fuser::Done<{name}>" if i < self.saved else name
+
+    @functools.cached_property
+    def forward_rows(self) -> int:
+        """Rows that a thread reads at once."""
+        extras = sum(stage.name == "add_extra_input" for stage in self.stages)
+        return ROWS.get(self.lines + extras, 1)
+
+    @functools.cached_property
+    def backward_rows(self) -> int:
+        """Rows that a thread reads at once."""
+        extras = sum(
+            stage.name == "add_extra_input" and self.reads_operand(i)
+            for i, stage in enumerate(self.stages)
+        )
+        return ROWS.get(1 + self.lines * self.reads_input + extras, 1)
+
+    # What follows from the chain and a shape; `columns` are the output's.
+
+    def width(self, i: int, columns: int) -> int:
+        """Columns of the output of stage i."""
+        return 2 * columns if self.gated is not None and i < self.gated else columns
+
+    # What is checked at a launch.
+
+    def forward_inputs(self, x: torch.Tensor, operands: Tensors, rows: int, columns: int) -> Inputs:
+        """Inputs of forward."""
+        stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+        self._check_operands(operands, rows, columns)
+        return Inputs(x, None, stride, 0, operands, columns, self._interleave(columns))
+
+    def backward_inputs(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor | None,
+        operands: Tensors,
+        rows: int,
+        columns: int,
+    ) -> Inputs:
+        """Inputs of backward."""
+        dy_stride = _row_stride("dy", dy, rows, columns, self.dtype)
+        x_stride = 0
+        if not self.reads_input:
+            x = None
+        elif x is None:
+            raise InputError(f"The backward of {self.stages} reads their input; x is None.")
+        else:
+            x_stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+        self._check_operands(operands, rows, columns)
+        return Inputs(x, dy, x_stride, dy_stride, operands, columns, self._interleave(columns))
+
+    def check_grads(self, grads: Tensors, operands: Tensors, rows: int, columns: int) -> None:
+        """Raise InputError unless each gradient is what its operand is."""
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            name = self.stages[i].name
+            if i not in self.with_operand or name == "dropout":
+                raise InputError(f"Stage {i}, {name}, has no operand with a gradient.")
+            self._check(f"The gradient of stage {i}, {name},", grad, i, rows, columns)
+            operand = operands[i]
+            if self.stages[i].is_scaled and operand is not None and grad.dtype != operand.dtype:
+                raise InputTypeError(
+                    f"The gradient of {operand.dtype} scales is {grad.dtype}; the two are one."
+                )
+
+    def _check_operands(self, operands: Tensors, rows: int, columns: int) -> None:
+        for i, operand in enumerate(operands):
+            name = self.stages[i].name
+            if i not in self.with_operand:
+                if operand is not None:
+                    raise InputError(f"Stage {i}, {name}, takes no operand; got one.")
+            elif operand is not None:
+                self._check(f"The operand of stage {i}, {name},", operand, i, rows, columns)
+            elif self.reads_operand(i):
+                raise InputError(f"Stage {i}, {name}, got no operand.")
+
+    def _check(self, what: str, tensor: torch.Tensor, i: int, rows: int, columns: int) -> None:
+        stage, width = self.stages[i], self.width(i, columns)
+        dtype: torch.dtype | None = self.dtype
+        if stage.is_scaled:
+            count, dtype = rows, tensor.dtype if tensor.dtype in ELEMENTS else torch.float32
+        elif stage.name == "dropout":
+            count, dtype = 2, torch.int64
+        else:
+            count = width if stage.name == "bias" else rows * width
+        if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise InputError(
+                f"{what} is {described(tensor)}; it is {count} contiguous elements of {dtype}."
+            )
+
+    def _interleave(self, columns: int) -> int:
+        interleave = None if self.gated is None else self.stages[self.gated].interleave
+        if interleave is not None and columns % interleave:
+            raise InputError(
+                f"Blocks of {interleave} columns do not fill the {columns} columns of a gated "
+                "stage's output."
+            )
+        return interleave or columns
+
+    def elementwise(self, tensors: Tensors) -> list[torch.Tensor | None]:
+        """Those of operands or of their gradients that are read or written by vectors."""
+        return [
+            tensor
+            for stage, tensor in zip(self.stages, tensors, strict=True)
+            if stage.name in ("bias", "add_extra_input")
+        ]
+
+    def is_aligned(self, inputs: Inputs, run: int, *others: torch.Tensor | None) -> bool:
+        """Whether runs of that many elements lie side by side everywhere, at 16 bytes."""
+        tensors = (inputs.x, inputs.dy, *self.elementwise(inputs.operands), *others)
+        return (
+            inputs.columns % run == 0
+            and inputs.interleave % run == 0
+            and inputs.x_stride % self.widest == 0
+            and inputs.dy_stride % self.widest == 0
+            and not any(t is not None and t.data_ptr() % 16 for t in tensors)
+        )
+
+
+chain_of = functools.lru_cache(maxsize=4096)(Chain)
+
+
+def scale_dtypes_of(stages: Stages, operands: Tensors) -> tuple[torch.dtype | None, ...]:
+    return tuple(
+        operand.dtype if operand is not None and stage.is_scaled else None
+        for stage, operand in zip(stages, operands, strict=True)
+    )
+
+
+def _scalars(stage: Stage) -> tuple[Any, ...]:
+    """The scalars of a stage as its C++ struct takes them."""
+    if stage.name == "dropout":
+        (p,) = stage.scalars
+        scale = 1 / (1 - p) if p < 1 else 0.0
+        return float32(scale), np.uint32(min(round(p * 2**32), 2**32 - 1))
+    if stage.name == "situglu":
+        return tuple(float32(v) for beta in stage.scalars for v in (beta, 1 / beta))
+    return tuple(map(float32, stage.scalars))
+
+
+# -- tensors -----------------------------------------------------------------
+
+
+def _row_stride(
+    name: str, tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype
+) -> int:
+    """Elements from a row of an input to the next."""
+    if tensor.dtype != dtype or tensor.numel() != rows * columns or tensor.shape[-1:] != (columns,):
+        raise InputError(
+            f"{name} is {described(tensor)}; it has {rows} rows of {columns} columns of {dtype}."
+        )
+    if tensor.is_contiguous():
+        return columns
+    if tensor.dim() == 2 and (tensor.stride(1) == 1 or columns == 1):
+        return tensor.stride(0)
+    raise InputError(
+        f"{name} is {described(tensor)}; it is contiguous, or a matrix of contiguous rows."
+    )
+
+
+def described(tensor: torch.Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
