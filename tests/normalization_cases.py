@@ -6,14 +6,16 @@ which computes in fp32 (``fuser.reference.normalization``), with a floor of two 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fuser.cuda import launch as launching
 from fuser.cuda import normalization as launchers
+from fuser.cuda.launch import Kernel, Launch, Producer
 from fuser.reference import normalization as reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -105,6 +107,35 @@ GPU_CASES = (
 )
 
 
+# -- recording ----------------------------------------------------------------
+
+
+class Recorder(launching.Machine):
+    """Runs nothing, and notes which kernels would."""
+
+    def __init__(self) -> None:
+        self.kernels: dict[Kernel, None] = {}
+
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+        self.kernels[kernel] = None
+
+    def multiprocessors(self, device: torch.device) -> int:
+        return 2
+
+    def shared_bytes(self, device: torch.device) -> int:
+        return 227 * 1024
+
+    @contextmanager
+    def running(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Inside, launches are recorded."""
+        before = launching.machine
+        launching.machine = self
+        try:
+            yield
+        finally:
+            launching.machine = before
+
+
 # -- tensors ------------------------------------------------------------------
 
 
@@ -150,54 +181,83 @@ def empty(case: Case, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Te
 
 
 def forward(
-    case: Case, given: Tensors, running: Running, amax: torch.Tensor | None = None
+    case: Case,
+    given: Tensors,
+    running: Running,
+    amax: torch.Tensor | None = None,
+    has_y: bool = True,
 ) -> Tensors:
-    """What the kernel writes."""
+    """What the kernel writes, with y or without."""
     x = given["x"]
-    made = {"y": empty(case, x.shape, case.y, x)}
+    made = {"y": empty(case, x.shape, case.y, x)} if has_y else {}
     made["rstd"] = empty(case, (case.rows, 1), F32, x)
     if case.norm == "layernorm":
         made["mean"] = empty(case, (case.rows, 1), F32, x)
     if case.adds:
         made["z"] = empty(case, x.shape, case.x, x)
     options: Any = {"extra": given.get("extra"), "z": made.get("z"), "amax": amax}
-    options |= {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered}
+    options |= {"eps": case.eps, "zero_centered_gamma": case.is_zero_centered, "y_dtype": case.y}
+    y = made.get("y")
     with running(tuple(made.values())):
         if case.norm == "rmsnorm":
-            launchers.rmsnorm(x, given["gamma"], made["y"], made["rstd"], **options)
+            launchers.rmsnorm(x, given["gamma"], y, made["rstd"], **options)
         elif case.norm == "layernorm":
             parameters = (given["gamma"], given["beta"])
-            outputs = (made["y"], made["mean"], made["rstd"])
-            launchers.layernorm(x, *parameters, *outputs, **options)
+            launchers.layernorm(x, *parameters, y, made["mean"], made["rstd"], **options)
         else:
-            launchers.l2norm(x, made["y"], made["rstd"], eps=case.eps)
+            launchers.l2norm(x, y, made["rstd"], eps=case.eps, amax=amax, y_dtype=case.y)
     return made
 
 
-def backward(case: Case, given: Tensors, statistics: Tensors, running: Running) -> Tensors:
+def backward(
+    case: Case,
+    given: Tensors,
+    statistics: Tensors,
+    running: Running,
+    amax: torch.Tensor | None = None,
+    has_dx: bool = True,
+    has_means: bool = False,
+) -> Tensors:
     """What the kernel writes from the statistics of a forward; x is the forward's z."""
     x, dy, rstd = given["x"], given["dy"], statistics["rstd"]
-    made = {"dx": empty(case, x.shape, case.x, x)}
+    made = {"dx": empty(case, x.shape, case.x, x)} if has_dx else {}
+    if has_means:
+        made["means"] = empty(case, (case.rows, 1 + (case.norm == "layernorm")), F32, x)
     if case.norm != "l2norm":
         made["dgamma"] = empty(case, (case.columns,), case.parameter, x)
     if case.norm == "layernorm":
         made["dbeta"] = empty(case, (case.columns,), case.parameter, x)
     with running(tuple(made.values())):
+        options: Any = {"means": made.get("means"), "amax": amax}
         if case.norm == "l2norm":
-            launchers.l2norm_backward(dy, x, rstd, made["dx"])
+            launchers.l2norm_backward(dy, x, rstd, made.get("dx"), **options)
             return made
         shape = launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
         workspace = torch.full(shape, float("nan"), device=x.device)
-        options: Any = {"zero_centered_gamma": case.is_zero_centered}
-        options["d_extra"] = given.get("d_extra")
+        options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
         if case.norm == "rmsnorm":
-            outputs = (made["dx"], made["dgamma"], workspace)
+            outputs = (made.get("dx"), made["dgamma"], workspace)
             launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
         else:
-            outputs = (made["dx"], made["dgamma"], made["dbeta"], workspace)
+            outputs = (made.get("dx"), made["dgamma"], made["dbeta"], workspace)
             statistic = (statistics["mean"], rstd)
             launchers.layernorm_backward(dy, x, given["gamma"], *statistic, *outputs, **options)
     return made
+
+
+def producer(case: Case, given: Tensors, statistics: Tensors) -> Producer:
+    """The producer of y; x is the forward's z."""
+    options: Any = {name: given[name] for name in ("gamma", "beta") if name in given}
+    options |= {"mean": statistics.get("mean"), "zero_centered_gamma": case.is_zero_centered}
+    return launchers.norm_producer(given["x"], statistics["rstd"], case.y, **options)
+
+
+def backward_producer(case: Case, given: Tensors, statistics: Tensors) -> Producer:
+    """The producer of dx, from the statistics of both passes; x is the forward's z."""
+    options: Any = {name: given.get(name) for name in ("gamma", "d_extra")}
+    options |= {"mean": statistics.get("mean"), "zero_centered_gamma": case.is_zero_centered}
+    read = (given["dy"], given["x"], statistics["rstd"], statistics["means"])
+    return launchers.norm_backward_producer(*read, **options)
 
 
 # -- what must come out -------------------------------------------------------

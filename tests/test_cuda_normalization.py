@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from normalization_cases import (
     F16,
     F32,
     Case,
+    Recorder,
     assert_close_as_torch,
     backward,
     exact,
@@ -27,9 +28,8 @@ from normalization_cases import (
     same_bits,
 )
 
-from fuser.cuda import launch as launching
 from fuser.cuda import normalization as launchers
-from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.launch import Kernel
 from fuser.errors import InputError
 
 
@@ -39,30 +39,14 @@ def running(
     return emulated(written=written, multiprocessors=multiprocessors)
 
 
-class Recorder(launching.Machine):
-    """Runs nothing, and notes which kernels would."""
-
-    def __init__(self) -> None:
-        self.kernels: dict[Kernel, None] = {}
-
-    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
-        self.kernels[kernel] = None
-
-    def multiprocessors(self, device: torch.device) -> int:
-        return 2
-
-
 def kernels_of(cases: Sequence[Case]) -> tuple[Kernel, ...]:
     """The kernels that the cases launch, so that only they are compiled, and together."""
-    recorder, before = Recorder(), launching.machine
-    launching.machine = recorder
-    try:
-        for case in cases:
-            given = inputs_of(case)
-            got = forward(case, given, lambda written: nullcontext())
-            backward(case, given, got, lambda written: nullcontext())
-    finally:
-        launching.machine = before
+    recorder = Recorder()
+    for case in cases:
+        given = inputs_of(case)
+        got = forward(case, given, recorder.running)
+        forward(case, given, recorder.running, has_y=False)
+        backward(case, given, got, recorder.running)
     return tuple(recorder.kernels)
 
 
@@ -231,6 +215,73 @@ def test_amax_sees_subnormals_of_fp16() -> None:
     assert torch.equal(amax[0], y.abs().max().float())
 
 
+# -- statistics without y or dx -----------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_statistics_are_those_that_come_with_y_and_with_dx(case: Case) -> None:
+    """rstd, mean, z and the amax of y; gradients of parameters, means and the amax of dx."""
+    given = inputs_of(case)
+    amaxes = [torch.zeros(1) for _ in range(4)]
+    expected = forward(case, given, running, amaxes[0])
+    got = forward(case, given, running, amaxes[1], has_y=False)
+    assert torch.equal(amaxes[0][0], expected.pop("y").abs().max().float())
+    assert got.keys() == expected.keys()
+    given["x"] = placed(got.get("z", given["x"]), case.spacing, case.offset)
+    grads = backward(case, given, got, running, amaxes[2], has_means=True)
+    without = backward(case, given, got, running, amaxes[3], has_dx=False, has_means=True)
+    assert torch.equal(amaxes[2][0], grads.pop("dx").abs().max().float())
+    assert without.keys() == grads.keys()
+    got, expected = {**got, **without}, {**expected, **grads}
+    assert all(same_bits(got[name], expected[name]) for name in expected)
+    assert same_bits(amaxes[0], amaxes[1])
+    assert same_bits(amaxes[2], amaxes[3])
+
+
+@pytest.mark.parametrize("columns", [1040, 31])
+def test_means_alone_need_no_addition_and_no_gradient(columns: int) -> None:
+    case = Case("layernorm", BF16, BF16, F32, 5, columns, adds=True)
+    given = inputs_of(case)
+    got = forward(case, given, running)
+    expected = backward(case, given, got, running, has_means=True)["means"]
+    means = torch.empty(5, 2)
+    inputs = (given["dy"], given["x"], given["gamma"], got["mean"], got["rstd"])
+    # An addition of NaN, of another stride: it is not read.
+    d_extra = torch.full((5, 2 * columns), float("nan"), dtype=BF16)[:, :columns]
+    with running((means,)):
+        launchers.layernorm_backward(
+            *(*inputs, None, None, None, None), d_extra=d_extra, means=means
+        )
+    assert same_bits(means, expected)
+
+
+def test_means_are_those_of_the_formula() -> None:
+    case = Case("layernorm", F32, F32, F32, 7, 300)
+    given = inputs_of(case)
+    got = forward(case, given, running)
+    got |= backward(case, given, got, running, has_means=True)
+    x_hat = (given["x"].double() - got["mean"]) * got["rstd"]
+    d_hat = given["dy"].double() * given["gamma"]
+    truth = torch.stack([(d_hat * x_hat).mean(-1), d_hat.mean(-1)], -1)
+    torch.testing.assert_close(got["means"].double(), truth, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("x", [F32, F16, BF16])
+@pytest.mark.parametrize("y", [F32, F16, BF16])
+def test_kernels_take_an_x_and_a_y_of_one_dtype_or_an_fp32_x(
+    x: torch.dtype, y: torch.dtype
+) -> None:
+    assert launchers.takes(x, y) == (x in (y, F32))
+    rstd = torch.empty(3)
+    tensors = (torch.randn(3, 8).to(x), torch.ones(8), torch.empty(3, 8, dtype=y), rstd)
+    if launchers.takes(x, y):
+        with running((tensors[2], rstd)):
+            launchers.rmsnorm(*tensors, eps=1e-5)
+    else:
+        with pytest.raises(InputError, match="y in"), emulated():
+            launchers.rmsnorm(*tensors, eps=1e-5)
+
+
 # -- what is not finite, and what is empty ------------------------------------
 
 
@@ -365,6 +416,9 @@ def test_good_arguments_are_taken() -> None:
         ({"rstd": torch.zeros(5)}, "rstd in float32, 4 elements, contiguous"),
         ({"mean": torch.zeros(4).half()}, "mean in float32, .* got float16"),
         ({"amax": torch.zeros(2)}, "amax in float32, 1 elements"),
+        ({"y_dtype": torch.float16}, "takes y in float16, .* got float32"),
+        ({"y_dtype": torch.float64}, "float32 or .* from x in float32; got float64"),
+        (dict.fromkeys(("y", "z", "mean", "rstd", "amax")), "got nothing to write"),
     ],
 )
 def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
@@ -383,8 +437,53 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
         ({"workspace": None}, "in a workspace; it got none"),
         ({"workspace": torch.zeros(1, 1, 16)}, r"workspace in float32, of shape \(2, 1, 16\)"),
         ({"rstd": torch.zeros(3)}, "rstd in float32, 4 elements"),
+        ({"means": torch.zeros(4)}, r"means in float32, of shape \(4, 2\)"),
+        ({"amax": torch.zeros(1).half()}, "amax in float32, .* got float16"),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         call_backward(**changes)
+
+
+X, ROW, COLUMN = torch.zeros(4, 16), torch.zeros(4), torch.zeros(16)
+NORM = {"gamma": COLUMN, "beta": COLUMN, "mean": ROW}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"x": X.t()}, r"x .* side by side; .* strides \(1, 16\)"),
+        ({"y_dtype": torch.float64}, "makes y in .* from x in float32; got float64"),
+        ({"x": X.half(), "y_dtype": torch.float32}, "makes y in float16 from x in float16"),
+        ({"rstd": COLUMN}, "rstd in float32, 4 elements"),
+        ({"mean": None}, "got beta without mean"),
+        ({"beta": None}, "got mean without beta"),
+        ({"gamma": None}, "got mean without gamma"),
+        ({"gamma": COLUMN.half()}, "gamma in float16 and beta in float32"),
+    ],
+)
+def test_a_producer_of_y_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:
+    good = {"x": X, "rstd": ROW, "y_dtype": torch.float32, **NORM}
+    assert launchers.norm_producer(**good).columns == 16
+    with pytest.raises(InputError, match=words):
+        launchers.norm_producer(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dy": X.double()}, "dy in float32 or .* got float64"),
+        ({"means": ROW}, r"means in float32, of shape \(4, 2\)"),
+        ({"mean": None}, r"means in float32, of shape \(4, 1\)"),
+        ({"gamma": None}, "got mean without gamma"),
+        ({"d_extra": X.half()}, "d_extra in float32, .* got float16"),
+    ],
+)
+def test_a_producer_of_dx_with_other_tensors_is_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    good = {"dy": X, "x": X, "rstd": ROW, "means": torch.zeros(4, 2), "gamma": COLUMN, "mean": ROW}
+    assert launchers.norm_backward_producer(**good).columns == 16
+    with pytest.raises(InputError, match=words):
+        launchers.norm_backward_producer(**{**good, **changes})

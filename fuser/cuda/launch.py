@@ -150,6 +150,10 @@ class Machine:
         """As the function of this name."""
         return _multiprocessors(device)
 
+    def shared_bytes(self, device: torch.device) -> int:
+        """As the function of this name."""
+        return _shared_bytes(device)
+
     def _run_on(self, device: int, kernel: Kernel, launch: Launch, values: tuple[Any, ...]) -> None:
         handle = module.kernel(kernel.module, kernel.symbol, device)
         if launch.shared_bytes > DEFAULT_SHARED_BYTES:
@@ -177,6 +181,19 @@ def multiprocessors(device: torch.device) -> int:
 def _multiprocessors(device: torch.device) -> int:
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block can have on a device, in bytes."""
+    return machine.shared_bytes(device)
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    # Not in torch's stubs.
+    properties: Any = torch.cuda.get_device_properties(device)
+    most: int = properties.shared_memory_per_block_optin
+    return most
 
 
 class _Stream:

@@ -1,4 +1,12 @@
-"""Launchers of RMSNorm, LayerNorm and L2 normalization over rows, forward and backward."""
+"""Launchers of RMSNorm, LayerNorm and L2 normalization over rows, forward and backward.
+
+x has a dtype and y one: see :func:`takes`. Gradients have those of what they are gradients of.
+
+Both passes can leave out their large output and write what it follows from, a few numbers a row:
+:func:`norm_producer` and :func:`norm_backward_producer` then make its values, with the same bits,
+inside the kernel that quantizes them. Where the scale must be known first, the pass that leaves the
+output out measures its amax.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +21,16 @@ import torch
 from fuser.cuda.launch import (
     Kernel,
     Launch,
+    Producer,
     Struct,
     encode,
     float32,
     int32,
     int64,
     multiprocessors,
+    shared_bytes,
 )
-from fuser.cuda.operands import ELEMENTS
+from fuser.cuda.operands import ELEMENTS, boolean
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -35,7 +45,19 @@ DTYPE_PAIRS = (
 )
 """The dtypes of x and y that there are kernels for."""
 
+
+def takes(x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
+    """Whether there are kernels from an x to a y of these dtypes, and back.
+
+    fp32, fp16 and bf16 go to the same, and fp32 to fp16 and bf16. An x of 16 bits has no y of
+    another dtype: not bf16 to fp32, as fp32 parameters without autocast would have it.
+    """
+    return (x_dtype, y_dtype) in DTYPE_PAIRS
+
+
 VECTOR_BYTES = 16
+# Columns of a thread in a tile.
+TILE_RUN = 8
 # Rows and columns are ints in the kernels, and so are sums of them and of the grid's size.
 MAX_SIZE = 2**29
 
@@ -65,7 +87,7 @@ RESERVED_SHARED_BYTES = 1024
 def rmsnorm(
     x: torch.Tensor,
     gamma: torch.Tensor,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     rstd: torch.Tensor | None,
     *,
     eps: float,
@@ -73,12 +95,14 @@ def rmsnorm(
     extra: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    y_dtype: torch.dtype | None = None,
 ) -> None:
     """``z = x + extra; rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``, for each row.
 
     Computes in fp32 from z as its dtype rounds it. Reads x and extra once and writes z and y once:
-    2 bytes an element of 16 bits read and 2 written, with ``extra`` 4 and 4. A row that has more
-    than 16384 elements, or is not aligned to 16 bytes, is read again for y.
+    2 bytes an element of 16 bits read and 2 written, with ``extra`` 4 and 4; without y 2 less. Rows
+    of more than 16384 elements, and rows that are not aligned to 16 bytes, are read again for y or
+    its amax, and by a LayerNorm for its variance.
 
     Parameters
     ----------
@@ -87,7 +111,8 @@ def rmsnorm(
     gamma
         Read; [columns], contiguous, fp32, fp16 or bf16.
     y
-        Written; like ``x``, contiguous; its dtype is that of ``x``, or 16 bits for an fp32 ``x``.
+        Written; like ``x``, contiguous, in a dtype that goes with it (:func:`takes`); None where
+        nobody reads it: see :func:`norm_producer`.
     rstd
         Written; fp32, one a row; None where nobody needs it.
     eps
@@ -99,23 +124,26 @@ def rmsnorm(
     z
         Written, with an ``extra`` alone; like ``x``, contiguous; None where nobody needs it.
     amax
-        One fp32 that becomes the larger of itself and of the magnitudes in y; None measures
-        nothing. It must not be negative; NaN counts as larger than infinity.
+        One fp32 that becomes the larger of itself and of the magnitudes in y, written or not; None
+        measures nothing. It must not be negative; NaN counts as larger than infinity.
+    y_dtype
+        The dtype of a y that is measured and not written; None is that of ``x``.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is another, or nothing would be written.
     """
     options = (eps, zero_centered_gamma)
-    _forward("rmsnorm", "RMSNorm", x, extra, gamma, None, y, z, None, rstd, amax, *options)
+    outputs = (y, y_dtype, z, None, rstd, amax)
+    _forward("rmsnorm", "RMSNorm", x, extra, gamma, None, *outputs, *options)
 
 
 def layernorm(
     x: torch.Tensor,
     gamma: torch.Tensor,
     beta: torch.Tensor,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor | None,
     *,
@@ -124,6 +152,7 @@ def layernorm(
     extra: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    y_dtype: torch.dtype | None = None,
 ) -> None:
     """``z = x + extra; y = (z - mean) * rstd * gamma + beta``, ``rstd = rsqrt(var + eps)``.
 
@@ -132,7 +161,7 @@ def layernorm(
 
     Parameters
     ----------
-    x, gamma, y, rstd, eps, zero_centered_gamma, extra, z, amax
+    x, gamma, y, rstd, eps, zero_centered_gamma, extra, z, amax, y_dtype
         As in :func:`rmsnorm`.
     beta
         Read; like ``gamma``, in its dtype.
@@ -142,19 +171,28 @@ def layernorm(
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is another, or nothing would be written.
     """
     options = (eps, zero_centered_gamma)
-    _forward("layernorm", "LayerNorm", x, extra, gamma, beta, y, z, mean, rstd, amax, *options)
+    outputs = (y, y_dtype, z, mean, rstd, amax)
+    _forward("layernorm", "LayerNorm", x, extra, gamma, beta, *outputs, *options)
 
 
-def l2norm(x: torch.Tensor, y: torch.Tensor, rnorm: torch.Tensor | None, *, eps: float) -> None:
+def l2norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    rnorm: torch.Tensor | None,
+    *,
+    eps: float,
+    amax: torch.Tensor | None = None,
+    y_dtype: torch.dtype | None = None,
+) -> None:
     """``rnorm = rsqrt(sum(x^2) + eps); y = x * rnorm``, for each row; as :func:`rmsnorm` otherwise.
 
     Parameters
     ----------
-    x, y
-        Read and written; as in :func:`rmsnorm`.
+    x, y, amax, y_dtype
+        As in :func:`rmsnorm`.
     rnorm
         Written; fp32, one a row; None where nobody needs it.
     eps
@@ -163,9 +201,61 @@ def l2norm(x: torch.Tensor, y: torch.Tensor, rnorm: torch.Tensor | None, *, eps:
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is another, or nothing would be written.
     """
-    _forward("l2norm", "RMSNorm", x, None, None, None, y, None, None, rnorm, None, eps, False)
+    outputs = (y, y_dtype, None, None, rnorm, amax)
+    _forward("l2norm", "RMSNorm", x, None, None, None, *outputs, eps, False)
+
+
+def norm_producer(
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    y_dtype: torch.dtype,
+    *,
+    gamma: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+) -> Producer:
+    """The values of y in ``y_dtype``, with the bits that the forward writes.
+
+    With a ``mean`` it is :func:`layernorm`, otherwise :func:`rmsnorm` and without ``gamma``
+    :func:`l2norm`. Reads x once, 2 bytes an element of 16 bits.
+
+    Parameters
+    ----------
+    x
+        Read; as in :func:`rmsnorm`, or its z.
+    rstd, mean
+        Read; as the forward wrote them.
+    y_dtype
+        A dtype that goes with that of ``x`` (:func:`takes`).
+    gamma, beta, zero_centered_gamma
+        As in the forward.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another, or one of mean, beta and gamma is missing.
+    """
+    what = "norm_producer"
+    rows, columns = _checked_shape(what, x)
+    _check_y_dtype(what, x.dtype, y_dtype)
+    norm = _checked_norm(what, columns, gamma, mean, (("gamma", gamma), ("beta", beta)))
+    if (mean is None) != (beta is None):
+        there, missing = ("beta", "mean") if mean is None else ("mean", "beta")
+        raise InputError(f"{what} got {there} without {missing}; a LayerNorm has both.")
+    _check(what, "mean", mean, (torch.float32,), rows)
+    _check(what, "rstd", rstd, (torch.float32,), rows)
+    aligned = _fill_tiles(columns, (x.stride(0),), x, gamma, beta)
+    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[y_dtype], _parameter_type(gamma))
+    tensors = (x, gamma, beta, mean, rstd)
+    offset = float32(float(zero_centered_gamma))
+    return Producer(
+        f"fuser::NormProducer<{', '.join(types)}, {boolean(aligned)}>",
+        Struct((*tensors, int64(x.stride(0)), offset)),
+        *(rows, columns, y_dtype, aligned),
+    )
 
 
 # -- backward -----------------------------------------------------------------
@@ -182,6 +272,8 @@ def rmsnorm_backward(
     *,
     zero_centered_gamma: bool = False,
     d_extra: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
     """The gradients of :func:`rmsnorm`: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
 
@@ -191,8 +283,9 @@ def rmsnorm_backward(
     number of multiprocessors alone.
 
     Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
-    8, and besides writes and reads the workspace. Rows of more than 16384 elements of 16 bits or
-    8192 of 32, and rows that are not aligned to 16 bytes, are read twice.
+    8, and besides writes and reads the workspace; without dx 2 less, and 2 more less without its
+    amax, which d_extra is read for. Rows of more than 16384 elements of 16 bits or 8192 of 32, and
+    rows that are not aligned to 16 bytes, are read twice.
 
     Parameters
     ----------
@@ -205,7 +298,8 @@ def rmsnorm_backward(
     rstd
         Read; as the forward wrote it.
     dx
-        Written; like ``x``, contiguous; None where nobody needs it.
+        Written; like ``x``, contiguous; None where nobody reads it: see
+        :func:`norm_backward_producer`.
     dgamma
         Written; [columns], contiguous, fp32, fp16 or bf16; None where nobody needs it.
     workspace
@@ -214,13 +308,19 @@ def rmsnorm_backward(
         Whether the gain is ``1 + gamma``.
     d_extra
         Read; like ``x``. None adds nothing.
+    means
+        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``. None where nobody needs
+        it.
+    amax
+        One fp32 that becomes the larger of itself and of the magnitudes in dx, written or not; None
+        measures nothing. As in the forward.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is another.
     """
-    tensors = (dy, x, gamma, None, rstd, d_extra, dx, workspace)
+    tensors = (dy, x, gamma, None, rstd, d_extra, dx, workspace, means, amax)
     _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
 
 
@@ -237,6 +337,8 @@ def layernorm_backward(
     *,
     zero_centered_gamma: bool = False,
     d_extra: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
     """The gradients of :func:`layernorm`: ``x_hat = (x - mean) * rstd``, ``d_hat = dy * gamma``,
 
@@ -245,41 +347,102 @@ def layernorm_backward(
 
     Parameters
     ----------
-    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra
+    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax
         As in :func:`rmsnorm_backward`.
     mean
         Read; as the forward wrote it.
     dbeta
         Written; like ``dgamma``, in its dtype; None where nobody needs it.
+    means
+        Written; fp32 ``[rows, 2]``, contiguous: ``mean(d_hat * x_hat)`` and ``mean(d_hat)``. None
+        where nobody needs it.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is another.
     """
-    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, workspace)
+    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, workspace, means, amax)
     _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
 
 
 def l2norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor, dx: torch.Tensor
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rnorm: torch.Tensor,
+    dx: torch.Tensor | None,
+    *,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
 ) -> None:
     """``dx = (dy - x_hat * sum(dy * x_hat)) * rnorm`` with ``x_hat = x * rnorm``.
 
     Parameters
     ----------
-    dy, x, dx
-        Read, read and written; as in :func:`rmsnorm_backward`.
+    dy, x, dx, amax
+        As in :func:`rmsnorm_backward`.
     rnorm
         Read; as the forward wrote it.
+    means
+        Written; fp32 ``[rows, 1]``, contiguous: ``sum(dy * x_hat)``. None where nobody needs it.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is another.
     """
-    tensors = (dy, x, None, None, rnorm, None, dx, None)
+    tensors = (dy, x, None, None, rnorm, None, dx, None, means, amax)
     _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
+
+
+def norm_backward_producer(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    means: torch.Tensor,
+    *,
+    gamma: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    d_extra: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+) -> Producer:
+    """The values of dx in the dtype of x, with the bits that the backward writes.
+
+    With a ``mean`` it is :func:`layernorm_backward`, otherwise :func:`rmsnorm_backward` and without
+    ``gamma`` :func:`l2norm_backward`. Reads dy, x and d_extra once: 4 bytes an element of 16 bits,
+    with ``d_extra`` 6.
+
+    Parameters
+    ----------
+    dy, x, gamma, mean, rstd, d_extra, zero_centered_gamma
+        As in the backward.
+    means
+        Read; as the backward wrote them.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another, or a mean comes without gamma.
+    """
+    what = "norm_backward_producer"
+    rows, columns = _checked_shape(what, x)
+    _check(what, "dy", dy, _partners(x.dtype), x.shape, is_spaced=True)
+    _check(what, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    norm = _checked_norm(what, columns, gamma, mean, (("gamma", gamma),))
+    _check(what, "mean", mean, (torch.float32,), rows)
+    _check(what, "rstd", rstd, (torch.float32,), rows)
+    _check(what, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
+    strides = _strides(x, d_extra, dy)
+    aligned = _fill_tiles(columns, strides, x, dy, d_extra, gamma)
+    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[dy.dtype], _parameter_type(gamma))
+    flags = (boolean(d_extra is not None), boolean(aligned))
+    tensors = (dy, x, gamma, mean, rstd, means, d_extra)
+    offset = float32(float(zero_centered_gamma))
+    return Producer(
+        f"fuser::NormBackwardProducer<{', '.join((*types, *flags))}>",
+        Struct((*tensors, *map(int64, strides), offset)),
+        *(rows, columns, x.dtype, aligned),
+    )
 
 
 def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
@@ -303,16 +466,19 @@ def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel that these launchers may ask for."""
     pairs = list(itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS))
-    forward = [_forward_kernel(n, *p, in_registers) for n, p in pairs for in_registers in (0, 1)]
+    flags = list(itertools.product((False, True), repeat=2))
+    forward = [_forward_kernel(n, *p, *flag) for n, p in pairs for flag in flags]
     backward = [_backward_kernel(n, *p, v) for n, p in pairs for v in (*BACKWARD_VECTORS, None)]
     return (*forward, *backward, *(_gradients_kernel(dtype) for dtype in ELEMENTS))
 
 
 @functools.cache
-def _forward_kernel(norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool) -> Kernel:
-    last = "true" if in_registers else "false"
+def _forward_kernel(
+    norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool
+) -> Kernel:
+    flags = f"{boolean(in_registers)}, {boolean(writes)}"
     types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[y]}"
-    return Kernel("normalization", f"fuser_norm<{types}, {last}>")
+    return Kernel("normalization", f"fuser_norm<{types}, {flags}>")
 
 
 @functools.cache
@@ -408,16 +574,6 @@ def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan
     return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
 
 
-@functools.cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a block can have on a device; Hopper's where it is none of CUDA's."""
-    if device.type != "cuda":
-        return 227 * 1024
-    properties: Any = torch.cuda.get_device_properties(device)
-    most: int = properties.shared_memory_per_block_optin
-    return most
-
-
 @functools.lru_cache(maxsize=1024)
 def _forward_choice(
     norm: str,
@@ -426,10 +582,11 @@ def _forward_choice(
     rows: int,
     columns: int,
     is_aligned: bool,
+    writes: bool,
     most_blocks: int,
 ) -> tuple[Kernel, Launch]:
     plan = forward_plan(columns, x.itemsize)
-    kernel = _forward_kernel(norm, x, y, is_aligned and plan.fits_registers)
+    kernel = _forward_kernel(norm, x, y, is_aligned and plan.fits_registers, writes)
     blocks = min(-(-rows // plan.rows), most_blocks)
     return kernel, Launch((blocks,), (plan.lanes, plan.rows))
 
@@ -524,7 +681,8 @@ def _forward(
     extra: torch.Tensor | None,
     gamma: torch.Tensor | None,
     beta: torch.Tensor | None,
-    y: torch.Tensor,
+    y: torch.Tensor | None,
+    y_dtype: torch.dtype | None,
     z: torch.Tensor | None,
     mean: torch.Tensor | None,
     rstd: torch.Tensor | None,
@@ -534,7 +692,12 @@ def _forward(
 ) -> None:
     rows, columns = _checked_shape(function, x)
     _check(function, "extra", extra, (x.dtype,), x.shape, is_spaced=True)
-    _check(function, "y", y, _partners(x.dtype), x.shape)
+    if y_dtype is None:
+        _check(function, "y", y, _partners(x.dtype), x.shape)
+        y_dtype = x.dtype if y is None else y.dtype
+    else:
+        _check_y_dtype(function, x.dtype, y_dtype)
+        _check(function, "y", y, (y_dtype,), x.shape)
     _check(function, "z", z, (x.dtype,), x.shape)
     _check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
     _check(function, "mean", mean, (torch.float32,), rows)
@@ -542,6 +705,8 @@ def _forward(
     _check(function, "amax", amax, (torch.float32,), 1)
     if z is not None and extra is None:
         raise InputError(f"{function} writes z where it adds an extra; it got none.")
+    if all(output is None for output in (y, z, mean, rstd, amax)):
+        raise InputError(f"{function} got nothing to write: no y, z, mean, rstd or amax.")
     if rows == 0:
         return
 
@@ -551,7 +716,9 @@ def _forward(
     if amax is not None:
         most_blocks = AMAX_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
     sizes = (rows, columns)
-    kernel, launch = _forward_choice(norm, x.dtype, y.dtype, *sizes, is_aligned, most_blocks)
+    kernel, launch = _forward_choice(
+        norm, x.dtype, y_dtype, *sizes, is_aligned, y is not None, most_blocks
+    )
     tensors = Struct((x, extra, gamma, beta, y, z, mean, rstd, amax))
     dtype = None if gamma is None else gamma.dtype
     kernel(
@@ -575,6 +742,8 @@ def _backward(
     d_extra: torch.Tensor | None,
     dx: torch.Tensor | None,
     workspace: torch.Tensor | None,
+    means: torch.Tensor | None,
+    amax: torch.Tensor | None,
     zero_centered_gamma: bool,
     grads: tuple[torch.Tensor | None, ...],
 ) -> None:
@@ -586,6 +755,8 @@ def _backward(
     _check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
     _check(function, "mean", mean, (torch.float32,), rows)
     _check(function, "rstd", rstd, (torch.float32,), rows)
+    _check(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
+    _check(function, "amax", amax, (torch.float32,), 1)
     device = (shared_bytes(x.device), multiprocessors(x.device))
     blocks = _backward_blocks(rows, columns, x.element_size(), *device)
     wanted = [grad for grad in grads if grad is not None]
@@ -596,14 +767,16 @@ def _backward(
         shape = (len(grads), blocks, columns)
         _check(function, "workspace", workspace, (torch.float32,), shape)
 
-    if rows > 0 and (wanted or dx is not None):
+    if dx is None and amax is None:
+        d_extra = None
+    if rows > 0 and (wanted or any(output is not None for output in (dx, means, amax))):
         strides = _strides(x, d_extra, dy)
         is_aligned = _are_aligned(columns, x, strides, dy, gamma, d_extra, dx)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
         kernel, launch, stages = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
         )
-        tensors = Struct((dy, x, gamma, mean, rstd, d_extra, dx, partials))
+        tensors = Struct((dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax))
         dtype = None if gamma is None else gamma.dtype
         kernel(
             launch,
@@ -645,6 +818,14 @@ def _are_aligned(
     return address % VECTOR_BYTES == 0 and elements * x.element_size() % VECTOR_BYTES == 0
 
 
+def _fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
+    """Whether a tile's threads may read 8 elements at a time everywhere."""
+    addresses = (tensor.data_ptr() for tensor in tensors if tensor is not None)
+    return all(size % TILE_RUN == 0 for size in (columns, *strides)) and all(
+        address % VECTOR_BYTES == 0 for address in addresses
+    )
+
+
 # -- checks -------------------------------------------------------------------
 
 
@@ -657,6 +838,30 @@ def _checked_shape(function: str, x: torch.Tensor) -> tuple[int, int]:
         )
     _check(function, "x", x, (x.dtype,), x.shape, is_spaced=True)
     return x.shape[0], x.shape[1]
+
+
+def _check_y_dtype(function: str, x: torch.dtype, y: torch.dtype) -> None:
+    if not takes(x, y):
+        partners = " or ".join(map(_name, _partners(x)))
+        raise InputError(f"{function} makes y in {partners} from x in {_name(x)}; got {_name(y)}.")
+
+
+def _checked_norm(
+    function: str,
+    columns: int,
+    gamma: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    parameters: Sequence[tuple[str, torch.Tensor | None]],
+) -> str:
+    """The norm of a producer, in C++."""
+    _check_parameters(function, columns, parameters)
+    if mean is not None and gamma is None:
+        raise InputError(f"{function} got mean without gamma; a LayerNorm has both.")
+    return "RMSNorm" if mean is None else "LayerNorm"
+
+
+def _parameter_type(gamma: torch.Tensor | None) -> str:
+    return "fuser::NoParameters" if gamma is None else ELEMENTS[gamma.dtype]
 
 
 def _check_parameters(

@@ -218,6 +218,9 @@ class Emulator(launching.Machine):
     def multiprocessors(self, device: torch.device) -> int:
         return self.multiprocessor_count
 
+    def shared_bytes(self, device: torch.device) -> int:
+        return MAX_SHARED_BYTES
+
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         self._check_registered(kernel)
         encoded, _ = encode(kernel.symbol, args, "cpu")

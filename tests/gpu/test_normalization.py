@@ -21,6 +21,7 @@ from normalization_cases import (
     exact,
     forward,
     inputs_of,
+    placed,
     plain,
     same_bits,
 )
@@ -97,6 +98,24 @@ def test_amax_is_the_largest_magnitude_of_y(columns: int) -> None:
     given, amax = inputs_of(case, "cuda"), torch.zeros(1, device="cuda")
     y = forward(case, given, running, amax)["y"]
     assert torch.equal(amax[0], y.abs().max().float())
+
+
+@pytest.mark.parametrize("case", CASES + GPU_CASES, ids=str)
+def test_statistics_are_those_that_come_with_y_and_with_dx(case: Case) -> None:
+    """rstd, mean, z and the amax of y; gradients of parameters, means and the amax of dx."""
+    given = inputs_of(case, "cuda")
+    amaxes = [torch.zeros(1, device="cuda") for _ in range(4)]
+    expected = forward(case, given, running, amaxes[0])
+    got = forward(case, given, running, amaxes[1], has_y=False)
+    assert torch.equal(amaxes[0][0], expected.pop("y").abs().max().float())
+    given["x"] = placed(got.get("z", given["x"]), case.spacing, case.offset)
+    grads = backward(case, given, got, running, amaxes[2], has_means=True)
+    without = backward(case, given, got, running, amaxes[3], has_dx=False, has_means=True)
+    assert torch.equal(amaxes[2][0], grads.pop("dx").abs().max().float())
+    got, expected = {**got, **without}, {**expected, **grads}
+    assert all(same_bits(got[name], expected[name]) for name in expected)
+    assert same_bits(amaxes[0], amaxes[1])
+    assert same_bits(amaxes[2], amaxes[3])
 
 
 def test_tensors_of_more_than_two_to_the_31_elements() -> None:

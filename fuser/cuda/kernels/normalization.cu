@@ -1,6 +1,7 @@
 // RMSNorm, LayerNorm and L2 normalization of rows, with an addition in front, in one read.
 #include <fuser/block.cuh>
 #include <fuser/hardware.cuh>
+#include <fuser/normalization.cuh>
 #include <fuser/packed.cuh>
 #include <fuser/rows.cuh>
 
@@ -21,7 +22,7 @@ struct Forward {
 
 // One row's part in a thread, in passes over its chunks. An aligned row of one chunk stays in
 // registers; another is read in each pass, vector by vector, which adds in the same order.
-template <class Norm, class T, class Out, bool kIsInRegisters>
+template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
 struct ForwardRow {
     static constexpr int kVectors = kIsInRegisters ? 4 : 1;
     static constexpr int kCount = kWidest<T>;
@@ -105,19 +106,25 @@ struct ForwardRow {
         return total;
     }
 
-    // y; returns the bits of its largest magnitude if it is wanted.
+    // y, written with kWrites; returns the bits of its largest magnitude if that is wanted.
     __device__ __forceinline__ unsigned write(float mean, float rstd) {
+        // Without stores a vector at a time will do, in a loop: LayerNorm has no registers for more.
+        constexpr int kAtOnce = kWrites ? kVectors : 1;
         unsigned largest = 0;
+        if (!kWrites && a.amax == nullptr) {
+            return largest;
+        }
         for (int chunk = 0; chunk < chunks; ++chunk) {
             const ChunkColumns columns(chunk, end);
             load(columns, false);
             Out* target = start_of(a.y, row, sizes.columns) + columns.first;
-#pragma unroll
+#pragma unroll kAtOnce
             for (int v = 0; v < kVectors; ++v) {
                 const int left = columns.left(v);
                 if (left <= 0) {
                     continue;
                 }
+                const Packed<T, kCount> x = z[kWrites ? v : 0];
                 const int column = columns.first + v * columns.step;
                 float gain[kCount], shift[kCount] = {}, values[kCount];
                 load_gain(a.gamma, sizes.parameter_type, sizes.gain_offset, column, left,
@@ -127,17 +134,21 @@ struct ForwardRow {
                 }
 #pragma unroll
                 for (int i = 0; i < kCount; ++i) {
-                    if constexpr (Norm::kCentered) {
-                        values[i] = fmaf((z[v][i] - mean) * rstd, gain[i], shift[i]);
-                    } else {
-                        values[i] = z[v][i] * rstd * gain[i];
-                    }
+                    values[i] = y_of<Norm>(x[i], mean, rstd, gain[i], shift[i]);
                 }
                 const Packed<Out, kCount> y = packed<Out>(values);
-                store_vector(target + v * columns.step, left, is_aligned, y);
+                if constexpr (kWrites) {
+                    store_vector(target + v * columns.step, left, is_aligned, y);
+                }
                 if (a.amax != nullptr) {
                     const int measured = kIsInRegisters ? kCount : left;
                     largest = max(largest, largest_magnitude(y, measured));
+                }
+                if constexpr (!kWrites) {
+#pragma unroll
+                    for (int next = 1; next < kVectors; ++next) {
+                        z[next - 1] = z[next];  // registers have no index
+                    }
                 }
             }
         }
@@ -147,8 +158,9 @@ struct ForwardRow {
 
 }  // namespace fuser
 
-// z = x + extra, y = (z - mean) * rstd * gain + beta.
-template <class Norm, class T, class Out, bool kIsInRegisters>
+// z = x + extra, y = (z - mean) * rstd * gain + beta. Without kWrites y is only measured; to ask for
+// that at run time would cost registers that LayerNorm does not have.
+template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
 __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 1 : 2)
     fuser_norm(const fuser::Forward<T, Out> a, const fuser::Sizes sizes) {
     using namespace fuser;
@@ -158,13 +170,13 @@ __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 
 
     const int step = static_cast<int>(gridDim.x * blockDim.y);
     for (int first = static_cast<int>(blockIdx.x * blockDim.y); first < sizes.rows; first += step) {
-        ForwardRow<Norm, T, Out, kIsInRegisters> row(a, sizes,
-                                                     first + static_cast<int>(threadIdx.y));
+        ForwardRow<Norm, T, Out, kIsInRegisters, kWrites> row(
+            a, sizes, first + static_cast<int>(threadIdx.y));
         const bool is_writer = threadIdx.x == 0 && row.row < sizes.rows;
         // ---- statistics: the mean first, then squares of what differs from it ----
         float mean = 0.0f;
         if constexpr (Norm::kCentered) {
-            mean = row_sums(row.sum()) * sizes.scale;
+            mean = mul_rn(row_sums(row.sum()), sizes.scale);  // what is written, see y_of
             if (is_writer && a.mean != nullptr) {
                 a.mean[row.row] = mean;
             }

@@ -1,6 +1,7 @@
 // Gradients of RMSNorm, LayerNorm and L2 normalization of rows, in one read.
 #include <fuser/block.cuh>
 #include <fuser/hardware.cuh>
+#include <fuser/normalization.cuh>
 #include <fuser/packed.cuh>
 #include <fuser/rows.cuh>
 
@@ -14,8 +15,12 @@ struct Backward {
     const float* mean;  // of LayerNorm alone
     const float* rstd;
     const T* d_extra;  // null: nothing is added
-    T* dx;             // null: not wanted; so are the partials
+    T* dx;             // null: not wanted; so are all below
     float* partials;   // [1, or for LayerNorm 2][blocks][columns]
+    float* means;      // [rows][1, or for LayerNorm 2], with which dx is computed
+    unsigned* amax;    // of dx, the bits of a float
+
+    __device__ __forceinline__ bool needs_values() const { return dx != nullptr || amax != nullptr; }
 };
 
 // The row's statistics; 0 past the last row, where x and dy are 0 too.
@@ -46,8 +51,8 @@ struct RowVector {
                                         const float (&gain)[kCount], const Statistics<Norm>& row) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            x_hat[i] = Norm::kCentered ? (x[i] - row.mean) * row.rstd : x[i] * row.rstd;
-            d_hat[i] = dy[i] * gain[i];
+            x_hat[i] = x_hat_of<Norm>(x[i], row.mean, row.rstd);
+            d_hat[i] = __fmul_rn(dy[i], gain[i]);
         }
     }
 
@@ -73,15 +78,35 @@ struct RowVector {
         float values[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            float d = d_hat[i];
-            if constexpr (Norm::kCentered) {
-                d -= means[1];
-            }
-            values[i] = fmaf(-x_hat[i], means[0], d) * rstd;
+            values[i] = dx_of<Norm>(x_hat[i], d_hat[i], means, rstd);
         }
         return packed<T>(values);
     }
 };
+
+// A row's sums become means, in all of its threads; the first one writes them if they are wanted.
+template <class T, class Dy, int kSums>
+__device__ __forceinline__ void average(const Backward<T, Dy>& a, const Sizes& sizes, int row,
+                                        float (&sums)[kSums]) {
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+        sums[k] = __fmul_rn(sums[k], sizes.scale);
+        if (a.means != nullptr && threadIdx.x == 0 && row < sizes.rows) {
+            start_of(a.means, row, kSums)[k] = sums[k];
+        }
+    }
+}
+
+// A maximum of integers, whose order does not matter. All threads of the block take part.
+template <class T, class Dy>
+__device__ __forceinline__ void record_largest(const Backward<T, Dy>& a, unsigned largest) {
+    if (a.amax != nullptr) {
+        largest = __reduce_max_sync(kAllLanes, largest);
+        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0 && largest != 0) {
+            atomicMax(a.amax, magnitude_as_fp32<T>(largest));
+        }
+    }
+}
 
 __device__ __forceinline__ void wait_for_oldest_of(int groups) {
     if (groups == 1) {
@@ -217,8 +242,11 @@ struct BackwardColumns {
         }
     }
 
-    __device__ __forceinline__ void write(int stage, int row, const Statistics<Norm>& statistics,
-                                          const float (&means)[kSums]) {
+    // dx if it is wanted; returns the bits of its largest magnitude if that is wanted.
+    __device__ __forceinline__ unsigned write(int stage, int row,
+                                              const Statistics<Norm>& statistics,
+                                              const float (&means)[kSums]) {
+        unsigned largest = 0;
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
         T* target = start_of(a.dx, row, sizes.columns) + columns.first;
 #pragma unroll
@@ -233,8 +261,14 @@ struct BackwardColumns {
             if (a.d_extra != nullptr) {
                 dx = added(dx, read_packed<T, kCount>(stages.extra(stage, v)));
             }
-            store_packed(target + v * columns.step, dx);
+            if (a.dx != nullptr) {
+                store_packed(target + v * columns.step, dx);
+            }
+            if (a.amax != nullptr) {
+                largest = max(largest, largest_magnitude(dx, kCount));
+            }
         }
+        return largest;
     }
 
     // The block's sums of the parameters' gradients: over its rows at a time, in their order.
@@ -294,6 +328,7 @@ __global__ void __launch_bounds__(512, 1)
     const int ahead = sizes.stages * step;
     row -= ahead;
     int stage = 0;
+    unsigned largest = 0;
     for (int first = begin - ahead; first < sizes.rows; first += step, row += step) {
         if (first >= begin) {
             statistics = next;
@@ -301,13 +336,12 @@ __global__ void __launch_bounds__(512, 1)
             wait_for_oldest_of(sizes.stages);
             float sums[kSums] = {};
             mine.sum(stage, statistics, sums);
-            if (a.dx != nullptr) {
+            if (a.needs_values() || a.means != nullptr) {
                 row_sums(sums);
-#pragma unroll
-                for (int k = 0; k < kSums; ++k) {
-                    sums[k] *= sizes.scale;
-                }
-                mine.write(stage, row, statistics, sums);
+                average(a, sizes, row, sums);
+            }
+            if (a.needs_values()) {
+                largest = max(largest, mine.write(stage, row, statistics, sums));
             }
         }
         stages.fetch(stage, row + ahead);
@@ -318,6 +352,7 @@ __global__ void __launch_bounds__(512, 1)
         wait_for_copies<0>();
         mine.write_partials(reinterpret_cast<float*>(memory));
     }
+    record_largest(a, largest);
 }
 
 // The same for rows that are too long for the registers or not aligned: a row a block, read in both
@@ -332,6 +367,7 @@ __global__ void __launch_bounds__(512, 2)
     __shared__ float scratch[RowSums<Vector::kSums>::kScratch];
     RowSums<Vector::kSums> row_sums{scratch};
 
+    unsigned largest = 0;
     const int begin = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
     for (int row = begin; row < sizes.rows; row += blocks) {
         Statistics<Norm> statistics;
@@ -357,9 +393,9 @@ __global__ void __launch_bounds__(512, 2)
             }
         }
         row_sums(sums);
-#pragma unroll
-        for (int k = 0; k < Vector::kSums; ++k) {
-            sums[k] *= sizes.scale;
+        average(a, sizes, row, sums);
+        if (!a.needs_values() && a.partials == nullptr) {
+            continue;
         }
         // ---- dx and the gradients of the parameters ----
         for (int chunk = 0; chunk < sizes.chunks; ++chunk) {
@@ -369,15 +405,20 @@ __global__ void __launch_bounds__(512, 2)
                 break;
             }
             read(columns);
-            if (a.dx != nullptr) {
+            if (a.needs_values()) {
                 Packed<T, kCount> dx = vector.template dx<T>(sums, statistics.rstd);
                 if (a.d_extra != nullptr) {
                     const T* extra = start_of(a.d_extra, row, sizes.extra_stride);
                     load_chunk(extra, columns, sizes.is_aligned, x);
                     dx = added(dx, x[0]);
                 }
-                T* target = start_of(a.dx, row, sizes.columns) + columns.first;
-                store_vector(target, left, sizes.is_aligned, dx);
+                if (a.dx != nullptr) {
+                    T* target = start_of(a.dx, row, sizes.columns) + columns.first;
+                    store_vector(target, left, sizes.is_aligned, dx);
+                }
+                if (a.amax != nullptr) {
+                    largest = max(largest, largest_magnitude(dx, left));
+                }
             }
             if (a.partials == nullptr) {
                 continue;
@@ -395,6 +436,7 @@ __global__ void __launch_bounds__(512, 2)
             }
         }
     }
+    record_largest(a, largest);
 }
 
 // dgamma and, in the second row of blocks, dbeta: the sums of `count` partials of each of 32

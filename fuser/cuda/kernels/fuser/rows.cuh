@@ -129,14 +129,4 @@ struct Sizes {
     float eps;
 };
 
-// ---- the norms ----
-
-// L2 normalization is an RMSNorm that divides by 1 and has a gain of 1.
-struct RMSNorm {
-    static constexpr bool kCentered = false;
-};
-struct LayerNorm {
-    static constexpr bool kCentered = true;
-};
-
 }  // namespace fuser
