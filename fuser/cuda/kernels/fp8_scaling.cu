@@ -1,5 +1,6 @@
 // FP8 with one scale a tensor: amax, casts, dequantization, transpose, and delayed scaling's update.
 #include <fuser/fp8_scaling.cuh>
+#include <fuser/normalization.cuh>
 #include <fuser/pointwise.cuh>
 
 namespace {

@@ -219,6 +219,9 @@ __device__ __forceinline__ Patch<Out> produced(
     return producer.patch(tile);
 }
 
+template <class Norm, class T, class Out, class P, bool kAligned>
+constexpr int kFewerBlocks<NormProducer<Norm, T, Out, P, kAligned>> = Norm::kCentered ? 2 : 1;
+
 // dx from dy and the statistics of both passes; kAdds: plus d_extra, rounded before and after.
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
 struct NormBackwardProducer {
@@ -302,5 +305,8 @@ __device__ __forceinline__ Patch<T> produced(
     const NormBackwardProducer<Norm, T, Dy, P, kAdds, kAligned>& producer, const Tile& tile) {
     return producer.patch(tile);
 }
+
+template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
+constexpr int kFewerBlocks<NormBackwardProducer<Norm, T, Dy, P, kAdds, kAligned>> = 2;
 
 }  // namespace fuser
