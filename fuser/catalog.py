@@ -11,6 +11,7 @@ from fuser.fused_ops import (
     ForwardLinearBiasActivation,
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,
+    PointwiseChain,
 )
 from fuser.op import FusedOperation
 
@@ -25,4 +26,5 @@ FUSIONS: tuple[type[FusedOperation], ...] = (
     BackwardActivationBias,
     BackwardAddRMSNorm,
     BackwardAddLayerNorm,
+    PointwiseChain,
 )

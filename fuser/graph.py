@@ -259,13 +259,17 @@ class OpGraph:
                     )
         return None
 
-    def window_bytes(self, start: int, stop: int, side: str) -> tuple[int, int]:
+    def window_bytes(
+        self, start: int, stop: int, side: str, *, recomputes: bool = False
+    ) -> tuple[int, int]:
         """Bytes that one kernel for ops ``start`` up to ``stop`` must move.
 
         Each tensor that enters is read once, each that leaves is written once,
         and so is each that backward needs; tensors inside are free. The first
         number is for all tokens of the pipeline's input; the second, of the
-        parameters and their gradients, does not depend on the tokens.
+        parameters and their gradients, does not depend on the tokens. A window
+        that ``recomputes`` saves its own input for all its ops, and reads extra
+        inputs again.
         """
         flow = self.flows[side]
         inside = range(start, stop)
@@ -285,7 +289,11 @@ class OpGraph:
             if op_key.requires_grad:
                 statistics += op.saved_bytes(self.line[i])
                 if op.saves_input:
-                    saved[self._saved_names[i]] = self.gap_bytes(i, "forward")
+                    at = start if recomputes else i
+                    saved[self._saved_names[at]] = self.gap_bytes(at, "forward")
+            if recomputes and any(self.ops[k].saves_input for k in range(i, stop)):
+                for source, _, tensors in self.flows["forward"].in_edges(i, data="tensors"):
+                    entering |= tensors if source not in (i - 1, "input") else {}
             params += self._param_bytes(i, side)
         return sum((entering | saved | leaving).values()) + statistics, params
 

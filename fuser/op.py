@@ -14,6 +14,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, StateError
+from fuser.functional.values import Values, kernels_run_on, written
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_recipe
 from fuser.recipe import CustomRecipe, DelayedScaling
@@ -37,28 +38,43 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def emit(tensor: torch.Tensor, quantizer: Any | None) -> torch.Tensor:
-    """``tensor`` as the op that reads it next wants it: quantized, or as it is for None.
+def emit(values: torch.Tensor | Values, quantizer: Any | None) -> torch.Tensor:
+    """``values`` as the op that reads them next wants them: quantized, or as they are for None.
 
-    What is quantized stays as it is: a second time would round again.
+    What is quantized stays as it is: a second time would round again. What is
+    not in memory yet is written here, plainly or quantized.
     """
-    if quantizer is None or isinstance(tensor, QuantizedTensor):
-        return tensor
-    quantized: torch.Tensor = quantizer(tensor)
+    if quantizer is None:
+        return values if type(values) is torch.Tensor else written(values)
+    if isinstance(values, QuantizedTensor):
+        return values
+    quantized: torch.Tensor = quantizer(values)
     return quantized
 
 
-def emit_grad(grad_input: torch.Tensor, ctx: OperationContext) -> torch.Tensor:
+def emit_grad(grad_input: torch.Tensor | Values, ctx: OperationContext) -> torch.Tensor:
     """The gradient of an op's main input as the op before wants it.
 
     It is quantized from the dtype in which the input arrived, as the op before
     would quantize it.
     """
     quantizer = ctx.grad_input_quantizer
-    if quantizer is None or isinstance(grad_input, QuantizedTensor):
-        return grad_input
-    quantized: torch.Tensor = quantizer(cast(grad_input, ctx.input_dtype))
-    return quantized
+    if quantizer is not None and grad_input.dtype is not ctx.input_dtype:
+        grad_input = written(grad_input)
+        if not isinstance(grad_input, QuantizedTensor):
+            grad_input = grad_input.to(ctx.input_dtype)
+    return emit(grad_input, quantizer)
+
+
+def quantizes_values(side: str, key: PlanKey) -> bool:
+    """Whether kernels run here that quantize what they make, as the neighbour on ``side`` wants it.
+
+    Not for quantizers of the user, which may take tensors alone, and not for a
+    gradient that must be cast first.
+    """
+    if not kernels_run_on(key.device) or isinstance(key.recipe, CustomRecipe):
+        return False
+    return side == "forward" or key.autocast_dtype in (None, key.ops[0].input_dtype)
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -141,10 +157,6 @@ class OperationContext:
 
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
-
-    emits_in_kernel: ClassVar[bool] = False
-    """Whether what is handed on quantized is written so by the kernels that make it; if not,
-    quantizing is a kernel of its own."""
 
     # The pipeline module sets this to its class; ops stand on a lower floor.
     pipeline_class: ClassVar[Callable[..., Any]]
@@ -280,6 +292,13 @@ class BasicOperation(FusibleOperation):
         plan key narrowed to this op.
         """
         return (type(self).__name__,)
+
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        """Whether what the op hands on quantized is written so by the kernel that makes it.
+
+        If not, quantizing is a kernel of its own.
+        """
+        return False
 
     def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
         """What this op quantizes on ``side`` because it arrives plain: how, by role."""
@@ -574,6 +593,9 @@ class FusedOperation(FusibleOperation):
 
     window: ClassVar[tuple[Any, ...]] = ()
     side: ClassVar[str] = ""
+    recomputes: ClassVar[bool] = False
+    """Whether a joint fusion saves the window's input alone, and what is computed from it again in
+    backward is not."""
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
@@ -608,6 +630,11 @@ class FusedOperation(FusibleOperation):
         one kernel for all of it.
         """
         return ((cls.__name__, len(where["key"].ops)),)
+
+    @classmethod
+    def emits_in_kernel(cls, *ops: Any, **where: Any) -> bool:
+        """As of a basic op; called as ``emits_in_kernel(*ops, side=side, key=key)``."""
+        return False
 
     def get_input_quantizer(self) -> Any | None:
         return self.members[0].get_input_quantizer()

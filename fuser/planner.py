@@ -231,11 +231,13 @@ class _Search:
         candidates = []
         for i, op in enumerate(self.graph.ops):
             window = range(i, i + 1)
-            names = op.kernels(side, self.key.window(i, i + 1))
+            key = self.key.window(i, i + 1)
+            names = op.kernels(side, key)
             if side == "backward" and i < self.first:
                 names = ()
             kernels = [(name, int(last)) for last, name in _marking_last(names)]
-            candidates.append(self._candidate(window, side, None, kernels))
+            emits_in_kernel = op.emits_in_kernel(side, key)
+            candidates.append(self._candidate(window, side, None, kernels, emits_in_kernel))
         return candidates
 
     def joint(self, pinned: Pinned) -> list[tuple[Candidate, Candidate]]:
@@ -298,6 +300,7 @@ class _Search:
         try:
             reason = fusion.refuses(*bound, key=key)
             kernels = fusion.kernels(*bound, side=side, key=key) if reason is None else ()
+            emits_in_kernel = reason is None and fusion.emits_in_kernel(*bound, side=side, key=key)
         except Exception as error:  # a broken fusion must not break the pipeline
             reason = f"{fusion.__name__} raised {type(error).__name__}: {error}"
             warnings.warn(
@@ -310,11 +313,16 @@ class _Search:
         if reason is not None:
             self._refuse(fusion, window, reason)
             return None
-        return self._candidate(window, side, fusion, kernels)
+        return self._candidate(window, side, fusion, kernels, emits_in_kernel)
 
     def _refuse(self, fusion: type[FusedOperation], window: range, reason: str) -> None:
         refusal = Refusal(fusion.__name__, fusion.side, tuple(window), reason)
-        if refusal not in self.refusals:  # a joint window is asked about on both sides
+        # A joint window is asked about on both sides, and after the wider ones that it is part of.
+        if fusion.side != "joint" or not any(
+            (other.fusion, other.reason) == (fusion.__name__, reason)
+            and set(refusal.ops) <= set(other.ops)
+            for other in self.refusals
+        ):
             self.refusals.append(refusal)
 
     def _candidate(
@@ -323,17 +331,19 @@ class _Search:
         side: str,
         run: type[FusedOperation] | FusedOperation | None,
         kernels: Sequence[tuple[str, int]],
+        emits_in_kernel: bool = False,
     ) -> Candidate:
         """Cost a window from the kernels it launches and the bytes each must move."""
         token_bytes = param_bytes = 0
         done = 0
+        recomputes = run is not None and run.recomputes
         for _, covered in kernels:
             if covered == 0:
                 continue
             low, high = window.start + done, window.start + done + covered
             if side == "backward":
                 low, high = window.stop - done - covered, window.stop - done
-            for_tokens, for_params = self.graph.window_bytes(low, high, side)
+            for_tokens, for_params = self.graph.window_bytes(low, high, side, recomputes=recomputes)
             token_bytes += for_tokens
             param_bytes += for_params
             done += covered
@@ -344,7 +354,7 @@ class _Search:
             token_bytes += sum(for_tokens for _, for_tokens, _ in before)
             param_bytes += sum(for_params for _, _, for_params in before)
             after = self.graph.emitting_bytes(window.start, window.stop, side)
-            if after is not None and not self._emits_in_kernel(window, run):
+            if after is not None and not emits_in_kernel:
                 names.append("quantize")
                 token_bytes += after
         a_token = token_bytes / self.graph.tokens
@@ -360,11 +370,6 @@ class _Search:
             emits=self.graph.emission(window.stop if side == "forward" else window.start, side),
         )
         return Candidate(window.start, window.stop, cost, run, step)
-
-    def _emits_in_kernel(
-        self, window: range, run: type[FusedOperation] | FusedOperation | None
-    ) -> bool:
-        return (self.graph.ops[window.start] if run is None else run).emits_in_kernel
 
 
 def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:
@@ -411,8 +416,11 @@ def _unchosen_joint(
     """For each joint window that the cover does not use, what using it would cost."""
     refusals = []
     for pair in joint:
-        if pair[0] not in cover.forward:
-            window = range(pair[0].start, pair[0].stop)
+        window = range(pair[0].start, pair[0].stop)
+        if not any(
+            used.run is pair[0].run and used.start <= window.start and window.stop <= used.stop
+            for used in cover.forward
+        ):
             forced = cheapest_cover(
                 count,
                 _outside(window, forward),

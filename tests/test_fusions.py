@@ -225,7 +225,9 @@ def test_fires_where_its_window_stands(window: Window, dtype: torch.dtype) -> No
 
 
 def test_every_fusion_that_ships_is_tested_here() -> None:
-    assert {window.fusion for window in WINDOWS} == {f.__name__ for f in fuser.FUSIONS}
+    # Chains are kernels, and have their tests in test_kernels_in_pipelines.py.
+    shipped = {f.__name__ for f in fuser.FUSIONS} - {"PointwiseChain"}
+    assert {window.fusion for window in WINDOWS} == shipped
     assert all(
         f.side == window.side
         for window in WINDOWS

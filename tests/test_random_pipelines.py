@@ -704,4 +704,5 @@ def test_random_pipelines_reach_every_fusion() -> None:
         fired.update(step.fusion for step in plan.forward + plan.backward if step.fusion)
 
     look()
-    assert fired == {fusion.__name__ for fusion in fuser.FUSIONS}
+    # Chains run on kernels alone; test_kernels_in_pipelines.py has random ones.
+    assert fired == {fusion.__name__ for fusion in fuser.FUSIONS} - {"PointwiseChain"}

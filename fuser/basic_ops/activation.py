@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
+from fuser.functional.values import Values
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    cast,
+    emit,
+    emit_grad,
+    quantizes_values,
+)
 from fuser.plan_key import PlanKey, TensorSpec
-from fuser.reference.activation import Functor, activation, activation_backward
+from fuser.reference.activation import Functor
 from fuser.tensors import Float8CurrentScalingQuantizer
 
 # How a cached input is quantized: E4M3, one scale a tensor, without a transposed copy.
@@ -56,6 +67,9 @@ class Activation(BasicOperation):
         caches = self.cache_quantized_input and key.ops[0].requires_grad
         return ("quantize", self.functor.name) if caches else (self.functor.name,)
 
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
     @property
     def saves_input(self) -> bool:  # type: ignore[override]
         """Unless an E4M3 copy is saved instead."""
@@ -64,19 +78,28 @@ class Activation(BasicOperation):
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(math.prod(spec.shape), 1) if not self.saves_input else 0
 
-    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
+    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | Values:
         """The output; keeps the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
             ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
-        return activation(self.functor, x)
+        return pointwise.activation(self.functor, x)
 
-    def input_grad(self, ctx: OperationContext, grad_output: torch.Tensor) -> torch.Tensor:
-        """``dy * f'(x)`` in the input's dtype."""
-        (x,) = ctx.saved_tensors
-        if self.cache_quantized_input:
-            x = x.dequantize()
-        return activation_backward(self.functor, grad_output, x)
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """This op in a chain, for an input of ``shape``: what it does, and its operand."""
+        self.functor.output_features(shape[-1])
+        return pointwise.stages_of(self.functor)[0], None
+
+    def saved_input(self, ctx: OperationContext) -> torch.Tensor:
+        """The input of the forward, as backward sees it."""
+        x: torch.Tensor = ctx.saved_tensors[0]
+        return x.dequantize() if self.cache_quantized_input else x
 
     def op_forward(
         self,
@@ -90,7 +113,8 @@ class Activation(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return emit_grad(self.input_grad(ctx, grad_output), ctx), ()
+        dx = pointwise.activation_backward(self.functor, grad_output, self.saved_input(ctx))
+        return emit_grad(dx, ctx), ()
 
 
 class GELU(Activation):

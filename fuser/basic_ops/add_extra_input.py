@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
+from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -44,6 +46,9 @@ class AddExtraInput(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("add",) if side == "forward" else ()
 
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return bool(self.kernels(side, key)) and quantizes_values(side, key)
+
     def check_extra(self, main: tuple[int, ...], extra: tuple[int, ...]) -> None:
         """Raise InputError if the shapes of the main and the extra input differ."""
         if extra != main:
@@ -51,6 +56,18 @@ class AddExtraInput(BasicOperation):
                 f"AddExtraInput got an extra input of shape {tuple(extra)} for a main input of "
                 f"shape {tuple(main)}; the two must be equal."
             )
+
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """As of ``Activation``."""
+        (extra,) = extras
+        self.check_extra(shape, extra.shape)
+        return Stage("add_extra_input"), extra
 
     def fuser_forward(
         self,
@@ -64,7 +81,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
         self.check_extra(input_.shape, extra.shape)
-        return emit(input_ + extra, next_op_input_quantizer), ((),)
+        return emit(pointwise.add(input_, extra), next_op_input_quantizer), ((),)
 
     def fuser_backward(
         self,

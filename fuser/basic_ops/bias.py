@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -17,6 +19,7 @@ from fuser.op import (
     default_dtype,
     emit,
     emit_grad,
+    quantizes_values,
 )
 from fuser.plan_key import PlanKey, TensorSpec
 
@@ -86,11 +89,25 @@ class Bias(BasicOperation):
             return ("add",)
         return ("sum",) if key.ops[0].params[0].requires_grad else ()
 
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return bool(self.kernels(side, key)) and quantizes_values(side, key)
+
     def addend(self, ctx: OperationContext) -> torch.Tensor:
         """The bias in the compute dtype."""
         bias = self._parameters["bias"]  # without torch.nn.Module.__getattr__
         assert bias is not None
         return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)
+
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """As of ``Activation``."""
+        self._check_features(shape)
+        return Stage("bias"), self.addend(ctx)
 
     def op_forward(
         self,
@@ -101,7 +118,7 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         self._check_features(input_.shape)
         bias = self.addend(ctx)
-        return emit(cast(input_, bias.dtype) + bias, next_op_input_quantizer)
+        return emit(pointwise.bias(cast(input_, bias.dtype), bias), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -111,8 +128,11 @@ class Bias(BasicOperation):
         assert bias is not None
         if not bias.requires_grad:
             return emit_grad(grad_output, ctx), (None,)
+        if ctx.grad_input_quantizer is not None:
+            dx, dbias = pointwise.bias_backward(grad_output, self.size)
+            return emit_grad(dx, ctx), (dbias,)
         rows = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self.size)
-        return emit_grad(grad_output, ctx), (rows.sum(0),)
+        return grad_output, (rows.sum(0),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.size:

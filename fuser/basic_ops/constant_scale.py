@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
+from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
 from fuser.plan_key import PlanKey, TensorSpec
 
 
@@ -32,6 +34,19 @@ class ConstantScale(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("mul",)
 
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """As of ``Activation``."""
+        return Stage("constant_scale", (self.scale,)), None
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -39,9 +54,9 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return emit(input_ * self.scale, next_op_input_quantizer)
+        return emit(pointwise.constant_scale(input_, self.scale), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return emit_grad(grad_output * self.scale, ctx), ()
+        return emit_grad(pointwise.constant_scale(grad_output, self.scale), ctx), ()

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    cast,
+    emit,
+    emit_grad,
+    quantizes_values,
+)
 from fuser.plan_key import PlanKey, TensorSpec
+
+SEED_BYTES = 16
 
 
 class Dropout(BasicOperation):
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
-    The identity in evaluation mode.
+    The identity in evaluation mode. What is saved for backward is the seed of
+    the mask, two numbers drawn by torch's generator of the device.
 
     Raises
     ------
@@ -42,10 +54,26 @@ class Dropout(BasicOperation):
         return TensorSpec(spec.shape, autocast or spec.dtype)
 
     def saved_bytes(self, spec: TensorSpec) -> int:
-        return math.prod(spec.shape)
+        return SEED_BYTES
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("dropout",) if side == "forward" else ("dropout_backward",)
+
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None] | None:
+        """As of ``Activation``; None where the op does nothing."""
+        if not self.training or self.dropout_probability == 0:
+            return None
+        seed = pointwise.dropout_seed(device)
+        return Stage("dropout", (self.dropout_probability,)), seed
 
     def op_forward(
         self,
@@ -58,17 +86,16 @@ class Dropout(BasicOperation):
         if not self.training or self.dropout_probability == 0:
             ctx.save_for_backward(None)
             return emit(x, next_op_input_quantizer)
-        y, mask = torch.native_dropout(x, self.dropout_probability, True)
-        ctx.save_for_backward(mask)
+        seed = pointwise.dropout_seed(x.device)
+        ctx.save_for_backward(seed)
+        y = pointwise.dropout(x, seed, self.dropout_probability)
         return emit(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        (mask,) = ctx.saved_tensors
-        if mask is None:
+        (seed,) = ctx.saved_tensors
+        if seed is None:
             return emit_grad(grad_output, ctx), ()
-        keep = 1 - self.dropout_probability
-        scale = 1 / keep if keep else 0.0
-        dx = torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
+        dx = pointwise.dropout(grad_output, seed, self.dropout_probability)
         return emit_grad(dx, ctx), ()

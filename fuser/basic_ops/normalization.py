@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
+from fuser.functional import normalization as functional
+from fuser.functional.values import Values, kernels_run_on, written
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -18,9 +20,9 @@ from fuser.op import (
     default_dtype,
     emit,
     emit_grad,
+    quantizes_values,
 )
 from fuser.plan_key import PlanKey, TensorSpec
-from fuser.reference import normalization as reference
 
 
 class _Normalization(BasicOperation):
@@ -99,16 +101,67 @@ class _Normalization(BasicOperation):
         self._check_shape(x.shape)
         return x.reshape(-1, math.prod(self.normalized_shape))
 
-    def gain(self, weight: torch.Tensor) -> torch.Tensor:
-        """The fp32 factor of the normalized input, flat."""
-        gain = weight.float().flatten()
-        return gain + 1 if self.zero_centered_gamma else gain
+    def normalize(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        extra: torch.Tensor | None = None,
+        wants_sum: bool = False,
+    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+        """The norm of ``input_ + extra``; keeps what backward needs in ``ctx``.
+
+        With it the sum, where an ``extra`` is given and the sum is wanted or
+        saved for backward. What is returned may be written with the norm alone.
+        """
+        raise NotImplementedError
 
     def input_grad_and_param_grads(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
-        """The gradient of the input in its dtype, and those of the parameters; as wanted."""
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        d_extra: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | Values | None, Grads]:
+        """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
+
+        None where not wanted.
+        """
         raise NotImplementedError
+
+    def runs_in_kernel(self, key: PlanKey) -> bool:
+        """Whether there are kernels for this norm, also with an addition to input or gradient."""
+        (op_key,) = key.ops
+        dtype, *others = [parameter.dtype for parameter in op_key.params]
+        y = key.autocast_dtype or dtype
+        return (
+            kernels_run_on(key.device)
+            and functional.takes_dtypes(op_key.input_dtype, y)
+            and all(other is dtype for other in others)
+        )
+
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        one_dimension = len(self.normalized_shape) == 1
+        return one_dimension and self.runs_in_kernel(key) and quantizes_values(side, key)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        name = type(self).__name__.lower()
+        return self.passes(name if side == "forward" else f"{name}_backward", side, key)
+
+    def passes(self, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
+        """The kernel ``name``; where it quantizes, behind one for what it needs of whole rows."""
+        (op_key,) = key.ops
+        emission = op_key.output if side == "forward" else op_key.grad_input
+        if emission is None or not self.emits_in_kernel(side, key):
+            return (name,)
+        return (f"{name}_rows", name)
+
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+    ) -> torch.Tensor:
+        return emit(self.normalize(ctx, input_)[0], next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -116,12 +169,18 @@ class _Normalization(BasicOperation):
         dx, param_grads = self.input_grad_and_param_grads(ctx, grad_output)
         return None if dx is None else emit_grad(dx, ctx), param_grads
 
-    def _param_grad(
-        self, grad: torch.Tensor | None, parameter: torch.Tensor
-    ) -> torch.Tensor | None:
-        if grad is None or not parameter.requires_grad:
-            return None
-        return grad.view(self.normalized_shape).to(parameter.dtype)
+    def _shaped(self, y: torch.Tensor | Values, shape: torch.Size) -> torch.Tensor | Values:
+        """The output in the shape of the input, or its gradient in that of the output."""
+        if len(self.normalized_shape) > 1:
+            y = written(y)  # its rows are no longer those of the norm
+        return y.view(shape)
+
+    def _sum(self, z: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+        """The sum in the shape of the input; no view to the caller, who may write to it."""
+        return None if z is None else z.view(shape).detach()
+
+    def _param_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        return None if grad is None else grad.view(self.normalized_shape)
 
     def _check_shape(self, shape: tuple[int, ...]) -> None:
         if tuple(shape[-len(self.normalized_shape) :]) != self.normalized_shape:
@@ -175,39 +234,50 @@ class LayerNorm(_Normalization):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ("layernorm",) if side == "forward" else ("layernorm_backward",)
-
-    def normalize(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
-        """The output; keeps what backward needs in ``ctx``."""
-        x = self.rows(input_)
-        weight, bias = self.weight, self.bias
-        y, mean, rstd = reference.layernorm(
-            x, self.gain(weight), bias.flatten(), self.eps, ctx.autocast_dtype or weight.dtype
-        )
-        if ctx.requires_grad:
-            ctx.save_for_backward(x, weight, mean, rstd)
-        return y.view(input_.shape)
-
-    def input_grad_and_param_grads(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        wanted = (ctx.input_requires_grad, weight.requires_grad, self.bias.requires_grad)
-        dx, d_gain, d_bias = reference.layernorm_backward(
-            grad_output.reshape(x.shape), x, self.gain(weight), mean, rstd, wanted
-        )
-        grads = (self._param_grad(d_gain, weight), self._param_grad(d_bias, self.bias))
-        return None if dx is None else dx.view(grad_output.shape), grads
-
-    def op_forward(
+    def normalize(
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-    ) -> torch.Tensor:
-        return emit(self.normalize(ctx, input_), next_op_input_quantizer)
+        extra: torch.Tensor | None = None,
+        wants_sum: bool = False,
+    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+        x = self.rows(input_)
+        weight, bias = self.weight, self.bias
+        y, mean, rstd, z = functional.layernorm(
+            x,
+            weight.flatten(),
+            bias.flatten(),
+            self.eps,
+            ctx.autocast_dtype or weight.dtype,
+            zero_centered=self.zero_centered_gamma,
+            extra=None if extra is None else self.rows(extra),
+            wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
+        )
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if extra is None else z, weight, mean, rstd)
+        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
+
+    def input_grad_and_param_grads(
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        d_extra: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | Values | None, Grads]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        bias = self.bias
+        dx, dgamma, dbeta = functional.layernorm_backward(
+            grad_output.reshape(x.shape),
+            x,
+            weight.flatten(),
+            bias.flatten(),
+            mean,
+            rstd,
+            (ctx.input_requires_grad, weight.requires_grad, bias.requires_grad),
+            zero_centered=self.zero_centered_gamma,
+            d_extra=None if d_extra is None else d_extra.reshape(x.shape),
+        )
+        grads = (self._param_grad(dgamma), self._param_grad(dbeta))
+        return None if dx is None else self._shaped(dx, grad_output.shape), grads
 
 
 class RMSNorm(_Normalization):
@@ -238,39 +308,46 @@ class RMSNorm(_Normalization):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ("rmsnorm",) if side == "forward" else ("rmsnorm_backward",)
-
-    def normalize(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
-        """The output; keeps what backward needs in ``ctx``."""
-        x = self.rows(input_)
-        weight = self.weight
-        y, rstd = reference.rmsnorm(
-            x, self.gain(weight), self.eps, ctx.autocast_dtype or weight.dtype
-        )
-        if ctx.requires_grad:
-            ctx.save_for_backward(x, weight, rstd)
-        return y.view(input_.shape)
-
-    def input_grad_and_param_grads(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor | None, Grads]:
-        x, weight, rstd = ctx.saved_tensors
-        wanted = (ctx.input_requires_grad, weight.requires_grad)
-        dx, d_gain = reference.rmsnorm_backward(
-            grad_output.reshape(x.shape), x, self.gain(weight), rstd, wanted
-        )
-        grads = (self._param_grad(d_gain, weight),)
-        return None if dx is None else dx.view(grad_output.shape), grads
-
-    def op_forward(
+    def normalize(
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-    ) -> torch.Tensor:
-        return emit(self.normalize(ctx, input_), next_op_input_quantizer)
+        extra: torch.Tensor | None = None,
+        wants_sum: bool = False,
+    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+        x = self.rows(input_)
+        weight = self.weight
+        y, rstd, z = functional.rmsnorm(
+            x,
+            weight.flatten(),
+            self.eps,
+            ctx.autocast_dtype or weight.dtype,
+            zero_centered=self.zero_centered_gamma,
+            extra=None if extra is None else self.rows(extra),
+            wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
+        )
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if extra is None else z, weight, rstd)
+        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
+
+    def input_grad_and_param_grads(
+        self,
+        ctx: OperationContext,
+        grad_output: torch.Tensor,
+        d_extra: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | Values | None, Grads]:
+        x, weight, rstd = ctx.saved_tensors
+        dx, dgamma = functional.rmsnorm_backward(
+            grad_output.reshape(x.shape),
+            x,
+            weight.flatten(),
+            rstd,
+            (ctx.input_requires_grad, weight.requires_grad),
+            zero_centered=self.zero_centered_gamma,
+            d_extra=None if d_extra is None else d_extra.reshape(x.shape),
+        )
+        dx = None if dx is None else self._shaped(dx, grad_output.shape)
+        return dx, (self._param_grad(dgamma),)
 
 
 class L2Normalization(BasicOperation):
@@ -308,7 +385,14 @@ class L2Normalization(BasicOperation):
         return 4 * math.prod(spec.shape[:-1])
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ("l2norm",) if side == "forward" else ("l2norm_backward",)
+        name = "l2norm" if side == "forward" else "l2norm_backward"
+        emission = key.ops[0].output if side == "forward" else key.ops[0].grad_input
+        if emission is None or not self.emits_in_kernel(side, key):
+            return (name,)
+        return (f"{name}_rows", name)
+
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
 
     def op_forward(
         self,
@@ -318,13 +402,15 @@ class L2Normalization(BasicOperation):
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
-        y, rnorm = reference.l2norm(x, self.eps)
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        y, rnorm = functional.l2norm(rows, self.eps)
         if ctx.requires_grad:
-            ctx.save_for_backward(x, rnorm)
-        return emit(y, next_op_input_quantizer)
+            ctx.save_for_backward(rows, rnorm)
+        return emit(y.view(x.shape), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, rnorm = ctx.saved_tensors
-        return emit_grad(reference.l2norm_backward(grad_output, x, rnorm), ctx), ()
+        dx = functional.l2norm_backward(grad_output.reshape(x.shape), x, rnorm)
+        return emit_grad(dx.view(grad_output.shape), ctx), ()

@@ -24,7 +24,6 @@ class Quantize(BasicOperation):
     """
 
     saves_input = False
-    emits_in_kernel = True
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
         super().__init__()
@@ -66,6 +65,9 @@ class Quantize(BasicOperation):
             return ()
         arrives = key.ops[0].input if side == "forward" else key.ops[0].grad_output
         return ("quantize",) if arrives is None else ()
+
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return True
 
     def op_forward(
         self,

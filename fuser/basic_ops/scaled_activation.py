@@ -8,9 +8,19 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, cast, emit, emit_grad
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    cast,
+    emit,
+    emit_grad,
+    quantizes_values,
+)
 from fuser.plan_key import PlanKey, TensorSpec
-from fuser.reference.activation import Functor, scaled_activation, scaled_activation_backward
+from fuser.reference.activation import Functor
 
 
 class ScaledActivation(BasicOperation):
@@ -48,6 +58,22 @@ class ScaledActivation(BasicOperation):
         name = f"scaled_{self.functor.name}"
         return (name if side == "forward" else f"{name}_backward",)
 
+    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def stage(
+        self,
+        ctx: OperationContext,
+        shape: tuple[int, ...],
+        device: torch.device,
+        extras: tuple[torch.Tensor, ...],
+    ) -> tuple[Stage, torch.Tensor | None]:
+        """As of ``Activation``."""
+        (scales,) = extras
+        self._check_scales(shape, scales.shape)
+        self.functor.output_features(shape[-1])
+        return pointwise.stages_of(self.functor, is_scaled=True)[0], scales
+
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -64,7 +90,7 @@ class ScaledActivation(BasicOperation):
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
-        y = scaled_activation(self.functor, x, scales)
+        y = pointwise.scaled_activation(self.functor, x, scales)
         return emit(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
@@ -76,7 +102,9 @@ class ScaledActivation(BasicOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
-        dx, dscales = scaled_activation_backward(self.functor, grad_output, x, scales)
+        if self._input_channels:  # made in the pipeline, where autograd marks nothing
+            scales = scales.detach().requires_grad_()
+        dx, dscales = pointwise.scaled_activation_backward(self.functor, grad_output, x, scales)
         return emit_grad(dx, ctx), [()], [(dscales,)]
 
     def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:

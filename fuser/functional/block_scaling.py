@@ -9,14 +9,14 @@ import torch
 from fuser.cuda import block_scaling as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import DType, fp8_block_scale_shape
-from fuser.functional.outputs import buffer, rows_of
+from fuser.functional.values import Values, buffer, matrix_of, source_of
 from fuser.reference import block_scaling as reference
 
 Wanted = torch.Tensor | None
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Values,
     dtype: DType,
     *,
     block_dim: int,
@@ -26,7 +26,7 @@ def quantize(
     eps: float = 0.0,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted]:
     """Data and ``scale_inv``, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         return reference.quantize(
             x,
             dtype,
@@ -36,13 +36,13 @@ def quantize(
             pow2=pow2,
             eps=eps,
         )
-    m, k = x.shape
+    m, k = matrix_of(x)
     row_shape, col_shape = (fp8_block_scale_shape(m, k, c, block_dim) for c in (False, True))
     row, col = buffer(x, (m, k), rowwise), buffer(x, (k, m), columnwise)
     row_scale_inv = buffer(x, row_shape, rowwise, torch.float32)
     col_scale_inv = buffer(x, col_shape, columnwise, torch.float32)
     kernels.quantize(
-        rows_of(x),
+        source_of(x),
         dtype,
         block_dim=block_dim,
         pow2=pow2,

@@ -10,21 +10,24 @@ import torch
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import DType
-from fuser.functional.outputs import buffer, rows_of
+from fuser.functional.values import Values, buffer, matrix_of, rows_of, source_of
 from fuser.reference import fp8_scaling as reference
 
 
-def amax(x: torch.Tensor) -> torch.Tensor:
+def amax(x: torch.Tensor | Values) -> torch.Tensor:
     """``max |x|`` of ``[M, K]`` as fp32 ``[1]``; see the reference."""
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         return reference.amax(x)
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    kernels.amax(rows_of(x), out=out)
+    if isinstance(x, Values):
+        x.amax(out)
+    else:
+        kernels.amax(rows_of(x), out=out)
     return out
 
 
 def quantize_current(
-    x: torch.Tensor,
+    x: torch.Tensor | Values,
     dtype: DType,
     *,
     pow2: bool = False,
@@ -34,7 +37,7 @@ def quantize_current(
     amax_value: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Data, transposed data and ``scale_inv`` of ``x [M, K]``; see the reference."""
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         return reference.quantize_current(
             x,
             dtype,
@@ -44,16 +47,19 @@ def quantize_current(
             columnwise=columnwise,
             amax_value=amax_value,
         )
-    x = rows_of(x)
-    m, k = x.shape
+    m, k = matrix_of(x)
     row, col = buffer(x, (m, k), rowwise), buffer(x, (k, m), columnwise)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
+    if isinstance(x, torch.Tensor):
+        x = rows_of(x)
+    if amax_value is None:
+        amax_value = amax(x)
     kernels.quantize_current(
-        x,
+        source_of(x),
         dtype,
         pow2=pow2,
         eps=eps,
-        amax_value=amax(x) if amax_value is None else amax_value,
+        amax_value=amax_value,
         row=row,
         col=col,
         scale_inv=scale_inv,
@@ -62,7 +68,7 @@ def quantize_current(
 
 
 def quantize_delayed(
-    x: torch.Tensor,
+    x: torch.Tensor | Values,
     scale: torch.Tensor,
     dtype: DType,
     *,
@@ -74,18 +80,18 @@ def quantize_delayed(
 
     ``amax``, fp32 ``[1]``, is raised to that of ``x``; None records nothing.
     """
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         row, col, scale_inv, seen = reference.quantize_delayed(
             x, scale, dtype, rowwise=rowwise, columnwise=columnwise
         )
         if amax is not None:
             amax.copy_(torch.maximum(amax, seen))
         return row, col, scale_inv
-    x = rows_of(x)
-    m, k = x.shape
+    m, k = matrix_of(x)
     row, col = buffer(x, (m, k), rowwise), buffer(x, (k, m), columnwise)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
-    kernels.quantize_delayed(x, scale, dtype, row=row, col=col, scale_inv=scale_inv, amax=amax)
+    source = source_of(x)
+    kernels.quantize_delayed(source, scale, dtype, row=row, col=col, scale_inv=scale_inv, amax=amax)
     return row, col, scale_inv
 
 

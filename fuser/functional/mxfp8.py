@@ -7,14 +7,14 @@ import torch
 from fuser.cuda import mxfp8 as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import MXFP8_BLOCK, DType, mxfp8_scale_shape
-from fuser.functional.outputs import buffer, rows_of
+from fuser.functional.values import Values, buffer, matrix_of, source_of
 from fuser.reference import mxfp8 as reference
 
 Wanted = torch.Tensor | None
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Values,
     dtype: DType,
     *,
     rowwise: bool = True,
@@ -22,7 +22,7 @@ def quantize(
     two_dimensional: bool = False,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted]:
     """Data and scales, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         return reference.quantize(
             x,
             dtype,
@@ -30,12 +30,12 @@ def quantize(
             columnwise=columnwise,
             two_dimensional=two_dimensional,
         )
-    m, k = x.shape
+    m, k = matrix_of(x)
     row, col = buffer(x, (m, k), rowwise), buffer(x, (m, k), columnwise)
     row_scale = buffer(x, mxfp8_scale_shape(m, k, False), rowwise)
     col_scale = buffer(x, mxfp8_scale_shape(m, k, True), columnwise)
     kernels.quantize(
-        rows_of(x),
+        source_of(x),
         dtype,
         two_dimensional=two_dimensional,
         row=row,

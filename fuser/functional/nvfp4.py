@@ -8,14 +8,14 @@ from fuser.cuda import fp8_scaling as amax_kernels
 from fuser.cuda import nvfp4 as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
-from fuser.functional.outputs import buffer, rows_of
+from fuser.functional.values import Values, buffer, matrix_of, rows_of, source_of
 from fuser.reference import nvfp4 as reference
 
 Wanted = torch.Tensor | None
 
 
 def quantize(
-    x: torch.Tensor,
+    x: torch.Tensor | Values,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -25,7 +25,7 @@ def quantize(
     seed: int = 0,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
     """Data, scales and amax, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_take(x):
         return reference.quantize(
             x,
             rowwise=rowwise,
@@ -35,16 +35,22 @@ def quantize(
             stochastic=stochastic,
             seed=seed,
         )
-    m, k = x.shape
+    m, k = matrix_of(x)
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    x = rows_of(x)
+    if isinstance(x, torch.Tensor):
+        x = rows_of(x)
     amaxes = torch.zeros(1 + hadamard, dtype=torch.float32, device=x.device)
-    (kernels.hadamard_amax if hadamard else amax_kernels.amax)(x, out=amaxes)
+    if hadamard:
+        kernels.hadamard_amax(source_of(x), out=amaxes)
+    elif isinstance(x, Values):
+        x.amax(amaxes)
+    else:
+        amax_kernels.amax(x, out=amaxes)
     row, col = buffer(x, (m, k // 2), rowwise), buffer(x, (k, m // 2), columnwise)
     row_scale = buffer(x, nvfp4_scale_shape(m, k, False), rowwise)
     col_scale = buffer(x, nvfp4_scale_shape(m, k, True), columnwise)
     kernels.quantize(
-        x,
+        source_of(x),
         two_dimensional=two_dimensional,
         hadamard=hadamard,
         stochastic=stochastic,

@@ -9,6 +9,7 @@ from fuser.fused_ops.forward_linear_bias_activation import ForwardLinearBiasActi
 from fuser.fused_ops.forward_linear_bias_add import ForwardLinearBiasAdd
 from fuser.fused_ops.forward_linear_scale_add import ForwardLinearScaleAdd
 from fuser.fused_ops.linear import Linear
+from fuser.fused_ops.pointwise_chain import PointwiseChain
 
 __all__ = [
     "BackwardActivationBias",
@@ -22,4 +23,5 @@ __all__ = [
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
     "Linear",
+    "PointwiseChain",
 ]

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import Activation, Bias
-from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.functional import pointwise
+from fuser.functional.values import kernels_run_on
+from fuser.op import FusedOperation, Grads, OperationContext, emit_grad, quantizes_values
 from fuser.plan_key import PlanKey
 
 
@@ -27,7 +29,16 @@ class BackwardActivationBias(FusedOperation):
     def kernels(
         cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
-        return ((f"{activation.functor.name}_backward", 1), ("sum", 1))
+        name = f"{activation.functor.name}_backward"
+        if kernels_run_on(key.device):
+            return ((f"{name}_bias", 2),)
+        return ((name, 1), ("sum", 1))
+
+    @classmethod
+    def emits_in_kernel(
+        cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey
+    ) -> bool:
+        return quantizes_values(side, key)
 
     def fuser_backward(
         self,
@@ -36,7 +47,7 @@ class BackwardActivationBias(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        bias, activation = self.members
-        dx = activation.input_grad(basic_op_ctxs[1], grad_output)
-        dx, bias_grads = bias.op_backward(basic_op_ctxs[0], dx)
-        return dx, (bias_grads, ()), ((), ())
+        _, activation = self.members
+        x = activation.saved_input(basic_op_ctxs[1])
+        dx, dbias = pointwise.activation_bias_backward(activation.functor, grad_output, x)
+        return emit_grad(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())

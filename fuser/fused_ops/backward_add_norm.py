@@ -21,7 +21,17 @@ class _BackwardAddNorm(FusedOperation):
     def kernels(
         cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
-        return ((f"{type(norm).__name__.lower()}_backward", 1), ("add_", 1))
+        name = f"{type(norm).__name__.lower()}_backward"
+        if not norm.runs_in_kernel(key.window(1, 2)):
+            return ((name, 1), ("add_", 1))
+        if key.ops[0].grad_input is None or not cls.emits_in_kernel(make, norm, side=side, key=key):
+            return ((f"{name}_add", 2),)
+        return ((f"{name}_rows", 0), (f"{name}_add", 2))
+
+    @classmethod
+    def emits_in_kernel(cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey) -> bool:
+        emits: bool = norm.emits_in_kernel(side, key.window(1, 2))
+        return emits
 
     def fuser_backward(
         self,
@@ -32,10 +42,8 @@ class _BackwardAddNorm(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         norm = self.members[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
-        grad, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output)
-        # The norm's own gradient is a fresh tensor, so the sum may overwrite it.
-        grad_input = emit_grad(grad.add_(grad_extra), basic_op_ctxs[0])
-        return grad_input, [(), param_grads], [(), ()]
+        dx, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output, grad_extra)
+        return emit_grad(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]
 
 
 class BackwardAddRMSNorm(_BackwardAddNorm):

@@ -22,7 +22,26 @@ class _ForwardAddNorm(FusedOperation):
     def kernels(
         cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
-        return (("add", 1), (type(norm).__name__.lower(), len(key.ops) - 1))
+        count = len(key.ops)
+        name = type(norm).__name__.lower()
+        if not cls._adds_in_kernel(norm, key):
+            return (("add", 1), (name, count - 1))
+        *first, last = norm.passes(f"add_{name}", side, key.window(count - 1, count))
+        return (*((name, 0) for name in first), (last, count))
+
+    @classmethod
+    def emits_in_kernel(
+        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
+    ) -> bool:
+        count = len(key.ops)
+        own = key.window(count - 1, count)
+        return cls._adds_in_kernel(norm, key) and norm.emits_in_kernel(side, own)
+
+    @classmethod
+    def _adds_in_kernel(cls, norm: Any, key: PlanKey) -> bool:
+        first, count = key.ops[0], len(key.ops)
+        has_one_dtype = first.extra_inputs[0].dtype is first.input_dtype
+        return has_one_dtype and norm.runs_in_kernel(key.window(count - 1, count))
 
     def fuser_forward(
         self,
@@ -38,9 +57,10 @@ class _ForwardAddNorm(FusedOperation):
         norm = self.members[-1]
         (extra,) = basic_op_extra_inputs[0]
         add.check_extra(input_.shape, extra.shape)
-        z = input_ + extra
-        y = emit(norm.normalize(basic_op_ctxs[-1], z), next_op_input_quantizer)
-        return y, ((), ()) if len(self.members) == 2 else ((), (z,), ())
+        exposes_sum = len(self.members) == 3
+        y, z = norm.normalize(basic_op_ctxs[-1], input_, extra, exposes_sum)
+        y = emit(y, next_op_input_quantizer)
+        return y, ((), (z,), ()) if exposes_sum else ((), ())
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):

@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
-from fuser.op import FusedOperation, OperationContext, emit
+from fuser.op import FusedOperation, OperationContext, emit, quantizes_values
 from fuser.plan_key import PlanKey
 from fuser.window import Optional
 
@@ -50,6 +50,18 @@ class ForwardLinearBiasActivation(FusedOperation):
         ):
             return (("addmm+gelu", 3),)
         return (biased, (activation.functor.name, 1))
+
+    @classmethod
+    def emits_in_kernel(
+        cls,
+        linear: BasicLinear,
+        bias: Bias,
+        activation: Activation | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> bool:
+        return activation is not None and quantizes_values(side, key)
 
     def fuser_forward(
         self,

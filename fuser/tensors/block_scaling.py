@@ -9,6 +9,7 @@ import torch
 
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, fp8_block_scale_shape
 from fuser.functional import block_scaling
+from fuser.functional.values import Values
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -81,6 +82,7 @@ class Float8BlockQuantizer(Quantizer):
     block_scaling_dim: int = field(default=2, kw_only=True)
 
     tensor_class = Float8BlockwiseQTensor
+    takes_values = True
 
     @property
     def format(self) -> NumberFormat:
@@ -91,7 +93,7 @@ class Float8BlockQuantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.block_scaling_dim)
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         row, row_scale, col, col_scale = block_scaling.quantize(
             rows,
             self.fp8_dtype,

@@ -10,6 +10,7 @@ import torch
 
 from fuser.formats import DType, NumberFormat
 from fuser.functional import fp8_scaling
+from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -87,12 +88,13 @@ class Float8CurrentScalingQuantizer(Quantizer):
     group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8Tensor
+    takes_values = True
 
     @property
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         amax = None
         if self.group is not None:
             amax = fp8_scaling.amax(rows)
@@ -139,6 +141,7 @@ class Float8Quantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
 
     tensor_class = Float8Tensor
+    takes_values = True
 
     @property
     def format(self) -> NumberFormat:
@@ -153,7 +156,7 @@ class Float8Quantizer(Quantizer):
     def _contents(self) -> tuple[Any, ...]:
         return (id(self.scale), id(self.amax), self.fp8_dtype, self.rowwise, self.columnwise)
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         data, transpose, scale_inv = fp8_scaling.quantize_delayed(
             rows,
             self.scale,

@@ -9,6 +9,7 @@ import torch
 
 from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple, mxfp8_scale_shape
 from fuser.functional import mxfp8
+from fuser.functional.values import Values, matrix_of
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -68,6 +69,7 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = field(default=False, kw_only=True)
 
     tensor_class = MXFP8Tensor
+    takes_values = True
 
     @property
     def format(self) -> NumberFormat:
@@ -77,8 +79,8 @@ class MXFP8Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.with_2d_quantization)
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        check_multiple("MXFP8", rows.shape[0], rows.shape[1], MXFP8_BLOCK)
+    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+        check_multiple("MXFP8", *matrix_of(rows), MXFP8_BLOCK)
         row, row_scale, col, col_scale = mxfp8.quantize(
             rows,
             self.fp8_dtype,

@@ -9,6 +9,7 @@ import torch
 
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple, nvfp4_scale_shape
 from fuser.functional import nvfp4
+from fuser.functional.values import Values, matrix_of
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
@@ -87,6 +88,7 @@ class NVFP4Quantizer(Quantizer):
     seed: int | None = field(default=None, kw_only=True)
 
     tensor_class = NVFP4Tensor
+    takes_values = True
 
     @property
     def format(self) -> NumberFormat:
@@ -96,8 +98,8 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht)
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        check_multiple("NVFP4", rows.shape[0], rows.shape[1], NVFP4_BLOCK)
+    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+        check_multiple("NVFP4", *matrix_of(rows), NVFP4_BLOCK)
         seed = 0
         if self.stochastic_rounding:
             seed = int(torch.randint(2**31, (), device="cpu")) if self.seed is None else self.seed

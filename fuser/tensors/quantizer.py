@@ -10,6 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.formats import NumberFormat
+from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 
 
@@ -25,31 +26,47 @@ class Quantizer:
     columnwise: bool = True
 
     tensor_class: ClassVar[type[QuantizedTensor]]
+    takes_values: ClassVar[bool] = False
+    """Whether :meth:`buffers_of` takes values that are not in memory yet."""
     # Quantizers that differ in usage alone, by usage; each instance has the one of its family.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        if "buffers_of" in cls.__dict__ and "takes_values" not in cls.__dict__:
+            cls.takes_values = False
 
-    def __call__(self, tensor: torch.Tensor) -> QuantizedTensor:
+    def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
+
+        Values that are not in memory are written quantized alone, by a
+        quantizer that takes them.
 
         Raises
         ------
         InputError
             If the format cannot take the shape, or the tensor holds no floating-point values.
         """
+        if not (self.rowwise or self.columnwise):
+            raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
+        if isinstance(tensor, Values):
+            if self.takes_values:
+                made = self._made(self.buffers_of(tensor), tensor)
+                tensor.finish()
+                return made
+            tensor = tensor.tensor()
         source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
                 f"{source.dtype}; it takes floating-point tensors of one dimension or more."
             )
-        if not (self.rowwise or self.columnwise):
-            raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
-        rows = source.reshape(-1, source.shape[-1])
-        buffers = self.buffers_of(rows)
+        return self._made(self.buffers_of(source.reshape(-1, source.shape[-1])), source)
+
+    def _made(
+        self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | Values
+    ) -> QuantizedTensor:
         return self.tensor_class(buffers, source.shape, source.dtype, source.device, self.unbound())
 
     @property
@@ -57,8 +74,9 @@ class Quantizer:
         """What it quantizes to."""
         raise NotImplementedError
 
-    def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """The buffers of a quantized ``[M, K]`` tensor, by name."""
+    # Typed so that a quantizer may take tensors alone.
+    def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+        """The buffers of a quantized ``[M, K]`` tensor, or of values of any shape, by name."""
         raise NotImplementedError
 
     def encoding(self) -> tuple[Any, ...]:

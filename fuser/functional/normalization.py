@@ -1,0 +1,312 @@
+"""Normalization over rows, by kernels where they run and in plain torch elsewhere.
+
+``x``, ``extra`` and their gradients are ``[rows, n]``, statistics ``[rows, 1]`` in fp32, and
+parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. On kernels a norm's output is
+:class:`~fuser.functional.values.Values`, and what is returned beside it is written with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.cuda import normalization as kernels
+from fuser.cuda.launch import Producer, kernels_take
+from fuser.functional.values import Values, rows_of
+from fuser.reference import normalization as reference
+from fuser.tensors.base import QuantizedTensor
+
+Result = torch.Tensor | Values
+Wanted = torch.Tensor | None
+
+
+# -- forward ------------------------------------------------------------------
+
+
+def rmsnorm(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    zero_centered: bool = False,
+    extra: Wanted = None,
+    wants_sum: bool = False,
+) -> tuple[Result, torch.Tensor, Wanted]:
+    """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; ``y, rstd, z``.
+
+    z is None without ``wants_sum``, which goes with an ``extra``.
+    """
+    if not _takes(dtype, x, extra):
+        z = x if extra is None else x + extra
+        y, rstd = reference.rmsnorm(z, _gain(gamma, zero_centered), eps, dtype)
+        return y, rstd, z if wants_sum else None
+    norm = _Norm(x, dtype, (gamma,), eps, zero_centered, extra, wants_sum)
+    return norm, norm.statistics[0], norm.z
+
+
+def layernorm(
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    zero_centered: bool = False,
+    extra: Wanted = None,
+    wants_sum: bool = False,
+) -> tuple[Result, torch.Tensor, torch.Tensor, Wanted]:
+    """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as :func:`rmsnorm` does."""
+    if not _takes(dtype, x, extra) or gamma.dtype is not beta.dtype:
+        z = x if extra is None else x + extra
+        y, mean, rstd = reference.layernorm(z, _gain(gamma, zero_centered), beta, eps, dtype)
+        return y, mean, rstd, z if wants_sum else None
+    norm = _Norm(x, dtype, (gamma, beta), eps, zero_centered, extra, wants_sum)
+    mean, rstd = norm.statistics
+    return norm, mean, rstd, norm.z
+
+
+def l2norm(x: torch.Tensor, eps: float) -> tuple[Result, torch.Tensor]:
+    """``y = x * rnorm`` in the dtype of x; ``y, rnorm``."""
+    if not _takes(x.dtype, x):
+        return reference.l2norm(x, eps)
+    norm = _Norm(x, x.dtype, (), eps)
+    return norm, norm.statistics[0]
+
+
+# -- backward -----------------------------------------------------------------
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    rstd: torch.Tensor,
+    wanted: tuple[bool, bool],
+    *,
+    zero_centered: bool = False,
+    d_extra: Wanted = None,
+) -> tuple[Result | None, Wanted]:
+    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None where not ``wanted``."""
+    if not _takes(dy.dtype, x, d_extra):
+        gain = _gain(gamma, zero_centered)
+        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted)
+        return _plus(dx, d_extra), _cast(dgamma, gamma)
+    norm = _NormBackward(dy, x, (gamma,), (rstd,), wanted[1:], zero_centered, d_extra)
+    return norm.where(wanted[0]), norm.grads[0]
+
+
+def layernorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    wanted: tuple[bool, bool, bool],
+    *,
+    zero_centered: bool = False,
+    d_extra: Wanted = None,
+) -> tuple[Result | None, Wanted, Wanted]:
+    """Gradients of ``x``, plus ``d_extra``, of ``gamma`` and of ``beta``; None where not wanted."""
+    if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
+        gain = _gain(gamma, zero_centered)
+        dx, dgamma, dbeta = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted)
+        return _plus(dx, d_extra), _cast(dgamma, gamma), _cast(dbeta, beta)
+    parameters, statistics = (gamma, beta), (mean, rstd)
+    norm = _NormBackward(dy, x, parameters, statistics, wanted[1:], zero_centered, d_extra)
+    dgamma, dbeta = norm.grads
+    return norm.where(wanted[0]), dgamma, dbeta
+
+
+def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> Result:
+    """Gradient of ``x``, in its dtype."""
+    if not _takes(dy.dtype, x):
+        return reference.l2norm_backward(dy, x, rnorm)
+    return _NormBackward(dy, x, (), (rnorm,), ())
+
+
+# -- what kernels are given -----------------------------------------------------
+
+
+def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
+    """Whether there are kernels for such an input and output."""
+    return kernels.takes(x, y)
+
+
+def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
+    """Whether kernels run on such an x, an output of dtype ``y``, and what is added to x."""
+    return (
+        kernels_take(x)
+        and kernels.takes(x.dtype, y)
+        and x.shape[1] > 0
+        and (added is None or added.dtype is x.dtype)
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return rows_of(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+
+
+def _gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    """The fp32 factor of the normalized input."""
+    return gamma.float() + 1 if zero_centered else gamma.float()
+
+
+def _plus(dx: Wanted, added: Wanted) -> Wanted:
+    return dx if dx is None or added is None else dx.add_(added)  # dx is a fresh tensor
+
+
+def _cast(grad: Wanted, parameter: torch.Tensor) -> Wanted:
+    return None if grad is None else grad.to(parameter.dtype)
+
+
+def _like(tensor: torch.Tensor, is_wanted: bool) -> Wanted:
+    if not is_wanted:
+        return None
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+class _Norm(Values):
+    """The output of a norm: LayerNorm with two ``parameters``, RMSNorm with one, L2 with none."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        dtype: torch.dtype,
+        parameters: tuple[torch.Tensor, ...],
+        eps: float,
+        zero_centered: bool = False,
+        extra: Wanted = None,
+        wants_sum: bool = False,
+    ) -> None:
+        self.x = _rows(x)
+        self.extra = None if extra is None else _rows(extra)
+        self.parameters, self.eps, self.zero_centered = parameters, eps, zero_centered
+        self.shape, self.dtype, self.device = x.shape, dtype, x.device
+        self.statistics = tuple(
+            torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+            for _ in range(max(1, len(parameters)))
+        )
+        self.z = _like(self.x, wants_sum)
+        self.has_statistics = False
+
+    def tensor(self) -> torch.Tensor:
+        y = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
+        self._run(y, None)
+        return y.view(self.shape)
+
+    def amax(self, out: torch.Tensor) -> None:
+        self._run(None, out)
+
+    def producer(self) -> Producer:
+        if not self.has_statistics:
+            self._run(None, None)
+        gamma, beta = (*self.parameters, None, None)[:2]
+        *mean, rstd = self.statistics
+        z = self.x if self.z is None else self.z
+        return kernels.norm_producer(
+            z,
+            rstd,
+            self.dtype,
+            gamma=gamma,
+            beta=beta,
+            mean=mean[0] if mean else None,
+            zero_centered_gamma=self.zero_centered,
+        )
+
+    def _run(self, y: Wanted, amax: Wanted) -> None:
+        """Write the statistics and the sum, and what else is given."""
+        options: dict[str, Any] = {"eps": self.eps, "amax": amax, "y_dtype": self.dtype}
+        if not self.parameters:
+            kernels.l2norm(self.x, y, *self.statistics, **options)
+        else:
+            if y is None and self.extra is not None and self.z is None:
+                self.z = _like(self.x, True)  # which the producer reads
+            launch: Any = (kernels.rmsnorm, kernels.layernorm)[len(self.parameters) - 1]
+            launch(
+                *(self.x, *self.parameters, y, *self.statistics),
+                **options,
+                zero_centered_gamma=self.zero_centered,
+                extra=self.extra,
+                z=self.z,
+            )
+        self.has_statistics = True
+
+
+class _NormBackward(Values):
+    """The gradient of a norm's input; ``grads``, those of its parameters, are written with it."""
+
+    def __init__(
+        self,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        parameters: tuple[torch.Tensor, ...],
+        statistics: tuple[torch.Tensor, ...],
+        wanted: tuple[bool, ...],
+        zero_centered: bool = False,
+        d_extra: Wanted = None,
+    ) -> None:
+        self.dy, self.x = _rows(dy), _rows(x)
+        self.d_extra = None if d_extra is None else _rows(d_extra)
+        self.parameters, self.statistics = parameters, statistics
+        self.zero_centered = zero_centered
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, wanted, strict=True)]
+        self.means: Wanted = None
+
+    def where(self, is_wanted: bool) -> Values | None:
+        """These values; where they are not wanted, what is beside them alone."""
+        if is_wanted:
+            return self
+        if any(grad is not None for grad in self.grads):
+            self._run(None)
+        return None
+
+    def tensor(self) -> torch.Tensor:
+        dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
+        self._run(dx)
+        return dx.view(self.shape)
+
+    def amax(self, out: torch.Tensor) -> None:
+        self._run(None, amax=out, means=self._new_means())
+
+    def producer(self) -> Producer:
+        if self.means is None:
+            self._run(None, means=self._new_means())
+        assert self.means is not None
+        *mean, rstd = self.statistics
+        return kernels.norm_backward_producer(
+            *(self.dy, self.x, rstd, self.means),
+            gamma=self.parameters[0] if self.parameters else None,
+            mean=mean[0] if mean else None,
+            d_extra=self.d_extra,
+            zero_centered_gamma=self.zero_centered,
+        )
+
+    def _new_means(self) -> torch.Tensor:
+        """Two a row of a LayerNorm, else one."""
+        shape = (self.x.shape[0], len(self.statistics))
+        self.means = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self.means
+
+    def _run(self, dx: Wanted, **measured: Any) -> None:
+        """Write the gradients of parameters, and what else is given."""
+        if not self.parameters:
+            (rnorm,) = self.statistics
+            kernels.l2norm_backward(self.dy, self.x, rnorm, dx, **measured)
+            return
+        workspace = None
+        if any(grad is not None for grad in self.grads):
+            shape = kernels.workspace_shape(self.x, has_beta=len(self.parameters) > 1)
+            workspace = torch.empty(shape, dtype=torch.float32, device=self.device)
+        launch: Any = (kernels.rmsnorm_backward, kernels.layernorm_backward)[
+            len(self.parameters) - 1
+        ]
+        launch(
+            *(self.dy, self.x, self.parameters[0], *self.statistics, dx, *self.grads, workspace),
+            zero_centered_gamma=self.zero_centered,
+            d_extra=self.d_extra,
+            **measured,
+        )

@@ -1,0 +1,299 @@
+"""Pointwise ops and their gradients, by kernels where they run and in plain torch elsewhere.
+
+On kernels a result is :class:`~fuser.functional.values.Values`: nothing is launched before it is
+written. Gradients of operands stand beside it as tensors, which are filled when it is written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fuser.cuda import pointwise as kernels
+from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda.pointwise import Stage as Stage
+from fuser.cuda.pointwise import Stages as Stages
+from fuser.functional.values import Values
+from fuser.reference import activation as reference
+from fuser.reference.activation import Functor
+from fuser.reference.dropout import dropout as reference_dropout
+from fuser.tensors.base import QuantizedTensor
+
+Result = torch.Tensor | Values
+Operands = Sequence[torch.Tensor | None]
+
+NO_OPERAND = (None,)
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+
+# One such op alone is torch's, which is as good.
+_TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "bias": lambda x, operand: x + operand,
+    "add_extra_input": lambda x, operand: x + operand,
+    "constant_scale": lambda x, operand, scale: x * scale,
+}
+
+
+# -- ops ----------------------------------------------------------------------
+
+
+def activation(functor: Functor, x: torch.Tensor) -> Result:
+    """``functor`` of ``x``; see the reference."""
+    if not _takes(x):
+        return reference.activation(functor, x)
+    return _Forward(stages_of(functor), x, NO_OPERAND)
+
+
+def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> Result:
+    """Gradient of ``x``; see the reference."""
+    if not _takes(dy, x):
+        return reference.activation_backward(functor, dy, x)
+    return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
+
+
+def activation_bias_backward(
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor
+) -> tuple[Result, torch.Tensor]:
+    """Gradients of the sum ``x`` in front of an activation, and of its bias."""
+    columns = x.shape[-1]
+    if not _takes(dy, x):
+        dx = reference.activation_backward(functor, dy, x)
+        return dx, dx.reshape(-1, columns).sum(0)
+    dbias = torch.empty(columns, dtype=x.dtype, device=x.device)
+    stages = (_BIAS, *stages_of(functor))
+    return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1), dbias
+
+
+def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -> Result:
+    """``functor(x) * scales[..., None]``; see the reference."""
+    if not _takes(x):
+        return reference.scaled_activation(functor, x, scales)
+    return _Forward(stages_of(functor, is_scaled=True), x, (scales.contiguous(),))
+
+
+def scaled_activation_backward(
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+) -> tuple[Result, torch.Tensor | None]:
+    """Gradients of ``x`` and, where they require one, of ``scales``; see the reference."""
+    if not _takes(dy, x):
+        return reference.scaled_activation_backward(functor, dy, x, scales)
+    operand = scales.contiguous()
+    dscales = torch.empty_like(operand) if scales.requires_grad else None
+    stages = stages_of(functor, is_scaled=True)
+    return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
+
+
+def dropout_seed(device: torch.device) -> torch.Tensor:
+    """Two random int64 by torch's generator of the device, which a CUDA graph replays anew."""
+    return torch.randint(2**63 - 1, (2,), device=device)
+
+
+def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
+    """``x * mask / (1 - p)``, also of a gradient; see the reference."""
+    if not _takes(x):
+        return reference_dropout(x, seed, p)
+    return _Forward((Stage("dropout", (p,)),), x, (seed,))
+
+
+def bias(x: torch.Tensor, addend: torch.Tensor) -> Result:
+    """``x + addend``, of one dtype."""
+    return _Forward((_BIAS,), x, (addend.contiguous(),)) if _takes(x) else x + addend
+
+
+def bias_backward(dy: torch.Tensor, size: int) -> tuple[Result, torch.Tensor]:
+    """``dy`` itself, and its sum over rows of ``size``, where a quantizer may make both at once."""
+    if not _takes(dy):
+        return dy, dy.reshape(-1, size).sum(0)
+    dbias = torch.empty(size, dtype=dy.dtype, device=dy.device)
+    return _Backward((_BIAS,), dy, None, NO_OPERAND, (dbias,)), dbias
+
+
+def constant_scale(x: torch.Tensor, scale: float) -> Result:
+    """``x * scale``."""
+    if not _takes(x) or abs(scale) > MAX_FLOAT32:
+        return x * scale
+    return _Forward((Stage("constant_scale", (scale,)),), x, NO_OPERAND)
+
+
+def add(x: torch.Tensor, extra: torch.Tensor) -> Result:
+    """``x + extra``, of one shape."""
+    if not _takes(x, extra):
+        return x + extra
+    return _Forward((Stage("add_extra_input"),), x, (_rows(extra).contiguous(),))
+
+
+# -- chains, where kernels run ------------------------------------------------
+
+
+def chain(stages: Stages, x: torch.Tensor, operands: Operands) -> Values:
+    """The output of ``stages``, each rounded to the dtype of ``x``.
+
+    ``operands``, one a stage: a bias, an extra input, the seed of a dropout, scales, or None.
+    """
+    contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
+    return _Forward(stages, x, contiguous)
+
+
+def chain_backward(
+    stages: Stages,
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    operands: Operands,
+    wanted: Sequence[bool],
+) -> tuple[Values, list[torch.Tensor | None]]:
+    """Gradients of the input of ``stages`` and, where ``wanted``, of the operands.
+
+    What no activation behind it reads again may be None: ``x``, a bias, an
+    extra input.
+    """
+    *leading, width = dy.shape
+    grads: list[torch.Tensor | None] = []
+    for stage, operand, is_wanted in reversed(list(zip(stages, operands, wanted, strict=True))):
+        shape, dtype = (*leading, width), dy.dtype
+        if stage.name == "bias":
+            shape = (width,)
+        elif stage.is_scaled and operand is not None:
+            shape, dtype = tuple(operand.shape), operand.dtype
+        grads.append(torch.empty(shape, dtype=dtype, device=dy.device) if is_wanted else None)
+        width <<= stage.is_gated
+    grads.reverse()
+    contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
+    return _Backward(stages, dy, x, contiguous, grads), grads
+
+
+# -- what kernels are given -----------------------------------------------------
+
+_BIAS = Stage("bias")
+
+
+@functools.lru_cache(maxsize=256)
+def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
+    """An activation as a chain of one stage."""
+    # A limit past fp32's largest number limits nothing, nor does that number.
+    scalars = tuple(max(-MAX_FLOAT32, min(v, MAX_FLOAT32)) for v in functor.scalars)
+    return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
+
+
+def _takes(*tensors: torch.Tensor) -> bool:
+    """Whether kernels run on such tensors, which must have one dtype."""
+    first = tensors[0]
+    return (
+        kernels_take(first)
+        and first.dim() > 0
+        and all(tensor.dtype is first.dtype for tensor in tensors)
+    )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a kernel reads it: contiguous, or a matrix of contiguous rows."""
+    if isinstance(x, QuantizedTensor):
+        x = x.dequantize()
+    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1):
+        return x
+    return x.contiguous()
+
+
+class _Forward(Values):
+    """The output of a chain."""
+
+    def __init__(self, stages: Stages, x: torch.Tensor, operands: Operands) -> None:
+        self.stages = stages
+        self.x = _rows(x)
+        self.operands = operands
+        halves = sum(stage.is_gated for stage in stages)
+        *leading, features = x.shape
+        self.shape = torch.Size((*leading, features >> halves))
+        self.dtype, self.device = x.dtype, x.device
+
+    def tensor(self) -> torch.Tensor:
+        stage, *more = self.stages
+        if not more and stage.name in _TORCH:
+            return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
+        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        kernels.pointwise(self.stages, self.x, self.operands, y)
+        return y
+
+    def amax(self, out: torch.Tensor) -> None:
+        kernels.pointwise(self.stages, self.x, self.operands, None, out)
+
+    def producer(self) -> Producer:
+        return kernels.forward_producer(self.stages, self.x, self.operands, *self.matrix)
+
+
+class _Backward(Values):
+    """The gradient of a chain's input; ``grads``, those of its operands, are written with it."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        dy: torch.Tensor,
+        x: torch.Tensor | None,
+        operands: Operands,
+        grads: Operands,
+        saved: int = 0,
+    ) -> None:
+        self.stages = stages
+        self.dy = _rows(dy)
+        self.x = None if x is None else _rows(x)
+        self.operands, self.grads, self.saved = operands, grads, saved
+        halves = sum(stage.is_gated for stage in stages)
+        *leading, features = dy.shape
+        self.columns = features
+        self.shape = torch.Size((*leading, features << halves))
+        self.dtype, self.device = dy.dtype, dy.device
+        self.sums: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self._run(dx, None)
+        return dx
+
+    def amax(self, out: torch.Tensor) -> None:
+        self._run(None, out)
+
+    def producer(self) -> Producer:
+        rows, columns = self.matrix
+        wanted = [i for i, grad in enumerate(self.grads) if grad is not None]
+        if wanted == [0] and self.stages[0].name == "bias":
+            shape = kernels.sums_shape(rows, columns)
+            self.sums = torch.empty(shape, dtype=torch.float32, device=self.device)
+        elif wanted:
+            self._run(None, None)  # a tile has no room for these
+        return kernels.backward_producer(
+            self.stages,
+            self.dy,
+            self.x,
+            self.operands,
+            rows,
+            self.columns,
+            saved=self.saved,
+            sums=self.sums,
+        )
+
+    def finish(self) -> None:
+        dbias = self.grads[0]
+        if self.sums is not None and dbias is not None:
+            kernels.sum_parts(self.sums, dbias)
+
+    def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
+        """Write the gradients of operands, once, and what else is given."""
+        size, workspace = 0, None
+        wanted = [grad is not None for grad in self.grads]
+        if any(wanted):
+            rows, _ = self.matrix
+            size = kernels.workspace_size(self.stages, rows, self.columns, self.dtype, wanted)
+        if size:
+            workspace = torch.empty(size, dtype=torch.float32, device=self.device)
+        kernels.pointwise_backward(
+            self.stages,
+            self.dy,
+            self.x,
+            self.operands,
+            dx,
+            self.grads,
+            workspace,
+            amax,
+            saved=self.saved,
+        )
+        self.grads = (None,) * len(self.stages)

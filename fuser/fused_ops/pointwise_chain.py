@@ -1,0 +1,187 @@
+"""PointwiseChain: a run of pointwise ops as one kernel forward and one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Dropout
+from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.cuda import module
+from fuser.functional import pointwise
+from fuser.functional.pointwise import Stage, Stages
+from fuser.functional.values import kernels_run_on
+from fuser.op import (
+    FusedOperation,
+    Grads,
+    OperationContext,
+    cast,
+    emit,
+    emit_grad,
+    quantizes_values,
+)
+from fuser.plan_key import PlanKey
+from fuser.window import Many, OneOf
+
+_POINTWISE = OneOf(Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
+
+# Stages whose input and whose operand have the gradient of the output, summed or as it is.
+_SUMS = ("bias", "add_extra_input")
+
+
+class PointwiseChain(FusedOperation):
+    """``y = f_n(... f_1(x))`` of two or more pointwise ops, each rounded as it is alone.
+
+    Saves its input alone, and what its operands' gradients need; backward
+    computes the values in between again.
+    """
+
+    window = (_POINTWISE, Many(_POINTWISE))
+    side = "joint"
+    recomputes = True
+
+    @classmethod
+    def refuses(cls, first: Any, rest: tuple[Any, ...], *, key: PlanKey) -> str | None:
+        if not kernels_run_on(key.device):
+            reason = module.kernels_unavailable() if key.device == "cuda" else None
+            return reason or f"chains are kernels for CUDA, and the tensors are on {key.device}."
+        ops = (first, *rest)
+        activations = [op for op in ops if isinstance(op, (Activation, ScaledActivation))]
+        gated = [op for op in activations if op.functor.is_gated]
+        if len(gated) > 1:
+            names = " and ".join(type(op).__name__ for op in gated)
+            return f"a chain halves its columns once, and {names} both do."
+        for op in ops:
+            if isinstance(op, Activation) and op.cache_quantized_input:
+                return f"{type(op).__name__} caches its input quantized, and a chain saves its own."
+            if isinstance(op, ConstantScale) and abs(op.scale) > pointwise.MAX_FLOAT32:
+                return f"the scale {op.scale} is no number in fp32, which kernels compute in."
+        return _dtype_refusal(ops, key)
+
+    @classmethod
+    def kernels(
+        cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey
+    ) -> tuple[tuple[str, int], ...]:
+        name = "+".join(_name(op) for op in (first, *rest))
+        return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
+
+    @classmethod
+    def emits_in_kernel(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> bool:
+        return quantizes_values(side, key)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        ctx: Any = basic_op_ctxs[0]
+        shape = tuple(input_.shape)
+        # Of the ops that do something: which they are, what they do, with which operand.
+        owners: list[int] = []
+        chain: list[Stage] = []
+        operands: list[torch.Tensor | None] = []
+        for i, op in enumerate(self.members):
+            extras = basic_op_extra_inputs[i]
+            link = op.stage(basic_op_ctxs[i], shape, input_.device, extras)
+            if link is not None:
+                stage, operand = link
+                owners.append(i)
+                chain.append(stage)
+                operands.append(operand)
+                shape = (*shape[:-1], shape[-1] // (1 + stage.is_gated))
+        stages = tuple(chain)
+        if ctx.requires_grad:
+            kept = [
+                operand if stage.name not in _SUMS or _reads_again(stages[i:]) else None
+                for i, (stage, operand) in enumerate(zip(stages, operands, strict=True))
+            ]
+            ctx.save_for_backward(input_ if _reads_again(stages) else None, *kept)
+            ctx.stages, ctx.owners = stages, owners
+            ctx.wanted = [_wants_grad(self.members[i], basic_op_extra_inputs[i]) for i in owners]
+        y = pointwise.chain(stages, input_, operands) if stages else input_
+        return emit(y, next_op_input_quantizer), ((),) * len(self.members)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        ctx: Any = basic_op_ctxs[0]
+        stages: Stages = ctx.stages
+        grads: list[torch.Tensor | None] = []
+        if not stages:
+            dx = emit_grad(grad_output, ctx)
+        else:
+            x, *operands = ctx.saved_tensors
+            dy = cast(grad_output, ctx.input_dtype)
+            is_dy = [_are_sums(stages[i:]) for i in range(len(stages))]
+            is_dx = [
+                _are_sums(stages[: i + 1]) and ctx.grad_input_quantizer is None
+                for i in range(len(stages))
+            ]
+            asked = [
+                is_wanted and (stage.name == "bias" or not (as_dy or as_dx))
+                for stage, is_wanted, as_dy, as_dx in zip(
+                    stages, ctx.wanted, is_dy, is_dx, strict=True
+                )
+            ]
+            values, grads = pointwise.chain_backward(stages, dy, x, operands, asked)
+            dx = emit_grad(values, ctx)
+            for i, stage in enumerate(stages):
+                if stage.name == "add_extra_input" and ctx.wanted[i] and not asked[i]:
+                    grads[i] = grad_output if is_dy[i] else dx
+        found = dict(zip(ctx.owners, grads, strict=True))
+        params = [(found[i],) if isinstance(op, Bias) else () for i, op in enumerate(self.members)]
+        extras = [(found[i],) if op.num_extra_inputs else () for i, op in enumerate(self.members)]
+        return dx, params, extras
+
+
+def _name(op: Any) -> str:
+    """An op in the name of a kernel."""
+    name: str = op.kernels("forward", None)[-1]
+    return name
+
+
+def _are_sums(stages: Stages) -> bool:
+    """Whether a gradient passes ``stages`` as it is."""
+    return all(stage.name in _SUMS for stage in stages)
+
+
+def _reads_again(stages: Stages) -> bool:
+    """Whether backward reads the input of ``stages``."""
+    return any(stage.is_activation for stage in stages)
+
+
+def _wants_grad(op: Any, extras: Sequence[torch.Tensor]) -> bool:
+    """Whether the operand of ``op`` needs a gradient."""
+    if isinstance(op, Bias):
+        return op.bias.requires_grad
+    # What comes through a channel is made in here, where autograd looks at nothing.
+    return any(extra.requires_grad for extra in extras) or bool(op._input_channels)
+
+
+def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
+    """That the dtypes in a chain differ, with two of them; None where they do not."""
+    dtype = key.ops[0].input_dtype
+    found = []
+    for op, op_key in zip(ops, key.ops, strict=True):
+        found.append((op_key.input_dtype, "arrives at", op))
+        if isinstance(op, Bias):
+            found.append((key.autocast_dtype or op_key.params[0].dtype, "is the result of", op))
+        elif isinstance(op, AddExtraInput):
+            found.append((op_key.extra_inputs[0].dtype, "is the extra input of", op))
+        elif not isinstance(op, ConstantScale):
+            found.append((key.autocast_dtype or dtype, "is the result of", op))
+    for other, what, op in found:
+        if other is not dtype:
+            return f"the chain begins in {dtype}, and {other} {what} {type(op).__name__}."
+    return None
