@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.chain import Stage
 from fuser.functional import pointwise
-from fuser.functional.pointwise import Stage
 from fuser.functional.values import Values
 from fuser.op import (
     BasicOperation,

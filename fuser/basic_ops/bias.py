@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
-from fuser.functional.pointwise import Stage
 from fuser.op import (
     BasicOperation,
     Grads,

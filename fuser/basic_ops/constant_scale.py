@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.chain import Stage
 from fuser.functional import pointwise
-from fuser.functional.pointwise import Stage
 from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
 from fuser.plan_key import PlanKey, TensorSpec
 

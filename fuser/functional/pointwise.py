@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuser.cuda import pointwise as kernels
+from fuser.cuda.chain import Stage, Stages
 from fuser.cuda.launch import Producer, kernels_take
-from fuser.cuda.pointwise import Stage as Stage
-from fuser.cuda.pointwise import Stages as Stages
 from fuser.functional.values import Values
 from fuser.reference import activation as reference
 from fuser.reference.activation import Functor
@@ -56,11 +55,10 @@ def activation_bias_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    columns = x.shape[-1]
     if not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
-        return dx, dx.reshape(-1, columns).sum(0)
-    dbias = torch.empty(columns, dtype=x.dtype, device=x.device)
+        return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
+    dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
     stages = (_BIAS, *stages_of(functor))
     return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1), dbias
 
@@ -175,14 +173,9 @@ def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
     return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
 
 
-def _takes(*tensors: torch.Tensor) -> bool:
+def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether kernels run on such tensors, which must have one dtype."""
-    first = tensors[0]
-    return (
-        kernels_take(first)
-        and first.dim() > 0
-        and all(tensor.dtype is first.dtype for tensor in tensors)
-    )
+    return kernels_take(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.cuda import module
+from fuser.cuda.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.pointwise import Stage, Stages
 from fuser.functional.values import kernels_run_on
 from fuser.op import (
     FusedOperation,
