@@ -22,8 +22,6 @@ from fuser.formats import ceil_div
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024
-# More dynamic shared memory than this has to be allowed kernel by kernel.
-DEFAULT_SHARED_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,8 @@ class Machine:
 
     def _run_on(self, device: int, kernel: Kernel, launch: Launch, values: tuple[Any, ...]) -> None:
         handle = module.kernel(kernel.module, kernel.symbol, device)
-        if launch.shared_bytes > DEFAULT_SHARED_BYTES:
+        # Without leave a block has 48 KB, and what the kernel declares itself is part of that.
+        if launch.shared_bytes:
             module.allow_large_shared_memory(kernel.module, kernel.symbol, device)
         # CuPy's own current stream is another one than torch's.
         stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
