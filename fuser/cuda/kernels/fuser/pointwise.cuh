@@ -28,24 +28,21 @@ struct PointwiseBackwardProducer {
 };
 
 // At 64 registers all but the shortest chains spill, and at 80 those of more than one activation
-// with one operand; backward also those for other architectures than the two whose memory is fast
-// enough to need three blocks.
-template <class Chain, bool kAligned>
-constexpr bool kIsShort =
-    kAligned && Chain::kLines + Chain::kPointers + Chain::kScalars <= 2;
+// with one operand. Where memory is slower two blocks keep up with it, and some short ones would
+// spill at 80, too.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
-constexpr bool kIsShortBackward = true;
+template <class Chain>
+constexpr bool kIsShort = Chain::kLines + Chain::kPointers + Chain::kScalars <= 2;
 #else
-constexpr bool kIsShortBackward = false;
+template <class Chain>
+constexpr bool kIsShort = false;
 #endif
 template <class Chain, bool kAligned>
-constexpr int kFewerBlocks<PointwiseProducer<Chain, kAligned>> = kIsShort<Chain, kAligned> ? 1 : 2;
+constexpr int kFewerBlocks<PointwiseProducer<Chain, kAligned>> =
+    kIsShort<Chain> && kAligned ? 1 : 2;
 template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
-    kIsShort<Chain, kAligned> &&
-            (sizeof(typename Chain::Element) == 4 || (kIsShortBackward && !kSums))
-        ? 1
-        : 2;
+    kIsShort<Chain> && kAligned && (!kSums || sizeof(typename Chain::Element) == 4) ? 1 : 2;
 
 // Gate and linear part of dx follow from the same inputs. A block takes a tile of one of them, since
 // two patches take more registers than a thread has at half the blocks; its neighbour, which runs at
@@ -59,8 +56,8 @@ template <class Chain, bool kBackward>
 struct ChainRows {
     using T = typename Chain::Element;
     static constexpr int kLines = kBackward ? Chain::kLines : 1;
-    static constexpr int kReads = kBackward + (kBackward && !Chain::kGradientReadsInput ? 0
-                                                                                        : Chain::kLines);
+    static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
+    static constexpr int kReads = kBackward + kReadsInput * Chain::kLines;
     // Rows that are asked for at once: up to 16 words a thread forward, one row's backward. Three
     // blocks of 256 threads have 24 to 48 KB on their way then.
     static constexpr int kWords = kReads * Patch<T>::kWords;
