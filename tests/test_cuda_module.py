@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import shutil
+import struct
 import subprocess
 import sys
 import types
@@ -15,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+from fuser.cuda import launch as launching
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, encode, float32, int32, int64
+from fuser.cuda.arguments import Struct, encode, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.module import Installation, Obstacle, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import InputError, InputTypeError, StateError
@@ -386,24 +390,41 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
+    found: list[tuple[Any, ...]] = []
+    bound: list[int] = []
 
-    def handle(grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any) -> None:
-        calls.append((grid, block, args, shared_mem, stream.ptr))
+    def function(name: str, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
+        found.append((name, symbol, device, has_dynamic_memory))
+        return 99
 
-    allowed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "kernel", lambda *key: handle)
-    monkeypatch.setattr(module, "allow_large_shared_memory", lambda *key: allowed.append(key))
+    def launches(*args: int) -> None:
+        *sizes, shared, stream, params, extra = args
+        words = (ctypes.c_size_t * 5).from_address(extra)
+        size = ctypes.c_size_t.from_address(words[3]).value
+        calls.append((*sizes, shared, stream, params, ctypes.string_at(words[1], size)))
+        assert (words[0], words[2], words[4]) == (1, 2, 0)
+
+    monkeypatch.setattr(module, "function", function)
+    monkeypatch.setattr(module, "driver_launch", lambda: launches)
+    monkeypatch.setattr(module, "bind_context", bound.append)
+    monkeypatch.setattr(launching, "_slot", launching._Slot())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False
     )
     x = on_device()
     kernel = Kernel("probe", "fuser_probe")
-    kernel(Launch((2, 3), (64,), 1024), x, int32(5))
-    assert calls == [((2, 3), (64,), (np.uint64(x.data_ptr()), np.int32(5)), 1024, 7000)]
-    assert allowed == []
-    kernel(Launch((2,), (64,), 49153), x)
-    assert allowed == [("probe", "fuser_probe", 0)]
+    kernel(Launch((2, 3), (64,)), x, int32(5))
+    packed = struct.pack("<qi", x.data_ptr(), 5)
+    assert calls == [(99, 2, 3, 1, 64, 1, 1, 0, 7000, 0, packed)]
+    kernel(Launch((2,), (8, 4), 1024), int32(1), Struct((x, int32(2))), np.uint8(3))
+    packed = struct.pack("<i4xqi4xB", 1, x.data_ptr(), 2, 3)
+    assert calls[1:] == [(99, 2, 1, 1, 8, 4, 1, 1024, 7000, 0, packed)]
+    assert found == [("probe", "fuser_probe", 0, False), ("probe", "fuser_probe", 0, True)]
+    assert bound == [0]
+    with pytest.raises(InputError, match="fuser_probe got 4104 bytes of arguments"):
+        kernel(Launch((2,), (64,)), *[x] * 513)
 
 
 # -- arguments --------------------------------------------------------------------
@@ -411,20 +432,15 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
 
 def test_arguments_arrive_with_the_width_they_were_given() -> None:
     x = on_device()
-    struct = np.zeros(1, dtype=[("pointer", np.uint64), ("size", np.int32)])
     scalars = (int32(-5), int64(2**40), float32(0.5), np.uint8(3), np.bool_(True), np.float64(2))
-    values, device = encode("fuser_x", (x, None, struct, *scalars))
-    assert device == 0
-    assert values[0] == x.data_ptr()
-    assert [v.dtype for v in values[:2]] == [np.uint64, np.uint64]
-    assert values[1] == 0
-    assert values[2] is struct
-    assert values[3:] == scalars
-    assert [v.dtype.itemsize for v in values[3:]] == [4, 8, 4, 1, 1, 8]
+    encoded = encode("fuser_x", (x, None, *scalars))
+    assert encoded.device == 0
+    packed = struct.pack(encoded.format, *encoded.values)
+    assert packed == struct.pack("<qqi4xqfB?2xd", x.data_ptr(), 0, -5, 2**40, 0.5, 3, True, 2.0)
 
 
 def test_without_a_tensor_the_device_is_open() -> None:
-    assert encode("fuser_x", (int32(1),)) == ((np.int32(1),), None)
+    assert encode("fuser_x", (int32(1),)) == ("@i", [1], None)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +468,7 @@ def test_tensors_elsewhere_are_refused() -> None:
         encode("fuser_x", (torch.zeros(2),))
     with pytest.raises(InputError, match=r"fuser_x got a tensor on meta as argument 1"):
         encode("fuser_x", (on_device(), torch.zeros(2, device="meta")))
-    with pytest.raises(InputError, match=r"cuda:0 and, as argument 1, on cuda:1"):
+    with pytest.raises(InputError, match=r"a tensor on cuda:1 as argument 1, and others on cuda:0"):
         encode("fuser_x", (on_device(), on_device(1)))
 
 

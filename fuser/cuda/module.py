@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,18 +220,46 @@ def kernel(name: str, symbol: str, device: int) -> Any:
 
 
 @functools.cache
-def allow_large_shared_memory(name: str, symbol: str, device: int) -> None:
-    """Let a kernel be launched with all the shared memory that a block of the device can have.
+def function(name: str, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
+    """The driver's handle (``CUfunction``) of such a kernel.
 
-    Without this a launch may ask for 48 KiB of dynamic shared memory at most.
+    With ``has_dynamic_memory`` it can be launched with all the shared memory that a block of the
+    device can have. Without, a block has 48 KB, and what the kernel declares itself is part of it.
+
+    Raises
+    ------
+    StateError
+        As :func:`kernel`.
+    """
+    handle = kernel(name, symbol, device)
+    import cupy
+
+    with cupy.cuda.Device(device) as place:
+        if has_dynamic_memory:
+            most = place.attributes["MaxSharedMemoryPerBlockOptin"]
+            handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
+        pointer: int = handle.kernel.ptr
+    return pointer
+
+
+@functools.cache
+def driver_launch() -> Callable[..., None]:
+    """``cuLaunchKernel``: of a function, three sizes of the grid and three of a block, bytes of
+    dynamic shared memory, a raw stream, and the addresses of ``kernelParams`` and ``extra``."""
+    import cupy
+
+    launches: Callable[..., None] = cupy.cuda.driver.launchKernel
+    return launches
+
+
+def bind_context(device: int) -> None:
+    """Give this thread the device's context, without which the driver launches nothing.
+
+    A thread has none before its first call of CUDA's runtime.
     """
     import cupy
 
-    handle = kernel(name, symbol, device)
-    place = cupy.cuda.Device(device)
-    with place:
-        most = place.attributes["MaxSharedMemoryPerBlockOptin"]
-        handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
+    cupy.cuda.runtime.setDevice(device)
 
 
 @functools.cache

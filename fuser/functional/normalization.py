@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from fuser.cuda import normalization as kernels
-from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import kernels_take
 from fuser.functional.values import Values, rows_of
 from fuser.reference import normalization as reference
 from fuser.tensors.base import QuantizedTensor

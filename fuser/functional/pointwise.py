@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuser.cuda import pointwise as kernels
+from fuser.cuda.arguments import Producer
 from fuser.cuda.chain import Stage, Stages
-from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda.launch import kernels_take
 from fuser.functional.values import Values
 from fuser.reference import activation as reference
 from fuser.reference.activation import Functor

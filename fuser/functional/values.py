@@ -8,7 +8,8 @@ import math
 import torch
 
 from fuser.cuda import module
-from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import kernels_take
 
 _ON_CPU = torch.empty(0)
 

@@ -11,7 +11,8 @@ import torch
 from emulator.conversions import check, hard_inputs, launch_for, outputs_for
 
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, int64
+from fuser.cuda.arguments import int64
+from fuser.cuda.launch import Kernel, Launch
 
 SOURCE = Path(__file__).parent.parent / "emulator" / "kernels" / "conversions.cu"
 

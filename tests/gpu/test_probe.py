@@ -14,7 +14,8 @@ import torch
 
 from fuser import doctor
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, float32, int64
+from fuser.cuda.arguments import float32, int64
+from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.probe import MAX_BLOCKS, THREADS, probe
 from fuser.errors import InputError, StateError
 
