@@ -25,6 +25,8 @@ Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
+# A GPU takes 2 us for so many, and the host twice the time for a launch as for a call of torch.
+FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 # One such op alone is torch's, which is as good.
@@ -38,25 +40,30 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
 # -- ops ----------------------------------------------------------------------
 
 
-def activation(functor: Functor, x: torch.Tensor) -> Result:
-    """``functor`` of ``x``; see the reference."""
-    if not _takes(x):
+def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> Result:
+    """``functor`` of ``x``; see the reference.
+
+    ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
+    """
+    if not _takes(x) or (is_plain and _is_torchs(functor, x)):
         return reference.activation(functor, x)
     return _Forward(stages_of(functor), x, NO_OPERAND)
 
 
-def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> Result:
-    """Gradient of ``x``; see the reference."""
-    if not _takes(dy, x):
+def activation_backward(
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+) -> Result:
+    """Gradient of ``x``; see the reference, and :func:`activation`."""
+    if not _takes(dy, x) or (is_plain and _is_torchs(functor, x)):
         return reference.activation_backward(functor, dy, x)
     return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
 
 
 def activation_bias_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    if not _takes(dy, x):
+    if not _takes(dy, x) or (is_plain and _is_torchs(functor, x)):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -172,6 +179,11 @@ def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
     # A limit past fp32's largest number limits nothing, nor does that number.
     scalars = tuple(max(-MAX_FLOAT32, min(v, MAX_FLOAT32)) for v in functor.scalars)
     return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
+
+
+def _is_torchs(functor: Functor, x: torch.Tensor) -> bool:
+    """Whether one call of torch does it, and ``x`` is so small that host time is what counts."""
+    return functor.name in reference.NATIVE and x.numel() < FEW_ELEMENTS
 
 
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
