@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import struct
@@ -142,7 +143,7 @@ def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Enc
                 raise InputTypeError(f"{where.format(_described(item))}; {_hint(item)}.")
         if in_struct:
             # A count of 0 aligns, before the struct and at its end.
-            letters[begin] = f"0{max(letters[begin + 1 :], key=struct.calcsize)}"
+            letters[begin] = _aligning("".join(letters[begin:]))
             letters.append(letters[begin])
     return Encoded("".join(letters), values, device)
 
@@ -159,6 +160,11 @@ _LETTERS = {
 _IS_THERE = {
     device_type: operator.attrgetter(f"is_{device_type}") for device_type in ("cuda", "cpu")
 }
+
+
+@functools.lru_cache(maxsize=4096)
+def _aligning(letters: str) -> str:
+    return f"0{max(letters, key=struct.calcsize)}"
 
 
 def _where(symbol: str, position: int, place: int, in_struct: bool) -> str:
