@@ -6,7 +6,6 @@ import functools
 import math
 import operator
 import struct
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,8 +58,7 @@ class Struct(NamedTuple):
     fields: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Producer:
+class Producer(NamedTuple):
     """Values of a matrix ``[rows, columns]`` that a kernel makes and another would have to read.
 
     Launchers of tiled kernels take one wherever they take a matrix. ``type`` is the C++ type for a
