@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulator import emulated
 
 from fuser.cuda import launch as launching
 from fuser.cuda import module
@@ -23,7 +24,7 @@ from fuser.cuda.arguments import Struct, encode, float32, int32, int64
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.module import Installation, Obstacle, obstacle
 from fuser.cuda.probe import probe
-from fuser.errors import InputError, InputTypeError, StateError
+from fuser.errors import InputError, InputTypeError, KernelUnavailable, StateError
 
 HERE = Installation(
     torch_version="2.11.0+cu130",
@@ -170,6 +171,11 @@ NO_CUPY: dict[str, Any] = {"cupy_packages": (), "cupy_version": None, "cupy_cuda
             ["cannot be imported", "ImportError: libx"],
             ("pip uninstall -y cupy-cuda13x", "pip install cupy-cuda13x"),
         ),
+        (
+            {**NO_CUPY, "cupy_error": "PermissionError: /home/me", "lacks_cache": True},
+            ["cannot be imported (PermissionError: /home/me)", "set CUPY_CACHE_DIR"],
+            (),
+        ),
     ],
 )
 def test_an_obstacle_is_a_sentence_with_the_commands_that_remove_it(
@@ -221,7 +227,7 @@ def test_a_cupy_that_raises_on_import_is_reported_with_its_error(
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Obstacle:
     """A reason why kernels cannot run, in force for this test."""
     reason = Obstacle("There is no GPU in this test.", ("pip install gpu",))
-    monkeypatch.setattr(module, "kernels_unavailable", lambda: str(reason))
+    monkeypatch.setattr(module, "cannot_run", lambda: str(reason))
     return reason
 
 
@@ -253,7 +259,12 @@ class FakeRawModule:
 
     def compile(self) -> None:
         if "syntax error" in self.arguments["code"]:
-            raise CompileException('fuser/cuda/kernels/probe.cu(3): error: expected a ";"')
+            raise CompileException(
+                "fuser/cuda/kernels/probe.cu(2): warning: odd\n\n"
+                'fuser/cuda/kernels/probe.cu(3): error: expected a ";"\n1 error detected'
+            )
+        if "no room" in self.arguments["code"]:
+            raise PermissionError(13, "Permission denied", "/home/cache")
 
     def get_function(self, symbol: str) -> tuple[FakeRawModule, str]:
         if symbol not in self.found:
@@ -286,7 +297,8 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
         compiler=types.SimpleNamespace(CompileException=CompileException),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "kernels_unavailable", lambda: None)
+    monkeypatch.setattr(module, "cannot_run", lambda: None)
+    monkeypatch.setattr(module, "compile_failure", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     caches = (module.kernel, module._compiled)
     for cached in caches:
@@ -323,11 +335,57 @@ def test_a_compile_error_names_the_file_and_holds_the_log(
     fake_cupy: type[FakeRawModule], kernels: Path
 ) -> None:
     (kernels / "probe.cu").write_text("syntax error")
-    with pytest.raises(StateError) as raised:
+    with (
+        pytest.raises(KernelUnavailable) as raised,
+        pytest.warns(UserWarning, match="From here on torch"),
+    ):
         module.kernel("probe", "fuser_probe", 0)
     message = str(raised.value)
     assert message.startswith("fuser/cuda/kernels/probe.cu does not compile for sm_90a:\n")
     assert 'probe.cu(3): error: expected a ";"' in message
+
+
+def test_after_a_compile_error_no_kernel_is_taken_and_one_warning_says_why(
+    fake_cupy: type[FakeRawModule], kernels: Path
+) -> None:
+    x = torch.zeros(1)
+    module.kernel("mxfp8", "fuser_probe", 0)
+    (kernels / "probe.cu").write_text("syntax error")
+    with emulated():
+        assert launching.kernels_take(x)
+        with pytest.raises(KernelUnavailable), pytest.warns(match="compile") as warned:
+            module.kernel("probe", "fuser_probe", 0)
+        assert not launching.kernels_take(x)
+    sentence = (
+        "fuser/cuda/kernels/probe.cu does not compile for sm_90a (CompileException: "
+        'fuser/cuda/kernels/probe.cu(3): error: expected a ";"). Run `python -m fuser doctor`.'
+    )
+    assert module.kernels_unavailable() == sentence
+    assert [str(w.message) for w in warned] == [
+        f"{sentence} From here on torch does the work of kernels."
+    ]
+    with pytest.raises(KernelUnavailable, match=r"fuser_other cannot run.*does not compile"):
+        module.kernel("nvfp4", "fuser_other", 0)
+    assert module.kernel("mxfp8", "fuser_probe", 0)  # what is compiled stays
+
+
+@pytest.mark.parametrize("folder", [None, "/mnt/cache"])
+def test_a_cache_folder_that_cannot_be_written_is_named_with_what_to_set(
+    fake_cupy: type[FakeRawModule],
+    kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str | None,
+) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("CUPY_CACHE_DIR", folder)
+    (kernels / "probe.cu").write_text("no room")
+    shown = folder or "~/.cupy/kernel_cache"
+    with (
+        pytest.raises(KernelUnavailable, match="Permission denied"),
+        pytest.warns(match=rf"\(PermissionError: .* in {shown}: set CUPY_CACHE_DIR to"),
+    ):
+        module.kernel("probe", "fuser_probe", 0)
 
 
 def test_a_missing_source_or_kernel_is_named(fake_cupy: type[FakeRawModule]) -> None:

@@ -114,7 +114,7 @@ class Kernel:
         ------
         InputError, InputTypeError
             As :func:`encode`.
-        StateError
+        KernelUnavailable
             If the kernel cannot be compiled here.
         """
         if 0 not in launch.grid:
@@ -142,11 +142,7 @@ class Machine:
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """As :func:`kernels_take`."""
-        return (
-            tensor.is_cuda
-            and tensor.dtype in KERNEL_DTYPES
-            and module.kernels_unavailable() is None
-        )
+        return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and module.cannot_run() is None
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function of this name."""
@@ -209,8 +205,11 @@ machine = Machine()
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on tensors like this one, of its dtype and where it is."""
-    return machine.takes(tensor)
+    """Whether kernels run on tensors like this one, of its dtype and where it is.
+
+    None do after one has not compiled.
+    """
+    return module.compile_failure is None and machine.takes(tensor)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -15,8 +15,10 @@ from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.chain import Stage, Stages
 from fuser.cuda.launch import kernels_take
+from fuser.errors import KernelUnavailable
 from fuser.functional.values import Values
 from fuser.reference import activation as reference
+from fuser.reference import chain as reference_chain
 from fuser.reference.activation import Functor
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.tensors.base import QuantizedTensor
@@ -212,13 +214,17 @@ class _Forward(Values):
         self.shape = torch.Size((*leading, features >> halves))
         self.dtype, self.device = x.dtype, x.device
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         stage, *more = self.stages
         if not more and stage.name in _TORCH:
             return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
         y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         kernels.pointwise(self.stages, self.x, self.operands, y)
         return y
+
+    def by_torch(self) -> torch.Tensor:
+        y = reference_chain.forward(self.stages, self.x, self.operands)
+        return y.contiguous().view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
@@ -250,10 +256,20 @@ class _Backward(Values):
         self.dtype, self.device = dy.dtype, dy.device
         self.sums: torch.Tensor | None = None
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._run(dx, None)
         return dx
+
+    def by_torch(self) -> torch.Tensor:
+        dx, grads = reference_chain.backward(
+            self.stages, self.dy, self.x, self.operands, self.saved
+        )
+        for out, found in zip(self.grads, grads, strict=True):
+            if out is not None and found is not None:
+                out.copy_(found)
+        self.grads, self.sums = (None,) * len(self.stages), None
+        return dx.contiguous().view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
@@ -280,7 +296,10 @@ class _Backward(Values):
     def finish(self) -> None:
         dbias = self.grads[0]
         if self.sums is not None and dbias is not None:
-            kernels.sum_parts(self.sums, dbias)
+            try:
+                kernels.sum_parts(self.sums, dbias)
+            except KernelUnavailable:
+                dbias.copy_(self.sums.sum(0))
 
     def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         """Write the gradients of operands, once, and what else is given."""
