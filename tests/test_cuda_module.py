@@ -300,7 +300,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
     monkeypatch.setattr(module, "cannot_run", lambda: None)
     monkeypatch.setattr(module, "compile_failure", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    caches = (module.kernel, module._compiled)
+    caches = (module.function, module.kernel, module._compiled)
     for cached in caches:
         cached.cache_clear()
     yield Recorder
