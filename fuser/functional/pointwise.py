@@ -47,7 +47,7 @@ def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> 
 
     ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
     """
-    if not _takes(x) or (is_plain and _is_torchs(functor, x)):
+    if (is_plain and _is_torchs(functor, x)) or not _takes(x):
         return reference.activation(functor, x)
     return _Forward(stages_of(functor), x, NO_OPERAND)
 
@@ -56,7 +56,7 @@ def activation_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> Result:
     """Gradient of ``x``; see the reference, and :func:`activation`."""
-    if not _takes(dy, x) or (is_plain and _is_torchs(functor, x)):
+    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
         return reference.activation_backward(functor, dy, x)
     return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
 
@@ -65,7 +65,7 @@ def activation_bias_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    if not _takes(dy, x) or (is_plain and _is_torchs(functor, x)):
+    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
