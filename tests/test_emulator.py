@@ -49,6 +49,7 @@ FAULTS = {
         *("dynamic_shared_at", "write_some", "add_to", "forget_barrier", "read_garbage"),
         *("sum_in_any_order", "leave_before_barrier", "two_barriers", "divergent_shuffle"),
         *("shuffle_beyond_the_block", "shuffle_outside_the_mask", "spin", "trap"),
+        *("read_copies<0>", "read_copies<1>", "copy_over"),
     )
 }
 prepare(*FEATURES.values(), *FAULTS.values())
@@ -478,6 +479,17 @@ def test_a_sum_in_any_order_has_to_be_allowed() -> None:
     fault("argument 1 .* not the same", "sum_in_any_order", launch, x, y)
     run("sum_in_any_order", launch, x, y, deterministic=False)
     torch.testing.assert_close(y[0], x.sum())
+
+
+def test_a_copy_lands_when_a_thread_waits_for_it_and_not_before() -> None:
+    x, launch = integers(64, 4), Launch((1,), (32,))
+    y = torch.zeros_like(x)
+    run("read_copies<0>", launch, x, y)
+    assert torch.equal(x, y)
+    fault("argument 1 .* not the same", "read_copies<1>", launch, x, y)
+    fault("argument 1 .* not the same", "copy_over", launch, x, y)
+    views = (torch.zeros(64 * 4 + 1, dtype=torch.int32)[1:], y)
+    fault("copy of 16 bytes is not aligned", "read_copies<0>", launch, *views)
 
 
 def test_a_barrier_that_some_threads_never_reach_names_them() -> None:
