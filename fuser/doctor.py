@@ -10,6 +10,7 @@ import re
 import shutil
 import statistics
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,8 +19,10 @@ import numpy
 import torch
 
 from fuser.availability import RECIPES, runs_natively
+from fuser.cuda import block_scaling, fp8_scaling, module, mxfp8, normalization, nvfp4, pointwise
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
+from fuser.errors import KernelUnavailable
 from fuser.version import __version__
 
 MINIMUM_TORCH = (2, 11)
@@ -70,7 +73,8 @@ class Diagnosis:
     """Everything that the doctor found; ``str()`` is the report.
 
     ``obstacle`` is why CUDA kernels are not available, None if they are;
-    ``probe`` is what came of running one, None where they are not.
+    ``probe`` is what came of running one, None where they are not;
+    ``compile_failure`` is what did not compile of the others, None if they did.
     ``optional`` are the optional packages with their version, None if missing.
     """
 
@@ -81,6 +85,7 @@ class Diagnosis:
     probe: ProbeResult | None
     optional: tuple[tuple[str, str | None], ...]
     has_nvidia_driver: bool
+    compile_failure: Obstacle | None = None
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -93,6 +98,11 @@ class Diagnosis:
             )
         if self.probe is not None and self.probe.error is not None:
             found.append(f"CUDA kernels do not work: {self.probe.error}")
+        elif self.compile_failure is not None:
+            found.append(
+                f"{self.compile_failure.reason} Torch does the work of kernels. Undo what was "
+                "edited in that source, or else reinstall fuser and CuPy."
+            )
         return tuple(found)
 
     @property
@@ -152,7 +162,13 @@ class Diagnosis:
             )
         elif self.probe is not None:
             lines += f"fuser_probe failed: {self.probe.error}".splitlines()
-        lines.append("Pipelines quantize with fuser's kernels where they run; the rest is torch's.")
+        if self.compile_failure is not None:
+            lines.append(self.compile_failure.reason)
+        elif self.probe is not None and self.probe.error is None:
+            lines.append(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
+        lines.append(
+            "They quantize, normalize and run pointwise ops; where they cannot, torch does."
+        )
         return tuple(lines)
 
     def _format_lines(self) -> tuple[str, ...]:
@@ -172,15 +188,38 @@ def diagnose() -> Diagnosis:
     """Look at this machine: versions, devices, one kernel compiled and run where possible."""
     facts = installation()
     found = obstacle(facts)
+    probed = run_probe() if found is None else None
     return Diagnosis(
         versions=_versions(facts),
         installation=facts,
         devices=_devices(),
         obstacle=found,
-        probe=run_probe() if found is None else None,
+        probe=probed,
         optional=tuple((name, _version_of(name)) for name, _, _ in OPTIONAL_PACKAGES),
         has_nvidia_driver=shutil.which("nvidia-smi") is not None,
+        compile_failure=find_compile_failure() if found is None else None,
     )
+
+
+def one_of_each_source() -> dict[str, str]:
+    """A kernel of every source that pipelines use: its symbol, by the name of the ``.cu``."""
+    found: dict[str, str] = {}
+    for family in (block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise):
+        for kernel in family.instantiations():
+            found.setdefault(kernel.module, kernel.symbol)
+    return found
+
+
+def find_compile_failure() -> Obstacle | None:
+    """Compile one kernel of every source on the current CUDA device; the first that fails."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says it
+        for name, symbol in one_of_each_source().items():
+            try:
+                module.kernel(name, symbol, torch.cuda.current_device())
+            except KernelUnavailable:
+                break
+    return module.compile_failure
 
 
 def run_probe() -> ProbeResult:

@@ -21,3 +21,7 @@ class InputTypeError(FuserError, TypeError):
 
 class StateError(FuserError, RuntimeError):
     """A call came at a moment, or on an object, where it cannot be honoured."""
+
+
+class KernelUnavailable(StateError):
+    """A kernel cannot be had on this machine; plain torch can do its work."""

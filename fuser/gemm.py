@@ -98,13 +98,13 @@ def quantized_linear(
     is_split: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``; each with its rowwise copy alone.
+    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``; of the rowwise copies.
 
     ``is_split`` asks for a split accumulator (native_gemm.py), here and below.
     """
     row = _native(x, weight)
     if row is None:
-        return linear(x.dequantize(dtype=dtype), weight.dequantize(dtype=dtype), bias)
+        return linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
     y = row.run(x.operand("rowwise"), weight.operand("rowwise"), dtype, is_split, bias)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -112,10 +112,10 @@ def quantized_linear(
 def quantized_dgrad(
     dy: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
 ) -> torch.Tensor:
-    """``dy @ weight``, ``[..., K]`` in ``dtype``: dy rowwise alone, the weight columnwise alone."""
+    """``dy @ weight``, ``[..., K]`` in ``dtype``: of dy's rowwise copy, the weight's columnwise."""
     row = _native(dy, weight)
     if row is None:
-        return dgrad(dy.dequantize(dtype=dtype), weight.dequantize(dtype=dtype))
+        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype))
     dx = row.run(dy.operand("rowwise"), weight.operand("columnwise"), dtype, is_split, None)
     return dx.reshape(*dy.shape[:-1], weight.shape[1])
 
@@ -123,10 +123,10 @@ def quantized_dgrad(
 def quantized_wgrad(
     dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
 ) -> torch.Tensor:
-    """``dy.T @ x``, ``[N, K]`` in ``dtype``; each with its columnwise copy alone."""
+    """``dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
     row = _native(dy, x)
     if row is None:
-        return wgrad(dy.dequantize(dtype=dtype), x.dequantize(dtype=dtype))
+        return wgrad(_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
     return row.run(dy.operand("columnwise"), x.operand("columnwise"), dtype, is_split, None)
 
 
@@ -140,9 +140,15 @@ def quantized_wgrad_accumulate(
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
     if _native(dy, x) is None:
-        wgrad_accumulate(main_grad, dy.dequantize(dtype=dtype), x.dequantize(dtype=dtype))
+        operands = (_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
+        wgrad_accumulate(main_grad, *operands)
     else:
         main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split))
+
+
+def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
+    """What one copy of a tensor stands for, which need not be what the other does."""
+    return tensor.only(which).dequantize(dtype=dtype)
 
 
 def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:

@@ -77,6 +77,11 @@ def quantized(
     return made(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
 
+def readable(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
+    """A tensor with its ``"rowwise"`` or ``"columnwise"`` copy, for a GEMM to read at once."""
+    return tensor if tensor._has(which) else one_copy(tensor, which, quantizer)
+
+
 def one_copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
     """A tensor's ``"rowwise"`` or ``"columnwise"`` copy alone.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,7 @@ ALIGNMENT = 16
 INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """One side of a product: bytes ``[rows, inner]``, what they are, and their scales."""
 
     data: torch.Tensor
@@ -81,16 +81,17 @@ def tensorwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """``a @ b.T (+ bias)`` of FP8 with one scale a tensor."""
-    inner = round_up(a.data.shape[1], ALIGNMENT)
-    columns = round_up(b.data.shape[0], ALIGNMENT)
-    return _multiply(
-        _elements(a, (a.data.shape[0], inner)),
-        _elements(b, (columns, inner)),
-        (a.scale_inv.view(()), b.scale_inv.view(())),
+    (rows, inner), (columns, _) = a.data.shape, b.data.shape
+    padded_inner, padded_columns = round_up(inner, ALIGNMENT), round_up(columns, ALIGNMENT)
+    product = _multiply(
+        _elements(a, (rows, padded_inner)),
+        _elements(b, (padded_columns, padded_inner)),
+        (a.scale_inv, b.scale_inv),
         out_dtype,
         is_split,
-        None if bias is None else _padded(bias, (columns,)),
-    )[:, : b.data.shape[0]]
+        None if bias is None else _padded(bias, (padded_columns,)),
+    )
+    return product if columns == padded_columns else product[:, :columns]
 
 
 def blockwise(

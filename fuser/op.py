@@ -59,7 +59,9 @@ def emit_grad(grad_input: torch.Tensor | Values, ctx: OperationContext) -> torch
     would quantize it.
     """
     quantizer = ctx.grad_input_quantizer
-    if quantizer is not None and grad_input.dtype is not ctx.input_dtype:
+    if quantizer is None:
+        return grad_input if type(grad_input) is torch.Tensor else written(grad_input)
+    if grad_input.dtype is not ctx.input_dtype:
         grad_input = written(grad_input)
         if not isinstance(grad_input, QuantizedTensor):
             grad_input = grad_input.to(ctx.input_dtype)

@@ -15,6 +15,7 @@ from fuser.checks import Checks
 from fuser.errors import BlockSizeError, InputError, InputTypeError
 from fuser.executor import Run
 from fuser.formats import NumberFormat
+from fuser.functional.values import why_no_kernels
 from fuser.gemm import architecture
 from fuser.graph import OpGraph, extra_input_sources, with_emissions
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
@@ -284,6 +285,7 @@ class OperationFuser:
             arch=architecture(device),
             fusions=self.fusions,
             registered=_registered,
+            no_kernels=why_no_kernels(device.type),
         )
         key = with_emissions(self.basic_ops, key)
         run = self._plans.get(key)

@@ -84,6 +84,8 @@ class FusionPlan:
         lines += [
             f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels
         ]
+        if self.key.no_kernels is not None:
+            lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
         if self.refusals:

@@ -89,6 +89,8 @@ class PlanKey:
     Contents, not identities: two recipes with equal fields, and so equal
     ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
     are the classes in force, ``registered`` the functions registered beside them.
+    ``no_kernels`` says why fuser's own kernels do not run on a device that could
+    run them; None where they do, and where there are none for it.
     """
 
     ops: tuple[OpKey, ...]
@@ -98,6 +100,7 @@ class PlanKey:
     arch: tuple[int, int] | None
     fusions: tuple[type[Any], ...]
     registered: Hashable = None
+    no_kernels: str | None = None
 
     @property
     def requires_grad(self) -> bool:

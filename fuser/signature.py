@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
+from fuser.cuda import module as kernels
 from fuser.errors import StateError
 from fuser.op import BasicOperation
 from fuser.precision import current_recipe
@@ -88,6 +89,7 @@ class ParameterSlots:
             "    device = 'cpu' if is_cpu else autocast_device(x)",
             "    signature = (",
             "        registered,",
+            "        kernels.compile_failure,",
             "        current_recipe(),",
             "        is_grad_enabled(),",
             "        is_autocast_enabled(device) and get_autocast_dtype(device),",
@@ -111,6 +113,7 @@ def autocast_device(tensor: torch.Tensor) -> str:
 
 _ASKED = {
     "autocast_device": autocast_device,
+    "kernels": kernels,
     "current_recipe": current_recipe,
     "is_grad_enabled": torch.is_grad_enabled,
     "is_autocast_enabled": torch.is_autocast_enabled,

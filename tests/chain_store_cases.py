@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pointwise_cases
-import pointwise_reference
 import torch
 from kernel_instantiations import BIAS_GELU, BIAS_SWIGLU, GELU, SWIGLU
 from pointwise_cases import Case, activation, tensors_of
@@ -16,6 +15,7 @@ from quantize_cases import E4M3, Place, assert_same
 from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4, pointwise
 from fuser.cuda.arguments import Producer
 from fuser.formats import fp8_block_scale_shape, mxfp8_scale_shape, nvfp4_scale_shape
+from fuser.reference import chain as reference
 
 Matrix = torch.Tensor | Producer
 Outputs = dict[str, torch.Tensor]
@@ -166,7 +166,7 @@ def made(case: Case, place: Place, backward: bool) -> Made:
         with place.launching(t.y):
             pointwise.pointwise(case.stages, t.x, t.operands, t.y)
         return Made(pointwise.forward_producer(case.stages, t.x, t.operands, *size), t.y)
-    saved = pointwise_reference.pointwise(case.stages[: case.saved], t.x, t.operands[: case.saved])
+    saved = reference.forward(case.stages[: case.saved], t.x, t.operands[: case.saved])
     saved = pointwise_cases.padded(saved, case.pads, rows_too=True)
     operands = [None if i < case.saved else operand for i, operand in enumerate(t.operands)]
     with place.launching(t.dx, *t.grads):

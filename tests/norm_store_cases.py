@@ -31,7 +31,8 @@ from quantize_cases import E4M3
 
 from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
 from fuser.cuda import launch as launching
-from fuser.cuda.launch import Kernel, Launch, Producer, Struct, int32, int64, tiles
+from fuser.cuda.arguments import Producer, Struct, int32, int64
+from fuser.cuda.launch import Kernel, Launch, tiles
 from fuser.formats import fp8_block_scale_shape, mxfp8_scale_shape, nvfp4_scale_shape
 
 SOURCES = Path(__file__).parent / "emulator" / "kernels"

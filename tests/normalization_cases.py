@@ -15,7 +15,8 @@ import torch
 
 from fuser.cuda import launch as launching
 from fuser.cuda import normalization as launchers
-from fuser.cuda.launch import Kernel, Launch, Producer
+from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import Kernel, Launch
 from fuser.reference import normalization as reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

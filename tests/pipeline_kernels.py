@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
 from emulator import emulated
 
 from fuser.cuda.module import KERNELS
+from fuser.functional import pointwise
 
 # fuser's own sources by another name: the emulator refuses kernels of fuser that the compile check
 # does not know, and of all chains and what takes them that knows a few of each kind.
 SOURCES = KERNELS / ".." / KERNELS.name
 
 
-def on_kernels() -> AbstractContextManager[None]:
-    """Inside, pipelines on the CPU run on kernels, whichever they need."""
-    return emulated(sources=SOURCES)
+@contextmanager
+def on_kernels() -> Iterator[None]:
+    """Inside, pipelines on the CPU run on kernels, whichever they need, small tensors too."""
+    with pytest.MonkeyPatch.context() as patch, emulated(sources=SOURCES):
+        patch.setattr(pointwise, "FEW_ELEMENTS", 0)
+        yield

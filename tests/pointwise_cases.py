@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import oracles
-import pointwise_reference as reference
 import torch
 
 from fuser.cuda.chain import ACTIVATIONS, Stage, Stages
@@ -23,6 +22,7 @@ from fuser.cuda.pointwise import (
     pointwise_backward,
     workspace_size,
 )
+from fuser.reference import chain as reference
 from fuser.reference.dropout import dropout_mask
 
 SCALARS = {"situglu": (4.0, 25.0), "clamped_swiglu": (1.5, 1.702, 1.0)}
@@ -158,7 +158,7 @@ def tensors_of(case: Case, seed: int = 0, device: str = "cpu") -> Tensors:
 
 def run_kernels(case: Case, t: Tensors, emulated: Emulated = no_emulator) -> dict[str, Any]:
     """Output and gradients by the kernels."""
-    saved = reference.pointwise(case.stages[: case.saved], t.x, t.operands[: case.saved])
+    saved = reference.forward(case.stages[: case.saved], t.x, t.operands[: case.saved])
     has_activation = any(stage.is_activation for stage in case.stages)
     with emulated(written=(t.y,)):
         pointwise(case.stages, t.x, t.operands, t.y)
@@ -180,8 +180,8 @@ def run_kernels(case: Case, t: Tensors, emulated: Emulated = no_emulator) -> dic
 
 def run_plain(case: Case, t: Tensors) -> dict[str, Any]:
     """The same by the reference, stage by stage in the dtype of the case."""
-    y = reference.pointwise(case.stages, t.x, t.operands)
-    dx, grads = reference.pointwise_backward(case.stages, t.dy, t.x, t.operands)
+    y = reference.forward(case.stages, t.x, t.operands)
+    dx, grads = reference.backward(case.stages, t.dy, t.x, t.operands)
     wanted = [grad if i in case.wanted else None for i, grad in enumerate(grads)]
     return named(y, dx, wanted)
 

@@ -17,7 +17,9 @@ import fuser
 from fuser import __main__ as command_line
 from fuser import doctor, native_gemm
 from fuser.__main__ import main
+from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle
+from fuser.errors import KernelUnavailable
 
 MODELS = '''
 """Models for the command line."""
@@ -374,6 +376,10 @@ def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
             ["CUDA kernels do not work: StateError: probe.cu does not compile:"],
         ),
         (
+            {"compile_failure": Obstacle("mxfp8.cu does not compile.")},
+            ["mxfp8.cu does not compile. Torch does the work of kernels. Undo what was edited"],
+        ),
+        (
             {"installation": Installation("2.4.1+cu121", "12.1", 1)},
             ["torch 2.4.1+cu121 is too old", "2.11"],
         ),
@@ -387,6 +393,31 @@ def test_something_broken_returns_1_and_the_verdict_says_what(
     verdict = str(diagnosis).splitlines()[-1]
     assert verdict.startswith("fuser does not run right here: ")
     assert all(word in verdict for word in words)
+
+
+def test_a_kernel_that_does_not_compile_is_said_among_the_kernels() -> None:
+    failed = dataclasses.replace(HEALTHY, compile_failure=Obstacle("mxfp8.cu does not compile."))
+    assert "a launch\n  mxfp8.cu does not compile.\n" in str(failed)
+    assert "mxfp8, normalization, normalization_backward, nvfp4, pointwise compiles" in str(HEALTHY)
+
+
+def test_the_doctor_compiles_a_kernel_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def compiles(name: str, symbol: str, device: int) -> None:
+        asked.append(name)
+        if name == "normalization":
+            module.give_up(Obstacle("normalization.cu does not compile."))
+            raise KernelUnavailable("")
+
+    monkeypatch.setattr(module, "kernel", compiles)
+    monkeypatch.setattr(module, "compile_failure", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert doctor.find_compile_failure() == Obstacle("normalization.cu does not compile.")
+    sources = {path.stem for path in module.KERNELS.glob("*.cu")}
+    assert sources == {*doctor.one_of_each_source(), "probe"}
+    assert asked == list(doctor.one_of_each_source())[: len(asked)]
+    assert asked[-1] == "normalization"
 
 
 def test_an_old_torch_comes_with_the_command() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import shutil
+import struct
 import subprocess
 import sys
 import types
@@ -14,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulator import emulated
 
+from fuser.cuda import launch as launching
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, encode, float32, int32, int64
+from fuser.cuda.arguments import Struct, encode, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.module import Installation, Obstacle, obstacle
 from fuser.cuda.probe import probe
-from fuser.errors import InputError, InputTypeError, StateError
+from fuser.errors import InputError, InputTypeError, KernelUnavailable, StateError
 
 HERE = Installation(
     torch_version="2.11.0+cu130",
@@ -166,6 +171,11 @@ NO_CUPY: dict[str, Any] = {"cupy_packages": (), "cupy_version": None, "cupy_cuda
             ["cannot be imported", "ImportError: libx"],
             ("pip uninstall -y cupy-cuda13x", "pip install cupy-cuda13x"),
         ),
+        (
+            {**NO_CUPY, "cupy_error": "PermissionError: /home/me", "lacks_cache": True},
+            ["cannot be imported (PermissionError: /home/me)", "set CUPY_CACHE_DIR"],
+            (),
+        ),
     ],
 )
 def test_an_obstacle_is_a_sentence_with_the_commands_that_remove_it(
@@ -217,7 +227,7 @@ def test_a_cupy_that_raises_on_import_is_reported_with_its_error(
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Obstacle:
     """A reason why kernels cannot run, in force for this test."""
     reason = Obstacle("There is no GPU in this test.", ("pip install gpu",))
-    monkeypatch.setattr(module, "kernels_unavailable", lambda: str(reason))
+    monkeypatch.setattr(module, "cannot_run", lambda: str(reason))
     return reason
 
 
@@ -249,7 +259,12 @@ class FakeRawModule:
 
     def compile(self) -> None:
         if "syntax error" in self.arguments["code"]:
-            raise CompileException('fuser/cuda/kernels/probe.cu(3): error: expected a ";"')
+            raise CompileException(
+                "fuser/cuda/kernels/probe.cu(2): warning: odd\n\n"
+                'fuser/cuda/kernels/probe.cu(3): error: expected a ";"\n1 error detected'
+            )
+        if "no room" in self.arguments["code"]:
+            raise PermissionError(13, "Permission denied", "/home/cache")
 
     def get_function(self, symbol: str) -> tuple[FakeRawModule, str]:
         if symbol not in self.found:
@@ -282,9 +297,10 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
         compiler=types.SimpleNamespace(CompileException=CompileException),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "kernels_unavailable", lambda: None)
+    monkeypatch.setattr(module, "cannot_run", lambda: None)
+    monkeypatch.setattr(module, "compile_failure", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    caches = (module.kernel, module._compiled)
+    caches = (module.function, module.kernel, module._compiled)
     for cached in caches:
         cached.cache_clear()
     yield Recorder
@@ -319,11 +335,57 @@ def test_a_compile_error_names_the_file_and_holds_the_log(
     fake_cupy: type[FakeRawModule], kernels: Path
 ) -> None:
     (kernels / "probe.cu").write_text("syntax error")
-    with pytest.raises(StateError) as raised:
+    with (
+        pytest.raises(KernelUnavailable) as raised,
+        pytest.warns(UserWarning, match="From here on torch"),
+    ):
         module.kernel("probe", "fuser_probe", 0)
     message = str(raised.value)
     assert message.startswith("fuser/cuda/kernels/probe.cu does not compile for sm_90a:\n")
     assert 'probe.cu(3): error: expected a ";"' in message
+
+
+def test_after_a_compile_error_no_kernel_is_taken_and_one_warning_says_why(
+    fake_cupy: type[FakeRawModule], kernels: Path
+) -> None:
+    x = torch.zeros(1)
+    module.kernel("mxfp8", "fuser_probe", 0)
+    (kernels / "probe.cu").write_text("syntax error")
+    with emulated():
+        assert launching.kernels_take(x)
+        with pytest.raises(KernelUnavailable), pytest.warns(match="compile") as warned:
+            module.kernel("probe", "fuser_probe", 0)
+        assert not launching.kernels_take(x)
+    sentence = (
+        "fuser/cuda/kernels/probe.cu does not compile for sm_90a (CompileException: "
+        'fuser/cuda/kernels/probe.cu(3): error: expected a ";"). Run `python -m fuser doctor`.'
+    )
+    assert module.kernels_unavailable() == sentence
+    assert [str(w.message) for w in warned] == [
+        f"{sentence} From here on torch does the work of kernels."
+    ]
+    with pytest.raises(KernelUnavailable, match=r"fuser_other cannot run.*does not compile"):
+        module.kernel("nvfp4", "fuser_other", 0)
+    assert module.kernel("mxfp8", "fuser_probe", 0)  # what is compiled stays
+
+
+@pytest.mark.parametrize("folder", [None, "/mnt/cache"])
+def test_a_cache_folder_that_cannot_be_written_is_named_with_what_to_set(
+    fake_cupy: type[FakeRawModule],
+    kernels: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: str | None,
+) -> None:
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    if folder is not None:
+        monkeypatch.setenv("CUPY_CACHE_DIR", folder)
+    (kernels / "probe.cu").write_text("no room")
+    shown = folder or "~/.cupy/kernel_cache"
+    with (
+        pytest.raises(KernelUnavailable, match="Permission denied"),
+        pytest.warns(match=rf"\(PermissionError: .* in {shown}: set CUPY_CACHE_DIR to"),
+    ):
+        module.kernel("probe", "fuser_probe", 0)
 
 
 def test_a_missing_source_or_kernel_is_named(fake_cupy: type[FakeRawModule]) -> None:
@@ -386,24 +448,41 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
+    found: list[tuple[Any, ...]] = []
+    bound: list[int] = []
 
-    def handle(grid: Any, block: Any, args: Any, *, shared_mem: int, stream: Any) -> None:
-        calls.append((grid, block, args, shared_mem, stream.ptr))
+    def function(name: str, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
+        found.append((name, symbol, device, has_dynamic_memory))
+        return 99
 
-    allowed: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(module, "kernel", lambda *key: handle)
-    monkeypatch.setattr(module, "allow_large_shared_memory", lambda *key: allowed.append(key))
+    def launches(*args: int) -> None:
+        *sizes, shared, stream, params, extra = args
+        words = (ctypes.c_size_t * 5).from_address(extra)
+        size = ctypes.c_size_t.from_address(words[3]).value
+        calls.append((*sizes, shared, stream, params, ctypes.string_at(words[1], size)))
+        assert (words[0], words[2], words[4]) == (1, 2, 0)
+
+    monkeypatch.setattr(module, "function", function)
+    monkeypatch.setattr(module, "driver_launch", lambda: launches)
+    monkeypatch.setattr(module, "bind_context", bound.append)
+    monkeypatch.setattr(launching, "_slot", launching._Slot())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(
         torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False
     )
     x = on_device()
     kernel = Kernel("probe", "fuser_probe")
-    kernel(Launch((2, 3), (64,), 1024), x, int32(5))
-    assert calls == [((2, 3), (64,), (np.uint64(x.data_ptr()), np.int32(5)), 1024, 7000)]
-    assert allowed == []
-    kernel(Launch((2,), (64,), 49153), x)
-    assert allowed == [("probe", "fuser_probe", 0)]
+    kernel(Launch((2, 3), (64,)), x, int32(5))
+    packed = struct.pack("<qi", x.data_ptr(), 5)
+    assert calls == [(99, 2, 3, 1, 64, 1, 1, 0, 7000, 0, packed)]
+    kernel(Launch((2,), (8, 4), 1024), int32(1), Struct((x, int32(2))), np.uint8(3))
+    packed = struct.pack("<i4xqi4xB", 1, x.data_ptr(), 2, 3)
+    assert calls[1:] == [(99, 2, 1, 1, 8, 4, 1, 1024, 7000, 0, packed)]
+    assert found == [("probe", "fuser_probe", 0, False), ("probe", "fuser_probe", 0, True)]
+    assert bound == [0]
+    with pytest.raises(InputError, match="fuser_probe got 4104 bytes of arguments"):
+        kernel(Launch((2,), (64,)), *[x] * 513)
 
 
 # -- arguments --------------------------------------------------------------------
@@ -411,20 +490,15 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
 
 def test_arguments_arrive_with_the_width_they_were_given() -> None:
     x = on_device()
-    struct = np.zeros(1, dtype=[("pointer", np.uint64), ("size", np.int32)])
     scalars = (int32(-5), int64(2**40), float32(0.5), np.uint8(3), np.bool_(True), np.float64(2))
-    values, device = encode("fuser_x", (x, None, struct, *scalars))
-    assert device == 0
-    assert values[0] == x.data_ptr()
-    assert [v.dtype for v in values[:2]] == [np.uint64, np.uint64]
-    assert values[1] == 0
-    assert values[2] is struct
-    assert values[3:] == scalars
-    assert [v.dtype.itemsize for v in values[3:]] == [4, 8, 4, 1, 1, 8]
+    encoded = encode("fuser_x", (x, None, *scalars))
+    assert encoded.device == 0
+    packed = struct.pack(encoded.format, *encoded.values)
+    assert packed == struct.pack("<qqi4xqfB?2xd", x.data_ptr(), 0, -5, 2**40, 0.5, 3, True, 2.0)
 
 
 def test_without_a_tensor_the_device_is_open() -> None:
-    assert encode("fuser_x", (int32(1),)) == ((np.int32(1),), None)
+    assert encode("fuser_x", (int32(1),)) == ("@i", [1], None)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +526,7 @@ def test_tensors_elsewhere_are_refused() -> None:
         encode("fuser_x", (torch.zeros(2),))
     with pytest.raises(InputError, match=r"fuser_x got a tensor on meta as argument 1"):
         encode("fuser_x", (on_device(), torch.zeros(2, device="meta")))
-    with pytest.raises(InputError, match=r"cuda:0 and, as argument 1, on cuda:1"):
+    with pytest.raises(InputError, match=r"a tensor on cuda:1 as argument 1, and others on cuda:0"):
         encode("fuser_x", (on_device(), on_device(1)))
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pointwise_cases as cases
-import pointwise_reference as reference
 import pytest
 import torch
 from emulator import emulated, prepare
@@ -29,6 +28,7 @@ from fuser.cuda.pointwise import (
     workspace_size,
 )
 from fuser.errors import InputError, InputTypeError
+from fuser.reference import chain as reference
 from fuser.reference.dropout import philox
 
 prepare(*instantiations())
@@ -116,7 +116,7 @@ def test_a_chain_gives_the_bits_of_its_stages_one_by_one() -> None:
         pointwise(silu, t.x, [None], a)
         b = a + extra
         pointwise(geglu, b, [None], c)
-    d_c = reference.pointwise_backward(relu, t.dy, c, [None])[0]
+    d_c = reference.backward(relu, t.dy, c, [None])[0]
     d_b, d_x = torch.empty_like(b), torch.empty_like(t.x)
     with emulated(written=(d_b, d_x)):
         pointwise_backward(geglu, d_c, b, [None], d_b, [None])
@@ -387,7 +387,7 @@ def test_producers_give_tiles_the_values_that_the_kernels_write(case: Case) -> N
     size = (case.rows, case.columns)
     forward = launcher.forward_producer(case.stages, t.x, t.operands, *size)
     assert torch.equal(patches(forward), expected["output"])
-    x = reference.pointwise(case.stages[: case.saved], t.x, t.operands[: case.saved])
+    x = reference.forward(case.stages[: case.saved], t.x, t.operands[: case.saved])
     backward = launcher.backward_producer(case.stages, t.dy, x, t.operands, *size, case.saved)
     assert torch.equal(patches(backward), expected["dx"])
 
@@ -408,7 +408,7 @@ COLUMNS = torch.zeros(16, 4, dtype=torch.bfloat16).mT
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("tanh", ()), "a stage 'tanh'; there are bias, constant_scale"),
+        (("sine", ()), "a stage 'sine'; there are bias, constant_scale"),
         (("situglu", (4.0,)), r"situglu got scalars \(4.0,\); it takes 2"),
         (("gelu", (), 8), "gelu got interleave 8"),
         (("swiglu", (), 0), "swiglu got interleave 0"),

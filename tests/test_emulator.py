@@ -22,7 +22,8 @@ from emulator.conversions import check, hard_inputs, launch_for, outputs_for
 from kernel_instantiations import instantiations
 
 from fuser.cuda import launch as launching
-from fuser.cuda.launch import Kernel, Launch, Struct, encode, float32, int32, int64, multiprocessors
+from fuser.cuda.arguments import Struct, encode, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.probe import probe
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import DType
@@ -48,6 +49,7 @@ FAULTS = {
         *("dynamic_shared_at", "write_some", "add_to", "forget_barrier", "read_garbage"),
         *("sum_in_any_order", "leave_before_barrier", "two_barriers", "divergent_shuffle"),
         *("shuffle_beyond_the_block", "shuffle_outside_the_mask", "spin", "trap"),
+        *("read_copies<0>", "read_copies<1>", "copy_over"),
     )
 }
 prepare(*FEATURES.values(), *FAULTS.values())
@@ -122,24 +124,28 @@ def test_on_a_gpu_multiprocessors_are_asked_for_once(monkeypatch: pytest.MonkeyP
 
 def test_a_struct_argument_lies_as_c_lays_it_out() -> None:
     fields = (np.bool_(True), int32(-2), None, np.float16(1.0), int64(5), np.uint8(7))
-    (packed,), device = encode("fuser_x", (Struct(fields),))
+    encoded = encode("fuser_x", (Struct(fields),))
     expected = struct.pack("<?3xiQe6xqB7x", True, -2, 0, 1.0, 5, 7)
-    assert (packed.tobytes(), packed.dtype.kind, packed.size, device) == (expected, "V", 1, None)
+    assert (struct.pack(encoded.format, *encoded.values), encoded.device) == (expected, None)
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [
-        ((), InputError, "no fields"),
-        ((int32(1), Struct((int32(1),))), InputTypeError, "a struct as field 1"),
-        ((np.zeros(1, dtype="V8"),), InputTypeError, "a struct as field 0"),
+        ((), InputError, "no fields in struct argument 0"),
+        (
+            (int32(1), Struct((int32(1),))),
+            InputTypeError,
+            "in argument 0, got an object of type Struct as field 1",
+        ),
+        ((np.zeros(1, dtype="V8"),), InputTypeError, "numpy array of 1 elements of .* as field 0"),
     ],
 )
 def test_a_struct_of_nothing_and_a_struct_in_a_struct_are_refused(
     fields: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        Struct(fields)
+        encode("fuser_x", (Struct(fields),))
 
 
 def test_a_struct_names_its_place_when_a_field_is_wrong() -> None:
@@ -468,11 +474,22 @@ def test_a_missing_barrier_and_shared_memory_that_nobody_wrote_are_found(name: s
 
 
 def test_a_sum_in_any_order_has_to_be_allowed() -> None:
-    x, y = torch.randn(1024).exp(), torch.zeros(1)
+    x, y = torch.logspace(0, -4, 1024), torch.zeros(1)
     launch = Launch((8,), (128,))
     fault("argument 1 .* not the same", "sum_in_any_order", launch, x, y)
     run("sum_in_any_order", launch, x, y, deterministic=False)
     torch.testing.assert_close(y[0], x.sum())
+
+
+def test_a_copy_lands_when_a_thread_waits_for_it_and_not_before() -> None:
+    x, launch = integers(64, 4), Launch((1,), (32,))
+    y = torch.zeros_like(x)
+    run("read_copies<0>", launch, x, y)
+    assert torch.equal(x, y)
+    fault("argument 1 .* not the same", "read_copies<1>", launch, x, y)
+    fault("argument 1 .* not the same", "copy_over", launch, x, y)
+    views = (torch.zeros(64 * 4 + 1, dtype=torch.int32)[1:], y)
+    fault("copy of 16 bytes is not aligned", "read_copies<0>", launch, *views)
 
 
 def test_a_barrier_that_some_threads_never_reach_names_them() -> None:

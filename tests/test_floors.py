@@ -29,6 +29,8 @@ FLOORS = (
     ("cuda/chain.py", 2),
     ("cuda/launch.py", 2),
     ("cuda/operands.py", 2),
+    ("reference/activation.py", 2),
+    ("reference/dropout.py", 2),
     ("reference/fp8.py", 2),
     ("native_gemm.py", 2),
     ("cuda/*.py", 3),

@@ -561,3 +561,22 @@ def test_empty_values_are_quantized_and_their_sums_are_zero() -> None:
         values, dbias = pointwise.activation_bias_backward(Functor("swiglu"), dy, x)
         assert fuser.MXFP8Quantizer()(values).shape == (0, 64)
     assert torch.equal(dbias, torch.zeros(64, dtype=BF16))
+
+
+def test_small_plain_activations_are_torchs_and_quantized_ones_are_not(
+    launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.BasicLinear(32, 32, dtype=BF16))
+    x = random_tensor((32, 32), BF16, 0)
+    with on_kernels():
+        for few, quantized, expected in (
+            (2**20, False, False),
+            (0, False, True),
+            (2**20, True, True),
+        ):
+            monkeypatch.setattr(pointwise, "FEW_ELEMENTS", few)
+            launched.clear()
+            with fuser.autocast(enabled=quantized, recipe=recipes.Float8CurrentScaling()):
+                y = model(leaf(x))
+            y.backward(random_tensor((32, 32), BF16, 1))
+            assert any("pointwise" in name.lower() for name in launched) == expected

@@ -65,7 +65,7 @@ class StrictTensorCores:
     def spread(scale: torch.Tensor, rows: int, k: int) -> tuple[torch.Tensor, str]:
         """One factor an element, and the kind that torch's checks make of the scale."""
         blocks = ceil_div(k, 128)
-        if scale.numel() == 1 and scale.dim() == 0:
+        if scale.numel() == 1 and scale.dim() < 2:
             return scale.double().expand(rows, k), "tensor"
         if scale.shape == (rows, blocks):
             assert scale.stride(0) == 1

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fuser
+from fuser.reference import normalization as reference
 
 
 def mlp() -> fuser.Sequential:
@@ -246,7 +247,6 @@ def test_a_loaded_parameter_is_not_made_again() -> None:
 
 def test_frozen_norms_and_scales_compute_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[Any] = []
-    reference = fuser.basic_ops.normalization.reference
     original = reference.rmsnorm_backward
     monkeypatch.setattr(
         reference,

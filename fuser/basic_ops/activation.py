@@ -83,7 +83,7 @@ class Activation(BasicOperation):
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
             ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
-        return pointwise.activation(self.functor, x)
+        return pointwise.activation(self.functor, x, is_plain=not ctx.has_recipe)
 
     def stage(
         self,
@@ -113,7 +113,8 @@ class Activation(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        dx = pointwise.activation_backward(self.functor, grad_output, self.saved_input(ctx))
+        x, is_plain = self.saved_input(ctx), not ctx.has_recipe
+        dx = pointwise.activation_backward(self.functor, grad_output, x, is_plain=is_plain)
         return emit_grad(dx, ctx), ()
 
 

@@ -19,6 +19,7 @@ from fuser.linear_operands import (
     original,
     plain,
     quantized,
+    readable,
 )
 from fuser.op import (
     BasicOperation,
@@ -268,19 +269,23 @@ class BasicLinear(BasicOperation):
         qw = self._quantized_weight(
             weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
         )
-        x, w = one_copy(qx, "rowwise", input_quantizer), one_copy(qw, "rowwise", weight_quantizer)
         if ctx.requires_grad:
-            kept: list[torch.Tensor | None] = [x, w]
+            kept: list[torch.Tensor | None]
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
-            elif override is None:
+            elif override == "dequantized":
+                kept = [
+                    one_copy(qx, "rowwise", input_quantizer),
+                    one_copy(qw, "rowwise", weight_quantizer),
+                ]
+            else:
                 ctx.grad_output_quantizer = self.get_quantizer("backward", 0)
                 kept = [
                     one_copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
                     one_copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
                 ]
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
-        return x, w
+        return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
     def _quantized_weight(
         self,
@@ -411,11 +416,11 @@ class BasicLinear(BasicOperation):
         _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
-            rows = one_copy(dy, "rowwise", quantizer)
+            rows = readable(dy, "rowwise", quantizer)
             grad_input = gemm.quantized_dgrad(rows, weight, dtype, is_split=dgrad_is_split)
             grad_input = emit_grad(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
-            columns = one_copy(dy, "columnwise", quantizer)
+            columns = readable(dy, "columnwise", quantizer)
             if self._accumulate_into_main_grad:
                 gemm.quantized_wgrad_accumulate(
                     self._main_grad(), columns, x, dtype, is_split=wgrad_is_split

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import struct
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +21,6 @@ ELEMENTS = {
 """Dtypes of pipelines, as kernels call them."""
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-NULL = np.uint64(0)
-SCALAR_TYPES = frozenset(
-    {np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64}
-    | {np.float16, np.float32, np.float64}
-)
 
 
 def int32(value: int) -> np.int32:
@@ -51,36 +47,18 @@ def float32(value: float) -> np.float32:
     return result
 
 
-@dataclass(frozen=True)
-class Struct:
+class Struct(NamedTuple):
     """A struct argument by value, with tensors in it: what many tensors' kernels take.
 
-    ``fields`` are as a kernel's arguments are, and lie as C lays them out: each at a multiple of
-    its size, the whole padded to a multiple of the largest. ``T* pointers[n]`` is n tensors.
-
-    Raises
-    ------
-    InputError
-        If there are no fields.
-    InputTypeError
-        If a field is a struct itself.
+    ``fields``, one at least, are as a kernel's arguments are, but structs, and lie as C lays them
+    out: each at a multiple of its size, the whole padded to a multiple of the largest. ``T*
+    pointers[n]`` is n tensors.
     """
 
     fields: tuple[Any, ...]
 
-    def __post_init__(self) -> None:
-        if not self.fields:
-            raise InputError("A kernel's struct argument got no fields.")
-        for position, field in enumerate(self.fields):
-            if isinstance(field, Struct) or _is_struct(field):
-                raise InputTypeError(
-                    f"A kernel's struct argument got a struct as field {position}; its fields are "
-                    "tensors, None and numpy scalars."
-                )
 
-
-@dataclass(frozen=True)
-class Producer:
+class Producer(NamedTuple):
     """Values of a matrix ``[rows, columns]`` that a kernel makes and another would have to read.
 
     Launchers of tiled kernels take one wherever they take a matrix. ``type`` is the C++ type for a
@@ -96,17 +74,23 @@ class Producer:
     is_aligned: bool
 
 
-def encode(
-    symbol: str, args: tuple[Any, ...], device_type: str = "cuda"
-) -> tuple[tuple[Any, ...], int | None]:
-    """Kernel arguments as CuPy passes them on byte for byte, and the device they are on.
+class Encoded(NamedTuple):
+    """Arguments as C lays them out: ``values`` packed by the struct module in ``format``."""
 
-    CuPy checks nothing: a Python float would arrive as a double, an int as 8
-    bytes. So the width is in the argument. A CUDA tensor becomes its address,
-    None a null pointer; numpy scalars, and structs as numpy ``void`` arrays of
-    one element, pass as they are; :func:`int32`, :func:`int64` and
-    :func:`float32` make scalars, :class:`Struct` a struct with tensors in it.
-    The device is None without a tensor.
+    format: str
+    values: list[Any]
+    device: int | None
+    """The index of the device that the tensors are on; None without a tensor."""
+
+
+def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Encoded:
+    """A kernel's arguments one behind the other, each at a multiple of its alignment.
+
+    A launch checks nothing: a Python float would arrive as a double, an int as
+    8 bytes. So the width is in the argument. A CUDA tensor becomes its
+    address, None a null pointer; numpy scalars pass as they are;
+    :func:`int32`, :func:`int64` and :func:`float32` make scalars,
+    :class:`Struct` a struct with tensors in it.
 
     Parameters
     ----------
@@ -120,60 +104,82 @@ def encode(
     Raises
     ------
     InputError
-        If a tensor is not on a CUDA device, or on another one than the first.
+        If a tensor is not on a CUDA device, or on another one than the first; if a struct has no
+        fields.
     InputTypeError
         If an argument is anything else, a bare Python number for instance.
     """
-    values: list[Any] = []
+    # Native sizes and alignment, which are C's.
+    letters, values = ["@"], []  # type: list[str], list[Any]
     device: int | None = None
-    is_there = f"is_{device_type}"
+    is_there = _IS_THERE[device_type]
     for position, arg in enumerate(args):
-        if isinstance(arg, torch.Tensor):
-            if not getattr(arg, is_there):
-                raise InputError(
-                    f"Kernel {symbol} got a tensor on {arg.device} as argument {position}; "
-                    f"kernels read and write {device_type.upper()} tensors."
-                )
-            index = arg.get_device()
-            if device is not None and index != device:
-                raise InputError(
-                    f"Kernel {symbol} got tensors on cuda:{device} and, as argument {position}, "
-                    f"on cuda:{index}; all must be on one device."
-                )
-            device = index
-            values.append(np.uint64(arg.data_ptr()))
-        elif type(arg) in SCALAR_TYPES or _is_struct(arg):
-            values.append(arg)
-        elif arg is None:
-            values.append(NULL)
-        elif isinstance(arg, Struct):
-            where = f"{symbol}, in argument {position},"
-            fields, of_fields = encode(where, arg.fields, device_type)
-            if None not in (device, of_fields) and device != of_fields:
-                raise InputError(
-                    f"Kernel {symbol} got tensors on cuda:{device} and, in argument {position}, "
-                    f"on cuda:{of_fields}; all must be on one device."
-                )
-            device = of_fields if device is None else device
-            values.append(_packed(fields))
-        else:
-            raise InputTypeError(
-                f"Kernel {symbol} got {_described(arg)} as argument {position}; {_hint(arg)}."
-            )
-    return tuple(values), device
+        in_struct = type(arg) is Struct
+        begin = len(letters)
+        if in_struct:
+            letters.append("")
+            if not arg.fields:
+                raise InputError(f"Kernel {symbol} got no fields in struct argument {position}.")
+        for place, item in enumerate(arg.fields if in_struct else (arg,)):
+            letter = _LETTERS.get(type(item))
+            if letter is not None:
+                letters.append(letter)
+                values.append(item)
+            elif item is None:
+                letters.append("P")
+                values.append(0)
+            elif isinstance(item, torch.Tensor):
+                index = item.get_device() if is_there(item) else None
+                if index is None or (device is not None and index != device):
+                    where = _where(symbol, position, place, in_struct)
+                    raise InputError(_misplaced(where, item, index, device, device_type))
+                device = index
+                letters.append("P")
+                values.append(item.data_ptr())
+            else:
+                where = _where(symbol, position, place, in_struct)
+                raise InputTypeError(f"{where.format(_described(item))}; {_hint(item)}.")
+        if in_struct:
+            # A count of 0 aligns, before the struct and at its end.
+            letters[begin] = _aligning("".join(letters[begin:]))
+            letters.append(letters[begin])
+    return Encoded("".join(letters), values, device)
 
 
-def _packed(fields: tuple[Any, ...]) -> Any:
-    # numpy's letters are those of Python's struct module, whose native layout is C's; a count of
-    # 0 aligns the end.
-    letters = [field.dtype.char for field in fields]
-    widest = max(letters, key=struct.calcsize)
-    packed = struct.pack(f"@{''.join(letters)}0{widest}", *fields)
-    return np.frombuffer(packed, dtype=f"V{len(packed)}")
+# The struct module's letters.
+_LETTERS = {
+    kind: np.dtype(kind).char
+    for kind in (
+        *(np.bool_, np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64),
+        *(np.float16, np.float32, np.float64),
+    )
+}
+_IS_THERE = {
+    device_type: operator.attrgetter(f"is_{device_type}") for device_type in ("cuda", "cpu")
+}
 
 
-def _is_struct(arg: Any) -> bool:
-    return isinstance(arg, np.ndarray) and arg.dtype.kind == "V" and arg.size == 1
+@functools.lru_cache(maxsize=4096)
+def _aligning(letters: str) -> str:
+    return f"0{max(letters, key=struct.calcsize)}"
+
+
+def _where(symbol: str, position: int, place: int, in_struct: bool) -> str:
+    """The start of a refusal, which names the argument; ``{}`` stands for what it is."""
+    if in_struct:
+        return f"Kernel {symbol}, in argument {position}, got {{}} as field {place}"
+    return f"Kernel {symbol} got {{}} as argument {position}"
+
+
+def _misplaced(
+    where: str, tensor: torch.Tensor, index: int | None, device: int | None, device_type: str
+) -> str:
+    if index is None:
+        got = where.format(f"a tensor on {tensor.device}")
+        return f"{got}; kernels read and write {device_type.upper()} tensors."
+    got = where.format(f"a tensor on {device_type}:{index}")
+    return f"{got}, and others on {device_type}:{device}; all must be on one device."
 
 
 def _described(arg: Any) -> str:
@@ -191,4 +197,4 @@ def _hint(arg: Any) -> str:
         return f"a kernel must know its size: pass int32({arg}) or int64({arg})"
     if isinstance(arg, float):
         return f"a kernel must know its size: pass float32({arg})"
-    return "kernels take CUDA tensors, None, numpy scalars and numpy structs of one element"
+    return "kernels take CUDA tensors, None, numpy scalars and structs of these"

@@ -280,14 +280,19 @@ def _quantize(
     col: torch.Tensor | None,
     recorded: torch.Tensor | None,
 ) -> None:
-    producer, to = as_producer(what, x), check_float8(what, dtype)
+    to = check_float8(what, dtype)
+    stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
+    if col is None and row is not None and stream is not None:
+        m, k = check_matrix(what, stream)
+        check_buffer(what, "row", row, torch.uint8, (m, k))
+        _stream_cast(check_element(what, stream), to, m * k, stream, scaling, row, recorded)
+        return
+    producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))
-    stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
-    if m * k == 0 or (col is None and row is not None and stream is not None):
-        kernel = _cast(ELEMENTS[producer.dtype], to, is_aligned(stream, 16) and is_aligned(row, 8))
-        kernel(_stream(m * k), stream, Struct(scaling), row, recorded, int64(m * k))
+    if m * k == 0:
+        _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
         return
     aligned = producer.is_aligned and is_aligned(row, 8)
     if col is not None:
@@ -295,6 +300,19 @@ def _quantize(
     store = Struct((*scaling, row, col, recorded))
     kernel = _tiled(producer.type, to, aligned)
     kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+
+
+def _stream_cast(
+    element: str,
+    to: str,
+    n: int,
+    x: torch.Tensor | None,
+    scaling: tuple[object, ...],
+    row: torch.Tensor | None,
+    recorded: torch.Tensor | None,
+) -> None:
+    kernel = _cast(element, to, is_aligned(x, 16) and is_aligned(row, 8))
+    kernel(_stream(n), x, Struct(scaling), row, recorded, int64(n))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
+import struct
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fuser.cuda import module
-from fuser.cuda.arguments import Producer as Producer
-from fuser.cuda.arguments import Struct as Struct
-from fuser.cuda.arguments import encode as encode
-from fuser.cuda.arguments import float32 as float32
-from fuser.cuda.arguments import int32 as int32
-from fuser.cuda.arguments import int64 as int64
+from fuser.cuda.arguments import Encoded, encode
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 
@@ -51,6 +49,11 @@ class Launch:
             )
         if self.shared_bytes < 0:
             raise InputError(f"A launch got {self.shared_bytes} bytes of shared memory.")
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Three sizes of the grid, and three of a block."""
+        return tuple(size for sizes in (self.grid, self.block) for size in (*sizes, 1, 1)[:3])
 
 
 # What kernels read and write: values in these dtypes, and bytes.
@@ -111,7 +114,7 @@ class Kernel:
         ------
         InputError, InputTypeError
             As :func:`encode`.
-        StateError
+        KernelUnavailable
             If the kernel cannot be compiled here.
         """
         if 0 not in launch.grid:
@@ -129,20 +132,17 @@ class Machine:
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""
-        values, device = encode(kernel.symbol, args)
-        if device is None or device == torch.cuda.current_device():
-            self._run_on(torch.cuda.current_device(), kernel, launch, values)
+        encoded = encode(kernel.symbol, args)
+        device = encoded.device
+        if device is None or device == torch._C._cuda_getDevice():
+            self._run_on(torch.cuda.current_device(), kernel, launch, encoded)
         else:
             with torch.cuda.device(device):
-                self._run_on(device, kernel, launch, values)
+                self._run_on(device, kernel, launch, encoded)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """As :func:`kernels_take`."""
-        return (
-            tensor.is_cuda
-            and tensor.dtype in KERNEL_DTYPES
-            and module.kernels_unavailable() is None
-        )
+        return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and module.cannot_run() is None
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function of this name."""
@@ -152,23 +152,64 @@ class Machine:
         """As the function of this name."""
         return _shared_bytes(device)
 
-    def _run_on(self, device: int, kernel: Kernel, launch: Launch, values: tuple[Any, ...]) -> None:
-        handle = module.kernel(kernel.module, kernel.symbol, device)
-        # Without leave a block has 48 KB, and what the kernel declares itself is part of that.
-        if launch.shared_bytes:
-            module.allow_large_shared_memory(kernel.module, kernel.symbol, device)
+    def _run_on(self, device: int, kernel: Kernel, launch: Launch, encoded: Encoded) -> None:
+        function = module.function(
+            kernel.module, kernel.symbol, device, has_dynamic_memory=launch.shared_bytes > 0
+        )
+        packer = _packer(encoded.format)
+        if packer.size > MAX_ARGUMENT_BYTES:
+            raise InputError(
+                f"Kernel {kernel.symbol} got {packer.size} bytes of arguments; the most is "
+                f"{MAX_ARGUMENT_BYTES}."
+            )
+        if device not in _slot.bound:
+            module.bind_context(device)
+            _slot.bound.add(device)
+        packer.pack_into(_slot.buffer, 0, *encoded.values)
+        _slot.size.value = packer.size
         # CuPy's own current stream is another one than torch's.
-        stream = _Stream(torch._C._cuda_getCurrentRawStream(device))
-        handle(launch.grid, launch.block, values, shared_mem=launch.shared_bytes, stream=stream)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        launches = module.driver_launch()
+        launches(function, *launch.sizes, launch.shared_bytes, stream, 0, _slot.extra)
 
+
+# One format for each kernel and little more.
+_packer = functools.lru_cache(maxsize=4096)(struct.Struct)
+
+MAX_ARGUMENT_BYTES = 4096
+# What CUDA calls the parts of a launch's ``extra``: a buffer, its size, the end.
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
+
+
+class _Slot(threading.local):
+    """Where a thread's arguments stand while the driver copies them, which it does at a launch.
+
+    Written to and handed over as a whole, they cost a fifth of what CuPy's launch takes for one
+    argument after the other.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(MAX_ARGUMENT_BYTES)
+        self.size = ctypes.c_size_t(0)
+        buffer, size = ctypes.addressof(self.buffer), ctypes.addressof(self.size)
+        parts = (BUFFER_POINTER, buffer, BUFFER_SIZE, size, END)
+        self.bound: set[int] = set()  # devices whose context the thread has
+        self.parts = (ctypes.c_void_p * len(parts))(*parts)
+        self.extra = ctypes.addressof(self.parts)
+
+
+_slot = _Slot()
 
 machine = Machine()
 """Where launches go; read at every launch."""
 
 
 def kernels_take(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on tensors like this one, of its dtype and where it is."""
-    return machine.takes(tensor)
+    """Whether kernels run on tensors like this one, of its dtype and where it is.
+
+    None do after one has not compiled.
+    """
+    return module.compile_failure is None and machine.takes(tensor)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -193,15 +234,6 @@ def _shared_bytes(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     most: int = properties.shared_memory_per_block_optin
     return most
-
-
-class _Stream:
-    """A raw CUDA stream as CuPy wants it: an object with ``ptr``."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
 
 
 def _check_sizes(what: str, sizes: Any, least: int, most: tuple[int, ...]) -> None:

@@ -7,14 +7,17 @@ import hashlib
 import importlib.metadata
 import importlib.resources
 import importlib.util
+import os
 import re
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fuser.errors import StateError
+from fuser.errors import KernelUnavailable, StateError
 
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
 """The folder of the ``.cu`` files; their headers are in ``fuser/*.cuh`` below it."""
@@ -34,7 +37,8 @@ class Installation:
     ``cupy_packages`` are the distributions that provide CuPy. ``cupy_cuda`` is
     the CUDA version CuPy was built with, as 1000 * major + 10 * minor; it and
     ``cupy_version`` are None where CuPy was not imported, and ``cupy_error``
-    says why if it was tried.
+    says why if it was tried; ``lacks_cache`` if that was its folder of compiled
+    kernels, which CuPy 14 makes when it is imported.
     """
 
     torch_version: str
@@ -44,6 +48,7 @@ class Installation:
     cupy_version: str | None = None
     cupy_cuda: int | None = None
     cupy_error: str | None = None
+    lacks_cache: bool = False
 
     @property
     def torch_cuda_major(self) -> int | None:
@@ -83,7 +88,8 @@ def installation() -> Installation:
     try:
         import cupy
     except Exception as error:
-        return replace(facts, cupy_error=f"{type(error).__name__}: {error}".strip())
+        sentence = f"{type(error).__name__}: {error}".strip()
+        return replace(facts, cupy_error=sentence, lacks_cache=isinstance(error, OSError))
     return replace(
         facts,
         cupy_version=cupy.__version__,
@@ -114,6 +120,8 @@ def obstacle(facts: Installation) -> Obstacle | None:
     if len(facts.cupy_packages) > 1:
         names = " and ".join(facts.cupy_packages)
         return Obstacle(f"{names} are installed together and overwrite each other.", reinstall)
+    if facts.lacks_cache:
+        return Obstacle(f"CuPy cannot be imported ({facts.cupy_error}). {_cache_advice()}")
     if facts.cupy_error is not None:
         return Obstacle(f"CuPy cannot be imported ({facts.cupy_error}).", reinstall)
     if facts.cupy_cuda_major is None:
@@ -127,14 +135,32 @@ def obstacle(facts: Installation) -> Obstacle | None:
     return None
 
 
-@functools.cache
-def kernels_unavailable() -> str | None:
-    """Why CUDA kernels are not available here, as a sentence; None if they are.
+compile_failure: Obstacle | None = None
+"""Why a kernel did not compile in this process, after which no kernel is taken; else None."""
 
-    Found once in a process.
-    """
+
+def kernels_unavailable() -> str | None:
+    """Why CUDA kernels are not taken here, as a sentence; None if they are."""
+    return cannot_run() if compile_failure is None else str(compile_failure)
+
+
+@functools.cache
+def cannot_run() -> str | None:
+    """What is missing for CUDA kernels here, as a sentence; found once in a process."""
     found = obstacle(installation())
     return None if found is None else str(found)
+
+
+def give_up(failure: Obstacle) -> None:
+    """Take no kernels in this process any more, and warn of the reason, the first time.
+
+    One kernel that does not compile mostly means that none does. Where only one does not, torch
+    doing all is slower than it must be, and as right; and one sentence says what runs.
+    """
+    global compile_failure
+    if compile_failure is None:
+        compile_failure = failure
+        warnings.warn(f"{failure} From here on torch does the work of kernels.", stacklevel=2)
 
 
 def _cupy_packages() -> tuple[str, ...]:
@@ -200,13 +226,15 @@ def kernel(name: str, symbol: str, device: int) -> Any:
 
     Raises
     ------
+    KernelUnavailable
+        If CUDA kernels are not available here, or the source does not compile,
+        with the compiler's log. After that no kernel is taken.
     StateError
-        If CUDA kernels are not available here, the source does not exist or
-        does not compile (with the compiler's log), or has no such kernel.
+        If the source does not exist, or has no such kernel.
     """
     reason = kernels_unavailable()
     if reason is not None:
-        raise StateError(f"Kernel {symbol} cannot run. {reason}")
+        raise KernelUnavailable(f"Kernel {symbol} cannot run. {reason}")
     import cupy
 
     expressions = (symbol,) if "<" in symbol else ()
@@ -219,18 +247,46 @@ def kernel(name: str, symbol: str, device: int) -> Any:
 
 
 @functools.cache
-def allow_large_shared_memory(name: str, symbol: str, device: int) -> None:
-    """Let a kernel be launched with all the shared memory that a block of the device can have.
+def function(name: str, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
+    """The driver's handle (``CUfunction``) of such a kernel.
 
-    Without this a launch may ask for 48 KiB of dynamic shared memory at most.
+    With ``has_dynamic_memory`` it can be launched with all the shared memory that a block of the
+    device can have. Without, a block has 48 KB, and what the kernel declares itself is part of it.
+
+    Raises
+    ------
+    KernelUnavailable, StateError
+        As :func:`kernel`.
+    """
+    handle = kernel(name, symbol, device)
+    import cupy
+
+    with cupy.cuda.Device(device) as place:
+        if has_dynamic_memory:
+            most = place.attributes["MaxSharedMemoryPerBlockOptin"]
+            handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
+        pointer: int = handle.kernel.ptr
+    return pointer
+
+
+@functools.cache
+def driver_launch() -> Callable[..., None]:
+    """``cuLaunchKernel``: of a function, three sizes of the grid and three of a block, bytes of
+    dynamic shared memory, a raw stream, and the addresses of ``kernelParams`` and ``extra``."""
+    import cupy
+
+    launches: Callable[..., None] = cupy.cuda.driver.launchKernel
+    return launches
+
+
+def bind_context(device: int) -> None:
+    """Give this thread the device's context, without which the driver launches nothing.
+
+    A thread has none before its first call of CUDA's runtime.
     """
     import cupy
 
-    handle = kernel(name, symbol, device)
-    place = cupy.cuda.Device(device)
-    with place:
-        most = place.attributes["MaxSharedMemoryPerBlockOptin"]
-        handle.max_dynamic_shared_size_bytes = most - handle.shared_size_bytes
+    cupy.cuda.runtime.setDevice(device)
 
 
 @functools.cache
@@ -247,11 +303,30 @@ def _compiled(name: str, expressions: tuple[str, ...], device: int) -> Any:
     )
     try:
         module.compile()
-    except cupy.cuda.compiler.CompileException as error:
-        raise StateError(
-            f"{_shown(name)} does not compile for {arch_name(capability)}:\n{error}"
-        ) from error
+    except Exception as error:
+        # A log of the compiler; no compiler or one that does not know the chip; no room for files.
+        what = f"{_shown(name)} does not compile for {arch_name(capability)}"
+        give_up(_compile_obstacle(what, error))
+        raise KernelUnavailable(f"{what}:\n{error}") from error
     return module
+
+
+def _compile_obstacle(what: str, error: Exception) -> Obstacle:
+    """What a compilation failed at, in its first line that says so, and what to do."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = next((line for line in lines if "error" in line), lines[0] if lines else "")
+    reason = f"{what} ({type(error).__name__}: {first})."
+    if isinstance(error, OSError):
+        return Obstacle(f"{reason} {_cache_advice()}")
+    return Obstacle(reason, ("python -m fuser doctor",))
+
+
+def _cache_advice() -> str:
+    folder = os.environ.get("CUPY_CACHE_DIR", "~/.cupy/kernel_cache")
+    return (
+        f"CuPy keeps compiled kernels in {folder}: set CUPY_CACHE_DIR to a folder that can be "
+        "written."
+    )
 
 
 def _source(name: str) -> str:

@@ -14,22 +14,11 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from fuser.cuda.launch import (
-    Kernel,
-    Launch,
-    Producer,
-    Struct,
-    encode,
-    float32,
-    int32,
-    int64,
-    multiprocessors,
-    shared_bytes,
-)
+from fuser.cuda.arguments import Producer, Struct, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
 from fuser.cuda.operands import ELEMENTS, boolean
 from fuser.errors import InputError
 
@@ -641,19 +630,24 @@ def _sizes(
     is_aligned: bool,
     zero_centered_gamma: bool,
     eps: float,
-) -> Any:
+) -> Struct:
     """The kernels' ``Sizes``. Without parameters it is an L2 normalization: a sum, a gain of 1."""
     has_parameters = parameter is not None
-    fields = (
-        *(int64(x_stride), int64(extra_stride), int64(dy_stride)),
-        *(int32(rows), int32(columns), int32(_vectors(columns, x.itemsize, lanes)), int32(stages)),
-        *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
-        float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
-        float32(1.0 / columns if has_parameters else 1.0),
-        float32(eps),
+    return Struct(
+        (
+            *(int64(x_stride), int64(extra_stride), int64(dy_stride)),
+            *(
+                int32(rows),
+                int32(columns),
+                int32(_vectors(columns, x.itemsize, lanes)),
+                int32(stages),
+            ),
+            *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
+            float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
+            float32(1.0 / columns if has_parameters else 1.0),
+            float32(eps),
+        )
     )
-    (packed,), _ = encode("fuser_norm", (Struct(fields),))
-    return packed
 
 
 def _vectors(columns: int, element_bytes: int, threads: int = 1) -> int:

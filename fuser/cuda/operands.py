@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
@@ -24,6 +26,7 @@ def boolean(value: bool) -> str:
     return "true" if value else "false"
 
 
+@functools.lru_cache(maxsize=256)
 def bits_of(value: float) -> np.uint32:
     """The bits of a number as fp32, a negative one as 0."""
     bits: np.uint32 = np.float32(max(value, 0.0)).view(np.uint32)

@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from fuser.cuda.launch import Kernel, Launch, float32, int64
+from fuser.cuda.arguments import float32, int64
+from fuser.cuda.launch import Kernel, Launch
 from fuser.errors import InputError
 
 THREADS = 256

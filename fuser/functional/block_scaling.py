@@ -9,12 +9,13 @@ import torch
 from fuser.cuda import block_scaling as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import DType, fp8_block_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, source_of
+from fuser.functional.values import Values, buffer, matrix_of, or_torch, source_of
 from fuser.reference import block_scaling as reference
 
 Wanted = torch.Tensor | None
 
 
+@or_torch
 def quantize(
     x: torch.Tensor | Values,
     dtype: DType,
@@ -55,6 +56,7 @@ def quantize(
     return row, row_scale_inv, col, col_scale_inv
 
 
+@or_torch
 def dequantize(
     data: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -10,10 +10,11 @@ import torch
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import DType
-from fuser.functional.values import Values, buffer, matrix_of, rows_of, source_of
+from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
 from fuser.reference import fp8_scaling as reference
 
 
+@or_torch
 def amax(x: torch.Tensor | Values) -> torch.Tensor:
     """``max |x|`` of ``[M, K]`` as fp32 ``[1]``; see the reference."""
     if isinstance(x, torch.Tensor) and not kernels_take(x):
@@ -26,6 +27,7 @@ def amax(x: torch.Tensor | Values) -> torch.Tensor:
     return out
 
 
+@or_torch
 def quantize_current(
     x: torch.Tensor | Values,
     dtype: DType,
@@ -67,6 +69,7 @@ def quantize_current(
     return row, col, scale_inv
 
 
+@or_torch
 def quantize_delayed(
     x: torch.Tensor | Values,
     scale: torch.Tensor,
@@ -95,6 +98,7 @@ def quantize_delayed(
     return row, col, scale_inv
 
 
+@or_torch
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: DType, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -106,6 +110,7 @@ def dequantize(
     return out
 
 
+@or_torch
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """``[M, K]`` bytes as ``[K, M]``, contiguous."""
     out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
@@ -115,6 +120,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@or_torch
 def update_delayed(
     amax_histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],

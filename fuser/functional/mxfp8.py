@@ -7,12 +7,13 @@ import torch
 from fuser.cuda import mxfp8 as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import MXFP8_BLOCK, DType, mxfp8_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, source_of
+from fuser.functional.values import Values, buffer, matrix_of, or_torch, source_of
 from fuser.reference import mxfp8 as reference
 
 Wanted = torch.Tensor | None
 
 
+@or_torch
 def quantize(
     x: torch.Tensor | Values,
     dtype: DType,
@@ -46,6 +47,7 @@ def quantize(
     return row, row_scale, col, col_scale
 
 
+@or_torch
 def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor,

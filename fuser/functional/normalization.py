@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from fuser.cuda import normalization as kernels
-from fuser.cuda.launch import Producer, kernels_take
-from fuser.functional.values import Values, rows_of
+from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import kernels_take
+from fuser.functional.values import Values, or_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.tensors.base import QuantizedTensor
 
@@ -78,6 +79,7 @@ def l2norm(x: torch.Tensor, eps: float) -> tuple[Result, torch.Tensor]:
 # -- backward -----------------------------------------------------------------
 
 
+@or_torch
 def rmsnorm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -97,6 +99,7 @@ def rmsnorm_backward(
     return norm.where(wanted[0]), norm.grads[0]
 
 
+@or_torch
 def layernorm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -192,9 +195,24 @@ class _Norm(Values):
         self.z = _like(self.x, wants_sum)
         self.has_statistics = False
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         y = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         self._run(y, None)
+        return y.view(self.shape)
+
+    def by_torch(self) -> torch.Tensor:
+        z = self.x if self.extra is None else self.x + self.extra
+        if self.z is not None:
+            self.z.copy_(z)
+        if not self.parameters:
+            y, rnorm = reference.l2norm(z, self.eps)
+            statistics = [rnorm]
+        else:
+            gain = _gain(self.parameters[0], self.zero_centered)
+            forward: Any = (reference.rmsnorm, reference.layernorm)[len(self.parameters) - 1]
+            y, *statistics = forward(z, gain, *self.parameters[1:], self.eps, self.dtype)
+        for out, found in zip(self.statistics, statistics, strict=True):
+            out.copy_(found)
         return y.view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
@@ -264,17 +282,33 @@ class _NormBackward(Values):
             self._run(None)
         return None
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         self._run(dx)
         return dx.view(self.shape)
 
+    def by_torch(self) -> torch.Tensor:
+        grads: tuple[Wanted, ...] = ()
+        if not self.parameters:
+            dx = reference.l2norm_backward(self.dy, self.x, *self.statistics)
+        else:
+            gain = _gain(self.parameters[0], self.zero_centered)
+            wanted = (True, *(grad is not None for grad in self.grads))
+            backward: Any = (reference.rmsnorm_backward, reference.layernorm_backward)[
+                len(self.parameters) - 1
+            ]
+            dx, *grads = backward(self.dy, self.x, gain, *self.statistics, wanted)
+        for out, found in zip(self.grads, grads, strict=True):
+            if out is not None and found is not None:
+                out.copy_(found)
+        return (dx if self.d_extra is None else dx.add_(self.d_extra)).view(self.shape)
+
     def amax(self, out: torch.Tensor) -> None:
-        self._run(None, amax=out, means=self._new_means())
+        self._measure(amax=out)
 
     def producer(self) -> Producer:
         if self.means is None:
-            self._run(None, means=self._new_means())
+            self._measure()
         assert self.means is not None
         *mean, rstd = self.statistics
         return kernels.norm_backward_producer(
@@ -285,11 +319,12 @@ class _NormBackward(Values):
             zero_centered_gamma=self.zero_centered,
         )
 
-    def _new_means(self) -> torch.Tensor:
-        """Two a row of a LayerNorm, else one."""
+    def _measure(self, **measured: Any) -> None:
+        """Write the means that a producer reads, two a row of a LayerNorm, else one."""
         shape = (self.x.shape[0], len(self.statistics))
-        self.means = torch.empty(shape, dtype=torch.float32, device=self.device)
-        return self.means
+        means = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._run(None, means=means, **measured)
+        self.means = means
 
     def _run(self, dx: Wanted, **measured: Any) -> None:
         """Write the gradients of parameters, and what else is given."""

@@ -8,12 +8,13 @@ from fuser.cuda import fp8_scaling as amax_kernels
 from fuser.cuda import nvfp4 as kernels
 from fuser.cuda.launch import kernels_take
 from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, rows_of, source_of
+from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
 from fuser.reference import nvfp4 as reference
 
 Wanted = torch.Tensor | None
 
 
+@or_torch
 def quantize(
     x: torch.Tensor | Values,
     *,
@@ -66,6 +67,7 @@ def quantize(
     return row, row_scale, amax_row, col, col_scale, amax_col
 
 
+@or_torch
 def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor,

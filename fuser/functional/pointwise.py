@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fuser.cuda import pointwise as kernels
+from fuser.cuda.arguments import Producer
 from fuser.cuda.chain import Stage, Stages
-from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda.launch import kernels_take
+from fuser.errors import KernelUnavailable
 from fuser.functional.values import Values
 from fuser.reference import activation as reference
+from fuser.reference import chain as reference_chain
 from fuser.reference.activation import Functor
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.tensors.base import QuantizedTensor
@@ -24,6 +27,8 @@ Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
+# A GPU takes 2 us for so many, and the host twice the time for a launch as for a call of torch.
+FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 # One such op alone is torch's, which is as good.
@@ -37,25 +42,30 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
 # -- ops ----------------------------------------------------------------------
 
 
-def activation(functor: Functor, x: torch.Tensor) -> Result:
-    """``functor`` of ``x``; see the reference."""
-    if not _takes(x):
+def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> Result:
+    """``functor`` of ``x``; see the reference.
+
+    ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
+    """
+    if (is_plain and _is_torchs(functor, x)) or not _takes(x):
         return reference.activation(functor, x)
     return _Forward(stages_of(functor), x, NO_OPERAND)
 
 
-def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> Result:
-    """Gradient of ``x``; see the reference."""
-    if not _takes(dy, x):
+def activation_backward(
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+) -> Result:
+    """Gradient of ``x``; see the reference, and :func:`activation`."""
+    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
         return reference.activation_backward(functor, dy, x)
     return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
 
 
 def activation_bias_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor
+    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    if not _takes(dy, x):
+    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -173,6 +183,11 @@ def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
     return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
 
 
+def _is_torchs(functor: Functor, x: torch.Tensor) -> bool:
+    """Whether one call of torch does it, and ``x`` is so small that host time is what counts."""
+    return functor.name in reference.NATIVE and x.numel() < FEW_ELEMENTS
+
+
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether kernels run on such tensors, which must have one dtype."""
     return kernels_take(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
@@ -199,13 +214,17 @@ class _Forward(Values):
         self.shape = torch.Size((*leading, features >> halves))
         self.dtype, self.device = x.dtype, x.device
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         stage, *more = self.stages
         if not more and stage.name in _TORCH:
             return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
         y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         kernels.pointwise(self.stages, self.x, self.operands, y)
         return y
+
+    def by_torch(self) -> torch.Tensor:
+        y = reference_chain.forward(self.stages, self.x, self.operands)
+        return y.contiguous().view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
@@ -237,10 +256,20 @@ class _Backward(Values):
         self.dtype, self.device = dy.dtype, dy.device
         self.sums: torch.Tensor | None = None
 
-    def tensor(self) -> torch.Tensor:
+    def by_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._run(dx, None)
         return dx
+
+    def by_torch(self) -> torch.Tensor:
+        dx, grads = reference_chain.backward(
+            self.stages, self.dy, self.x, self.operands, self.saved
+        )
+        for out, found in zip(self.grads, grads, strict=True):
+            if out is not None and found is not None:
+                out.copy_(found)
+        self.grads, self.sums = (None,) * len(self.stages), None
+        return dx.contiguous().view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
@@ -267,7 +296,10 @@ class _Backward(Values):
     def finish(self) -> None:
         dbias = self.grads[0]
         if self.sums is not None and dbias is not None:
-            kernels.sum_parts(self.sums, dbias)
+            try:
+                kernels.sum_parts(self.sums, dbias)
+            except KernelUnavailable:
+                dbias.copy_(self.sums.sum(0))
 
     def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         """Write the gradients of operands, once, and what else is given."""

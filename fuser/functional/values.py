@@ -1,14 +1,18 @@
-"""What kernels read, tensors or values that are not in memory yet, and outputs for them."""
+"""What kernels read, tensors or values not in memory yet; and torch where a kernel is not had."""
 
 from __future__ import annotations
 
 import abc
+import functools
 import math
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fuser.cuda import module
-from fuser.cuda.launch import Producer, kernels_take
+from fuser.cuda import launch, module
+from fuser.cuda.arguments import Producer
+from fuser.errors import KernelUnavailable
 
 _ON_CPU = torch.empty(0)
 
@@ -21,6 +25,10 @@ class Values(abc.ABC):
     What is computed beside the values, such as statistics of rows and
     gradients of parameters, is in memory only then. The bits do not depend on
     the way.
+
+    Where a kernel cannot be had, :meth:`tensor` is torch's work. The others
+    raise :class:`~fuser.errors.KernelUnavailable`, and :func:`or_torch` asks
+    for the tensor then.
     """
 
     shape: torch.Size
@@ -37,9 +45,20 @@ class Values(abc.ABC):
         self.shape = shape
         return self
 
-    @abc.abstractmethod
     def tensor(self) -> torch.Tensor:
         """The values, contiguous, by a kernel that writes them plainly."""
+        try:
+            return self.by_kernel()
+        except KernelUnavailable:
+            return self.by_torch()
+
+    @abc.abstractmethod
+    def by_kernel(self) -> torch.Tensor:
+        """:meth:`tensor`, by kernels alone."""
+
+    @abc.abstractmethod
+    def by_torch(self) -> torch.Tensor:
+        """:meth:`tensor`, and all that is computed beside it, in plain torch."""
 
     @abc.abstractmethod
     def amax(self, out: torch.Tensor) -> None:
@@ -60,7 +79,44 @@ def written(values: torch.Tensor | Values) -> torch.Tensor:
 
 def kernels_run_on(device: str) -> bool:
     """Whether kernels take tensors on a device of that type."""
-    return module.kernels_unavailable() is None if device == "cuda" else kernels_take(_ON_CPU)
+    if device == "cuda":
+        return module.kernels_unavailable() is None
+    return launch.kernels_take(_ON_CPU)
+
+
+def why_no_kernels(device: str) -> str | None:
+    """Why no kernels run on a device of a type that has some, as a sentence; else None."""
+    if device == "cuda":
+        return module.kernels_unavailable()
+    failure = module.compile_failure
+    return str(failure) if failure is not None and launch.machine.takes(_ON_CPU) else None
+
+
+# -- where a kernel cannot be had -----------------------------------------------
+
+First = TypeVar("First")
+Rest = ParamSpec("Rest")
+Result = TypeVar("Result")
+
+
+def or_torch(
+    function: Callable[Concatenate[First, Rest], Result],
+) -> Callable[Concatenate[First, Rest], Result]:
+    """A function that is called again, from its start, where a kernel of its cannot be had.
+
+    No kernel is taken from then on, so that the second time it goes by torch, over
+    values that torch has written.
+    """
+
+    @functools.wraps(function)
+    def attempt(x: First, /, *args: Rest.args, **options: Rest.kwargs) -> Result:
+        try:
+            return function(x, *args, **options)
+        except KernelUnavailable:
+            again: Any = x.tensor().view(x.matrix) if isinstance(x, Values) else x
+            return function(again, *args, **options)
+
+    return attempt
 
 
 # -- inputs and outputs of kernels that quantize --------------------------------

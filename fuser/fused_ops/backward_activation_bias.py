@@ -49,5 +49,7 @@ class BackwardActivationBias(FusedOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         _, activation = self.members
         x = activation.saved_input(basic_op_ctxs[1])
-        dx, dbias = pointwise.activation_bias_backward(activation.functor, grad_output, x)
+        dx, dbias = pointwise.activation_bias_backward(
+            activation.functor, grad_output, x, is_plain=not basic_op_ctxs[1].has_recipe
+        )
         return emit_grad(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())

@@ -9,10 +9,9 @@ import torch
 
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.scaled_activation import ScaledActivation
-from fuser.cuda import module
 from fuser.cuda.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.values import kernels_run_on
+from fuser.functional.values import kernels_run_on, why_no_kernels
 from fuser.op import (
     FusedOperation,
     Grads,
@@ -45,8 +44,10 @@ class PointwiseChain(FusedOperation):
     @classmethod
     def refuses(cls, first: Any, rest: tuple[Any, ...], *, key: PlanKey) -> str | None:
         if not kernels_run_on(key.device):
-            reason = module.kernels_unavailable() if key.device == "cuda" else None
-            return reason or f"chains are kernels for CUDA, and the tensors are on {key.device}."
+            return (
+                why_no_kernels(key.device)
+                or f"chains are kernels for CUDA, and the tensors are on {key.device}."
+            )
         ops = (first, *rest)
         activations = [op for op in ops if isinstance(op, (Activation, ScaledActivation))]
         gated = [op for op in activations if op.functor.is_gated]

@@ -177,7 +177,7 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
 }
 
 # torch runs these in one kernel in any dtype, with fp32 inside.
-_NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
+NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
 
 
 def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
     InputError
         If a gated unit cannot split the columns of ``x``.
     """
-    native = _NATIVE.get(functor.name)
+    native = NATIVE.get(functor.name)
     if native is not None:
         return native.forward(x)
     return _forward_fp32(functor, x).to(x.dtype)
@@ -196,7 +196,7 @@ def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
 
 def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of the input ``x``, in x's shape and dtype, from that of the output."""
-    native = _NATIVE.get(functor.name)
+    native = NATIVE.get(functor.name)
     if native is not None and dy.dtype is x.dtype:
         return native.backward(dy, x)
     return _backward_fp32(functor, dy.float(), x).to(x.dtype)

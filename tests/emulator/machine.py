@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from emulator.errors import KernelError
 from emulator.worker import Argument, Buffer, Request, Worker
 from fuser.cuda import launch as launching
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, Struct, encode
+from fuser.cuda.arguments import Encoded, Struct, encode
+from fuser.cuda.launch import Kernel, Launch
 
 # Bytes that a kernel has not written and must not read. In every floating-point format the first
 # makes a NaN and the second a number near 1, which arithmetic changes.
@@ -223,7 +225,8 @@ class Emulator(launching.Machine):
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         self._check_registered(kernel)
-        encoded, _ = encode(kernel.symbol, args, "cpu")
+        encode(kernel.symbol, args, "cpu")  # refuses what a GPU would be refused
+        encoded = [encode(kernel.symbol, (arg,), "cpu") for arg in args]
         for output in self.outputs:
             output.note_torch()
         memory = memories(args)
@@ -246,7 +249,7 @@ class Emulator(launching.Machine):
         kernel: Kernel,
         launch: Launch,
         args: tuple[Any, ...],
-        encoded: tuple[Any, ...],
+        encoded: Sequence[Encoded],
         memory: list[Memory],
     ) -> Request:
         if launch.shared_bytes > MAX_SHARED_BYTES:
@@ -263,7 +266,7 @@ class Emulator(launching.Machine):
             shared_bytes=launch.shared_bytes,
             buffers=tuple(Buffer(m.argument, m.bytes().tobytes(), m.begin) for m in memory),
             arguments=tuple(
-                _argument(arg, value, memory) for arg, value in zip(args, encoded, strict=True)
+                _argument(arg, one, memory) for arg, one in zip(args, encoded, strict=True)
             ),
         )
 
@@ -301,9 +304,9 @@ class Emulator(launching.Machine):
             np.copyto(m.bytes(), first, where=mask)
 
 
-def _argument(arg: Any, value: Any, memory: list[Memory]) -> Argument:
+def _argument(arg: Any, encoded: Encoded, memory: list[Memory]) -> Argument:
     """An argument as its bytes, with its tensors' addresses to be filled in by the worker."""
-    contents = value.tobytes()
+    contents = struct.pack(encoded.format, *encoded.values)
     if isinstance(arg, Struct):
         addresses = []
         place = 0
@@ -315,8 +318,6 @@ def _argument(arg: Any, value: Any, memory: list[Memory]) -> Argument:
         return Argument("s", contents, tuple(addresses))
     if arg is None or isinstance(arg, torch.Tensor):
         return Argument("p", contents, tuple(_address(0, arg, memory)))
-    if isinstance(arg, np.ndarray):
-        return Argument("s", contents)
     return Argument("f" if isinstance(arg, np.floating) else "i", contents)
 
 

@@ -42,6 +42,14 @@ constexpr std::size_t kMostStaticBytes = 48 * 1024;
 
 enum class State { kReady, kAtBarrier, kInMeeting, kReturned };
 
+// A copy under way: what was read, and where it will be.
+struct Copy {
+    char* to;
+    char bytes[16];
+    std::size_t count;
+    unsigned group;
+};
+
 struct Thread {
     void* stack_pointer = nullptr;
     char* stack = nullptr;
@@ -51,6 +59,8 @@ struct Thread {
     unsigned mask = 0;
     std::uint64_t value = 0;
     Meeting met{};
+    std::vector<Copy> copies{};
+    unsigned closed_groups = 0;
 };
 
 extern "C" void fuser_switch_stacks(void** save, void* load);
@@ -287,6 +297,8 @@ void start(Thread& thread, unsigned number) {
     top[6] = reinterpret_cast<void*>(&fiber);
     thread.stack_pointer = top;
     thread.number = number;
+    thread.copies.clear();
+    thread.closed_groups = 0;
     thread.state = State::kReady;
 }
 
@@ -430,6 +442,36 @@ const Meeting& meet(Site site, unsigned mask, std::uint64_t value) {
 }
 
 unsigned lane() { return current->number % 32; }
+
+void copy_later(void* shared, const void* global, std::size_t bytes) {
+    for (const void* address : {static_cast<const void*>(shared), global}) {
+        if (reinterpret_cast<std::uintptr_t>(address) % bytes != 0) {
+            fail("An asynchronous copy of %zu bytes is not aligned to them", bytes);
+        }
+    }
+    Copy copy{static_cast<char*>(shared), {}, bytes, current->closed_groups};
+    std::memcpy(copy.bytes, global, bytes);
+    if (running->reversed) {
+        std::memset(shared, running->poison, bytes);
+        current->copies.push_back(copy);
+    } else {
+        std::memcpy(shared, copy.bytes, bytes);
+    }
+}
+
+void close_copies() { ++current->closed_groups; }
+
+void wait_for_copies(unsigned left) {
+    std::vector<Copy> waiting;
+    for (const Copy& copy : current->copies) {
+        if (copy.group + left < current->closed_groups) {
+            std::memcpy(copy.to, copy.bytes, copy.count);
+        } else {
+            waiting.push_back(copy);
+        }
+    }
+    current->copies.swap(waiting);
+}
 
 void* static_shared(Shared& variable) {
     if (variable.launch != running->number) {

@@ -28,9 +28,11 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 FILES = (
     "test_arithmetic",
     "test_block_scaling",
+    "test_chain_stores",
     "test_fp8_scaling",
     "test_hardware",
     "test_mxfp8",
+    "test_norm_stores",
     "test_normalization",
     "test_nvfp4",
     "test_pointwise",

@@ -23,7 +23,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.copytree(module.KERNELS, copy)
     shutil.copy(SOURCE, copy)
     monkeypatch.setattr(module, "KERNELS", copy)
-    caches = (module.kernel, module._compiled)
+    caches = (module.function, module.kernel, module._compiled)
     for cached in caches:
         cached.cache_clear()
     yield

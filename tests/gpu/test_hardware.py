@@ -11,7 +11,8 @@ import torch
 from emulator.conversions import check, hard_inputs, launch_for, outputs_for
 
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, int64
+from fuser.cuda.arguments import int64
+from fuser.cuda.launch import Kernel, Launch
 
 SOURCE = Path(__file__).parent.parent / "emulator" / "kernels" / "conversions.cu"
 
@@ -23,7 +24,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     shutil.copytree(module.KERNELS, copy)
     shutil.copy(SOURCE, copy)
     monkeypatch.setattr(module, "KERNELS", copy)
-    caches = (module.kernel, module._compiled)
+    caches = (module.function, module.kernel, module._compiled)
     for cached in caches:
         cached.cache_clear()
     yield

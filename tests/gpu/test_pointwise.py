@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pointwise_cases as cases
-import pointwise_reference as reference
 import pytest
 import torch
 from pointwise_cases import Case, activation, tensors_of
@@ -20,6 +19,7 @@ from fuser.cuda.pointwise import (
     pointwise_backward,
     workspace_size,
 )
+from fuser.reference import chain as reference
 
 # Long enough on any GPU that a launch on the wrong stream runs before it ends.
 SLEEP_CYCLES = 50_000_000
@@ -59,7 +59,7 @@ def test_approximations_hold_over_the_whole_range(name: str, dtype: torch.dtype)
         x = torch.cat([x, torch.ones_like(x)])
     y = torch.empty(x.numel() // (1 + stage.is_gated), device="cuda", dtype=dtype)
     pointwise((stage,), x, [None], y)
-    plain = reference.pointwise((stage,), x, [None]).double()
+    plain = reference.forward((stage,), x, [None]).double()
     exact = cases.FORMULAS[name](stage.scalars, None)(x.double())
     # Each element by itself: twice as wrong as torch, or off by what fp32 arithmetic is. A
     # reciprocal below 2^-126 is 0, and it is multiplied by up to 200 here.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+import fuser
 from fuser import doctor
 from fuser.cuda import module
-from fuser.cuda.launch import Kernel, Launch, float32, int64
+from fuser.cuda.arguments import float32, int64
+from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.probe import MAX_BLOCKS, THREADS, probe
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, KernelUnavailable, StateError
 
 SCALE = 0.37
 # Long enough on any GPU that a launch on the wrong stream runs before it ends.
@@ -183,6 +188,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copytree(module.KERNELS, copy)
     (copy / "fuser").mkdir(exist_ok=True)
     monkeypatch.setattr(module, "KERNELS", copy)
+    monkeypatch.setattr(module, "compile_failure", None)
     forget_kernels()
     yield copy
     forget_kernels()
@@ -190,7 +196,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def forget_kernels() -> None:
     """Make the next launch load its kernel anew, as another process would."""
-    for cached in (module.kernel, module._compiled, module.allow_large_shared_memory):
+    for cached in (module.kernel, module.function, module._compiled):
         cached.cache_clear()
 
 
@@ -236,11 +242,76 @@ def test_a_kernel_may_ask_for_all_the_shared_memory_of_a_block(kernels: Path) ->
 
 def test_a_compile_error_names_the_real_file_and_line(kernels: Path) -> None:
     (kernels / "broken.cu").write_text("// one\n// two\nint three = ;\n")
-    with pytest.raises(StateError) as raised:
+    with pytest.raises(KernelUnavailable) as raised, pytest.warns(match="From here on torch"):
         module.kernel("broken", "fuser_broken", 0)
     message = str(raised.value)
     assert "fuser/cuda/kernels/broken.cu does not compile for sm_" in message
     assert "fuser/cuda/kernels/broken.cu(3): error" in message
+
+
+def test_where_a_kernel_does_not_compile_torch_trains_and_the_plan_says_why(kernels: Path) -> None:
+    for name in ("pointwise", "normalization", "mxfp8"):
+        (kernels / f"{name}.cu").write_text("int three = ;\n")
+    model = fuser.Sequential(
+        *(fuser.RMSNorm(64), fuser.Linear(64, 128), fuser.SwiGLU(), fuser.ConstantScale(0.5))
+    ).to("cuda", torch.bfloat16)
+    x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with pytest.warns(match="normalization.cu does not compile.*From here on torch"):
+        y = model(x)
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    assert "without fuser's kernels: fuser/cuda/kernels/normalization.cu" in str(model.plan(x))
+    assert doctor.diagnose().exit_status == 1
+
+
+COMPILE_AND_CHECK = """
+import torch
+from fuser.cuda.probe import probe
+x = torch.ones(1000, device="cuda")
+y = torch.empty_like(x)
+probe(x, y, 2.0)
+torch.testing.assert_close(y, 2 + torch.arange(1000.0, device="cuda"))
+"""
+
+
+def test_processes_that_compile_at_once_into_one_new_cache_all_work(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(tmp_path / "cache")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", COMPILE_AND_CHECK], env=environment, stderr=subprocess.PIPE
+        )
+        for _ in range(3)
+    ]
+    for process in started:
+        errors = process.communicate()[1]
+        assert process.returncode == 0, errors.decode()
+
+
+@pytest.mark.parametrize("when", ["before CuPy is imported", "after"])
+def test_a_cache_folder_that_cannot_be_written_is_a_sentence_and_torch_runs(
+    when: str, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    code = f"""
+import shutil, torch, fuser
+if {when == "after"}:
+    import cupy
+    shutil.rmtree({str(cache)!r}, ignore_errors=True)
+    open({str(cache)!r}, "w").close()
+model = fuser.Sequential(fuser.RMSNorm(64, device="cuda"), fuser.SwiGLU(), fuser.ConstantScale(2.0))
+model(torch.randn(8, 64, device="cuda")).sum().backward()
+print(model.plan(torch.randn(8, 64, device="cuda")))
+"""
+    if when != "after":
+        cache.write_text("no folder")  # which stops a superuser as well
+    environment = {**os.environ, "CUPY_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "without fuser's kernels" in found.stdout
+    assert "set CUPY_CACHE_DIR to a folder that can be written" in found.stdout
 
 
 def test_a_missing_kernel_is_named() -> None:

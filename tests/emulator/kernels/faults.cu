@@ -99,3 +99,29 @@ extern "C" __global__ void fuser_trap(const int* x) {
         __trap();
     }
 }
+
+// ---- copies that a thread does not wait for: two groups, of which `kLeft` may be under way ----
+
+#include <fuser/hardware.cuh>
+
+template <int kLeft>
+__global__ void fuser_read_copies(const uint4* x, uint4* y) {
+    __shared__ uint4 staged[2][32];
+    for (int i = 0; i < 2; ++i) {
+        fuser::copy_async<16>(&staged[i][threadIdx.x], x + i * 32 + threadIdx.x);
+        fuser::close_copies();
+    }
+    fuser::wait_for_copies<kLeft>();
+    y[threadIdx.x] = staged[0][threadIdx.x];
+    y[32 + threadIdx.x] = staged[1][threadIdx.x];
+}
+
+// Asked for before what stands there has been read.
+extern "C" __global__ void fuser_copy_over(const uint4* x, uint4* y) {
+    __shared__ uint4 staged[32];
+    staged[threadIdx.x] = make_uint4(1u, 2u, 3u, 4u);
+    fuser::copy_async<16>(&staged[threadIdx.x], x + threadIdx.x);
+    fuser::close_copies();
+    y[threadIdx.x] = staged[threadIdx.x];
+    fuser::wait_for_copies<0>();
+}

@@ -325,8 +325,7 @@ template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     static_assert(kBytes == 8 || kBytes == 16);
 #if defined(FUSER_EMULATED)
-    using Access = std::conditional_t<kBytes == 16, uint4, uint2>;
-    *static_cast<Access*>(shared) = *static_cast<const Access*>(global);
+    fuser_emulator::copy_later(shared, global, kBytes);
 #else
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
     if constexpr (kBytes == 16) {  // past L1
@@ -339,7 +338,9 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 
 // The copies since the last call are a group.
 __device__ __forceinline__ void close_copies() {
-#if !defined(FUSER_EMULATED)
+#if defined(FUSER_EMULATED)
+    fuser_emulator::close_copies();
+#else
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -348,7 +349,9 @@ __device__ __forceinline__ void close_copies() {
 // after a barrier.
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {
-#if !defined(FUSER_EMULATED)
+#if defined(FUSER_EMULATED)
+    fuser_emulator::wait_for_copies(kLeft);
+#else
     asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }

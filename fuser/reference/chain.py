@@ -1,4 +1,4 @@
-"""Chains of pointwise ops by the references, stage by stage: what fused kernels must equal."""
+"""Chains of pointwise ops in plain torch, stage by stage: what a chain's kernel must equal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fuser.reference.activation import (
 )
 from fuser.reference.dropout import dropout
 
+Operands = Sequence[torch.Tensor | None]
 
-def pointwise(
-    stages: Stages, x: torch.Tensor, operands: Sequence[torch.Tensor | None]
-) -> torch.Tensor:
-    """The output of the chain; every stage rounds to the dtype of ``x``, ``[rows, columns]``.
+
+def forward(stages: Stages, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """The output of the chain; every stage rounds to the dtype of ``x``, ``[..., columns]``.
 
     ``operands`` has one entry a stage: a bias ``[columns]``, an extra input, one scale a row,
     the seed of a dropout (two int64), or None.
@@ -30,21 +30,19 @@ def pointwise(
     return x
 
 
-def pointwise_backward(
-    stages: Stages,
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    operands: Sequence[torch.Tensor | None],
-    saved: int = 0,
+def backward(
+    stages: Stages, dy: torch.Tensor, x: torch.Tensor | None, operands: Operands, saved: int = 0
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Gradients of the chain's input and of every stage's operand, None where it has none.
 
     ``x`` is the input of stage number ``saved``; None where no stage reads it.
     """
     inputs: list[torch.Tensor | None] = [None] * saved
-    for stage, operand in zip(stages[saved:], operands[saved:], strict=True):
+    for i in range(saved, len(stages)):
         inputs.append(x)
-        x = None if x is None else _forward(stage, x, operand)
+        # No further than to the last activation: what is behind reads nothing again.
+        reads_again = any(stage.is_activation for stage in stages[i + 1 :])
+        x = _forward(stages[i], x, operands[i]) if x is not None and reads_again else None
     grads: list[torch.Tensor | None] = []
     for stage, operand, input_ in reversed(list(zip(stages, operands, inputs, strict=True))):
         dy, grad = _backward(stage, dy, input_, operand)
@@ -55,16 +53,12 @@ def pointwise_backward(
 def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> torch.Tensor:
     if stage.name == "constant_scale":
         return x * stage.scalars[0]
-    if stage.name in ("bias", "add_extra_input"):
-        assert operand is not None
-        return x + operand
-    if stage.name == "dropout":
-        assert operand is not None
-        return dropout(x, operand, *stage.scalars)
+    if stage.is_activation and not stage.is_scaled:
+        return activation(_functor(stage), x)
+    assert operand is not None
     if stage.is_scaled:
-        assert operand is not None
         return scaled_activation(_functor(stage), x, operand)
-    return activation(_functor(stage), x)
+    return dropout(x, operand, *stage.scalars) if stage.name == "dropout" else x + operand
 
 
 def _backward(
@@ -73,7 +67,7 @@ def _backward(
     if stage.name == "constant_scale":
         return dy * stage.scalars[0], None
     if stage.name == "bias":
-        return dy, dy.sum(0)
+        return dy, dy.reshape(-1, dy.shape[-1]).sum(0)
     if stage.name == "add_extra_input":
         return dy, dy
     if stage.name == "dropout":
