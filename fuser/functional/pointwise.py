@@ -27,7 +27,8 @@ Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
-# A GPU takes 2 us for so many, and the host twice the time for a launch as for a call of torch.
+# What torch does in one call it does where there are fewer: a GPU takes 2 us for so many, and the
+# host twice the time for a launch as for a call of torch.
 FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
@@ -47,7 +48,7 @@ def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> 
 
     ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
     """
-    if (is_plain and _is_torchs(functor, x)) or not _takes(x):
+    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(x):
         return reference.activation(functor, x)
     return _Forward(stages_of(functor), x, NO_OPERAND)
 
@@ -56,7 +57,7 @@ def activation_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> Result:
     """Gradient of ``x``; see the reference, and :func:`activation`."""
-    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
+    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(dy, x):
         return reference.activation_backward(functor, dy, x)
     return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
 
@@ -65,7 +66,7 @@ def activation_bias_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    if (is_plain and _is_torchs(functor, x)) or not _takes(dy, x):
+    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -181,11 +182,6 @@ def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
     # A limit past fp32's largest number limits nothing, nor does that number.
     scalars = tuple(max(-MAX_FLOAT32, min(v, MAX_FLOAT32)) for v in functor.scalars)
     return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
-
-
-def _is_torchs(functor: Functor, x: torch.Tensor) -> bool:
-    """Whether one call of torch does it, and ``x`` is so small that host time is what counts."""
-    return functor.name in reference.NATIVE and x.numel() < FEW_ELEMENTS
 
 
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:

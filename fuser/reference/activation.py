@@ -54,6 +54,11 @@ class Functor:
         if self.interleave is not None and self.interleave <= 0:
             raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
 
+    @functools.cached_property
+    def is_native(self) -> bool:
+        """Whether one call of torch computes it, in any dtype."""
+        return self.name in _NATIVE
+
     def output_features(self, features: int) -> int:
         """Columns of the output for ``features`` columns of input.
 
@@ -177,7 +182,7 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
 }
 
 # torch runs these in one kernel in any dtype, with fp32 inside.
-NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
+_NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
 
 
 def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +193,7 @@ def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
     InputError
         If a gated unit cannot split the columns of ``x``.
     """
-    native = NATIVE.get(functor.name)
+    native = _NATIVE.get(functor.name)
     if native is not None:
         return native.forward(x)
     return _forward_fp32(functor, x).to(x.dtype)
@@ -196,7 +201,7 @@ def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
 
 def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of the input ``x``, in x's shape and dtype, from that of the output."""
-    native = NATIVE.get(functor.name)
+    native = _NATIVE.get(functor.name)
     if native is not None and dy.dtype is x.dtype:
         return native.backward(dy, x)
     return _backward_fp32(functor, dy.float(), x).to(x.dtype)
