@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import Producer, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
-from fuser.cuda.operands import ELEMENTS, boolean
+from fuser.cuda.operands import boolean
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}

@@ -7,8 +7,7 @@ import functools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS as ELEMENTS
-from fuser.cuda.arguments import Producer, Struct, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int64
 from fuser.errors import InputError
 from fuser.formats import DType
 

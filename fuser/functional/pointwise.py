@@ -27,8 +27,9 @@ Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
-# What torch does in one call it does where there are fewer: a GPU takes 2 us for so many, and the
-# host twice the time for a launch as for a call of torch.
+# What torch does in one call it does where there are fewer: so many bf16 are 4 MB, 1 us of a GPU's
+# memory, and the host needs more for a launch than for a call of torch. Forward and backward of
+# Linear-GELU-Linear on 16x128 took 1.9 times nn.Sequential's time with launches, 1.2 without.
 FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
