@@ -20,6 +20,9 @@ from fuser.formats import mxfp8_scale_shape
 from fuser.functional import block_scaling, nvfp4
 from fuser.functional import fp8_scaling as fp8
 from fuser.functional import mxfp8 as mx
+from fuser.functional import normalization as norm_ops
+from fuser.functional import pointwise as ops
+from fuser.functional.values import Values, written
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
 from fuser.reference.activation import Functor, activation, activation_backward
@@ -480,6 +483,72 @@ def layernorm_backward(inputs: Inputs) -> Calls:
     }
 
 
+# -- values into quantized stores ---------------------------------------------
+
+Made = torch.Tensor | Values
+Quantize = Callable[[Inputs], Callable[[Made], object]]
+
+
+def into_current(_: Inputs) -> Callable[[Made], object]:
+    return lambda values: fp8.quantize_current(values, E4M3)
+
+
+def into_delayed(inputs: Inputs) -> Callable[[Made], object]:
+    scale = torch.full((1,), 64.0, device=inputs.device)
+    largest = torch.zeros(1, device=inputs.device)
+    return lambda values: fp8.quantize_delayed(values, scale, E4M3, amax=largest)
+
+
+def into_blocks(_: Inputs) -> Callable[[Made], object]:
+    return lambda values: block_scaling.quantize(values, E4M3, block_dim=1)
+
+
+def into_mxfp8(_: Inputs) -> Callable[[Made], object]:
+    return lambda values: mx.quantize(values, E4M3)
+
+
+def made_swiglu(inputs: Inputs) -> Callable[[], Made]:
+    x = inputs.normal(inputs.M, 2 * inputs.K)
+    return lambda: ops.activation(Functor("swiglu"), x)
+
+
+def made_swiglu_backward(inputs: Inputs) -> Callable[[], Made]:
+    x, dy = inputs.normal(inputs.M, 2 * inputs.K), inputs.normal()
+    return lambda: ops.activation_backward(Functor("swiglu"), dy, x)
+
+
+def made_gelu(inputs: Inputs) -> Callable[[], Made]:
+    x = inputs.normal()
+    return lambda: ops.activation(Functor("gelu"), x)
+
+
+def made_bias_gelu_backward(inputs: Inputs) -> Callable[[], Made]:
+    """From what a linear of the pipeline saved: the sum in front of the activation."""
+    x, dy = inputs.normal(), inputs.normal()
+    return lambda: ops.activation_bias_backward(Functor("gelu"), dy, x)[0]
+
+
+def made_rmsnorm(inputs: Inputs, *, adds: bool) -> Callable[[], Made]:
+    x, gamma = inputs.normal(), inputs.normal(inputs.K)
+    extra = inputs.normal() if adds else None
+    return lambda: norm_ops.rmsnorm(x, gamma, EPS, x.dtype, extra=extra, wants_sum=adds)[0]
+
+
+def stored(
+    inputs: Inputs, *, made: Callable[[Inputs], Callable[[], Made]], into: Quantize
+) -> Calls:
+    """The kernel that makes the values and quantizes them, and both one after the other."""
+    make, quantize = made(inputs), into(inputs)
+
+    def fused() -> None:
+        values = make()
+        quantize(values)
+        if isinstance(values, Values):
+            values.finish()
+
+    return {"fuser": fused, "unfused": lambda: quantize(written(make()))}
+
+
 # -- the table ----------------------------------------------------------------
 
 CASES = (
@@ -577,6 +646,52 @@ CASES = (
                 "10",
             ),
             ("LayerNorm backward", layernorm_backward, "3*b + 8/K", "13"),
+        )
+    ),
+    # Bytes of what is read, written (copies and scales) and left as sums.
+    *(
+        Case(
+            f"{name} -> {store}",
+            functools.partial(stored, made=made, into=into),
+            f"{reads} + {lines} * (2 + {scales}){sums}",
+            flop,
+            0.88,
+        )
+        for name, made, reads, lines, sums, flop in (
+            ("SwiGLU", made_swiglu, "2*b", 1, "", "8"),
+            ("SwiGLU backward", made_swiglu_backward, "3*b", 2, "", "16"),
+            ("GELU", made_gelu, "b", 1, "", "12"),
+            ("bias+GELU backward", made_bias_gelu_backward, "2*b", 1, " + 8/128", "21"),
+        )
+        for store, into, scales in (
+            ("FP8 delayed", into_delayed, "0"),
+            ("1x128", into_blocks, "8/128"),
+            ("MXFP8", into_mxfp8, "2/32"),
+        )
+    ),
+    # The scale follows from the amax, so that all is read twice.
+    Case(
+        "GELU -> FP8 current",
+        functools.partial(stored, made=made_gelu, into=into_current),
+        "2*b + 2",
+        "21",
+        0.88,
+    ),
+    # A tile holds parts of rows, whose statistics come first: x, or the sum, is read again.
+    *(
+        Case(
+            f"{name} -> {store}",
+            functools.partial(stored, made=functools.partial(made_rmsnorm, adds=adds), into=into),
+            moves,
+            "9",
+            0.92,
+            columns=columns,
+        )
+        for columns in (4096, 8192)
+        for name, adds, store, into, moves in (
+            ("RMSNorm", False, "FP8 delayed", into_delayed, "2*b + 2 + 8/K"),
+            ("RMSNorm", False, "FP8 current", into_current, "2*b + 2 + 8/K"),
+            ("add+RMSNorm", True, "FP8 delayed", into_delayed, "4*b + 2 + 8/K"),
         )
     ),
     # M is the length of a history and K the number of tensors, each with a history of its own.

@@ -36,7 +36,7 @@ def instantiations() -> dict[str, tuple[str, ...]]:
     for launcher in pkgutil.iter_modules(fuser.cuda.__path__):
         for kernel in kernels_of(importlib.import_module(f"fuser.cuda.{launcher.name}")):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
-    for kernel in chains_into_stores():
+    for kernel in chains_into_stores() | norms_into_stores():
         found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}
 
@@ -91,6 +91,18 @@ def chains_into_stores() -> frozenset[Kernel]:
                         found.update(block_scaling.stores(producer, E4M3, of_store))
     for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
         found.update(block_scaling.stores(producer, E4M3, True))
+    return frozenset(found)
+
+
+@functools.cache
+def norms_into_stores() -> frozenset[Kernel]:
+    """Norms and their gradients in bf16 into each store."""
+    found: set[Kernel] = set()
+    for norm in ("fuser::RMSNorm", "fuser::LayerNorm"):
+        types = f"{norm}, fuser::bf16, fuser::bf16, fuser::bf16"
+        found |= into_stores(f"fuser::NormProducer<{types}, true>")
+        for adds in ("false", "true"):
+            found |= into_stores(f"fuser::NormBackwardProducer<{types}, {adds}, true>")
     return frozenset(found)
 
 

@@ -506,6 +506,7 @@ def instantiations() -> tuple[Kernel, ...]:
         add(SWIGLU, dtype, vectors=(True, False))
         add(BIAS_GELU, dtype, vectors=(True, False), wanted=(0,), saved=1)
     add(BIAS_SWIGLU, bf16, vectors=(True, False), wanted=(0,))
+    add(GELU, bf16, with_amax=True)
     add(BIAS_GELU, bf16, wanted=(0,))
     add(BIAS_GELU, bf16, wanted=(0,), saved=1, with_amax=True)
     add(SCALED_SRELU, bf16, wanted=(0,), scales=bf16)

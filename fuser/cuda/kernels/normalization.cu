@@ -26,6 +26,8 @@ template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
 struct ForwardRow {
     static constexpr int kVectors = kIsInRegisters ? 4 : 1;
     static constexpr int kCount = kWidest<T>;
+    // On an H200 RMSNorm takes 1% less without the hint, and LayerNorm 2% more.
+    static constexpr bool kStreams = Norm::kCentered;
     using ChunkColumns = Columns<kCount, kVectors>;
 
     const Forward<T, Out>& a;
@@ -61,7 +63,8 @@ struct ForwardRow {
         for (int v = 0; v < kVectors; ++v) {
             z[v] = added(z[v], extra[v]);
             if (is_first_pass && a.z != nullptr && columns.left(v) > 0) {
-                store_vector(target + v * columns.step, columns.left(v), is_aligned, z[v]);
+                store_vector<kStreams>(target + v * columns.step, columns.left(v), is_aligned,
+                                       z[v]);
             }
         }
     }
@@ -138,7 +141,7 @@ struct ForwardRow {
                 }
                 const Packed<Out, kCount> y = packed<Out>(values);
                 if constexpr (kWrites) {
-                    store_vector(target + v * columns.step, left, is_aligned, y);
+                    store_vector<kStreams>(target + v * columns.step, left, is_aligned, y);
                 }
                 if (a.amax != nullptr) {
                     const int measured = kIsInRegisters ? kCount : left;

@@ -1,6 +1,7 @@
 // Pointwise chains along rows, forward and backward, and the sums that backward leaves in parts.
 
 #include <fuser/chain.cuh>
+#include <fuser/scaling.cuh>
 
 namespace fuser {
 
@@ -28,15 +29,25 @@ struct Thread {
 
 // ---- amax ----
 
-// The largest |x| as bits, NaN above infinity.
-template <int N>
-__device__ __forceinline__ unsigned larger(unsigned amax, const float (&x)[N]) {
+// Magnitudes of runs, packed as they are stored.
+template <class T>
+struct Largest {
+    unsigned words = 0;
+
+    template <int N>
+    __device__ __forceinline__ void see(const float (&x)[N]) {
+        constexpr int kEach = sizeof(T) == 4 || N == 1 ? 1 : 2;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-        amax = max(amax, __float_as_uint(x[i]) & 0x7fffffffu);
+        for (int i = 0; i < N; i += kEach) {
+            const unsigned word = sizeof(T) == 4 ? __float_as_uint(x[i])
+                                  : N == 1       ? packed_pair<T>(x[i], 0.0f)
+                                                 : packed_pair<T>(x[i], x[i + kEach - 1]);
+            words = larger<T>(words, magnitudes<T>(word));
+        }
     }
-    return amax;
-}
+    // As the bits of an fp32; NaN above infinity.
+    __device__ __forceinline__ unsigned bits() const { return largest<T>(words); }
+};
 
 // Raises *amax to what the threads of a block found.
 __device__ __forceinline__ void raise_amax(unsigned found, unsigned* amax) {
@@ -82,7 +93,7 @@ __global__ void __launch_bounds__(256)
     fuser::wait_for_all(runs);
 
     // ---- compute and store ----
-    unsigned largest = 0;
+    fuser::Largest<typename Chain::Element> largest;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         float values[N];
@@ -90,8 +101,7 @@ __global__ void __launch_bounds__(256)
         const unsigned row = thread.row(i, kRows);
         if (thread.is_inside && row < rows) {
             if constexpr (kAmax) {
-                fuser::round_all<typename Chain::Element>(values);
-                largest = fuser::larger(largest, values);
+                largest.see(values);
             }
             if (!kAmax || y != nullptr) {
                 fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column,
@@ -100,7 +110,7 @@ __global__ void __launch_bounds__(256)
         }
     }
     if constexpr (kAmax) {
-        fuser::raise_amax(largest, amax);
+        fuser::raise_amax(largest.bits(), amax);
     }
 }
 
@@ -201,7 +211,7 @@ __global__ void __launch_bounds__(256)
     const fuser::Thread<N> thread(inputs.columns);
     fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
     typename Chain::template Sums<N> sums;
-    unsigned largest = 0;
+    fuser::Largest<typename Chain::Element> largest;
     for (int step = 0; step < steps; ++step) {
         // ---- load ----
         fuser::Run<Chain, true, N> runs[kRows];
@@ -225,8 +235,7 @@ __global__ void __launch_bounds__(256)
                 for (int line = 0; line < Chain::kLines; ++line) {
                     const fuser::Spot spot = place.template spot<Chain::kLines>(line);
                     if constexpr (kAmax) {
-                        fuser::round_all<typename Chain::Element>(lines[line]);
-                        largest = fuser::larger(largest, lines[line]);
+                        largest.see(lines[line]);
                     }
                     if (dx != nullptr) {
                         fuser::write(dx + spot.index(), lines[line]);
@@ -237,7 +246,7 @@ __global__ void __launch_bounds__(256)
     }
     Chain::finish(inputs, place, sums, fuser::Collector<N>{0, rows, thread});
     if constexpr (kAmax) {
-        fuser::raise_amax(largest, amax);
+        fuser::raise_amax(largest.bits(), amax);
     }
 }
 

@@ -18,13 +18,15 @@ constexpr int kNormBlocks =
 template <class Producer, class Store>
 __global__ void __launch_bounds__(fuser::kTileThreads, (kNormBlocks<Producer, Store>))
     fuser_norm_store(Producer producer, Store store, long long rows, int columns) {
-    const fuser::Tile tile(rows, columns);
+    __shared__ __align__(16) unsigned char scratch[Store::kScratchBytes + 16];
+    const fuser::Tile tile(rows, columns, false, scratch);
     store(tile, produced(producer, tile));
 }
 
 // The values themselves.
 struct PlainStore {
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = 0;
     void* out;
 
     template <class T>

@@ -67,17 +67,32 @@ __device__ __forceinline__ float times_sigmoid(float numerator, float e) {
 
 struct Sigmoid {
     float value;  // sigmoid(v)
-    float slope;  // sigmoid(v) (1 - sigmoid(v)), exact relative to itself however large v is
+    float slope;  // sigmoid(v) (1 - sigmoid(v))
 };
 
-// From e = exp(-|v|), which cannot overflow. MUFU: 1.
-__device__ __forceinline__ Sigmoid sigmoid_at(float e, bool is_positive) {
-    const float larger = __fdividef(1.0f, __fadd_rn(1.0f, e));
-    const float smaller = __fmul_rn(e, larger);
-    return {is_positive ? larger : smaller, __fmul_rn(larger, smaller)};
+// exp(-|v|) for sigmoid_at in fp32: it cannot overflow, and the slope is exact relative to itself
+// however large v is. In 16 bits exp(-v): the slope loses digits only where it is small beside what
+// `weighted` adds it to, or beside 1. MUFU: 1.
+template <class T>
+__device__ __forceinline__ float exponential_below(float v) {
+    return sizeof(T) == 4 ? expf(minus_magnitude(v)) : exp2f(__fmul_rn(-1.44269504f, v));
 }
 
-// x sigmoid(v(x)), where dv is the derivative of v. MUFU: 0.
+// MUFU: 1.
+template <class T>
+__device__ __forceinline__ Sigmoid sigmoid_at(float e, float v) {
+    const float larger = reciprocal(__fadd_rn(1.0f, e));
+    if constexpr (sizeof(T) == 2) {
+        return {larger, fmaf(-larger, larger, larger)};
+    }
+    const float smaller = __fmul_rn(e, larger);
+    return {v >= 0.0f ? larger : smaller, __fmul_rn(larger, smaller)};
+}
+
+// x sigmoid(v), where v'(x) = 1 or dv. MUFU: 0.
+__device__ __forceinline__ Point weighted(float x, Sigmoid sigmoid) {
+    return {__fmul_rn(x, sigmoid.value), fmaf(x, sigmoid.slope, sigmoid.value)};
+}
 __device__ __forceinline__ Point weighted(float x, Sigmoid sigmoid, float dv) {
     // dv times the slope first: it is 0 where x dv overflows.
     return {__fmul_rn(x, sigmoid.value), fmaf(x, __fmul_rn(dv, sigmoid.slope), sigmoid.value)};
@@ -117,7 +132,7 @@ __device__ __forceinline__ Ratio tanh_ratio(float z) {
 // MUFU: 2.
 __device__ __forceinline__ Point tanh_at(float z) {
     const float e = tanh_exponential(z);
-    const float inverse = __fdividef(1.0f, __fadd_rn(1.0f, e));
+    const float inverse = reciprocal(__fadd_rn(1.0f, e));
     const float near = tanh_near(z);
     const float far = copysignf(__fmul_rn(__fsub_rn(1.0f, e), inverse), z);
     // 1 - tanh^2 is a small difference of large numbers far from 0, and 4 e / (1 + e)^2 is not.
@@ -169,7 +184,7 @@ struct SigmoidFunction : Smooth {
         return times_sigmoid(1.0f, exponential<T>(-x));
     }
     __device__ __forceinline__ static Point at(float x, const float*) {
-        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f);
+        const Sigmoid sigmoid = sigmoid_at<T>(exponential_below<T>(x), x);
         return {sigmoid.value, sigmoid.slope};
     }
 };
@@ -181,12 +196,13 @@ struct SiluFunction : Smooth {
         return times_sigmoid(x, exponential<T>(-x));
     }
     __device__ __forceinline__ static Point at(float x, const float*) {
-        return weighted(x, sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f), 1.0f);
+        return weighted(x, sigmoid_at<T>(exponential_below<T>(x), x));
     }
 };
 
 // 0.5 x (1 + tanh(u)) = x sigmoid(v) with v = 2 u: no small difference of larger numbers, so that
 // 2^(-v log2 e) leaves it nearer to the truth than the formula with tanh. MUFU: 2, 2.
+template <class T>
 struct GeluFunction : Smooth {
     static constexpr float kLinear = 1.5957691f;   // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
     static constexpr float kCubic = 0.071354814f;  // 0.044715 kLinear
@@ -198,9 +214,10 @@ struct GeluFunction : Smooth {
     }
     __device__ __forceinline__ static Point at(float x, const float*) {
         const float square = __fmul_rn(x, x);
-        const float inner = fmaf(square, kLog2E * kCubic, kLog2E * kLinear);
-        const float e = exp2f(__fmul_rn(minus_magnitude(x), inner));
-        return weighted(x, sigmoid_at(e, x >= 0.0f), fmaf(square, 3.0f * kCubic, kLinear));
+        constexpr float kSign = sizeof(T) == 4 ? 1.0f : -1.0f;  // as in exponential_below
+        const float inner = fmaf(square, kSign * kLog2E * kCubic, kSign * kLog2E * kLinear);
+        const float e = exp2f(__fmul_rn(sizeof(T) == 4 ? minus_magnitude(x) : x, inner));
+        return weighted(x, sigmoid_at<T>(e, x), fmaf(square, 3.0f * kCubic, kLinear));
     }
 };
 
@@ -213,8 +230,8 @@ struct QgeluFunction : Smooth {
         return times_sigmoid(x, exponential<T>(__fmul_rn(-kAlpha, x)));
     }
     __device__ __forceinline__ static Point at(float x, const float*) {
-        const float e = exponential<T>(__fmul_rn(kAlpha, minus_magnitude(x)));
-        return weighted(x, sigmoid_at(e, x >= 0.0f), kAlpha);
+        const float e = exponential_below<T>(__fmul_rn(kAlpha, x));
+        return weighted(x, sigmoid_at<T>(e, x), kAlpha);
     }
 };
 
@@ -229,7 +246,7 @@ struct SoftClippedSiluFunction : Smooth {
     __device__ __forceinline__ static Point at(float x, const float* scalars) {
         const Point t = tanh_at(__fmul_rn(x, scalars[1]));
         const float clipped = __fmul_rn(scalars[0], t.value);
-        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(x)), x >= 0.0f);
+        const Sigmoid sigmoid = sigmoid_at<T>(exponential_below<T>(x), x);
         return {__fmul_rn(clipped, sigmoid.value),
                 fmaf(clipped, sigmoid.slope, __fmul_rn(t.slope, sigmoid.value))};
     }
@@ -258,7 +275,7 @@ struct ClampedGateFunction : Clamped {
     __device__ __forceinline__ static Point at(float x, const float* scalars) {
         const float g = x > scalars[0] ? scalars[0] : x;
         const float v = __fmul_rn(scalars[1], g);
-        const Sigmoid sigmoid = sigmoid_at(exponential<T>(minus_magnitude(v)), v >= 0.0f);
+        const Sigmoid sigmoid = sigmoid_at<T>(exponential_below<T>(v), v);
         const Point p = weighted(g, sigmoid, scalars[1]);
         return {p.value, x <= scalars[0] ? p.slope : 0.0f};
     }
@@ -313,7 +330,7 @@ struct Gated {
 };
 
 template <class T>
-using GELU = Unary<GeluFunction>;
+using GELU = Unary<GeluFunction<T>>;
 template <class T>
 using QGELU = Unary<QgeluFunction<T>>;
 template <class T>
@@ -325,7 +342,7 @@ using SiLU = Unary<SiluFunction<T>>;
 template <class T>
 using GLU = Gated<SigmoidFunction<T>, IdentityFunction>;
 template <class T>
-using GEGLU = Gated<GeluFunction, IdentityFunction>;
+using GEGLU = Gated<GeluFunction<T>, IdentityFunction>;
 template <class T>
 using QGEGLU = Gated<QgeluFunction<T>, IdentityFunction>;
 template <class T>

@@ -21,6 +21,9 @@ struct BlockScaling {
     __device__ __forceinline__ float scale(unsigned amax) const {
         return scale_from_amax(amax, E::kMax, pow2, eps, kLargestFinite<T>);
     }
+    __device__ __forceinline__ float inverse(float scale) const {
+        return inverse_of(scale, pow2);
+    }
 };
 
 // Rows of scales are padded to 16 bytes, with zeros.
@@ -32,6 +35,7 @@ template <class E, bool kAligned>
 struct Block1dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
     unsigned char* row;    // [rows, columns]
     float* row_scale_inv;  // [column tiles, padded rows]
     unsigned char* col;    // [columns, rows]
@@ -66,7 +70,7 @@ struct Block1dStore {
         const long long kept = tile.row + kept_row<kRowThreads>(0);
         if (Tile::thread_column() < kRowThreads / 2 && kept < padded(tile.rows)) {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
-                kept < tile.rows ? div_rn(1.0f, scale[0]) : 0.0f;
+                kept < tile.rows ? scaling.inverse(scale[0]) : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
@@ -93,14 +97,13 @@ struct Block1dStore {
             const int column = tile.first_column() + of_tile;
             if (column < padded(tile.columns)) {
                 col_scale_inv[tile.row_tile * padded(tile.columns) + column] =
-                    column < tile.columns ? div_rn(1.0f, scale) : 0.0f;
+                    column < tile.columns ? scaling.inverse(scale) : 0.0f;
             }
         }
         __syncthreads();
 
         // ---- bytes ----
-        __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
-        const Turned<uint2> turned(shared);
+        const Turned<uint2> turned(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const float factor = scales[Tile::thread_column() * kPatch + j];
@@ -122,6 +125,7 @@ template <class E, bool kAligned>
 struct Block2dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
     unsigned char* row;    // [rows, columns]
     float* row_scale_inv;  // [row tiles, padded column tiles]
     unsigned char* col;    // [columns, rows]
@@ -143,7 +147,7 @@ struct Block2dStore {
         }
         const float scale = scaling.template scale<E, T>(amax);
         if (threadIdx.x == 0) {
-            const float inverse = div_rn(1.0f, scale);
+            const float inverse = scaling.inverse(scale);
             if (row != nullptr) {
                 store_scale(row_scale_inv, tile.row_tile, tile.column_tile, tile.column_tiles,
                             inverse);
@@ -168,6 +172,9 @@ struct Block2dStore {
         }
     }
 };
+
+template <class E, bool kAligned>
+constexpr int kFewerBlocksBehindAhead<Block2dStore<E, kAligned>> = 1;
 
 // ---- the values of a copy, as it is stored ----
 

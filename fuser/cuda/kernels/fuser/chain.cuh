@@ -296,6 +296,28 @@ struct Run {
         Chain::template fetch<kBackward>(inputs, place, fetched);
     }
 
+    // As `fetch`, but what is surely used comes from `staged`: dy, then lines, 16 bytes each time,
+    // `step` apart.
+    __device__ __forceinline__ void take(const Inputs<Chain>& inputs, const Place& place,
+                                         const uint4* staged, int step) {
+        constexpr int kChunks = N * static_cast<int>(sizeof(T)) / 16;
+        if constexpr (kBackward) {
+            dy.take(staged, step);
+        }
+        if constexpr (kReadsInput) {
+#pragma unroll
+            for (int line = 0; line < kLines; ++line) {
+                if (line < kNeeded) {
+                    x[line].take(staged + (kBackward + line) * kChunks * step, step);
+                } else {
+                    x[line].read(inputs.x + place.row * inputs.x_stride +
+                                 place.template spot<kLines>(line).column);
+                }
+            }
+        }
+        Chain::template fetch<kBackward>(inputs, place, fetched);
+    }
+
     // Bits that are there when all is that `fetch` reads and that is needed.
     __device__ __forceinline__ unsigned bits() const {
         unsigned all = Chain::template bits<kBackward>(fetched);

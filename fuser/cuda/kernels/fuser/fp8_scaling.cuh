@@ -66,8 +66,7 @@ __device__ __forceinline__ void store_scaled(const Tile& tile, const Patch<T>& p
     scale_patch<E>(patch, scale, bytes);
     store_rows<kAligned>(tile, bytes, row);
     if (col != nullptr) {
-        __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
-        const Turned<uint2> turned(shared);
+        const Turned<uint2> turned(tile.scratch);
         put_turned(turned, bytes);
         __syncthreads();
         turned.template store<kAligned>(tile, col, tile.rows);
@@ -80,6 +79,7 @@ template <class E, bool kAligned>
 struct Fp8Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
     TensorScale scaling;
     unsigned char* row;  // [rows, columns]
     unsigned char* col;  // [columns, rows]

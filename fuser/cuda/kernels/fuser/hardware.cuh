@@ -193,6 +193,17 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 #endif
 }
 
+// 1 / x within an ulp; `__fdividef(1, x)` takes an instruction more.
+__device__ __forceinline__ float reciprocal(float x) {
+#if defined(FUSER_EMULATED)
+    return 1.0f / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // ---- two numbers of 16 bits ----
 
 // The larger of each pair of unsigned halves.
@@ -297,6 +308,13 @@ __device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
     unsigned sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
+#endif
+}
+
+// The same number, of which the compiler does not know where it came from.
+__device__ __forceinline__ void make_unknown(int& x) {
+#if !defined(FUSER_EMULATED)
+    asm volatile("" : "+r"(x));
 #endif
 }
 

@@ -84,6 +84,7 @@ template <class E, bool kAligned>
 struct Mxfp8Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = 0;
     Mxfp8Copies copies;
 
     template <class T>
@@ -171,6 +172,7 @@ template <class E, bool kAligned>
 struct Mxfp8SquareStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
+    static constexpr int kScratchBytes = 0;
     Mxfp8Copies copies;
 
     template <class T>
@@ -209,6 +211,9 @@ struct Mxfp8SquareStore {
         store_rows<kAligned>(tile, bytes, copies.col);
     }
 };
+
+template <class E, bool kAligned>
+constexpr int kFewerBlocksBehindAhead<Mxfp8SquareStore<E, kAligned>> = 1;
 
 // ---- the values of a copy ----
 

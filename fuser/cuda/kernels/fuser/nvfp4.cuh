@@ -119,6 +119,7 @@ template <bool kHadamard, bool kStochastic, bool kAligned>
 struct Nvfp4Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = kHadamard || kStochastic ? 2 : 3;
+    static constexpr int kScratchBytes = Turned<unsigned>::kBytes;
     const float* row_amax;
     const float* col_amax;
     unsigned char* row;        // [rows, columns / 2]
@@ -235,8 +236,7 @@ struct Nvfp4Store {
         }
 
         // ---- codes ----
-        __shared__ __align__(16) unsigned char shared[Turned<unsigned>::kBytes];
-        const Turned<unsigned> turned(shared);
+        const Turned<unsigned> turned(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const int owner = Tile::thread_column() + j / kKept * kRowThreads;
@@ -270,6 +270,7 @@ struct Nvfp4Store {
 struct HadamardAmaxStore {
     static constexpr bool kIsAligned = true;
     static constexpr int kBlocks = 3;
+    static constexpr int kScratchBytes = 0;
     unsigned* amax;  // [2], bits of fp32, raised
 
     template <class T>

@@ -153,14 +153,20 @@ __device__ __forceinline__ Packed<T, kCount> load_packed_tail(const T* p, int co
     return result;
 }
 
-template <class T, int kCount>
+// kStreams: for what is not read soon.
+template <bool kStreams = true, class T, int kCount>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T, kCount>& x) {
     using Source = Packed<T, kCount>;
+    using Access = typename Source::Access;
 #pragma unroll
     for (int i = 0; i < Source::kWords / Source::kStep; ++i) {
-        typename Source::Access part;
+        Access part;
         memcpy(&part, x.words + i * Source::kStep, sizeof(part));
-        store_streaming(reinterpret_cast<typename Source::Access*>(p) + i, part);
+        if constexpr (kStreams) {
+            store_streaming(reinterpret_cast<Access*>(p) + i, part);
+        } else {
+            reinterpret_cast<Access*>(p)[i] = part;
+        }
     }
 }
 

@@ -27,9 +27,9 @@ struct PointwiseBackwardProducer {
     float* sums;  // [row tiles, columns]
 };
 
-// At 64 registers all but the shortest chains spill, and at 80 those of more than one activation
-// with one operand. Where memory is slower two blocks keep up with it, and some short ones would
-// spill at 80, too.
+// Four blocks of 64 registers keep memory busy behind what short chains compute: on an H200 they
+// take 4 to 12% less time than three. Longer chains spill there, and where memory is slower two keep
+// up with it. For sm_100 the compiler takes a few registers more, so that gradients get three.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
 constexpr bool kIsShort = Chain::kLines + Chain::kPointers + Chain::kScalars <= 2;
@@ -37,12 +37,17 @@ constexpr bool kIsShort = Chain::kLines + Chain::kPointers + Chain::kScalars <= 
 template <class Chain>
 constexpr bool kIsShort = false;
 #endif
+#if __CUDA_ARCH__ == 1000
+constexpr int kFewerOfGradients = 1;
+#else
+constexpr int kFewerOfGradients = 0;
+#endif
 template <class Chain, bool kAligned>
 constexpr int kFewerBlocks<PointwiseProducer<Chain, kAligned>> =
-    kIsShort<Chain> && kAligned ? 1 : 2;
+    kIsShort<Chain> && kAligned ? 0 : 2;
 template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
-    kIsShort<Chain> && kAligned && (!kSums || sizeof(typename Chain::Element) == 4) ? 1 : 2;
+    kIsShort<Chain> && kAligned ? kFewerOfGradients : 2;
 
 // Gate and linear part of dx follow from the same inputs. A block takes a tile of one of them, since
 // two patches take more registers than a thread has at half the blocks; its neighbour, which runs at
@@ -52,26 +57,60 @@ constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = C
 
 // ---- one line of a chain's lines: y, or one of dx's ----
 
+// What is asked for ahead, in shared memory: kDepth rows of kStreams tensors, in pieces of 16 bytes
+// that the thread which asked reads itself. There loads take no registers, and rows are on their way
+// while others are computed. Eight or nine pieces a thread are 128 or 144 KB on a multiprocessor;
+// with six an H200 takes 1 to 9% more time.
+template <class T, int kStreams>
+struct Staged {
+    static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a run
+    static constexpr int kEach = kStreams * kChunks;
+    static constexpr int kMost = 9;  // chunks a thread: more would exceed a block's 48 KB
+    static constexpr int kDepth = kEach == 1 ? kPatch : kEach < kMost ? kMost / kEach : 1;
+    static constexpr int kBytes = kDepth * kEach * kTileThreads * 16;
+};
+
+template <class T>
+__device__ __forceinline__ void add_row(const Patch<T>& patch, int row, float (&sums)[kPatch]) {
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+        sums[j] = __fadd_rn(sums[j], patch.value(row, j));
+    }
+}
+
 template <class Chain, bool kBackward>
 struct ChainRows {
     using T = typename Chain::Element;
     static constexpr int kLines = kBackward ? Chain::kLines : 1;
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
-    static constexpr int kReads = kBackward + kReadsInput * Chain::kLines;
-    // Rows that are asked for at once: up to 16 words a thread forward, one row's backward. Three
-    // blocks of 256 threads have 24 to 48 KB on their way then.
-    static constexpr int kWords = kReads * Patch<T>::kWords;
-    static constexpr int kAtOnce = kWords > 8 || kBackward ? 1 : 2;
+    static constexpr int kStreams = kBackward + kReadsInput * Chain::kLines;
+    static constexpr int kRound = 2;  // rows that a compiler sees at once
+    using Ahead = Staged<T, kStreams>;
 
     const Inputs<Chain>& inputs;
+    uint4* staged;
 
-    // All of a patch whose columns belong to line kLine, from `column` of the chain's output on. In a
-    // loop, two rows a round: a compiler that sees all 8 rows at once keeps more of them under way
-    // than it has registers for. The rows that are there move up, since registers have no index.
-    template <int kLine>
-    __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column) const {
-        constexpr int kRound = 2;
-        Place place(0, inputs.columns, column, inputs.interleave);
+    // All of a patch whose columns belong to line kLine, from `column` of the chain's output on.
+    // With kSums, `sums` grow by those over its rows. The linear part is not asked for ahead where
+    // its own gradient alone is wanted, since mostly nobody reads it then.
+    template <int kLine, bool kSums>
+    __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column,
+                                         float (&sums)[kPatch]) const {
+        constexpr int kNeeded = kLine == 0 ? Chain::kLines : 1;
+        constexpr int kDepth = Ahead::kDepth;
+        Place place(tile.row, inputs.columns, column, inputs.interleave);
+        const T* dy = kBackward ? inputs.dy + place.row * inputs.dy_stride + place.column : nullptr;
+        const T* x = kReadsInput ? inputs.x + place.row * inputs.x_stride +
+                                       place.template spot<Chain::kLines>(0).column
+                                 : nullptr;
+#pragma unroll
+        for (int i = 0; i < kDepth; ++i) {
+            ask<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
+            close_copies();
+        }
+        // In a loop: a compiler that sees all 8 rows at once keeps more of them under way than it
+        // has registers for. The rows that are there move up, since registers have no index.
+        int at = 0;  // the row's slot; a remainder by 3 would take longer
 #pragma unroll 1
         for (int round = 0; round < kPatch; round += kRound) {
 #pragma unroll
@@ -79,23 +118,54 @@ struct ChainRows {
                 patch.move_row(i, i + kRound);
             }
 #pragma unroll
-            for (int first = 0; first < kRound; first += kAtOnce) {
-                Run<Chain, kBackward, kPatch, kLine == 0 ? Chain::kLines : 1> runs[kAtOnce];
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    place.row = tile.row + min(round + first + i, tile.rows_left - 1);
-                    runs[i].fetch(inputs, place);
+            for (int i = 0; i < kRound; ++i) {
+                const int row = round + i;
+                Run<Chain, kBackward, kPatch, kNeeded> run;
+                place.row = tile.row + min(row, tile.rows_left - 1);
+                wait_for_copies<kDepth - 1>();
+                run.take(inputs, place, slot(at), kTileThreads);
+                if (row + kDepth < kPatch) {
+                    ask<kNeeded>(row + kDepth + 1 < tile.rows_left, dy, x, slot(at));
                 }
-                wait_for_all(runs);
-#pragma unroll
-                for (int i = 0; i < kAtOnce; ++i) {
-                    float lines[kLines][kPatch];
-                    compute(runs[i], place, lines);
-                    patch.round_row(kPatch - kRound + first + i, lines[kLine]);
+                close_copies();
+                at = at + 1 < kDepth ? at + 1 : 0;
+                float lines[kLines][kPatch];
+                compute(run, place, lines);
+                patch.round_row(kPatch - kRound + i, lines[kLine]);
+                if (kSums && row < tile.rows_left) {
+                    add_row(patch, kPatch - kRound + i, sums);
                 }
             }
         }
         clear_rows_outside(patch, tile);
+    }
+
+    __device__ __forceinline__ uint4* slot(int i) const {
+        return staged + i * Ahead::kEach * kTileThreads + threadIdx.x;
+    }
+
+    // A row at `dy` and `x`, which then are those of the next one, if there is another.
+    template <int kNeeded>
+    __device__ __forceinline__ void ask(bool has_next, const T*& dy, const T*& x, uint4* to) const {
+        constexpr int kChunks = Ahead::kChunks;
+        if constexpr (kBackward) {
+            ask_run(dy, to);
+            dy += has_next ? inputs.dy_stride : 0;
+        }
+        if constexpr (kReadsInput) {
+#pragma unroll
+            for (int line = 0; line < kNeeded; ++line) {
+                ask_run(x + line * inputs.interleave,
+                        to + (kBackward + line) * kChunks * kTileThreads);
+            }
+            x += has_next ? inputs.x_stride : 0;
+        }
+    }
+    __device__ __forceinline__ void ask_run(const T* p, uint4* to) const {
+#pragma unroll
+        for (int chunk = 0; chunk < Ahead::kChunks; ++chunk) {
+            copy_async<16>(to + chunk * kTileThreads, reinterpret_cast<const uint4*>(p) + chunk);
+        }
     }
 
     // All of a patch, one element at a time, of either line. A loop, since chains may be long.
@@ -150,46 +220,43 @@ private:
     }
 };
 
+template <class Chain, bool kAligned>
+constexpr int kAheadBytes<PointwiseProducer<Chain, kAligned>> =
+    kAligned ? ChainRows<Chain, false>::Ahead::kBytes : 0;
+// At least what sums over the rows take.
+template <class Chain>
+constexpr int kBackwardBytes = ChainRows<Chain, true>::Ahead::kBytes > kTileWarps * kTile * 4
+                                   ? ChainRows<Chain, true>::Ahead::kBytes
+                                   : kTileWarps * kTile * 4;
+template <class Chain, bool kSums, bool kAligned>
+constexpr int kAheadBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
+    kAligned || kSums ? kBackwardBytes<Chain> : 0;
+
 // ---- sums over the rows of a tile ----
 
-// Of 8 rows, of two threads, of eight warps: an order that depends on nothing.
-template <class T>
-__device__ __forceinline__ void sum_columns(const Patch<T>& patch, const Tile& tile, float* sums) {
-    __shared__ __align__(16) float of_warps[kTileWarps][kTile];
-    // Through words that only seem to be others, or unpacked values would stay in registers until the
-    // store needs them.
-    const unsigned zero = sizeof(T) == 4 ? 0u : blockDim.z - 1u;
-    Patch<T> own;
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-#pragma unroll
-        for (int w = 0; w < Patch<T>::kWords; ++w) {
-            own.words[i][w] = patch.words[i][w] ^ zero;
-        }
-    }
-    float sum[kPatch];
+// From those of each thread, of 8 rows: of two threads, of eight warps, an order that depends on
+// nothing. In the memory of rows that have been computed.
+__device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& tile, uint4* shared,
+                                           float* sums) {
+    float* of_warps = reinterpret_cast<float*>(shared);  // [kTileWarps][kTile]
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-        sum[j] = own.value(0, j);
-#pragma unroll
-        for (int i = 1; i < kPatch; ++i) {
-            sum[j] = __fadd_rn(sum[j], own.value(i, j));
-        }
         sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kWarp, sum[j], kRowThreads));
     }
+    __syncthreads();
     if (threadIdx.x % 32 < kRowThreads) {
-        float4* p =
-            reinterpret_cast<float4*>(&of_warps[threadIdx.x / 32][Tile::thread_column() * kPatch]);
+        float4* p = reinterpret_cast<float4*>(of_warps + threadIdx.x / 32 * kTile +
+                                              Tile::thread_column() * kPatch);
         p[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         p[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     }
     __syncthreads();
     const int column = tile.first_column() + static_cast<int>(threadIdx.x);
     if (threadIdx.x < kTile && column < tile.columns) {
-        float total = of_warps[0][threadIdx.x];
+        float total = of_warps[threadIdx.x];
 #pragma unroll
         for (int warp = 1; warp < kTileWarps; ++warp) {
-            total = __fadd_rn(total, of_warps[warp][threadIdx.x]);
+            total = __fadd_rn(total, of_warps[warp * kTile + threadIdx.x]);
         }
         sums[static_cast<long long>(tile.row_tile) * tile.columns + column] = total;
     }
@@ -200,39 +267,53 @@ __device__ __forceinline__ void sum_columns(const Patch<T>& patch, const Tile& t
 template <class Chain, bool kAligned>
 __device__ __forceinline__ Patch<typename Chain::Element> produced(
     const PointwiseProducer<Chain, kAligned>& producer, const Tile& tile) {
-    const ChainRows<Chain, false> rows{producer.inputs};
+    using Rows = ChainRows<Chain, false>;
+    uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
+    const Rows rows{producer.inputs, staged};
     Patch<typename Chain::Element> patch{};
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
-            rows.template fill<0>(patch, tile, tile.column);
+            float none[kPatch];
+            rows.template fill<0, false>(patch, tile, tile.column, none);
         }
     } else {
         rows.fill_singly(patch, tile);
     }
+    __syncthreads();  // the store takes the memory now
     return patch;
 }
 
 template <class Chain, bool kSums, bool kAligned>
 __device__ __forceinline__ Patch<typename Chain::Element> produced(
     const PointwiseBackwardProducer<Chain, kSums, kAligned>& producer, const Tile& tile) {
-    const ChainRows<Chain, true> rows{producer.inputs};
+    using Rows = ChainRows<Chain, true>;
+    uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
+    const Rows rows{producer.inputs, staged};
     Patch<typename Chain::Element> patch{};
+    float sums[kPatch] = {};
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
             int column = tile.column;
             const int line = rows.line_of(column);
             if (Chain::kLines == 1 || line == 0) {
-                rows.template fill<0>(patch, tile, column);
+                rows.template fill<0, kSums>(patch, tile, column, sums);
             } else {
-                rows.template fill<Chain::kLines - 1>(patch, tile, column);
+                rows.template fill<Chain::kLines - 1, kSums>(patch, tile, column, sums);
             }
         }
     } else {
         rows.fill_singly(patch, tile);
+        if constexpr (kSums) {
+#pragma unroll
+            for (int i = 0; i < kPatch; ++i) {
+                add_row(patch, i, sums);
+            }
+        }
     }
     if constexpr (kSums) {
-        sum_columns(patch, tile, producer.sums);
+        store_sums(sums, tile, staged, producer.sums);
     }
+    __syncthreads();  // the store takes the memory now
     return patch;
 }
 

@@ -54,11 +54,11 @@ __device__ __forceinline__ void load_chunk(const T* row, const Columns<kCount, k
 }
 
 // The elements of a vector that are in the row; there is at least one.
-template <class T, int kCount>
+template <bool kStreams = true, class T, int kCount>
 __device__ __forceinline__ void store_vector(T* p, int left, bool is_aligned,
                                              const Packed<T, kCount>& x) {
     if (is_aligned) {
-        store_packed(p, x);
+        store_packed<kStreams>(p, x);
     } else {
         store_packed_tail(p, left, x);
     }

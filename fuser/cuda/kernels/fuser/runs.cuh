@@ -23,6 +23,14 @@ struct Packed {
             memcpy(words + i * kStep, &part, sizeof(Access));
         }
     }
+    // From pieces of 16 bytes, `step` apart.
+    __device__ __forceinline__ void take(const uint4* pieces, int step) {
+#pragma unroll
+        for (int i = 0; i < kWords / 4; ++i) {
+            const uint4 piece = pieces[i * step];
+            memcpy(words + i * 4, &piece, sizeof(piece));
+        }
+    }
     // Bits that are there when the elements are.
     __device__ __forceinline__ unsigned bits() const { return words[0]; }
     // Makes every element wait for `zero`, which is 0.

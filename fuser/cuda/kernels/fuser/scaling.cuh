@@ -111,10 +111,31 @@ __device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
 
 // ---- one fp32 scale: of a tensor, or of a block of 128 ----
 
+// Amaxes between 2^-100 and 2^100: neither they nor powers of two that follow from them are near an
+// end of fp32.
+constexpr unsigned kOne = 0x3f800000u;
+constexpr unsigned kSmallestPlain = kOne - (100u << 23);
+constexpr unsigned kLargestPlain = kOne + (100u << 23);
+
+// 1 / scale.
+__device__ __forceinline__ float inverse_of(float scale, bool pow2) {
+    const unsigned bits = __float_as_uint(scale);
+    if (pow2 && bits - kSmallestPlain < kLargestPlain - kSmallestPlain) {
+        return __uint_as_float(2u * kOne - bits);
+    }
+    return div_rn(1.0f, scale);
+}
+
 // `amax` and `eps` are bits of numbers that are not negative.
 __device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, bool pow2,
                                                  unsigned eps, float when_infinite) {
     amax = max(amax, eps);  // a NaN stays one
+    // Without a division, by exponents and a borrow: a quotient just below a power of two is not
+    // rounded up to it, since 1.75, the significand of both maxima, over one that is larger by an
+    // ulp is further from 1 than half of one.
+    if (pow2 && amax - kSmallestPlain < kLargestPlain - kSmallestPlain) {
+        return __uint_as_float(__float_as_uint(max_fp8) - amax + kOne & 0xff800000u);
+    }
     if (amax == 0u || amax >= kInfinity) {
         return 1.0f;
     }

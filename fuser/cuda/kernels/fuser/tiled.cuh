@@ -12,14 +12,17 @@
 //   struct Store {
 //       static constexpr bool kIsAligned = ...;  // whether it stores 8 elements at a time
 //       static constexpr int kBlocks = 4;  // on a multiprocessor: 4, or fewer if it needs registers
+//       static constexpr int kScratchBytes = 0;  // of Tile::scratch, aligned to 16 bytes
 //       template <class T>
 //       __device__ void operator()(const Tile& tile, const Patch<T>& patch) const;
 //   };
 //
 // All threads of a block call both. A producer that makes its patches otherwise than row by row (to
 // have several rows in flight, or to sum their columns) has an overload of `produced` in place of
-// operator(). Two traits are specialized where that is needed: kFewerBlocks, 1 or 2 if it takes many
-// registers; kHasHalves, if values from the two halves of a row follow from the same inputs.
+// operator(). Traits are specialized where that is needed: kFewerBlocks, 1 or 2 if it takes many
+// registers; kHasHalves, if values from the two halves of a row follow from the same inputs;
+// kAheadBytes, of Tile::scratch for what it asks for ahead. Whoever has used that leaves a barrier
+// behind.
 //
 // A thread holds a patch of 8 x 8 values: 16 threads side by side make 128 columns, so that a row of
 // bf16 is 16 bytes a thread and 256 bytes a tile. A warp holds 16 rows. Patches are kept packed, two
@@ -41,6 +44,11 @@ template <class Producer>
 constexpr int kFewerBlocks = 0;
 template <class Producer>
 constexpr bool kHasHalves = false;
+template <class Producer>
+constexpr int kAheadBytes = 0;
+// Of a store whose registers do not go with those of producers that ask ahead: 1.
+template <class Store>
+constexpr int kFewerBlocksBehindAhead = 0;
 
 // Four blocks on a multiprocessor leave 64 registers a thread, three 80, two 128: for fp32, whose
 // patches are twice as large, and for elements one by one. One leaves 255, for what is both long and
@@ -49,10 +57,13 @@ template <class Producer, class Store>
 constexpr bool kIsWide =
     sizeof(typename Producer::Element) == 4 || !Producer::kIsAligned || !Store::kIsAligned;
 template <class Producer, class Store>
-constexpr int kTileBlocks =
-    kIsWide<Producer, Store>                      ? (kFewerBlocks<Producer> > 1 ? 1 : 2)
-    : Store::kBlocks - kFewerBlocks<Producer> > 2 ? Store::kBlocks - kFewerBlocks<Producer>
-                                                  : 2;
+constexpr int kNarrowBlocks =
+    Store::kBlocks - kFewerBlocks<Producer> -
+    (kAheadBytes<Producer> > 0 ? kFewerBlocksBehindAhead<Store> : 0);
+template <class Producer, class Store>
+constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> > 1 ? 1 : 2)
+                            : kNarrowBlocks<Producer, Store> > 2 ? kNarrowBlocks<Producer, Store>
+                                                                 : 2;
 
 // ---- where a thread is ----
 
@@ -64,11 +75,13 @@ struct Tile {
     long long row;  // the patch's first
     int column;
     int rows_left, columns_left;  // of the patch in the matrix: 8 or fewer, both 0 outside of it
+    unsigned char* scratch;       // shared memory, of the producer first and then of the store
 
     // With has_halves, a tile of the left half stands beside the one of the right half, so that what
     // one of them reads is still in L2 for the other.
-    __device__ __forceinline__ Tile(long long rows, int columns, bool has_halves = false)
-        : rows(rows), columns(columns) {
+    __device__ __forceinline__ Tile(long long rows, int columns, bool has_halves = false,
+                                    unsigned char* scratch = nullptr)
+        : rows(rows), columns(columns), scratch(scratch) {
         row_tiles = static_cast<int>((rows - 1) / kTile + 1);
         column_tiles = (columns - 1) / kTile + 1;
         // From the end: the kernel before this one touched it last, so it may still be in L2.
@@ -78,12 +91,14 @@ struct Tile {
         if (has_halves) {
             column_tile = column_tile / 2 + column_tile % 2 * ((column_tiles + 1) / 2);
         }
-        row = first_row() + thread_row() * kPatch;
-        column = first_column() + thread_column() * kPatch;
-        const bool is_inside = row < rows && column < columns;
-        const long long below = rows - row;
-        rows_left = is_inside ? static_cast<int>(below < kPatch ? below : kPatch) : 0;
-        columns_left = is_inside ? min(columns - column, kPatch) : 0;
+        place_thread();
+    }
+
+    // The same again, from the place of the tile alone: then less stays in registers meanwhile.
+    __device__ __forceinline__ void place_again() {
+        make_unknown(row_tile);
+        make_unknown(column_tile);
+        place_thread();
     }
 
     __device__ __forceinline__ long long first_row() const {
@@ -92,6 +107,16 @@ struct Tile {
     __device__ __forceinline__ int first_column() const { return column_tile * kTile; }
     static __device__ __forceinline__ int thread_row() { return threadIdx.x / kRowThreads; }
     static __device__ __forceinline__ int thread_column() { return threadIdx.x % kRowThreads; }
+
+private:
+    __device__ __forceinline__ void place_thread() {
+        row = first_row() + thread_row() * kPatch;
+        column = first_column() + thread_column() * kPatch;
+        const bool is_inside = row < rows && column < columns;
+        const long long below = rows - row;
+        rows_left = is_inside ? static_cast<int>(below < kPatch ? below : kPatch) : 0;
+        columns_left = is_inside ? min(columns - column, kPatch) : 0;
+    }
 };
 
 // ---- what it holds ----
@@ -422,25 +447,29 @@ struct Turned {
             Chunk part[2];
         };
         constexpr int kPieces = kRowThreads / 2;  // of a column
-        const long long first_byte = tile.first_row() / kPatch * static_cast<int>(sizeof(Chunk));
+        constexpr int kColumns = kTileThreads / kPieces;  // that all threads take at once
+        static_assert(kColumns / kPatch % 2 == 0);
+        const int column = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+        const int turn = column / kPatch;  // kColumns / kPatch more each time: as odd as now
+        const long long byte = tile.first_row() / kPatch * static_cast<int>(sizeof(Chunk)) +
+                               piece * static_cast<int>(sizeof(Piece));
+        const long long left = min(row_bytes - byte, static_cast<long long>(sizeof(Piece)));
+        const int columns_left = left > 0 ? tile.columns - tile.first_column() - column : 0;
+        unsigned char* p = out + (tile.first_column() + column) * row_bytes + byte;
 #pragma unroll
-        for (int k = 0; k < kTile * kPieces / kTileThreads; ++k) {
-            const int index = threadIdx.x + k * kTileThreads;
-            const int column = index / kPieces, piece = index % kPieces;
-            const int turn = column / kPatch;
-            Piece found = reinterpret_cast<const Piece*>(chunks)[column * kPieces +
-                                                                 (piece ^ turn >> 1)];
+        for (int k = 0; k < kTile / kColumns; ++k) {
+            const int turned = piece ^ turn >> 1 ^ k * (kColumns / kPatch / 2);
+            Piece found = reinterpret_cast<const Piece*>(
+                chunks)[(column + k * kColumns) * kPieces + turned];
             if (turn & 1) {
                 const Chunk first = found.part[0];
                 found.part[0] = found.part[1];
                 found.part[1] = first;
             }
-            const long long byte = first_byte + piece * static_cast<int>(sizeof(Piece));
-            if (tile.first_column() + column < tile.columns && byte < row_bytes) {
-                unsigned char* p = out + (tile.first_column() + column) * row_bytes + byte;
-                const long long left = min(row_bytes - byte, static_cast<long long>(sizeof(Piece)));
+            if (k * kColumns < columns_left) {
                 store_bytes<kAligned>(p, static_cast<int>(left), found);
             }
+            p += kColumns * row_bytes;
         }
     }
 };
@@ -453,6 +482,7 @@ template <class T, bool kAligned>
 struct TurnedStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 3;
+    static constexpr int kScratchBytes = 0;
     T* out;  // [columns, rows]
 
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
@@ -482,8 +512,15 @@ struct TurnedStore {
 template <class Producer, class Store>
 __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Producer, Store>))
     fuser_tiled(Producer producer, Store store, long long rows, int columns) {
-    const fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>);
-    store(tile, produced(producer, tile));  // unqualified: overloads may stand in later headers
+    constexpr int kAhead = fuser::kAheadBytes<Producer>;
+    constexpr int kBytes = kAhead > Store::kScratchBytes ? kAhead : Store::kScratchBytes;
+    __shared__ __align__(16) unsigned char scratch[kBytes > 0 ? kBytes : 16];
+    fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>, scratch);
+    const auto patch = produced(producer, tile);  // unqualified: overloads may stand in later headers
+    if constexpr (kAhead > 0) {
+        tile.place_again();
+    }
+    store(tile, patch);
 }
 
 // A producer's matrix as it is, which takes no patch: out [rows, columns].
