@@ -39,10 +39,8 @@ struct Largest {
         constexpr int kEach = sizeof(T) == 4 || N == 1 ? 1 : 2;
 #pragma unroll
         for (int i = 0; i < N; i += kEach) {
-            const unsigned word = sizeof(T) == 4 ? __float_as_uint(x[i])
-                                  : N == 1       ? packed_pair<T>(x[i], 0.0f)
-                                                 : packed_pair<T>(x[i], x[i + kEach - 1]);
-            words = larger<T>(words, magnitudes<T>(word));
+            const float next = kEach == 2 ? x[i + kEach - 1] : 0.0f;
+            words = larger<T>(words, magnitudes<T>(packed_pair<T>(x[i], next)));
         }
     }
     // As the bits of an fp32; NaN above infinity.

@@ -26,6 +26,10 @@ __device__ __forceinline__ float to_float(bf16 x) {
 template <class T>
 __device__ __forceinline__ unsigned packed_pair(float low, float high);
 template <>
+__device__ __forceinline__ unsigned packed_pair<float>(float low, float) {
+    return __float_as_uint(low);
+}
+template <>
 __device__ __forceinline__ unsigned packed_pair<bf16>(float low, float high) {
     return to_bf16x2(low, high);
 }

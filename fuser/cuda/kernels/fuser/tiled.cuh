@@ -200,9 +200,7 @@ struct Patch {
 
 private:
     static __device__ __forceinline__ unsigned packed(float low, float high) {
-        if constexpr (sizeof(T) == 4) {
-            return __float_as_uint(low);
-        } else if constexpr (kIsBf16<T>) {
+        if constexpr (kIsBf16<T>) {
             // The halves of the words that were loaded; the compiler sees that they are.
             return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
         } else {
