@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,8 +75,28 @@ class Producer(NamedTuple):
     is_aligned: bool
 
 
+class Slot(NamedTuple):
+    """A tensor that is not there yet, in the arguments of a launch that is made again."""
+
+    place: int
+
+
+def filled(value: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """``value``, or what it holds, with tensors in the places of slots."""
+    if type(value) is Slot:
+        return tensors[value.place]
+    if type(value) is Struct:
+        return Struct(tuple(filled(field, tensors) for field in value.fields))
+    if type(value) is dict:
+        return {name: filled(item, tensors) for name, item in value.items()}
+    return value
+
+
 class Encoded(NamedTuple):
-    """Arguments as C lays them out: ``values`` packed by the struct module in ``format``."""
+    """Arguments as C lays them out: ``values`` packed by the struct module in ``format``.
+
+    A :class:`Slot` is among them as it is, in the place of an address.
+    """
 
     format: str
     values: list[Any]
@@ -136,6 +157,9 @@ def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Enc
                 device = index
                 letters.append("P")
                 values.append(item.data_ptr())
+            elif type(item) is Slot:
+                letters.append("P")
+                values.append(item)
             else:
                 where = _where(symbol, position, place, in_struct)
                 raise InputTypeError(f"{where.format(_described(item))}; {_hint(item)}.")

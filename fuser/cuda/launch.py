@@ -7,13 +7,14 @@ import functools
 import math
 import struct
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fuser.cuda import module
-from fuser.cuda.arguments import Encoded, encode
+from fuser.cuda.arguments import encode
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 
@@ -118,7 +119,18 @@ class Kernel:
             If the kernel cannot be compiled here.
         """
         if 0 not in launch.grid:
+            if recording.listener is not None:
+                recording.listener(self, launch, args)
             machine.run(self, launch, args)
+
+
+class _Recording(threading.local):
+    """What a thread tells of its launches, to whom."""
+
+    listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
+
+
+recording = _Recording()
 
 
 # -- where launches go --------------------------------------------------------
@@ -130,15 +142,22 @@ class Machine:
     A subclass that stands in :data:`machine` runs every launch elsewhere.
     """
 
+    @functools.cached_property
+    def tapes(self) -> dict[Any, Any]:
+        """What :mod:`fuser.cuda.replay` knows of launches here."""
+        return {}
+
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""
         encoded = encode(kernel.symbol, args)
         device = encoded.device
-        if device is None or device == torch._C._cuda_getDevice():
-            self._run_on(torch.cuda.current_device(), kernel, launch, encoded)
+        if device is None:
+            device = torch.cuda.current_device()
+        if device == torch._C._cuda_getDevice():
+            fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
         else:
             with torch.cuda.device(device):
-                self._run_on(device, kernel, launch, encoded)
+                fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """As :func:`kernels_take`."""
@@ -152,25 +171,43 @@ class Machine:
         """As the function of this name."""
         return _shared_bytes(device)
 
-    def _run_on(self, device: int, kernel: Kernel, launch: Launch, encoded: Encoded) -> None:
-        function = module.function(
-            kernel.module, kernel.symbol, device, has_dynamic_memory=launch.shared_bytes > 0
+
+class Prepared(NamedTuple):
+    """All of a launch on a device but its arguments' values."""
+
+    function: int
+    """The driver's handle."""
+    sizes: tuple[int, ...]
+    shared_bytes: int
+    packer: struct.Struct
+
+
+def prepared(kernel: Kernel, launch: Launch, arguments: str, device: int) -> Prepared:
+    """A launch of ``kernel`` over arguments of a struct format, on ``device``, the current one."""
+    function = module.function(
+        kernel.module, kernel.symbol, device, has_dynamic_memory=launch.shared_bytes > 0
+    )
+    packer = _packer(arguments)
+    if packer.size > MAX_ARGUMENT_BYTES:
+        raise InputError(
+            f"Kernel {kernel.symbol} got {packer.size} bytes of arguments; the most is "
+            f"{MAX_ARGUMENT_BYTES}."
         )
-        packer = _packer(encoded.format)
-        if packer.size > MAX_ARGUMENT_BYTES:
-            raise InputError(
-                f"Kernel {kernel.symbol} got {packer.size} bytes of arguments; the most is "
-                f"{MAX_ARGUMENT_BYTES}."
-            )
-        if device not in _slot.bound:
-            module.bind_context(device)
-            _slot.bound.add(device)
-        packer.pack_into(_slot.buffer, 0, *encoded.values)
-        _slot.size.value = packer.size
-        # CuPy's own current stream is another one than torch's.
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        launches = module.driver_launch()
-        launches(function, *launch.sizes, launch.shared_bytes, stream, 0, _slot.extra)
+    return Prepared(function, launch.sizes, launch.shared_bytes, packer)
+
+
+def fire(ready: Prepared, values: Sequence[Any], device: int) -> None:
+    """Launch over ``values``, on torch's current stream of ``device``, the current one."""
+    slot = _slot
+    if device not in slot.bound:
+        module.bind_context(device)
+        slot.bound.add(device)
+    function, sizes, shared_bytes, packer = ready
+    packer.pack_into(slot.buffer, 0, *values)
+    slot.size.value = packer.size
+    # CuPy's own current stream is another one than torch's.
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    module.driver_launch()(function, *sizes, shared_bytes, stream, 0, slot.extra)
 
 
 # One format for each kernel and little more.

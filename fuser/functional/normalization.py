@@ -7,6 +7,7 @@ parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. On kernels
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -218,6 +219,10 @@ class _Norm(Values):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
+    def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+        what = ("norm", self.eps, self.dtype, self.zero_centered, len(self.parameters))
+        return what, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
+
     def producer(self) -> Producer:
         if not self.has_statistics:
             self._run(None, None)
@@ -305,6 +310,11 @@ class _NormBackward(Values):
 
     def amax(self, out: torch.Tensor) -> None:
         self._measure(amax=out)
+
+    def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+        what = ("norm backward", self.zero_centered, len(self.parameters))
+        read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics)
+        return what, (*read, *self.grads)
 
     def producer(self) -> Producer:
         if self.means is None:

@@ -7,7 +7,7 @@ written. Gradients of operands stand beside it as tensors, which are filled when
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -226,6 +226,9 @@ class _Forward(Values):
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
 
+    def recipe(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+        return self.stages, (self.x, *self.operands)
+
     def producer(self) -> Producer:
         return kernels.forward_producer(self.stages, self.x, self.operands, *self.matrix)
 
@@ -270,6 +273,9 @@ class _Backward(Values):
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
+
+    def recipe(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
 
     def producer(self) -> Producer:
         rows, columns = self.matrix

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -67,6 +67,14 @@ class Values(abc.ABC):
     @abc.abstractmethod
     def producer(self) -> Producer:
         """The values as another kernel makes and stores them, as a matrix."""
+
+    def recipe(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
+        """What kernels the values need, and the tensors that these read and write.
+
+        The first is all that launches depend on besides the layouts of the second, so that they
+        can be made again (:func:`fuser.cuda.replay.replayed`); None where that cannot be said.
+        """
+        return None, ()
 
     def finish(self) -> None:  # noqa: B027  most have nothing to complete
         """Complete what the kernel that took the producer has left in parts."""

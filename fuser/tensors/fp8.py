@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,6 +110,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
+    def _launches_by(self) -> Hashable | None:
+        return self if self.group is None else None
+
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
 
@@ -166,6 +169,12 @@ class Float8Quantizer(Quantizer):
             amax=self.amax,
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+
+    def _launches_by(self) -> Hashable | None:
+        return (type(self), self.fp8_dtype, self.rowwise, self.columnwise)
+
+    def _state(self) -> tuple[torch.Tensor | None, ...]:
+        return self.scale, self.amax
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)

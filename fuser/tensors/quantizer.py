@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
+from fuser.cuda.launch import kernels_take
+from fuser.cuda.replay import replayed
 from fuser.errors import InputError
 from fuser.formats import NumberFormat
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
+
+
+_kinds: dict[Hashable, int] = {}
+# What an instance keeps that is no part of its value.
+_DERIVED = ("_family", "_kind")
 
 
 @dataclass(frozen=True)
@@ -52,9 +60,7 @@ class Quantizer:
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
         if isinstance(tensor, Values):
             if self.takes_values:
-                made = self._made(self.buffers_of(tensor), tensor)
-                tensor.finish()
-                return made
+                return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
         source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
         if not (source.dim() and source.is_floating_point()):
@@ -62,7 +68,40 @@ class Quantizer:
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
                 f"{source.dtype}; it takes floating-point tensors of one dimension or more."
             )
-        return self._made(self.buffers_of(source.reshape(-1, source.shape[-1])), source)
+        rows = source if source.dim() == 2 else source.reshape(-1, source.shape[-1])
+        return self._made(self._buffers(rows), source)
+
+    def _buffers(self, x: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+        """:meth:`buffers_of`, replayed where the same was launched before."""
+        kind = self._kind
+        if isinstance(x, Values):
+            what, tensors = x.recipe()
+
+            def written() -> dict[str, torch.Tensor | None]:
+                buffers = self.buffers_of(x)
+                x.finish()
+                return buffers
+
+            if kind is None or what is None:
+                return written()
+            return replayed((kind, what), (*self._state(), *tensors), written)
+        if kind is None or not kernels_take(x):
+            return self.buffers_of(x)
+        return replayed(kind, (*self._state(), x), lambda: self.buffers_of(x))
+
+    @functools.cached_property
+    def _kind(self) -> int | None:
+        """A number for all quantizers that launch the same; None for one that may do anything."""
+        means = self._launches_by() if self.takes_values else None
+        return None if means is None else _kinds.setdefault(means, len(_kinds))
+
+    def _launches_by(self) -> Hashable | None:
+        """What its launches depend on besides tensors; None for what no replay can know."""
+        return self
+
+    def _state(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors that it reads and writes besides the one that it quantizes."""
+        return ()
 
     def _made(
         self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | Values
@@ -101,7 +140,7 @@ class Quantizer:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_family"}
+        return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
 
     def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
         """For one call: amaxes are reduced over ``group``. Itself where that means nothing."""
