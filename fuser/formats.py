@@ -7,7 +7,7 @@ along K, columnwise blocks along M.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,9 +41,11 @@ class DType(enum.Enum):
         self.max = largest
         self.torch_dtype = torch_dtype
 
+    # Enum's own is a function of Python, and plans and launches are looked up by formats.
+    __hash__ = object.__hash__
 
-@dataclass(frozen=True)
-class NumberFormat:
+
+class NumberFormat(NamedTuple):
     """What a quantized tensor is made of: elements, and how many of them share a scale.
 
     ``name`` is the format's, with its block geometry where there is a choice.

@@ -106,7 +106,7 @@ def quantized_linear(
     if row is None:
         return linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
     y = row.run(x.operand("rowwise"), weight.operand("rowwise"), dtype, is_split, bias)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    return y if y.dim() == x.dim() else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def quantized_dgrad(
@@ -117,7 +117,7 @@ def quantized_dgrad(
     if row is None:
         return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype))
     dx = row.run(dy.operand("rowwise"), weight.operand("columnwise"), dtype, is_split, None)
-    return dx.reshape(*dy.shape[:-1], weight.shape[1])
+    return dx if dx.dim() == dy.dim() else dx.reshape(*dy.shape[:-1], weight.shape[1])
 
 
 def quantized_wgrad(

@@ -17,7 +17,7 @@ from fuser.errors import InputError, StateError
 from fuser.functional.values import Values, kernels_run_on, written
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_recipe
-from fuser.recipe import CustomRecipe, DelayedScaling
+from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.role_quantizers import fp8_dtype, make_quantizer, role_format
 from fuser.tensors import QuantizedTensor, Quantizer
 
@@ -254,7 +254,8 @@ class BasicOperation(FusibleOperation):
         self._output_channels: dict[int, tuple[str, bool]] = {}
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
-        self._custom_quantizers: tuple[CustomRecipe, dict[Any, Quantizer]] | None = None
+        # What `recipe` gave.
+        self._quantizers: tuple[Recipe, dict[tuple[str, int], Quantizer]] | None = None
 
     @property
     def is_fused_op(self) -> bool:
@@ -356,29 +357,22 @@ class BasicOperation(FusibleOperation):
         recipe = current_recipe()
         if recipe is None:
             return None
-        roles = self.quantizer_roles(mode)
         if isinstance(recipe, DelayedScaling):
             if device is None:
                 parameter = next(self.parameters(), None)
                 device = default_device(None) if parameter is None else parameter.device
-            dtypes = [fp8_dtype(recipe.fp8_format, role) for role in roles]
+            dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
             state = self._delayed.setdefault(mode, DelayedScales(mode))
             return state.quantizer(recipe, dtypes, index, device)
-        if isinstance(recipe, CustomRecipe):
-            return self._custom_quantizer(recipe, mode, index, roles)
-        return make_quantizer(recipe, roles[index])
-
-    def _custom_quantizer(
-        self, recipe: CustomRecipe, mode: str, index: int, roles: Sequence[str]
-    ) -> Quantizer:
-        """What the recipe's factory gave this op; it is asked once for each quantizer."""
-        kept = self._custom_quantizers
-        if kept is None or kept[0] != recipe:
-            kept = self._custom_quantizers = (recipe, {})
-        made = kept[1]
-        if (mode, index) not in made:
-            made[mode, index] = make_quantizer(recipe, roles[index])
-        return made[mode, index]
+        kept = self._quantizers
+        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
+            kept = self._quantizers = (recipe, {})
+        made = kept[1].get((mode, index))
+        if made is None:
+            # A custom recipe's factory is asked once for each quantizer of an op.
+            made = make_quantizer(recipe, self.quantizer_roles(mode)[index])
+            made = kept[1].setdefault((mode, index), made)
+        return made
 
     def get_input_quantizer(self) -> Any | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -537,7 +531,7 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled; a copy asks it anew.
-        return {**super().__getstate__(), "_captured": False, "_custom_quantizers": None}
+        return {**super().__getstate__(), "_captured": False, "_quantizers": None}
 
 
 @functools.cache

@@ -236,7 +236,12 @@ class BasicLinear(BasicOperation):
             dtype = ctx.compute_dtype
             assert dtype is not None
             is_split = ctx.split_accumulators[0]
-            return gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
+            y = gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
+            if ctx.requires_grad and ctx.backward_override is None:
+                for operand, kept in zip((qx, qw), ctx.to_save or (), strict=True):
+                    if operand is kept:
+                        operand.release("rowwise")
+            return y
         x, weight = self.operands(ctx, input_)
         return gemm.linear(x, weight, bias)
 
@@ -248,7 +253,10 @@ class BasicLinear(BasicOperation):
     def _quantized_operands(
         self, ctx: OperationContext, input_: torch.Tensor, is_first_microbatch: bool | None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Input and weight with rowwise copies; keeps in ``ctx`` what the wanted gradients need."""
+        """Input and weight with rowwise copies; keeps in ``ctx`` what the wanted gradients need.
+
+        What was made here is kept as it is, without another tensor for one copy of it.
+        """
         if input_.shape[-1] != self.in_features:
             self._check_features(input_.shape)
         weight = self._parameters["weight"]
@@ -269,21 +277,24 @@ class BasicLinear(BasicOperation):
         qw = self._quantized_weight(
             weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
         )
+        x_is_own = qx is not input_
+        weight_is_own = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
         if ctx.requires_grad:
             kept: list[torch.Tensor | None]
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             elif override == "dequantized":
                 kept = [
-                    one_copy(qx, "rowwise", input_quantizer),
-                    one_copy(qw, "rowwise", weight_quantizer),
+                    qx if x_is_own else one_copy(qx, "rowwise", input_quantizer),
+                    qw if weight_is_own else one_copy(qw, "rowwise", weight_quantizer),
                 ]
             else:
                 ctx.grad_output_quantizer = self.get_quantizer("backward", 0)
-                kept = [
-                    one_copy(qx, "columnwise", input_quantizer) if x_columnwise else None,
-                    one_copy(qw, "columnwise", weight_quantizer) if weight_columnwise else None,
-                ]
+                kept = [qx, qw]
+                if x_columnwise and not x_is_own:
+                    kept[0] = one_copy(qx, "columnwise", input_quantizer)
+                if weight_columnwise and not weight_is_own:
+                    kept[1] = one_copy(qw, "columnwise", weight_quantizer)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 

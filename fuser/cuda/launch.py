@@ -198,16 +198,26 @@ def prepared(kernel: Kernel, launch: Launch, arguments: str, device: int) -> Pre
 
 def fire(ready: Prepared, values: Sequence[Any], device: int) -> None:
     """Launch over ``values``, on torch's current stream of ``device``, the current one."""
+    launches, buffer, size, stream, extra = begin(device)
+    function, sizes, shared_bytes, packer = ready
+    packer.pack_into(buffer, 0, *values)
+    size.value = packer.size
+    launches(function, *sizes, shared_bytes, stream, 0, extra)
+
+
+def begin(device: int) -> tuple[Callable[..., None], Any, Any, int, int]:
+    """What launches of this thread on ``device``, the current one, need.
+
+    The driver's function, the buffer for arguments and their size, torch's
+    current stream, and the address of both as the driver's ``extra``.
+    """
     slot = _slot
     if device not in slot.bound:
         module.bind_context(device)
         slot.bound.add(device)
-    function, sizes, shared_bytes, packer = ready
-    packer.pack_into(slot.buffer, 0, *values)
-    slot.size.value = packer.size
     # CuPy's own current stream is another one than torch's.
     stream = torch._C._cuda_getCurrentRawStream(device)
-    module.driver_launch()(function, *sizes, shared_bytes, stream, 0, slot.extra)
+    return module.driver_launch(), slot.buffer, slot.size, stream, slot.extra
 
 
 # One format for each kernel and little more.

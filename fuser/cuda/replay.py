@@ -7,7 +7,6 @@ that once, as a :class:`Tape`, and from then on only allocates and launches.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuser.cuda import launch
 from fuser.cuda.arguments import Slot, Struct, encode, filled
-from fuser.cuda.launch import Kernel, Launch, Prepared, fire, prepared
+from fuser.cuda.launch import Kernel, Launch, begin, prepared
+from fuser.written import compiled
 
 # Layouts that a process meets are few; one whose shapes never repeat must not fill memory.
 MOST_TAPES = 4096
@@ -85,15 +85,6 @@ class Allocation(NamedTuple):
     is_zeroed: bool
 
 
-class Packed(NamedTuple):
-    """Launches as a device is given them: each picks its values out of one list."""
-
-    device: int
-    constants: list[Any]
-    """What stands in the list behind the tensors' addresses."""
-    launches: list[tuple[Prepared, Callable[[list[Any]], tuple[Any, ...]]]]
-
-
 @dataclass
 class Tape:
     """What a function did: allocations, then launches over slots; and which slots it returned."""
@@ -103,53 +94,75 @@ class Tape:
     result: Any = None
     is_complete: bool = True
     """False where it did more than that."""
-    packed: Packed | None = None
+    # What it is on a GPU, as one function of the inputs.
+    device: int | None = None
+    written: Callable[..., Any] | None = None
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Do it again over other inputs; the result has tensors of its own."""
+        if type(launch.machine) is not launch.Machine:
+            return self._run(inputs)
+        if self.written is None:
+            self._write(inputs)
+        assert self.written is not None
+        if self.device == torch._C._cuda_getDevice():
+            return self.written(*inputs)
+        with torch.cuda.device(self.device):
+            return self.written(*inputs)
+
+    def _run(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         tensors = [*inputs]
         for shape, dtype, device, is_zeroed in self.allocations:
             make = torch.zeros if is_zeroed else torch.empty
             tensors.append(make(shape, dtype=dtype, device=device))
-        if type(launch.machine) is launch.Machine:
-            self._fire(tensors)
-        else:
-            for kernel, grid, args in self.launches:
-                launch.machine.run(kernel, grid, tuple(filled(arg, tensors) for arg in args))
+        for kernel, grid, args in self.launches:
+            launch.machine.run(kernel, grid, tuple(filled(arg, tensors) for arg in args))
         return filled(self.result, tensors)
 
-    def _fire(self, tensors: list[torch.Tensor | None]) -> None:
-        packed = self.packed
-        if packed is None:
-            packed = self.packed = self._pack(tensors)
-        device, constants, launches = packed
-        values = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        values += constants
-        if device == torch._C._cuda_getDevice():
-            for ready, pick in launches:
-                fire(ready, pick(values), device)
-        else:
-            with torch.cuda.device(device):
-                for ready, pick in launches:
-                    fire(ready, pick(values), device)
+    def _write(self, inputs: Sequence[torch.Tensor | None]) -> None:
+        """Write it out as straight-line Python, with all that never changes in its place."""
+        self.device = next(tensor.get_device() for tensor in inputs if tensor is not None)
+        names = [f"t{i}" for i in range(len(inputs) + len(self.allocations))]
+        known: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros, "begin": begin}
+        lines = [f"def play({', '.join(names[: len(inputs)])}):"]
+        for name, (shape, dtype, device, is_zeroed) in zip(
+            names[len(inputs) :], self.allocations, strict=True
+        ):
+            known[f"device_of_{name}"] = device
+            make = "zeros" if is_zeroed else "empty"
+            lines.append(f"{name} = {make}({shape}, dtype={dtype}, device=device_of_{name})")
+        lines.append(f"launch, buffer, size, stream, extra = begin({self.device})")
+        known["torch"] = torch
 
-    def _pack(self, tensors: Sequence[torch.Tensor | None]) -> Packed:
-        device = next(tensor.get_device() for tensor in tensors if tensor is not None)
-        packed = Packed(device, [], [])
-        with torch.cuda.device(device):
-            for kernel, grid, args in self.launches:
+        def value(item: Any) -> str:
+            if type(item) is Slot:
+                is_none = item.place < len(inputs) and inputs[item.place] is None
+                return "0" if is_none else f"{names[item.place]}.data_ptr()"
+            # A number of Python, which is packed faster than numpy's; infinity has no literal.
+            number = item.item() if isinstance(item, np.generic) else item
+            return repr(number) if isinstance(number, int) else f"float({str(number)!r})"
+
+        with torch.cuda.device(self.device):
+            for i, (kernel, grid, args) in enumerate(self.launches):
                 encoded = encode(kernel.symbol, args)
-                places = []
-                for value in encoded.values:
-                    if type(value) is Slot:
-                        places.append(value.place)
-                    else:
-                        places.append(len(tensors) + len(packed.constants))
-                        # Numbers of Python are packed faster than numpy's.
-                        packed.constants.append(value.item() if isinstance(value, np.generic) else value)
-                ready = prepared(kernel, grid, encoded.format, device)
-                packed.launches.append((ready, operator.itemgetter(*places)))
-        return packed
+                function, sizes, shared, packer = prepared(
+                    kernel, grid, encoded.format, self.device
+                )
+                known[f"pack_{i}"] = packer.pack_into
+                lines.append(f"# {kernel.symbol}")
+                lines.append(f"pack_{i}(buffer, 0, {', '.join(map(value, encoded.values))})")
+                lines.append(f"size.value = {packer.size}")
+                where = ", ".join(map(str, (function, *sizes, shared)))
+                lines.append(f"launch({where}, stream, 0, extra)")
+        lines.append(f"return {_named(self.result, names)}")
+        self.written = compiled("\n    ".join(lines), "launches", known)["play"]
+
+
+def _named(value: Any, names: Sequence[str]) -> str:
+    """The expression of a result."""
+    if type(value) is dict:
+        return f"{{{', '.join(f'{k!r}: {_named(v, names)}' for k, v in value.items())}}}"
+    return names[value.place] if type(value) is Slot else "None"
 
 
 # -- recording ----------------------------------------------------------------
@@ -172,11 +185,11 @@ def record(
     return tape, result
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what torch is asked for, and every launch."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape([], [])
         self.places = {id(t): place for place, t in enumerate(tensors) if t is not None}
         self.count = len(tensors)
@@ -200,7 +213,8 @@ class _Recorder(TorchDispatchMode):
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
         """Note a launch."""
         noted = tuple(
-            Struct(tuple(map(self.slotted, arg.fields))) if type(arg) is Struct
+            Struct(tuple(map(self.slotted, arg.fields)))
+            if type(arg) is Struct
             # No tensor, or one of those that are known.
             else self.slotted(arg)
             for arg in args

@@ -178,11 +178,13 @@ class QuantizedTensor(torch.Tensor):
         StateError
             If that copy is not here and cannot be made from the other.
         """
-        source = self.compact()
-        if not source._has(which):
+        source = self if self._view_of is None else self.compact()
+        data_name, scale_name = self._operand_names(which)
+        data = getattr(source, data_name)
+        if data is None:
             source = source.only(which)
-        data, scale_inv = (getattr(source, name) for name in source._operand_names(which))
-        return Operand(data, self.format, scale_inv)
+            data = getattr(source, data_name)
+        return Operand(data, self._quantizer.format, getattr(source, scale_name))
 
     def _operand_names(self, which: str) -> tuple[str, ...]:
         """The buffers of data and scales."""
@@ -230,11 +232,15 @@ class QuantizedTensor(torch.Tensor):
                 self._make_copy(which)
         self._keep(wanted)
 
+    def release(self, which: str) -> None:
+        """Drop the ``"rowwise"`` or ``"columnwise"`` copy of a tensor that nobody else has."""
+        for name in self._names(which):
+            setattr(self, name, None)
+
     def _keep(self, wanted: dict[str, bool]) -> None:
         for which, is_wanted in wanted.items():
             if not is_wanted:
-                for name in self._names(which):
-                    setattr(self, name, None)
+                self.release(which)
 
     def only(self, which: str) -> QuantizedTensor:
         """This tensor with its ``"rowwise"`` or its ``"columnwise"`` copy alone, to read.
@@ -250,8 +256,7 @@ class QuantizedTensor(torch.Tensor):
             alias._make_copy(which)
         elif not alias._has(other):
             return alias
-        for name in alias._names(other):
-            setattr(alias, name, None)
+        alias.release(other)
         alias._is_read_only = True
         if alias._view_of is not None:
             # The parent's other copy is not to live on through this one.

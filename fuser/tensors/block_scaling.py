@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,7 @@ class Float8BlockQuantizer(Quantizer):
     tensor_class = Float8BlockwiseQTensor
     takes_values = True
 
-    @property
+    @functools.cached_property
     def format(self) -> NumberFormat:
         if self.block_scaling_dim == 1:
             return NumberFormat("FP8 1x128", self.fp8_dtype, FP8_BLOCK)

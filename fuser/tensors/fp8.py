@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,8 @@ from fuser.functional import fp8_scaling
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
+
+_OPERANDS = {"rowwise": ("_data", "_scale_inv"), "columnwise": ("_transpose", "_scale_inv")}
 
 
 class Float8Tensor(QuantizedTensor):
@@ -43,7 +46,7 @@ class Float8Tensor(QuantizedTensor):
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
     def _operand_names(self, which: str) -> tuple[str, ...]:
-        return (*self._names(which), "_scale_inv")
+        return _OPERANDS[which]
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
         return {"_data": (m, k), "_transpose": (k, m), "_scale_inv": (1,)}
@@ -90,7 +93,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     tensor_class = Float8Tensor
     takes_values = True
 
-    @property
+    @functools.cached_property
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
@@ -146,7 +149,7 @@ class Float8Quantizer(Quantizer):
     tensor_class = Float8Tensor
     takes_values = True
 
-    @property
+    @functools.cached_property
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
@@ -181,4 +184,8 @@ class Float8Quantizer(Quantizer):
 
     def unbound(self) -> Quantizer:
         """For a tensor to carry: writing to that is no step of training."""
-        return self if self.amax is None else replace(self, amax=None)
+        return self if self.amax is None else self._unbound
+
+    @functools.cached_property
+    def _unbound(self) -> Quantizer:
+        return replace(self, amax=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +72,7 @@ class MXFP8Quantizer(Quantizer):
     tensor_class = MXFP8Tensor
     takes_values = True
 
-    @property
+    @functools.cached_property
     def format(self) -> NumberFormat:
         side = MXFP8_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)

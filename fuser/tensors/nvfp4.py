@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +91,7 @@ class NVFP4Quantizer(Quantizer):
     tensor_class = NVFP4Tensor
     takes_values = True
 
-    @property
+    @functools.cached_property
     def format(self) -> NumberFormat:
         side = NVFP4_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)

@@ -16,10 +16,9 @@ from fuser.formats import NumberFormat
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 
-
 _kinds: dict[Hashable, int] = {}
 # What an instance keeps that is no part of its value.
-_DERIVED = ("_family", "_kind")
+_DERIVED = ("_family", "_kind", "format", "_unbound")
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,9 @@ class Quantizer:
             if self.takes_values:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
-        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.detach()
+        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        if source.requires_grad and torch.is_grad_enabled():
+            source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
