@@ -98,6 +98,7 @@ def one() -> torch.Tensor:
     [
         ({"x": torch.zeros(4, 8, dtype=torch.float64)}, "bfloat16, not torch.float64"),
         ({"x": torch.zeros(8, 4).t()}, r"element by element; got strides \(1, 4\) of .* \[4, 8\]"),
+        ({"x": torch.zeros(129, 8), "amax_value": None}, r"\[129, 8\] needs its amax"),
         ({"x": torch.zeros(4, 8, 1)}, r"a matrix \[M, K\]; got the shape \(4, 8, 1\)"),
         ({"dtype": DType.kFloat4E2M1}, "E4M3 and E5M2, not E2M1"),
         ({"row": torch.zeros(8, 4, dtype=torch.uint8)}, r"row contiguous, .*shape \(4, 8\); got"),

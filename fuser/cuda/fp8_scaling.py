@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
-from fuser.cuda.launch import Kernel, Launch, tiles
+from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.operands import (
     ALIGNED,
     FLOAT8,
@@ -74,7 +74,7 @@ def quantize_current(
     *,
     pow2: bool = False,
     eps: float = 0.0,
-    amax_value: torch.Tensor,
+    amax_value: torch.Tensor | None,
     row: torch.Tensor | None = None,
     col: torch.Tensor | None = None,
     scale_inv: torch.Tensor,
@@ -90,7 +90,8 @@ def quantize_current(
     dtype
         E4M3 or E5M2.
     amax_value
-        Read; fp32 ``[1]``, the amax of ``x`` (:func:`amax`), or that of a group.
+        Read; fp32 ``[1]``, the amax of ``x`` (:func:`amax`), or that of a group. None where
+        ``x`` is one tile (:func:`is_one_tile`), whose kernel finds it by itself.
     row, col
         Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
     scale_inv
@@ -99,12 +100,17 @@ def quantize_current(
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor is none of these, or there is no ``amax_value`` of more than a tile.
     """
     check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
     check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
     scaling = _scaling(amax_value, None, scale_inv, eps, pow2)
     _quantize("quantize_current", x, dtype, scaling, row, col, None)
+
+
+def is_one_tile(rows: int, columns: int) -> bool:
+    """Whether a matrix, not an empty one, is quantized by one block, which sees all of it."""
+    return 0 < rows <= TILE and 0 < columns <= TILE
 
 
 def quantize_delayed(
@@ -282,13 +288,16 @@ def _quantize(
 ) -> None:
     to = check_float8(what, dtype)
     stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
-    if col is None and row is not None and stream is not None:
+    is_own = scaling[:2] == (None, None) and scaling[2] is not None
+    if col is None and row is not None and stream is not None and not is_own:
         m, k = check_matrix(what, stream)
         check_buffer(what, "row", row, torch.uint8, (m, k))
         _stream_cast(check_element(what, stream), to, m * k, stream, scaling, row, recorded)
         return
     producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
+    if is_own and not is_one_tile(m, k):
+        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is more than a tile.")
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))
     if m * k == 0:

@@ -279,6 +279,15 @@ def driver_launch() -> Callable[..., None]:
     return launches
 
 
+@functools.cache
+def driver_memset() -> Callable[..., None]:
+    """``cudaMemsetAsync``: of an address, a byte, a count of bytes and a raw stream."""
+    import cupy
+
+    sets: Callable[..., None] = cupy.cuda.runtime.memsetAsync
+    return sets
+
+
 def bind_context(device: int) -> None:
     """Give this thread the device's context, without which the driver launches nothing.
 

@@ -7,15 +7,17 @@ that once, as a :class:`Tape`, and from then on only allocates and launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fuser.cuda import launch
+from fuser.cuda import launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.written import compiled
@@ -123,39 +125,46 @@ class Tape:
         """Write it out as straight-line Python, with all that never changes in its place."""
         self.device = next(tensor.get_device() for tensor in inputs if tensor is not None)
         names = [f"t{i}" for i in range(len(inputs) + len(self.allocations))]
-        known: dict[str, Any] = {"empty": torch.empty, "zeros": torch.zeros, "begin": begin}
-        lines = [f"def play({', '.join(names[: len(inputs)])}):"]
-        for name, (shape, dtype, device, is_zeroed) in zip(
-            names[len(inputs) :], self.allocations, strict=True
-        ):
-            known[f"device_of_{name}"] = device
-            make = "zeros" if is_zeroed else "empty"
-            lines.append(f"{name} = {make}({shape}, dtype={dtype}, device=device_of_{name})")
+        given, made = names[: len(inputs)], names[len(inputs) :]
+        known: dict[str, Any] = {"begin": begin, "memset": module.driver_memset()}
+        lines = [f"def play({', '.join(given)}):"]
+        for name, (shape, dtype, device, _) in zip(made, self.allocations, strict=True):
+            known[f"new_{name}"] = partial(torch.empty, shape, dtype=dtype, device=device)
+            lines.append(f"{name} = new_{name}()  # {shape}, {dtype}")
         lines.append(f"launch, buffer, size, stream, extra = begin({self.device})")
-        known["torch"] = torch
-
-        def value(item: Any) -> str:
-            if type(item) is Slot:
-                is_none = item.place < len(inputs) and inputs[item.place] is None
-                return "0" if is_none else f"{names[item.place]}.data_ptr()"
-            # A number of Python, which is packed faster than numpy's; infinity has no literal.
-            number = item.item() if isinstance(item, np.generic) else item
-            return repr(number) if isinstance(number, int) else f"float({str(number)!r})"
-
+        for name, (shape, dtype, _, is_zeroed) in zip(made, self.allocations, strict=True):
+            if is_zeroed and 0 not in shape:
+                count = math.prod(shape) * dtype.itemsize
+                lines.append(f"memset({name}.data_ptr(), 0, {count}, stream)")
+        addresses = [
+            "0" if i < len(inputs) and inputs[i] is None else f"{name}.data_ptr()"
+            for i, name in enumerate(names)
+        ]
         with torch.cuda.device(self.device):
             for i, (kernel, grid, args) in enumerate(self.launches):
                 encoded = encode(kernel.symbol, args)
-                function, sizes, shared, packer = prepared(
-                    kernel, grid, encoded.format, self.device
-                )
+                ready = prepared(kernel, grid, encoded.format, self.device)
+                function, sizes, shared_bytes, packer = ready
                 known[f"pack_{i}"] = packer.pack_into
-                lines.append(f"# {kernel.symbol}")
-                lines.append(f"pack_{i}(buffer, 0, {', '.join(map(value, encoded.values))})")
-                lines.append(f"size.value = {packer.size}")
-                where = ", ".join(map(str, (function, *sizes, shared)))
-                lines.append(f"launch({where}, stream, 0, extra)")
+                values = ", ".join(_literal(value, addresses) for value in encoded.values)
+                where = ", ".join(map(str, (function, *sizes, shared_bytes)))
+                lines += (
+                    f"# {kernel.symbol}",
+                    f"pack_{i}(buffer, 0, {values})",
+                    f"size.value = {packer.size}",
+                    f"launch({where}, stream, 0, extra)",
+                )
         lines.append(f"return {_named(self.result, names)}")
         self.written = compiled("\n    ".join(lines), "launches", known)["play"]
+
+
+def _literal(value: Any, addresses: Sequence[str]) -> str:
+    """The expression of a launch's value; numbers are Python's, packed faster than numpy's."""
+    if type(value) is Slot:
+        return addresses[value.place]
+    number = value.item() if isinstance(value, np.generic) else value
+    # Infinity has no literal.
+    return repr(number) if isinstance(number, int) else f"float({str(number)!r})"
 
 
 def _named(value: Any, names: Sequence[str]) -> str:

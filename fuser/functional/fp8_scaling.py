@@ -54,7 +54,7 @@ def quantize_current(
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     if isinstance(x, torch.Tensor):
         x = rows_of(x)
-    if amax_value is None:
+    if amax_value is None and not kernels.is_one_tile(m, k):
         amax_value = amax(x)
     kernels.quantize_current(
         source_of(x),

@@ -62,7 +62,7 @@ class Quantizer:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
         source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        if source.requires_grad and torch.is_grad_enabled():
+        if source.requires_grad and (self._kind is None or torch.is_grad_enabled()):
             source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(

@@ -8,18 +8,32 @@ namespace fuser {
 // The scale of current or of delayed scaling.
 struct TensorScale {
     const float* amax;   // current: the scale follows from it
-    const float* scale;  // delayed, where amax is null
+    const float* scale;  // delayed, where amax is null; with both null a tile's own amax counts
     float* scale_inv;    // 1 / scale; may be null
     unsigned eps;        // bits of a float: a smaller amax counts as this
     int pow2;
 
+    __device__ __forceinline__ bool is_of_tile() const {
+        return amax == nullptr && scale == nullptr;
+    }
+
     // The scale, in every thread; the first thread of the grid writes scale_inv.
     template <class E>
     __device__ __forceinline__ float load() const {
-        const float found =
-            amax == nullptr
-                ? *scale
-                : scale_from_amax(__float_as_uint(*amax), E::kMax, pow2, eps, kFloatMax);
+        return noted(amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax)));
+    }
+    // The same of a matrix of one tile, from the amax of each thread's patch.
+    template <class E>
+    __device__ __forceinline__ float of_tile(unsigned bits, unsigned char* scratch) const {
+        return noted(of_amax<E>(block_max(bits, reinterpret_cast<unsigned*>(scratch))));
+    }
+
+private:
+    template <class E>
+    __device__ __forceinline__ float of_amax(unsigned bits) const {
+        return scale_from_amax(bits, E::kMax, pow2, eps, kFloatMax);
+    }
+    __device__ __forceinline__ float noted(float found) const {
         if (scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
             *scale_inv = div_rn(1.0f, found);
         }
@@ -91,7 +105,10 @@ struct Fp8Store {
             record_amax(patch.amax(), recorded);
         }
         if (row != nullptr || col != nullptr || scaling.scale_inv != nullptr) {
-            store_scaled<E, kAligned>(tile, patch, scaling.load<E>(), row, col);
+            const float scale = scaling.is_of_tile()
+                                    ? scaling.of_tile<E>(patch.amax(), tile.scratch)
+                                    : scaling.load<E>();
+            store_scaled<E, kAligned>(tile, patch, scale, row, col);
         }
     }
 };

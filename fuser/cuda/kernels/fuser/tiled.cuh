@@ -338,6 +338,24 @@ __device__ __forceinline__ unsigned column_amax(
     return widened<T>(most, column);
 }
 
+// ---- the maximum over a tile ----
+
+// Of all threads' values, in every thread; `shared` has a word for each warp, and is free again.
+__device__ __forceinline__ unsigned block_max(unsigned value, unsigned* shared) {
+    const unsigned most_of_warp = __reduce_max_sync(kWarp, value);
+    if (threadIdx.x % 32 == 0) {
+        shared[threadIdx.x / 32] = most_of_warp;
+    }
+    __syncthreads();
+    unsigned most = shared[0];
+#pragma unroll
+    for (int warp = 1; warp < kTileWarps; ++warp) {
+        most = max(most, shared[warp]);
+    }
+    __syncthreads();
+    return most;
+}
+
 // ---- rows of bytes ----
 
 // All bytes of Words or none of them where kAligned, else the first `count`; the rest is 0.
