@@ -359,10 +359,16 @@ class BasicOperation(FusibleOperation):
             return None
         if isinstance(recipe, DelayedScaling):
             if device is None:
-                parameter = next(self.parameters(), None)
+                # An op's own come first; torch's iterator looks through all modules below.
+                own = (p for p in self._parameters.values() if p is not None)
+                parameter = next(own, None)
+                if parameter is None:
+                    parameter = next(self.parameters(), None)
                 device = default_device(None) if parameter is None else parameter.device
             dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
-            state = self._delayed.setdefault(mode, DelayedScales(mode))
+            state = self._delayed.get(mode)
+            if state is None:
+                state = self._delayed.setdefault(mode, DelayedScales(mode))
             return state.quantizer(recipe, dtypes, index, device)
         kept = self._quantizers
         if kept is None or (kept[0] is not recipe and kept[0] != recipe):

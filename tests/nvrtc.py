@@ -49,7 +49,7 @@ class CompileError(AssertionError):
 @functools.cache
 def why_unavailable() -> str | None:
     """Why nothing can be compiled here, as a sentence; None if it can."""
-    if _library() is None:
+    if not libraries():
         return "NVRTC is not there; `pip install nvidia-cuda-nvrtc-cu12` brings it."
     if cuda_include() is None:
         return "CUDA's headers are not there; `pip install nvidia-cuda-runtime-cu12` brings them."
@@ -57,29 +57,43 @@ def why_unavailable() -> str | None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def libraries() -> tuple[ctypes.CDLL, ...]:
+    """NVRTC of every CUDA version that is here, the oldest first."""
     nvidia = importlib.util.find_spec("nvidia")
-    if nvidia is None:
-        return None
-    for wheels in map(Path, nvidia.submodule_search_locations or ()):
-        for pattern in ("cuda_nvrtc/lib/libnvrtc.so.1?", "cu13/lib/libnvrtc.so.1?"):
-            for path in sorted(wheels.glob(pattern)):
-                return ctypes.CDLL(str(path))
-    return None
+    folders = [] if nvidia is None else map(Path, nvidia.submodule_search_locations or ())
+    found = [
+        path
+        for wheels in folders
+        for pattern in ("cuda_nvrtc/lib/libnvrtc.so.??", "cu??/lib/libnvrtc.so.??")
+        for path in wheels.glob(pattern)
+    ]
+    return tuple(map(_loaded, sorted(found, key=lambda path: path.name)))
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    # What it opens by name, from no folder of its own.
+    for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(str(path))
 
 
 def compiled(
-    sources: Path, name: str, symbols: Sequence[str], capability: tuple[int, int]
+    sources: Path,
+    name: str,
+    symbols: Sequence[str],
+    capability: tuple[int, int],
+    library: ctypes.CDLL | None = None,
 ) -> list[Resources]:
-    """Compile ``<sources>/<name>.cu`` with the library's options; what each of ``symbols`` takes.
+    """Compile ``<sources>/<name>.cu`` with fuser's options; what each of ``symbols`` takes.
+
+    By ``library``, the newest NVRTC if it is None.
 
     Raises
     ------
     CompileError
         If it does not compile, says a warning, or has no such kernel.
     """
-    library = _library()
-    assert library is not None
+    library = library or libraries()[-1]
     path = sources / f"{name}.cu"
     options = [*module.compile_options(sources, capability), *CUPY_OPTIONS]
     # A source elsewhere, in a test, includes fuser's headers too.

@@ -1,0 +1,346 @@
+"""Launches made again: the same kernels over the new tensors, and the same results."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulator import emulated
+from pipeline_kernels import on_kernels
+
+import fuser
+from fuser.cuda import launch, module, replay
+from fuser.cuda.arguments import Struct, encode, int32, int64
+from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.replay import replayed
+from fuser.errors import KernelUnavailable
+from fuser.formats import DType
+from fuser.functional import normalization, pointwise
+from fuser.reference import fp8_scaling as reference
+from fuser.reference.activation import Functor
+from fuser.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+
+BF16, F32 = torch.bfloat16, torch.float32
+KERNEL = Kernel("probe", "fuser_probe")
+GRID = Launch((2, 3), (32,))
+
+
+class Noting(launch.Machine):
+    """Runs nothing, and notes launches."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Kernel, Launch, tuple[Any, ...]]] = []
+
+    def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+        self.launches.append((kernel, launch, args))
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kernel, Launch, tuple[Any, ...]]]:
+    machine = Noting()
+    monkeypatch.setattr(launch, "machine", machine)
+    return machine.launches
+
+
+class Work:
+    """A function over one tensor, and how often it was called."""
+
+    def __init__(self, beside: Callable[[torch.Tensor], Any] = lambda x: None) -> None:
+        self.calls = 0
+        self.beside = beside
+
+    def __call__(self, x: torch.Tensor, *others: torch.Tensor | None, what: Any = 0) -> Any:
+        return replayed(what, (x, *others), lambda: self.run(x))
+
+    def run(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        self.calls += 1
+        amax = torch.zeros(1, device=x.device)
+        out = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+        KERNEL(GRID, x, amax, int64(x.numel()))
+        self.beside(x)
+        KERNEL(GRID, Struct((out, None, int32(3), amax)), x)
+        return {"out": out, "none": None}
+
+
+# -- when -----------------------------------------------------------------------
+
+
+def test_the_third_call_of_a_layout_launches_without_the_function(noted: list[Any]) -> None:
+    work = Work()
+    inputs = [torch.ones(4, 8, dtype=BF16) for _ in range(5)]
+    results = [work(x) for x in inputs]
+    assert work.calls == 2
+    assert len(noted) == 10
+    for i, x in enumerate(inputs):
+        (first, grid, (read, amax, count)), (second, _, (store, again)) = noted[2 * i : 2 * i + 2]
+        assert (first, second, grid) == (KERNEL, KERNEL, GRID)
+        assert read is x
+        assert again is x
+        assert count == np.int64(32)
+        out, none, three, same = store.fields
+        assert out is results[i]["out"]
+        assert (none, three) == (None, np.int32(3))
+        assert same is amax
+        assert amax.tolist() == [0.0]
+        assert results[i]["none"] is None
+    assert len({result["out"].data_ptr() for result in results}) == 5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(8, 4, dtype=BF16),
+        torch.ones(4, 8, dtype=torch.float16),
+        torch.ones(4, 16, dtype=BF16)[:, :8],
+        torch.ones(33, dtype=BF16)[1:].view(4, 8),
+    ],
+    ids=["shape", "dtype", "strides", "alignment"],
+)
+def test_another_layout_is_asked_anew(other: torch.Tensor, noted: list[Any]) -> None:
+    work = Work()
+    for _ in range(3):
+        work(torch.ones(4, 8, dtype=BF16))
+    assert work.calls == 2
+    work(other)
+    assert work.calls == 3
+    work(torch.ones(4, 8, dtype=BF16), what=1)
+    work(torch.ones(4, 8, dtype=BF16), None)
+    assert work.calls == 5
+    work(torch.ones(4, 8, dtype=BF16))
+    assert work.calls == 5
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        lambda x: x + 1,
+        lambda x: x.sum().item(),
+        lambda x: torch.rand(1),
+        lambda x: torch.empty(8, 8).t().new_empty(3).fill_(0),
+        lambda x: KERNEL(GRID, torch.ones(3)),
+        lambda x: KERNEL(GRID, x[1:]),
+    ],
+)
+def test_a_function_that_does_more_is_called_every_time(
+    beside: Callable[[torch.Tensor], Any], noted: list[Any]
+) -> None:
+    work = Work(beside)
+    for _ in range(4):
+        work(torch.ones(4, 8))
+    assert work.calls == 4
+
+
+@pytest.mark.parametrize("beside", [lambda x: x.view(4, 8).detach(), lambda x: x.data_ptr()])
+def test_another_name_of_a_tensor_is_nothing_more(
+    beside: Callable[[torch.Tensor], Any], noted: list[Any]
+) -> None:
+    work = Work(beside)
+    for _ in range(4):
+        work(torch.ones(4, 8))
+    assert work.calls == 2
+
+
+def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
+    class Mine(torch.Tensor):
+        pass
+
+    work = Work()
+    for _ in range(4):
+        work(torch.ones(4, 8).as_subclass(Mine))
+    assert work.calls == 4
+    assert not launch.machine.tapes
+
+
+def test_a_function_that_fails_is_asked_again(noted: list[Any]) -> None:
+    def fail(x: torch.Tensor) -> None:
+        if work.calls <= 2:
+            raise KernelUnavailable("no kernel")
+
+    work = Work(fail)
+    for _ in range(2):
+        with pytest.raises(KernelUnavailable):
+            work(torch.ones(4, 8))
+    assert launch.recording.listener is None
+    for _ in range(3):
+        work(torch.ones(4, 8))
+    assert work.calls == 3
+
+
+def test_layouts_that_never_return_do_not_pile_up(
+    noted: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay, "MOST_TAPES", 8)
+    work = Work()
+    for rows in range(1, 30):
+        work(torch.ones(rows, 8))
+    assert len(launch.machine.tapes) <= 8
+
+
+# -- what -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the driver is given in the place of launches: a GPU in the place of the CPU."""
+    given: list[Any] = []
+    buffer, size = bytearray(4096), type("Size", (), {"value": 0})()
+
+    def launches(function: int, *rest: int) -> None:
+        given.append((function, rest, bytes(buffer[: size.value])))
+
+    def memset(address: int, byte: int, count: int, stream: int) -> None:
+        given.append(("memset", address, byte, count, stream))
+
+    ready = launch.Prepared(77, GRID.sizes, 0, struct.Struct("i"))
+    monkeypatch.setattr(launch, "machine", launch.Machine())
+    monkeypatch.setattr(launch.Machine, "run", lambda *_: None)
+    monkeypatch.setattr(replay, "begin", lambda device: (launches, buffer, size, 55, 66))
+    monkeypatch.setattr(
+        replay,
+        "prepared",
+        lambda kernel, grid, format_, device: ready._replace(packer=struct.Struct(format_)),
+    )
+    monkeypatch.setattr(replay, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
+    monkeypatch.setattr(module, "driver_memset", lambda: memset)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return given
+
+
+def test_a_tape_gives_the_driver_the_bytes_of_a_launch(driver: list[Any]) -> None:
+    work = Work()
+    for _ in range(2):
+        work(torch.ones(4, 8, dtype=BF16))
+    assert driver == []
+    for _ in range(2):
+        x = torch.ones(4, 8, dtype=BF16)
+        result = work(x)
+        (_, amax, byte, count, stream), (function, where, first), (_, _, second) = driver
+        driver.clear()
+        assert (byte, count, stream) == (0, 4, 55)
+        assert (function, where) == (77, (2, 3, 1, 32, 1, 1, 0, 55, 0, 66))
+        assert first == struct.pack("@PPq", x.data_ptr(), amax, 32)
+        assert second == struct.pack("@PPiP0PP", result["out"].data_ptr(), 0, 3, amax, x.data_ptr())
+
+
+def test_a_tape_keeps_numbers_that_have_no_literal(driver: list[Any]) -> None:
+    values = [np.float32(v) for v in (float("inf"), float("-inf"), 0.1)] + [np.bool_(True)]
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        def run() -> torch.Tensor:
+            KERNEL(GRID, x, *values)
+            return x
+
+        return replayed("numbers", (x, None), run)
+
+    x = torch.ones(4)
+    assert all(work(x) is x for _ in range(3))
+    ((_, _, sent),) = driver
+    assert sent == struct.pack("@Pfff?", x.data_ptr(), *values)
+
+
+# -- quantizers -------------------------------------------------------------------
+
+
+def counted(quantizer: Quantizer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of the quantizer's own work."""
+    calls: list[Any] = []
+    inner = type(quantizer).buffers_of
+
+    def buffers_of(self: Quantizer, rows: Any) -> Any:
+        calls.append(rows)
+        return inner(self, rows)
+
+    monkeypatch.setattr(type(quantizer), "buffers_of", buffers_of)
+    return calls
+
+
+@pytest.mark.parametrize("shape", [(20, 40), (136, 40)], ids=["one tile", "more"])
+def test_replayed_quantizing_gives_the_references_bytes(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer = Float8CurrentScalingQuantizer()
+    calls = counted(quantizer, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    with emulated():
+        for i in range(4):
+            x = torch.randn(shape, generator=generator).to(BF16) * (i + 1)
+            made = quantizer(x)
+            row, col, scale_inv = reference.quantize_current(x, DType.kFloat8E4M3)
+            assert torch.equal(made._data, row)
+            assert torch.equal(made._transpose, col)
+            assert torch.equal(made._scale_inv, scale_inv)
+    assert len(calls) == 2
+
+
+def test_replayed_delayed_scaling_reads_and_writes_its_own_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = counted(Float8Quantizer(), monkeypatch)
+    with emulated():
+        for i in range(1, 5):
+            scale, amax = torch.tensor([2.0**i]), torch.zeros(1)
+            x = torch.full((16, 16), 3.0 * i, dtype=BF16)
+            made = Float8Quantizer(scale, amax)(x)
+            assert amax.item() == 3.0 * i
+            assert made._scale_inv.item() == 2.0**-i
+            assert torch.equal(made.dequantize(), x)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("what", ["forward", "backward", "rmsnorm", "rmsnorm backward"])
+@pytest.mark.parametrize("rows", [16, 144])
+def test_replayed_values_are_what_they_were(
+    what: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer = Float8CurrentScalingQuantizer()
+    functor, gamma = Functor("gelu"), torch.linspace(0.5, 1.5, 32).to(BF16)
+
+    def quantized(seed: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        x, dy = (torch.randn(rows, 32, generator=generator).to(BF16) for _ in range(2))
+        beside: tuple[torch.Tensor | None, ...] = ()
+        if what == "forward":
+            values: Any = pointwise.activation(functor, x)
+        elif what == "backward":
+            values, *beside = pointwise.activation_bias_backward(functor, dy, x)
+        elif what == "rmsnorm":
+            values, *beside = normalization.rmsnorm(x, gamma, 1e-5, BF16)
+        else:
+            rstd = torch.ones(rows, 1)
+            wanted = (True, True)
+            values, *beside = normalization.rmsnorm_backward(dy, x, gamma, rstd, wanted)
+        made = quantizer(values)
+        return [*made.buffers().values(), *(t for t in beside if t is not None)]
+
+    first: list[list[torch.Tensor]] = []
+    for seed in range(4):
+        with on_kernels():
+            first.append(quantized(seed))
+    calls = counted(quantizer, monkeypatch)
+    with on_kernels():
+        again = [quantized(seed) for seed in range(4)]
+    assert len(calls) == 2
+    for one, other in zip(first, again, strict=True):
+        assert len(one) == len(other) == 3 + (what != "forward")
+        assert all(map(torch.equal, one, other))
+
+
+def test_a_quantizer_that_draws_numbers_draws_anew() -> None:
+    x = torch.linspace(-3, 3, 32 * 32).view(32, 32).to(BF16)
+    quantizer = fuser.NVFP4Quantizer(stochastic_rounding=True)
+    with on_kernels():
+        drawn = [quantizer(x)._rowwise_data for _ in range(4)]
+    assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_a_copy_of_a_quantizer_carries_no_numbers_of_this_process() -> None:
+    quantizer = Float8CurrentScalingQuantizer()
+    assert quantizer._kind == Float8CurrentScalingQuantizer()._kind
+    assert quantizer._kind != Float8CurrentScalingQuantizer(columnwise=False)._kind
+    assert set(quantizer.__getstate__()).isdisjoint(("_kind", "_family", "format"))
