@@ -156,6 +156,19 @@ def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
     assert not launch.machine.tapes
 
 
+def test_one_tensor_in_two_places_is_not_taken_for_two(noted: list[Any]) -> None:
+    def add(x: torch.Tensor, y: torch.Tensor) -> None:
+        replayed("add", (x, y), lambda: KERNEL(GRID, x, y))
+
+    a, b = torch.ones(4), torch.ones(4)
+    for pair in ((a, a), (a, a), (a, a), (a, b), (b, a), (b, b)):
+        add(*pair)
+        _, _, given = noted[-1]
+        assert given[0] is pair[0]
+        assert given[1] is pair[1]
+    assert len(noted) == 6
+
+
 def test_a_function_that_fails_is_asked_again(noted: list[Any]) -> None:
     def fail(x: torch.Tensor) -> None:
         if work.calls <= 2:

@@ -9,6 +9,7 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_take
+from fuser.cuda.replay import replayed
 from fuser.formats import DType
 from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
 from fuser.reference import fp8_scaling as reference
@@ -132,7 +133,11 @@ def update_delayed(
     """Bring many states of delayed scaling up to date, all on one device; see the reference."""
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_take(scales[0]):
-        kernels.update_delayed(amax_histories, scales, max_fp8, **options)
+        replayed(
+            ("update_delayed", margin, algorithm, len(scales)),
+            (*amax_histories, *scales, *max_fp8),
+            lambda: kernels.update_delayed(amax_histories, scales, max_fp8, **options),
+        )
         return
     for state in zip(amax_histories, scales, max_fp8, strict=True):
         reference.update_delayed(*state, **options)

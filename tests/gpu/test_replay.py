@@ -1,0 +1,93 @@
+"""Launches made again on a GPU: the references' bytes, on the right stream and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantize_cases import GPU, Input, assert_same
+from streams import check_replay, check_two_streams
+
+from fuser.cuda import launch
+from fuser.formats import DType
+from fuser.functional import pointwise
+from fuser.reference import fp8_scaling as reference
+from fuser.reference.activation import Functor
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+
+E4M3 = DType.kFloat8E4M3
+QUANTIZERS = pytest.mark.parametrize(
+    "quantizer",
+    [Float8CurrentScalingQuantizer(), Float8BlockQuantizer(E4M3), MXFP8Quantizer()],
+    ids=lambda quantizer: type(quantizer).__name__,
+)
+SHAPES = pytest.mark.parametrize("shape", [(96, 128), (384, 512)], ids=["one tile", "more"])
+
+
+def replayed() -> int:
+    """Tapes of this process that were written out."""
+    tapes = launch.machine.tapes.values()
+    return sum(tape is not None and tape.written is not None for tape in tapes)
+
+
+def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
+    """Buffers of x and of gelu(x)."""
+    made = [quantizer(x), quantizer(pointwise.activation(Functor("gelu"), x))]
+    return [buffer for one in made for buffer in one.buffers().values()]
+
+
+@SHAPES
+def test_current_scaling_is_the_references_at_every_call(shape: tuple[int, int]) -> None:
+    quantizer, before = Float8CurrentScalingQuantizer(amax_epsilon=1e-3), replayed()
+    for call in range(6):
+        x = torch.randn(shape, device="cuda").bfloat16() * (call + 1)
+        made = quantizer(x)
+        row, col, scale_inv = reference.quantize_current(x, E4M3, eps=1e-3)
+        assert_same(made._data, row, "row")
+        assert_same(made._transpose, col, "col")
+        assert_same(made._scale_inv, scale_inv, "scale_inv")
+    assert replayed() == before + 1
+
+
+@QUANTIZERS
+@SHAPES
+def test_every_call_gives_the_same_bytes_in_memory_of_its_own(
+    quantizer: Quantizer, shape: tuple[int, int]
+) -> None:
+    x = torch.randn(shape, device="cuda").bfloat16()
+    calls = [quantized(quantizer, x) for _ in range(5)]
+    for buffers in zip(*calls, strict=True):
+        assert len({buffer.data_ptr() for buffer in buffers}) == 5
+        assert all(torch.equal(buffers[0], buffer) for buffer in buffers)
+
+
+@QUANTIZERS
+def test_replays_are_captured_in_cuda_graphs(quantizer: Quantizer) -> None:
+    case = Input(384, 512)
+    for _ in range(3):
+        quantized(quantizer, case.on(GPU))
+    check_replay(lambda x: quantized(quantizer, x), case)
+
+
+@QUANTIZERS
+def test_replays_are_on_torchs_current_stream(quantizer: Quantizer) -> None:
+    case = Input(384, 512)
+    for _ in range(3):
+        quantized(quantizer, case.on(GPU))
+    check_two_streams(lambda x: quantized(quantizer, x), case)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@QUANTIZERS
+def test_replays_are_on_the_tensors_device(quantizer: Quantizer) -> None:
+    x = torch.randn(384, 512, device="cuda:1").bfloat16()
+    expected = quantized(quantizer, x.to("cuda:0"))
+    for _ in range(4):
+        for got, wanted in zip(quantized(quantizer, x), expected, strict=True):
+            assert got.device == x.device
+            assert torch.equal(got.to("cuda:0"), wanted)
+    assert torch.cuda.current_device() == 0
