@@ -166,8 +166,7 @@ def _literal(value: Any, addresses: Sequence[str]) -> str:
     if type(value) is Slot:
         return addresses[value.place]
     number = value.item() if isinstance(value, np.generic) else value
-    # Infinity has no literal.
-    return repr(number) if isinstance(number, int) else f"float({str(number)!r})"
+    return repr(number) if math.isfinite(number) else f"float('{number}')"
 
 
 def _named(value: Any, names: Sequence[str]) -> str:
@@ -224,14 +223,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
         """Note a launch."""
-        noted = tuple(
-            Struct(tuple(map(self.slotted, arg.fields)))
-            if type(arg) is Struct
-            # No tensor, or one of those that are known.
-            else self.slotted(arg)
-            for arg in args
-        )
-        self.tape.launches.append((kernel, shape, noted))
+        self.tape.launches.append((kernel, shape, tuple(map(self.slotted, args))))
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in the place of tensors."""
@@ -241,6 +233,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.tape.is_complete = False
                 return None
             return Slot(place)
+        if type(value) is Struct:
+            return Struct(tuple(map(self.slotted, value.fields)))
         if type(value) is dict:
             return {name: self.slotted(item) for name, item in value.items()}
         return value

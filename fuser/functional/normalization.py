@@ -220,7 +220,8 @@ class _Norm(Values):
         self._run(None, out)
 
     def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
-        what = ("norm", self.eps, self.dtype, self.zero_centered, len(self.parameters))
+        count, is_measured = len(self.parameters), self.has_statistics
+        what = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
         return what, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
 
     def producer(self) -> Producer:
@@ -313,7 +314,7 @@ class _NormBackward(Values):
 
     def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         what = ("norm backward", self.zero_centered, len(self.parameters))
-        read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics)
+        read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
         return what, (*read, *self.grads)
 
     def producer(self) -> Producer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 from collections.abc import Callable, Hashable
@@ -17,7 +16,7 @@ from fuser.errors import KernelUnavailable
 _ON_CPU = torch.empty(0)
 
 
-class Values(abc.ABC):
+class Values:
     """A tensor that a kernel can make, in the form in which it is first stored.
 
     Whoever gets one writes it once: plainly (:meth:`tensor`), or quantized, by
@@ -52,21 +51,21 @@ class Values(abc.ABC):
         except KernelUnavailable:
             return self.by_torch()
 
-    @abc.abstractmethod
     def by_kernel(self) -> torch.Tensor:
         """:meth:`tensor`, by kernels alone."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def by_torch(self) -> torch.Tensor:
         """:meth:`tensor`, and all that is computed beside it, in plain torch."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def amax(self, out: torch.Tensor) -> None:
         """Raise ``out``, fp32 ``[1]``, to ``max |values|``, without writing them."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def producer(self) -> Producer:
         """The values as another kernel makes and stores them, as a matrix."""
+        raise NotImplementedError
 
     def recipe(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
         """What kernels the values need, and the tensors that these read and write.
@@ -76,7 +75,7 @@ class Values(abc.ABC):
         """
         return None, ()
 
-    def finish(self) -> None:  # noqa: B027  most have nothing to complete
+    def finish(self) -> None:
         """Complete what the kernel that took the producer has left in parts."""
 
 
