@@ -158,15 +158,23 @@ def _check(status: int) -> None:
         raise CompileError(f"NVRTC returned {status}.")
 
 
-def main(names: Sequence[str]) -> None:
-    """Print what every kernel of some sources takes, of all of them if none is named."""
+def main(names: Sequence[str]) -> int:
+    """Print what every kernel of some sources takes, of all of them if none is named.
+
+    Returns how many keep data in local memory; the last line says so.
+    """
     from kernel_instantiations import instantiations
 
+    count = in_memory = 0
     for name in names or instantiations():
         for capability in CAPABILITIES:
             for kernel in compiled(module.KERNELS, name, instantiations()[name], capability):
-                print(kernel)
+                print(kernel, flush=True)
+                count += 1
+                in_memory += bool(kernel.spill_bytes or kernel.stack_bytes)
+    print(f"{count} compilations; {in_memory} keep data in local memory")
+    return in_memory
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]) > 0)
