@@ -13,7 +13,7 @@ from peers import Calls, compiled, in_torch, liger, te_quantizer, torchao, trans
 from plain_torch import E4M3, EPS
 from timing import Call
 
-from fuser.cuda import mxfp8, normalization, pointwise
+from fuser.cuda import mxfp8, normalization, normalization_backward, pointwise
 from fuser.cuda.launch import kernels_take
 from fuser.cuda.pointwise import Stage
 from fuser.formats import mxfp8_scale_shape
@@ -364,7 +364,7 @@ def dequantize_nvfp4(inputs: Inputs, *, columnwise: bool) -> Calls:
 def norm_workspace(x: torch.Tensor, *, has_beta: bool) -> torch.Tensor | None:
     if not kernels_take(x):
         return None
-    shape = normalization.workspace_shape(x, has_beta=has_beta)
+    shape = normalization_backward.workspace_shape(x, has_beta=has_beta)
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
@@ -435,7 +435,9 @@ def rmsnorm_backward(inputs: Inputs, *, adds: bool) -> Calls:
     workspace = norm_workspace(x, has_beta=False)
 
     def launch() -> None:
-        normalization.rmsnorm_backward(dy, x, gamma, rstd, dx, dgamma, workspace, d_extra=extra)
+        normalization_backward.rmsnorm_backward(
+            dy, x, gamma, rstd, dx, dgamma, workspace, d_extra=extra
+        )
 
     calls: Calls = {
         "fuser": inputs.kernel(launch, lambda: norms.rmsnorm_backward(dy, x, gain, rstd))
@@ -472,7 +474,9 @@ def layernorm_backward(inputs: Inputs) -> Calls:
     workspace = norm_workspace(x, has_beta=True)
 
     def launch() -> None:
-        normalization.layernorm_backward(dy, x, gamma, mean, rstd, dx, dgamma, dbeta, workspace)
+        normalization_backward.layernorm_backward(
+            dy, x, gamma, mean, rstd, dx, dgamma, dbeta, workspace
+        )
 
     return {
         "fuser": inputs.kernel(launch, lambda: norms.layernorm_backward(dy, x, gain, mean, rstd)),

@@ -19,7 +19,16 @@ import numpy
 import torch
 
 from fuser.availability import RECIPES, runs_natively
-from fuser.cuda import block_scaling, fp8_scaling, module, mxfp8, normalization, nvfp4, pointwise
+from fuser.cuda import (
+    block_scaling,
+    fp8_scaling,
+    module,
+    mxfp8,
+    normalization,
+    normalization_backward,
+    nvfp4,
+    pointwise,
+)
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import KernelUnavailable
@@ -204,7 +213,8 @@ def diagnose() -> Diagnosis:
 def one_of_each_source() -> dict[str, str]:
     """A kernel of every source that pipelines use: its symbol, by the name of the ``.cu``."""
     found: dict[str, str] = {}
-    for family in (block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise):
+    norms = (normalization, normalization_backward)
+    for family in (block_scaling, fp8_scaling, mxfp8, *norms, nvfp4, pointwise):
         for kernel in family.instantiations():
             found.setdefault(kernel.module, kernel.symbol)
     return found

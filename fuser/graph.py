@@ -173,7 +173,8 @@ class OpGraph:
         k)`` for what the caller passes and ``("extra output", op, k)`` for what
         it gets back. An edge holds ``tensors``, a mapping from a name of the
         memory to its bytes: a tensor that an op passes on by reference keeps
-        its name, and is not moved twice.
+        its name, and is not moved twice. ``arriving`` has the name of what
+        arrives at each op on the main line.
         """
         self.key = key
         values, gradients = nx.DiGraph(), nx.DiGraph()
@@ -201,7 +202,7 @@ class OpGraph:
                     _add(values, i, node, value["extra output", i, k], spec.nbytes)
                     name = ("gradient of extra output", i, k)
                     _add(gradients, node, i, name, spec.nbytes)
-        self._saved_names = [value["line", i] for i in range(len(self.ops))]
+        self.arriving = [value["line", i] for i in range(len(self.ops))]
 
     def _origin(self, op: int, slot: int) -> Node:
         source = self.sources[op][slot]
@@ -290,7 +291,7 @@ class OpGraph:
                 statistics += op.saved_bytes(self.line[i])
                 if op.saves_input:
                     at = start if recomputes else i
-                    saved[self._saved_names[at]] = self.gap_bytes(at, "forward")
+                    saved[self.arriving[at]] = self.gap_bytes(at, "forward")
             if recomputes and any(self.ops[k].saves_input for k in range(i, stop)):
                 for source, _, tensors in self.flows["forward"].in_edges(i, data="tensors"):
                     entering |= tensors if source not in (i - 1, "input") else {}

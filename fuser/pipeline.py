@@ -18,6 +18,7 @@ from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
 from fuser.gemm import architecture
 from fuser.graph import OpGraph, extra_input_sources, with_emissions
+from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
@@ -215,12 +216,17 @@ class OperationFuser:
         """The plan that a call with such inputs would run; nothing runs.
 
         Tensors on the meta device stand for tensors on the parameters' device.
+        What kernels do about the layout of these tensors is noted in what is
+        returned, and not in what is kept.
         """
         if not self._is_started:
             self._find_parameters()
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
-            return self._plan_run(input, params, extra_inputs, only_planning=True).plan
+            run = self._plan_run(input, params, extra_inputs, only_planning=True)
+        graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
+        notes = layout_notes(graph, run.plan, input, extra_inputs)
+        return replace(run.plan, layout=notes) if notes else run.plan
 
     def output_like(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """A meta tensor like the main output for such inputs."""

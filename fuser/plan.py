@@ -47,6 +47,15 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class LayoutNote:
+    """What kernels of a step do about a tensor that they cannot read by vectors of 16 bytes."""
+
+    side: str
+    ops: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class Channel:
     """An extra output routed to an extra input inside the pipeline."""
 
@@ -63,7 +72,8 @@ class FusionPlan:
     backward from the last op to the first, and empty where nothing needs a
     gradient. ``line_bytes[i]`` is what the main line carries into op ``i``, in
     bytes a token, and ``grad_line_bytes[i]`` what its gradient carries out of
-    it; the last entries are the output's.
+    it; the last entries are the output's. ``layout`` speaks of the tensors for
+    which the plan was asked, and is empty in one that is cached by its key.
     """
 
     key: PlanKey
@@ -77,6 +87,7 @@ class FusionPlan:
     line_bytes: tuple[float, ...]
     grad_line_bytes: tuple[float, ...]
     nominal_tokens: int
+    layout: tuple[LayoutNote, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -88,6 +99,10 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
+        if self.layout:
+            lines += ["", "not read by vectors, of these tensors"]
+        for note in self.layout:
+            lines.append(f"  {note.side:<8} {self._title(note)} over {span(note.ops)} {note.text}")
         if self.refusals:
             lines += ["", "not used"]
         for refusal in self.refusals:
@@ -100,6 +115,11 @@ class FusionPlan:
             "and costs a launch. GEMM arithmetic is the same in every cover, and left out.",
         ]
         return "\n".join(lines)
+
+    def _title(self, note: LayoutNote) -> str:
+        """The step that a note is about."""
+        steps = self.steps(note.side)
+        return next(s.fusion for s in steps if s.ops == note.ops) or self.ops[note.ops[0]]
 
     def _side_lines(self, side: str) -> list[str]:
         steps, unfused = self.steps(side), self.steps(side, fused=False)
@@ -162,6 +182,7 @@ class FusionPlan:
             "backward": steps(self.backward),
             "unfused_forward": steps(self.unfused_forward),
             "unfused_backward": steps(self.unfused_backward),
+            "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
         }
 
@@ -235,6 +256,8 @@ def merged(plans: Iterable[FusionPlan]) -> FusionPlan:
             unfused_backward=moved(plan.unfused_backward) + result.unfused_backward,
             refusals=result.refusals
             + tuple(replace(r, ops=tuple(i + shift for i in r.ops)) for r in plan.refusals),
+            layout=result.layout
+            + tuple(replace(n, ops=tuple(i + shift for i in n.ops)) for n in plan.layout),
             channels=result.channels
             + tuple(
                 replace(c, producer=c.producer + shift, consumer=c.consumer + shift)

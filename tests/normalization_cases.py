@@ -15,8 +15,10 @@ import torch
 
 from fuser.cuda import launch as launching
 from fuser.cuda import normalization as launchers
+from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.norm_operands import DTYPE_PAIRS
 from fuser.reference import normalization as reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -87,7 +89,7 @@ GPU_CASES = (
     *(
         Case(norm, x, y, parameter, rows, columns, adds=True, offset=offset)
         for norm in ("rmsnorm", "layernorm")
-        for x, y in launchers.DTYPE_PAIRS
+        for x, y in DTYPE_PAIRS
         for parameter, rows, columns, offset in (
             (F32, 333, 1536, 0),
             (y, 200, 5120 * x.itemsize // 2, 0),
@@ -231,18 +233,20 @@ def backward(
     with running(tuple(made.values())):
         options: Any = {"means": made.get("means"), "amax": amax}
         if case.norm == "l2norm":
-            launchers.l2norm_backward(dy, x, rstd, made.get("dx"), **options)
+            backward_launchers.l2norm_backward(dy, x, rstd, made.get("dx"), **options)
             return made
-        shape = launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
+        shape = backward_launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
         workspace = torch.full(shape, float("nan"), device=x.device)
         options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
         if case.norm == "rmsnorm":
             outputs = (made.get("dx"), made["dgamma"], workspace)
-            launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
+            backward_launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
         else:
             outputs = (made.get("dx"), made["dgamma"], made["dbeta"], workspace)
             statistic = (statistics["mean"], rstd)
-            launchers.layernorm_backward(dy, x, given["gamma"], *statistic, *outputs, **options)
+            backward_launchers.layernorm_backward(
+                dy, x, given["gamma"], *statistic, *outputs, **options
+            )
     return made
 
 
@@ -258,7 +262,7 @@ def backward_producer(case: Case, given: Tensors, statistics: Tensors) -> Produc
     options: Any = {name: given.get(name) for name in ("gamma", "d_extra")}
     options |= {"mean": statistics.get("mean"), "zero_centered_gamma": case.is_zero_centered}
     read = (given["dy"], given["x"], statistics["rstd"], statistics["means"])
-    return launchers.norm_backward_producer(*read, **options)
+    return backward_launchers.norm_backward_producer(*read, **options)
 
 
 # -- what must come out -------------------------------------------------------

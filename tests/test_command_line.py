@@ -368,6 +368,21 @@ def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
     assert report.endswith("with torch's kernels alone.")
 
 
+def test_a_cupy_for_another_cuda_is_said_and_comes_with_the_commands() -> None:
+    facts = dataclasses.replace(
+        HEALTHY.installation, cupy_packages=("cupy-cuda12x",), cupy_cuda=12090
+    )
+    diagnosis = dataclasses.replace(
+        HEALTHY, installation=facts, obstacle=module.obstacle(facts), probe=None
+    )
+    report = str(diagnosis)
+    assert diagnosis.exit_status == 0
+    assert "CuPy and torch disagree on CUDA: 12 and 13" in report
+    assert "CuPy 14.2.0 is built for CUDA 12 and torch 2.11.0+cu130 for CUDA 13;" in report
+    assert "\n  pip uninstall -y cupy-cuda12x\n  pip install cupy-cuda13x\n" in report
+    assert report.endswith("with torch's kernels alone.")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

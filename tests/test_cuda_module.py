@@ -223,6 +223,27 @@ def test_a_cupy_that_raises_on_import_is_reported_with_its_error(
     assert error.startswith(("ImportError", "ModuleNotFoundError"))
 
 
+def test_a_cupy_that_is_imported_and_built_for_another_cuda_than_torch_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cupy = types.ModuleType("cupy")
+    cupy.__version__ = "14.2.0"  # type: ignore[attr-defined]
+    driver = types.SimpleNamespace(get_build_version=lambda: 12090)
+    cupy.cuda = types.SimpleNamespace(driver=driver)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(module, "_cupy_packages", lambda: ("cupy-cuda12x",))
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = module.installation()
+    assert (found.cupy_version, found.cupy_cuda_major, found.torch_cuda_major) == ("14.2.0", 12, 13)
+    reason = module.cannot_run.__wrapped__()
+    assert reason is not None
+    assert "CuPy 14.2.0 is built for CUDA 12 and torch" in reason
+    assert "for CUDA 13; they must be the same." in reason
+    assert "`pip uninstall -y cupy-cuda12x`, then `pip install cupy-cuda13x`" in reason
+
+
 @pytest.fixture
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Obstacle:
     """A reason why kernels cannot run, in force for this test."""

@@ -29,7 +29,9 @@ from normalization_cases import (
 )
 
 from fuser.cuda import normalization as launchers
+from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.launch import Kernel
+from fuser.cuda.norm_operands import takes
 from fuser.errors import InputError
 
 
@@ -171,14 +173,14 @@ def test_gradients_that_nobody_needs_are_not_written_and_change_nothing(offset: 
     inputs = (given["dy"], given["x"], given["gamma"], got["mean"], got["rstd"])
     dx, dgamma, dbeta = (torch.empty_like(t) for t in expected.values())
     with running((dx,)):
-        launchers.layernorm_backward(*inputs, dx, None, None, None)
+        backward_launchers.layernorm_backward(*inputs, dx, None, None, None)
     with running((dgamma,)):
-        workspace = torch.empty(launchers.workspace_shape(given["x"], has_beta=True))
-        launchers.layernorm_backward(*inputs, None, dgamma, None, workspace)
+        workspace = torch.empty(backward_launchers.workspace_shape(given["x"], has_beta=True))
+        backward_launchers.layernorm_backward(*inputs, None, dgamma, None, workspace)
     with running((dbeta,)):
-        launchers.layernorm_backward(*inputs, None, None, dbeta, workspace)
+        backward_launchers.layernorm_backward(*inputs, None, None, dbeta, workspace)
     with running(()):
-        launchers.layernorm_backward(*inputs, None, None, None, None)
+        backward_launchers.layernorm_backward(*inputs, None, None, None, None)
     assert same_bits(dx, expected["dx"])
     assert same_bits(dgamma, expected["dgamma"])
     assert same_bits(dbeta, expected["dbeta"])
@@ -249,7 +251,7 @@ def test_means_alone_need_no_addition_and_no_gradient(columns: int) -> None:
     # An addition of NaN, of another stride: it is not read.
     d_extra = torch.full((5, 2 * columns), float("nan"), dtype=BF16)[:, :columns]
     with running((means,)):
-        launchers.layernorm_backward(
+        backward_launchers.layernorm_backward(
             *(*inputs, None, None, None, None), d_extra=d_extra, means=means
         )
     assert same_bits(means, expected)
@@ -271,10 +273,10 @@ def test_means_are_those_of_the_formula() -> None:
 def test_kernels_take_an_x_and_a_y_of_one_dtype_or_an_fp32_x(
     x: torch.dtype, y: torch.dtype
 ) -> None:
-    assert launchers.takes(x, y) == (x in (y, F32))
+    assert takes(x, y) == (x in (y, F32))
     rstd = torch.empty(3)
     tensors = (torch.randn(3, 8).to(x), torch.ones(8), torch.empty(3, 8, dtype=y), rstd)
-    if launchers.takes(x, y):
+    if takes(x, y):
         with running((tensors[2], rstd)):
             launchers.rmsnorm(*tensors, eps=1e-5)
     else:
@@ -336,7 +338,7 @@ def test_plans_cover_every_row_with_blocks_that_gpus_can_run(element_bytes: int)
         assert forward_plan.fits_registers == (vectors <= 4 * forward_plan.lanes)
         assert forward_plan.fits_registers == (columns <= 16384)
         for shared in (99 * 1024, 163 * 1024, 227 * 1024):
-            plan = launchers.backward_plan(columns, element_bytes, shared)
+            plan = backward_launchers.backward_plan(columns, element_bytes, shared)
             assert plan.lanes * plan.rows % 32 == 0
             assert plan.lanes * plan.rows <= 512
             assert plan.lanes % 32 == 0 or 32 % plan.lanes == 0
@@ -354,7 +356,7 @@ def test_on_an_h200_the_backward_has_rows_on_their_way_in_all_its_shared_memory(
     shared = 227 * 1024
     found = {}
     for columns in (1024, 2048, 4096, 8192, 16384):
-        plan = launchers.backward_plan(columns, 2, shared)
+        plan = backward_launchers.backward_plan(columns, 2, shared)
         block = plan.stages(48, shared) * plan.stage_bytes(48) // 1024
         found[columns] = (plan.blocks_per_multiprocessor, block)
     assert found == {
@@ -369,7 +371,7 @@ def test_on_an_h200_the_backward_has_rows_on_their_way_in_all_its_shared_memory(
 def test_the_workspace_is_small_beside_the_tensors() -> None:
     x = torch.empty(16384, 4096, dtype=BF16, device="meta")
     with emulated(multiprocessors=132):
-        shape = launchers.workspace_shape(x, has_beta=True)
+        shape = backward_launchers.workspace_shape(x, has_beta=True)
     assert shape == (2, 264, 4096)
 
 
@@ -390,8 +392,10 @@ def call_backward(**changes: Any) -> None:
     good |= {name: torch.zeros(16) for name in ("gamma", "dgamma", "dbeta")}
     good |= {name: torch.zeros(4) for name in ("mean", "rstd")}
     with emulated():
-        good["workspace"] = torch.zeros(launchers.workspace_shape(good["x"], has_beta=True))
-        launchers.layernorm_backward(**{**good, **changes})
+        good["workspace"] = torch.zeros(
+            backward_launchers.workspace_shape(good["x"], has_beta=True)
+        )
+        backward_launchers.layernorm_backward(**{**good, **changes})
 
 
 def test_good_arguments_are_taken() -> None:
@@ -484,6 +488,6 @@ def test_a_producer_of_dx_with_other_tensors_is_refused(
     changes: dict[str, Any], words: str
 ) -> None:
     good = {"dy": X, "x": X, "rstd": ROW, "means": torch.zeros(4, 2), "gamma": COLUMN, "mean": ROW}
-    assert launchers.norm_backward_producer(**good).columns == 16
+    assert backward_launchers.norm_backward_producer(**good).columns == 16
     with pytest.raises(InputError, match=words):
-        launchers.norm_backward_producer(**{**good, **changes})
+        backward_launchers.norm_backward_producer(**{**good, **changes})

@@ -124,6 +124,22 @@ def test_turned_strided_and_empty_inputs_give_the_same_results() -> None:
             torch.testing.assert_close(value, plain)
 
 
+def test_parameters_with_gaps_between_their_elements_give_the_same_results() -> None:
+    def run(x: torch.Tensor) -> list[torch.Tensor]:
+        norm = fuser.LayerNorm(8)
+        norm.weight, norm.bias = (
+            torch.nn.Parameter(random_tensor((16,), F32, seed)[::2]) for seed in (2, 3)
+        )
+        y = norm(x)
+        return [y, *torch.autograd.grad(y, (x, norm.weight, norm.bias), torch.ones_like(y))]
+
+    x = random_tensor((4, 8), F32, 1).requires_grad_()
+    with on_kernels():
+        found = run(x)
+    for actual, plain in zip(found, run(x), strict=True):
+        torch.testing.assert_close(actual, plain)
+
+
 def test_dtypes_that_no_kernel_takes_run_in_torch(launched: list[str]) -> None:
     def run(op: Any, x: torch.Tensor, *extras: torch.Tensor) -> list[torch.Tensor | None]:
         op = oracles.randomize(op)

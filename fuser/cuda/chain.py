@@ -40,6 +40,8 @@ PLAIN = {"bias": 0, "constant_scale": 1, "add_extra_input": 0, "dropout": 1}
 # GELU backward takes 5% less with four rows of its two tensors than with two.
 ROWS = {1: 4, 2: 4, 3: 2}
 
+MAX_SIZE = 2**31
+
 Tensors = Sequence[torch.Tensor | None]
 
 
@@ -261,6 +263,7 @@ class Chain:
 
     def forward_inputs(self, x: torch.Tensor, operands: Tensors, rows: int, columns: int) -> Inputs:
         """Inputs of forward."""
+        _check_sizes(rows, columns)
         stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
         self._check_operands(operands, rows, columns)
         return Inputs(x, None, stride, 0, operands, columns, self._interleave(columns))
@@ -274,6 +277,7 @@ class Chain:
         columns: int,
     ) -> Inputs:
         """Inputs of backward."""
+        _check_sizes(rows, columns)
         dy_stride = _row_stride("dy", dy, rows, columns, self.dtype)
         x_stride = 0
         if not self.reads_input:
@@ -376,6 +380,15 @@ def _scalars(stage: Stage) -> tuple[Any, ...]:
 
 
 # -- tensors -----------------------------------------------------------------
+
+
+def _check_sizes(rows: int, columns: int) -> None:
+    """Refuse what the ints of kernels do not hold: rows, and columns in front of a gated stage."""
+    if max(rows, 2 * columns) >= MAX_SIZE:
+        raise InputError(
+            f"A chain got {rows} rows and {columns} columns; it takes fewer than {MAX_SIZE} rows "
+            f"and than {MAX_SIZE // 2} columns."
+        )
 
 
 def _row_stride(

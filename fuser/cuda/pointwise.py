@@ -397,10 +397,7 @@ def _matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, i
     """Rows and columns of an output."""
     if tensor.dtype != dtype or tensor.dim() == 0 or not tensor.is_contiguous():
         raise InputError(f"{name} is {described(tensor)}; it is contiguous {dtype}.")
-    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
-    if max(rows, 2 * columns) >= 2**31:
-        raise InputError(f"{name} has {rows} rows and {columns} columns; a kernel takes 2^31.")
-    return rows, columns
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
 def _sizes(name: str, tensor: torch.Tensor, lines: int) -> tuple[int, int]:
@@ -409,10 +406,7 @@ def _sizes(name: str, tensor: torch.Tensor, lines: int) -> tuple[int, int]:
         raise InputError(f"{name} is {described(tensor)}; it has rows of columns.")
     if tensor.shape[-1] % lines:
         raise InputError(f"{name} has {tensor.shape[-1]} columns; a gated stage takes two halves.")
-    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1] // lines
-    if max(rows, 2 * columns) >= 2**31:
-        raise InputError(f"{name} has {rows} rows and {columns} columns; a kernel takes 2^31.")
-    return rows, columns
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1] // lines
 
 
 def _check_amax(amax: torch.Tensor | None) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from fuser.cuda import normalization as kernels
+from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_take
+from fuser.cuda.norm_operands import takes
 from fuser.functional.values import Values, or_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.tensors.base import QuantizedTensor
@@ -136,14 +138,14 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> R
 
 def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
     """Whether there are kernels for such an input and output."""
-    return kernels.takes(x, y)
+    return takes(x, y)
 
 
 def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
     """Whether kernels run on such an x, an output of dtype ``y``, and what is added to x."""
     return (
         kernels_take(x)
-        and kernels.takes(x.dtype, y)
+        and takes(x.dtype, y)
         and x.shape[1] > 0
         and (added is None or added.dtype is x.dtype)
     )
@@ -187,7 +189,8 @@ class _Norm(Values):
     ) -> None:
         self.x = _rows(x)
         self.extra = None if extra is None else _rows(extra)
-        self.parameters, self.eps, self.zero_centered = parameters, eps, zero_centered
+        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.eps, self.zero_centered = eps, zero_centered
         self.shape, self.dtype, self.device = x.shape, dtype, x.device
         self.statistics = tuple(
             torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
@@ -274,7 +277,8 @@ class _NormBackward(Values):
     ) -> None:
         self.dy, self.x = _rows(dy), _rows(x)
         self.d_extra = None if d_extra is None else _rows(d_extra)
-        self.parameters, self.statistics = parameters, statistics
+        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.statistics = statistics
         self.zero_centered = zero_centered
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, wanted, strict=True)]
@@ -322,7 +326,7 @@ class _NormBackward(Values):
             self._measure()
         assert self.means is not None
         *mean, rstd = self.statistics
-        return kernels.norm_backward_producer(
+        return backward_kernels.norm_backward_producer(
             *(self.dy, self.x, rstd, self.means),
             gamma=self.parameters[0] if self.parameters else None,
             mean=mean[0] if mean else None,
@@ -341,13 +345,13 @@ class _NormBackward(Values):
         """Write the gradients of parameters, and what else is given."""
         if not self.parameters:
             (rnorm,) = self.statistics
-            kernels.l2norm_backward(self.dy, self.x, rnorm, dx, **measured)
+            backward_kernels.l2norm_backward(self.dy, self.x, rnorm, dx, **measured)
             return
         workspace = None
         if any(grad is not None for grad in self.grads):
-            shape = kernels.workspace_shape(self.x, has_beta=len(self.parameters) > 1)
+            shape = backward_kernels.workspace_shape(self.x, has_beta=len(self.parameters) > 1)
             workspace = torch.empty(shape, dtype=torch.float32, device=self.device)
-        launch: Any = (kernels.rmsnorm_backward, kernels.layernorm_backward)[
+        launch: Any = (backward_kernels.rmsnorm_backward, backward_kernels.layernorm_backward)[
             len(self.parameters) - 1
         ]
         launch(

@@ -49,7 +49,7 @@ def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> 
 
     ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
     """
-    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(x):
+    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(x):
         return reference.activation(functor, x)
     return _Forward(stages_of(functor), x, NO_OPERAND)
 
@@ -58,7 +58,7 @@ def activation_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> Result:
     """Gradient of ``x``; see the reference, and :func:`activation`."""
-    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(dy, x):
+    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         return reference.activation_backward(functor, dy, x)
     return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
 
@@ -67,7 +67,7 @@ def activation_bias_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` in front of an activation, and of its bias."""
-    if (is_plain and functor.is_native and x.numel() < FEW_ELEMENTS) or not _takes(dy, x):
+    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -172,6 +172,16 @@ def chain_backward(
     return _Backward(stages, dy, x, contiguous, grads), grads
 
 
+def is_torchs(functor: Functor, count: int, *, is_plain: bool) -> bool:
+    """Whether so many elements go to torch's own function, which is as good; see `activation`."""
+    return is_plain and functor.is_native and count < FEW_ELEMENTS
+
+
+def reads_in_place(x: torch.Tensor) -> bool:
+    """Whether a kernel takes ``x`` as it lies: contiguous, or a matrix of contiguous rows."""
+    return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
+
+
 # -- what kernels are given -----------------------------------------------------
 
 _BIAS = Stage("bias")
@@ -191,12 +201,10 @@ def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a kernel reads it: contiguous, or a matrix of contiguous rows."""
+    """``x`` as a kernel reads it; a copy where it must be."""
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
-    if x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1):
-        return x
-    return x.contiguous()
+    return x if reads_in_place(x) else x.contiguous()
 
 
 class _Forward(Values):

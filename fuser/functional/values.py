@@ -129,9 +129,14 @@ def or_torch(
 # -- inputs and outputs of kernels that quantize --------------------------------
 
 
+def are_rows(x: torch.Tensor) -> bool:
+    """Whether neighbours in a row of ``x [M, K]`` are next to each other, as kernels read it."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``x [M, K]`` with neighbours in a row next to each other; a copy where they are not."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if are_rows(x) else x.contiguous()
 
 
 def matrix_of(x: torch.Tensor | Values) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from normalization_cases import (
 )
 
 from fuser.cuda import normalization as launchers
+from fuser.cuda import normalization_backward as backward_launchers
 
 # Long enough on any GPU that a launch on the wrong stream runs before it ends.
 SLEEP_CYCLES = 50_000_000
@@ -127,8 +128,8 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     y, rstd = torch.empty_like(x), torch.empty(rows, device="cuda")
     launchers.rmsnorm(x, gamma, y, rstd, eps=1e-5)
     dx, dgamma = torch.empty_like(x), torch.empty_like(gamma)
-    workspace = torch.empty(launchers.workspace_shape(x, has_beta=False), device="cuda")
-    launchers.rmsnorm_backward(y, x, gamma, rstd, dx, dgamma, workspace)
+    workspace = torch.empty(backward_launchers.workspace_shape(x, has_beta=False), device="cuda")
+    backward_launchers.rmsnorm_backward(y, x, gamma, rstd, dx, dgamma, workspace)
     case = Case("rmsnorm", BF16, BF16, F32, 100, columns)
     last = {"x": x[-100:], "dy": y[-100:], "gamma": gamma}
     got = {"y": y[-100:], "rstd": rstd[-100:, None], "dx": dx[-100:]}

@@ -284,13 +284,13 @@ struct Run {
 
     __device__ __forceinline__ void fetch(const Inputs<Chain>& inputs, const Place& place) {
         if constexpr (kBackward) {
-            dy.read(inputs.dy + place.row * inputs.dy_stride + place.column);
+            dy = load_packed<N>(inputs.dy + place.row * inputs.dy_stride + place.column);
         }
         if constexpr (kReadsInput) {
             const T* row = inputs.x + place.row * inputs.x_stride;
 #pragma unroll
             for (int line = 0; line < kLines; ++line) {
-                x[line].read(row + place.template spot<kLines>(line).column);
+                x[line] = load_packed<N>(row + place.template spot<kLines>(line).column);
             }
         }
         Chain::template fetch<kBackward>(inputs, place, fetched);
@@ -302,16 +302,16 @@ struct Run {
                                          const uint4* staged, int step) {
         constexpr int kChunks = N * static_cast<int>(sizeof(T)) / 16;
         if constexpr (kBackward) {
-            dy.take(staged, step);
+            dy = read_pieces<T, N>(staged, step);
         }
         if constexpr (kReadsInput) {
 #pragma unroll
             for (int line = 0; line < kLines; ++line) {
                 if (line < kNeeded) {
-                    x[line].take(staged + (kBackward + line) * kChunks * step, step);
+                    x[line] = read_pieces<T, N>(staged + (kBackward + line) * kChunks * step, step);
                 } else {
-                    x[line].read(inputs.x + place.row * inputs.x_stride +
-                                 place.template spot<kLines>(line).column);
+                    x[line] = load_packed<N>(inputs.x + place.row * inputs.x_stride +
+                                             place.template spot<kLines>(line).column);
                 }
             }
         }

@@ -5,7 +5,7 @@
 
 namespace fuser {
 
-// kCount elements of T, an even number of 16-bit ones.
+// kCount elements of T: one, or an even number of 16-bit ones.
 template <class T, int kCount>
 struct Packed {
     static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -14,11 +14,20 @@ struct Packed {
 
     unsigned words[kWords];
 
-    __device__ __forceinline__ unsigned bits(int i) const {
+    __device__ __forceinline__ unsigned element_bits(int i) const {
         if constexpr (sizeof(T) == 4) {
             return words[i];
         } else {
             return words[i / 2] >> i % 2 * 16 & 0xffffu;
+        }
+    }
+    // Bits that are there when the elements are.
+    __device__ __forceinline__ unsigned bits() const { return words[0]; }
+    // Makes every element wait for `zero`, which is 0.
+    __device__ __forceinline__ void wait_for(unsigned zero) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            words[i] ^= zero;
         }
     }
 
@@ -26,9 +35,18 @@ struct Packed {
         if constexpr (sizeof(T) == 4) {
             return __uint_as_float(words[i]);
         } else {
-            return to_float(T{static_cast<unsigned short>(bits(i))});
+            return to_float(T{static_cast<unsigned short>(element_bits(i))});
         }
     }
+};
+
+template <class T>
+struct Packed<T, 1> {
+    T element;
+
+    __device__ __forceinline__ unsigned bits() const { return 0; }
+    __device__ __forceinline__ void wait_for(unsigned) {}
+    __device__ __forceinline__ float operator[](int) const { return to_float(element); }
 };
 
 template <class T, int kCount>
@@ -91,7 +109,7 @@ __device__ __forceinline__ unsigned largest_magnitude(const Packed<T, kCount>& x
     unsigned largest = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        largest = i < count ? max(largest, x.bits(i) & kMagnitude) : largest;
+        largest = i < count ? max(largest, x.element_bits(i) & kMagnitude) : largest;
     }
     return largest;
 }
@@ -114,11 +132,15 @@ template <int kCount, class T>
 __device__ __forceinline__ Packed<T, kCount> load_packed(const T* p) {
     using Result = Packed<T, kCount>;
     Result result;
+    if constexpr (kCount == 1) {
+        result.element = *p;
+    } else {
 #pragma unroll
-    for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
-        using Access = typename Result::Access;
-        const Access part = load_streaming(reinterpret_cast<const Access*>(p) + i);
-        memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+        for (int i = 0; i < Result::kWords / Result::kStep; ++i) {
+            using Access = typename Result::Access;
+            const Access part = load_streaming(reinterpret_cast<const Access*>(p) + i);
+            memcpy(result.words + i * Result::kStep, &part, sizeof(Access));
+        }
     }
     return result;
 }
@@ -178,10 +200,22 @@ __device__ __forceinline__ void store_packed_tail(T* p, int count, const Packed<
             if constexpr (sizeof(T) == 4) {
                 p[i] = __uint_as_float(x.words[i]);
             } else {
-                p[i] = T{static_cast<unsigned short>(x.bits(i))};
+                p[i] = T{static_cast<unsigned short>(x.element_bits(i))};
             }
         }
     }
+}
+
+// From pieces of 16 bytes in this kernel's own memory, `step` apart.
+template <class T, int kCount>
+__device__ __forceinline__ Packed<T, kCount> read_pieces(const uint4* pieces, int step) {
+    Packed<T, kCount> result;
+#pragma unroll
+    for (int i = 0; i < result.kWords / 4; ++i) {
+        const uint4 piece = pieces[i * step];
+        memcpy(result.words + i * 4, &piece, sizeof(piece));
+    }
+    return result;
 }
 
 // From and to memory of this kernel's own, aligned to all elements or to 16 bytes.

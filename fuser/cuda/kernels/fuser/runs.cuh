@@ -1,63 +1,12 @@
-// Runs of N elements of a row: as they lie in memory, and where they stand.
+// Runs of N elements of a row: rounding and writing them, and where they stand.
 //
 // N is 1, or the elements lie side by side in every tensor and are aligned to 16 bytes or to all of
 // them.
 #pragma once
 
-#include <fuser/elements.cuh>
+#include <fuser/packed.cuh>
 
 namespace fuser {
-
-// N elements as they lie in memory.
-template <class T, int N>
-struct Packed {
-    static constexpr int kWords = N * static_cast<int>(sizeof(T)) / 4;
-    static constexpr int kStep = kWords < 4 ? kWords : 4;
-    unsigned words[kWords];
-
-    __device__ __forceinline__ void read(const T* p) {
-        using Access = typename Words<kStep>::Type;
-#pragma unroll
-        for (int i = 0; i < kWords / kStep; ++i) {
-            const Access part = load_streaming(reinterpret_cast<const Access*>(p) + i);
-            memcpy(words + i * kStep, &part, sizeof(Access));
-        }
-    }
-    // From pieces of 16 bytes, `step` apart.
-    __device__ __forceinline__ void take(const uint4* pieces, int step) {
-#pragma unroll
-        for (int i = 0; i < kWords / 4; ++i) {
-            const uint4 piece = pieces[i * step];
-            memcpy(words + i * 4, &piece, sizeof(piece));
-        }
-    }
-    // Bits that are there when the elements are.
-    __device__ __forceinline__ unsigned bits() const { return words[0]; }
-    // Makes every element wait for `zero`, which is 0.
-    __device__ __forceinline__ void wait_for(unsigned zero) {
-#pragma unroll
-        for (int i = 0; i < kWords; ++i) {
-            words[i] ^= zero;
-        }
-    }
-    __device__ __forceinline__ float operator[](int i) const {
-        if constexpr (sizeof(T) == 4) {
-            return __uint_as_float(words[i]);
-        } else {
-            return to_float(T{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)});
-        }
-    }
-};
-
-template <class T>
-struct Packed<T, 1> {
-    T element;
-
-    __device__ __forceinline__ void read(const T* p) { element = *p; }
-    __device__ __forceinline__ unsigned bits() const { return 0; }
-    __device__ __forceinline__ void wait_for(unsigned) {}
-    __device__ __forceinline__ float operator[](int) const { return to_float(element); }
-};
 
 template <int N, class T>
 __device__ __forceinline__ void write(T* p, const float (&x)[N]) {

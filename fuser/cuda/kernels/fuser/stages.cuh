@@ -48,7 +48,7 @@ struct Bias : Stage {
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
                                               const Spot& spot) {
-            this->read(static_cast<const T*>(pointers[0]) + spot.column);
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.column)};
         }
     };
 
@@ -71,7 +71,7 @@ struct AddExtraInput : Bias<false> {
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
                                               const Spot& spot) {
-            this->read(static_cast<const T*>(pointers[0]) + spot.index());
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.index())};
         }
     };
 };

@@ -1,0 +1,229 @@
+"""What the launchers of norms share: dtypes, the kernels' sizes, alignment, checks.
+
+x has a dtype and y one: see :func:`takes`. Gradients have those of what they are gradients of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, Struct, float32, int32, int64
+from fuser.errors import InputError
+
+PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+"""The kernels' ``ParameterType``."""
+
+DTYPE_PAIRS = (
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+)
+"""The dtypes of x and y that there are kernels for."""
+
+VECTOR_BYTES = 16
+# Columns of a thread in a tile.
+TILE_RUN = 8
+# Rows and columns are ints in the kernels, and so are sums of them and of the grid's size.
+MAX_SIZE = 2**29
+
+# -- dtypes -------------------------------------------------------------------
+
+
+def takes(x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
+    """Whether there are kernels from an x to a y of these dtypes, and back.
+
+    fp32, fp16 and bf16 go to the same, and fp32 to fp16 and bf16. An x of 16 bits has no y of
+    another dtype: not bf16 to fp32, as fp32 parameters without autocast would have it.
+    """
+    return (x_dtype, y_dtype) in DTYPE_PAIRS
+
+
+def partners_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes that y can have for an x of ``dtype``."""
+    return tuple(y for x, y in DTYPE_PAIRS if x == dtype)
+
+
+# -- sizes --------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def sizes_of(
+    x_stride: int,
+    extra_stride: int,
+    dy_stride: int,
+    rows: int,
+    columns: int,
+    lanes: int,
+    stages: int,
+    x: torch.dtype,
+    parameter: torch.dtype | None,
+    is_aligned: bool,
+    zero_centered_gamma: bool,
+    eps: float,
+) -> Struct:
+    """The kernels' ``Sizes``. Without parameters it is an L2 normalization: a sum, a gain of 1."""
+    has_parameters = parameter is not None
+    return Struct(
+        (
+            *(int64(x_stride), int64(extra_stride), int64(dy_stride)),
+            *(
+                int32(rows),
+                int32(columns),
+                int32(vectors_of(columns, x.itemsize, lanes)),
+                int32(stages),
+            ),
+            *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
+            float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
+            float32(1.0 / columns if has_parameters else 1.0),
+            float32(eps),
+        )
+    )
+
+
+def vectors_of(columns: int, element_bytes: int, threads: int = 1) -> int:
+    """How many vectors each of a row's threads has, at most."""
+    return -(-columns * element_bytes // (VECTOR_BYTES * threads))
+
+
+def whole_warps(threads: int) -> int:
+    """``threads`` up to a multiple of 32."""
+    return -(-threads // 32) * 32
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two from ``n`` on."""
+    return 1 << (n - 1).bit_length()
+
+
+def row_strides(
+    x: torch.Tensor, extra: torch.Tensor | None, dy: torch.Tensor | None
+) -> tuple[int, int, int]:
+    """From row to row, as the kernels' ``Sizes`` begin; 0 for a tensor that is not there."""
+    return (
+        x.stride(0),
+        0 if extra is None else extra.stride(0),
+        0 if dy is None else dy.stride(0),
+    )
+
+
+def are_aligned(
+    columns: int, x: torch.Tensor, strides: tuple[int, ...], *others: torch.Tensor | None
+) -> bool:
+    """Whether every row of all tensors begins at a vector of x's elements and has whole ones."""
+    address = x.data_ptr()
+    for tensor in others:
+        if tensor is not None:
+            address |= tensor.data_ptr()
+    elements = columns
+    for stride in strides:
+        elements |= stride
+    return address % VECTOR_BYTES == 0 and elements * x.element_size() % VECTOR_BYTES == 0
+
+
+def fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
+    """Whether a tile's threads may read 8 elements at a time everywhere."""
+    addresses = (tensor.data_ptr() for tensor in tensors if tensor is not None)
+    return all(size % TILE_RUN == 0 for size in (columns, *strides)) and all(
+        address % VECTOR_BYTES == 0 for address in addresses
+    )
+
+
+# -- checks -------------------------------------------------------------------
+
+
+def checked_shape(function: str, x: torch.Tensor) -> tuple[int, int]:
+    """Rows and columns of x."""
+    if x.dtype not in ELEMENTS or x.dim() != 2 or max(x.shape) > MAX_SIZE or x.shape[1] == 0:
+        raise InputError(
+            f"{function} takes x of shape [rows, columns], with columns, up to {MAX_SIZE} of each, "
+            f"in fp32, fp16 or bf16; got {_shown(x)}."
+        )
+    check_tensor(function, "x", x, (x.dtype,), x.shape, is_spaced=True)
+    return x.shape[0], x.shape[1]
+
+
+def check_y_dtype(function: str, x: torch.dtype, y: torch.dtype) -> None:
+    """Refuse an output that there is no kernel for."""
+    if not takes(x, y):
+        partners = " or ".join(map(_name, partners_of(x)))
+        raise InputError(f"{function} makes y in {partners} from x in {_name(x)}; got {_name(y)}.")
+
+
+def checked_norm(
+    function: str,
+    x: torch.Tensor,
+    parameters: Sequence[tuple[str, torch.Tensor | None]],
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+) -> str:
+    """The norm of a producer, in C++; gamma is the first of the parameters."""
+    rows, columns = x.shape
+    check_parameters(function, columns, parameters)
+    check_statistics(function, rows, mean, rstd)
+    if mean is not None and parameters[0][1] is None:
+        raise InputError(f"{function} got mean without gamma; a LayerNorm has both.")
+    return "RMSNorm" if mean is None else "LayerNorm"
+
+
+def parameter_type(gamma: torch.Tensor | None) -> str:
+    """Of a producer's gamma and beta, in C++."""
+    return "fuser::NoParameters" if gamma is None else ELEMENTS[gamma.dtype]
+
+
+def check_parameters(
+    function: str, columns: int, named: Sequence[tuple[str, torch.Tensor | None]]
+) -> None:
+    """Parameters have any dtype, all of them the same."""
+    for name, tensor in named:
+        check_tensor(function, name, tensor, tuple(ELEMENTS), (columns,))
+    dtypes = {name: tensor.dtype for name, tensor in named if tensor is not None}
+    if len(set(dtypes.values())) > 1:
+        said = " and ".join(f"{name} in {_name(dtype)}" for name, dtype in dtypes.items())
+        raise InputError(f"{function} got {said}; they must have one dtype.")
+
+
+def check_statistics(
+    function: str,
+    rows: int,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor | None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """A number a row each, and one amax."""
+    for name, tensor, count in (("mean", mean, rows), ("rstd", rstd, rows), ("amax", amax, 1)):
+        check_tensor(function, name, tensor, (torch.float32,), count)
+
+
+def check_tensor(
+    function: str,
+    name: str,
+    tensor: torch.Tensor | None,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int, ...] | int,
+    is_spaced: bool = False,
+) -> None:
+    """``shape`` may be a number of elements; rows of a tensor that ``is_spaced`` may be apart."""
+    if tensor is None:
+        return
+    has_shape = tensor.shape == shape or tensor.numel() == shape
+    has_layout = tensor.is_contiguous() or (is_spaced and tensor.stride(-1) == 1)
+    if tensor.dtype not in dtypes or not has_shape or not has_layout:
+        layout = "the elements of a row side by side" if is_spaced else "contiguous"
+        raise InputError(
+            f"{function} takes {name} in {' or '.join(map(_name, dtypes))}, "
+            f"{f'{shape} elements' if isinstance(shape, int) else f'of shape {tuple(shape)}'}, "
+            f"{layout}; got {_shown(tensor)}."
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{_name(tensor.dtype)} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"

@@ -1,0 +1,415 @@
+"""Launchers of the gradients of RMSNorm, LayerNorm and L2 normalization over rows.
+
+The backward can leave out dx and write what it follows from, a few numbers a row:
+:func:`norm_backward_producer` then makes its values, with the same bits, inside the kernel that
+quantizes them. Where the scale must be known first, the pass that leaves dx out measures its amax.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
+from fuser.cuda.norm_operands import (
+    DTYPE_PAIRS,
+    VECTOR_BYTES,
+    are_aligned,
+    check_parameters,
+    check_statistics,
+    check_tensor,
+    checked_norm,
+    checked_shape,
+    fill_tiles,
+    parameter_type,
+    partners_of,
+    power_of_two,
+    row_strides,
+    sizes_of,
+    vectors_of,
+    whole_warps,
+)
+from fuser.cuda.operands import boolean
+from fuser.errors import InputError
+
+# Blocks that stay, one or two on a multiprocessor, so that their partial sums are few; each has up
+# to four rows a thread on their way through shared memory. 512 threads have 128 registers each.
+BACKWARD_THREADS = 256
+BACKWARD_ROW_THREADS = 512
+BACKWARD_VECTORS = (2, 4)
+MAX_STAGES = 4
+# What a kernel takes of a block's shared memory besides its stages, and the driver of each block.
+STATIC_SHARED_BYTES = 1024
+RESERVED_SHARED_BYTES = 1024
+
+# -- launchers ----------------------------------------------------------------
+
+
+def rmsnorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    rstd: torch.Tensor,
+    dx: torch.Tensor | None,
+    dgamma: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    *,
+    zero_centered_gamma: bool = False,
+    d_extra: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
+
+    ``dx = (d_hat - x_hat * mean(d_hat * x_hat)) * rstd + d_extra`` and ``dgamma = sum(dy * x_hat)``
+    over the rows. dx is rounded to its dtype before and after ``d_extra`` is added, as it is where
+    another op adds it. dgamma is summed in fp32 in an order that depends on the shape and the
+    number of multiprocessors alone.
+
+    Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
+    8, and besides writes and reads the workspace; without dx 2 less, and 2 more less without its
+    amax, which d_extra is read for. Rows of more than 16384 elements of 16 bits or 8192 of 32, and
+    rows that are not aligned to 16 bytes, are read twice.
+
+    Parameters
+    ----------
+    dy
+        Read; [rows, columns]; the dtype of y. Rows may be apart; elements of a row may not.
+    x
+        Read; likewise, the dtype of the forward's x, or its z.
+    gamma
+        Read; as in the forward.
+    rstd
+        Read; as the forward wrote it.
+    dx
+        Written; like ``x``, contiguous; None where nobody reads it: see
+        :func:`norm_backward_producer`.
+    dgamma
+        Written; [columns], contiguous, fp32, fp16 or bf16; None where nobody needs it.
+    workspace
+        Written and read; fp32, contiguous, of :func:`workspace_shape`; None without dgamma.
+    zero_centered_gamma
+        Whether the gain is ``1 + gamma``.
+    d_extra
+        Read; like ``x``. None adds nothing.
+    means
+        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``. None where nobody needs
+        it.
+    amax
+        One fp32 that becomes the larger of itself and of the magnitudes in dx, written or not; None
+        measures nothing. As in the forward.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another.
+    """
+    tensors = (dy, x, gamma, None, rstd, d_extra, dx, workspace, means, amax)
+    _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
+
+
+def layernorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    dx: torch.Tensor | None,
+    dgamma: torch.Tensor | None,
+    dbeta: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    *,
+    zero_centered_gamma: bool = False,
+    d_extra: torch.Tensor | None = None,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """The gradients of ``layernorm``: ``x_hat = (x - mean) * rstd``, ``d_hat = dy * gamma``,
+
+    ``dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra``, ``dgamma =
+    sum(dy * x_hat)`` and ``dbeta = sum(dy)``; otherwise as :func:`rmsnorm_backward`.
+
+    Parameters
+    ----------
+    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax
+        As in :func:`rmsnorm_backward`.
+    mean
+        Read; as the forward wrote it.
+    dbeta
+        Written; like ``dgamma``, in its dtype; None where nobody needs it.
+    means
+        Written; fp32 ``[rows, 2]``, contiguous: ``mean(d_hat * x_hat)`` and ``mean(d_hat)``. None
+        where nobody needs it.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another.
+    """
+    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, workspace, means, amax)
+    _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
+
+
+def l2norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rnorm: torch.Tensor,
+    dx: torch.Tensor | None,
+    *,
+    means: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> None:
+    """``dx = (dy - x_hat * sum(dy * x_hat)) * rnorm`` with ``x_hat = x * rnorm``.
+
+    Parameters
+    ----------
+    dy, x, dx, amax
+        As in :func:`rmsnorm_backward`.
+    rnorm
+        Read; as the forward wrote it.
+    means
+        Written; fp32 ``[rows, 1]``, contiguous: ``sum(dy * x_hat)``. None where nobody needs it.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another.
+    """
+    tensors = (dy, x, None, None, rnorm, None, dx, None, means, amax)
+    _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
+
+
+def norm_backward_producer(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    rstd: torch.Tensor,
+    means: torch.Tensor,
+    *,
+    gamma: torch.Tensor | None = None,
+    mean: torch.Tensor | None = None,
+    d_extra: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+) -> Producer:
+    """The values of dx in the dtype of x, with the bits that the backward writes.
+
+    With a ``mean`` it is :func:`layernorm_backward`, otherwise :func:`rmsnorm_backward` and without
+    ``gamma`` :func:`l2norm_backward`. Reads dy, x and d_extra once: 4 bytes an element of 16 bits,
+    with ``d_extra`` 6.
+
+    Parameters
+    ----------
+    dy, x, gamma, mean, rstd, d_extra, zero_centered_gamma
+        As in the backward.
+    means
+        Read; as the backward wrote them.
+
+    Raises
+    ------
+    InputError
+        If a dtype, shape or layout is another, or a mean comes without gamma.
+    """
+    what = "norm_backward_producer"
+    rows, columns = checked_shape(what, x)
+    check_tensor(what, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
+    check_tensor(what, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    norm = checked_norm(what, x, (("gamma", gamma),), mean, rstd)
+    check_tensor(what, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
+    strides = row_strides(x, d_extra, dy)
+    aligned = fill_tiles(columns, strides, x, dy, d_extra, gamma)
+    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[dy.dtype], parameter_type(gamma))
+    flags = (boolean(d_extra is not None), boolean(aligned))
+    tensors = (dy, x, gamma, mean, rstd, means, d_extra)
+    offset = float32(float(zero_centered_gamma))
+    return Producer(
+        f"fuser::NormBackwardProducer<{', '.join((*types, *flags))}>",
+        Struct((*tensors, *map(int64, strides), offset)),
+        *(rows, columns, x.dtype, aligned),
+    )
+
+
+def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
+    """The shape of the fp32 workspace in which a backward sums gradients of parameters.
+
+    Parameters
+    ----------
+    x
+        The backward's, for its shape, dtype and device.
+    has_beta
+        Whether it is a LayerNorm's.
+    """
+    rows, columns = x.shape
+    device = (shared_bytes(x.device), multiprocessors(x.device))
+    return 1 + has_beta, _backward_blocks(rows, columns, x.element_size(), *device), columns
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel that these launchers may ask for."""
+    pairs = itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS)
+    backward = [_backward_kernel(n, *p, v) for n, p in pairs for v in (*BACKWARD_VECTORS, None)]
+    return (*backward, *(_gradients_kernel(dtype) for dtype in ELEMENTS))
+
+
+@functools.cache
+def _backward_kernel(norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None) -> Kernel:
+    types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[dy]}"
+    if vectors is None:
+        return Kernel("normalization_backward", f"fuser_norm_backward_in_chunks<{types}>")
+    return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}>")
+
+
+@functools.cache
+def _gradients_kernel(dtype: torch.dtype) -> Kernel:
+    return Kernel("normalization_backward", f"fuser_norm_parameter_gradients<{ELEMENTS[dtype]}>")
+
+
+# -- launches -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BackwardPlan:
+    """How a backward kernel takes rows: ``lanes`` threads a row, ``rows`` of them in a block.
+
+    In registers a row fits ``vectors`` vectors of 16 bytes a thread; otherwise a block takes one
+    row at a time, in chunks of one vector a thread.
+    """
+
+    vectors: int
+    lanes: int
+    rows: int
+    blocks_per_multiprocessor: int
+    fits_registers: bool
+
+    def blocks(self, rows: int, multiprocessors: int) -> int:
+        """How many blocks share ``rows``: as many as run at once, at most."""
+        return min(-(-rows // self.rows), multiprocessors * self.blocks_per_multiprocessor)
+
+    def stage_bytes(self, vector_bytes: int) -> int:
+        """Shared memory of one row a thread, for ``vector_bytes`` of all tensors read together."""
+        return self.vectors * self.lanes * self.rows * vector_bytes
+
+    def stages(self, vector_bytes: int, shared: int) -> int:
+        """How many rows a thread has on their way, with ``shared`` bytes a block at most."""
+        each = (shared + RESERVED_SHARED_BYTES) // self.blocks_per_multiprocessor
+        free = each - RESERVED_SHARED_BYTES - STATIC_SHARED_BYTES
+        return min(max(free // self.stage_bytes(vector_bytes), 1), MAX_STAGES)
+
+
+@functools.cache
+def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan:
+    """How the backward takes rows of ``columns`` on a device with ``shared`` bytes a block."""
+    vectors = vectors_of(columns, element_bytes)
+    few, many = BACKWARD_VECTORS
+    each = few if vectors <= few * BACKWARD_ROW_THREADS else many
+    share = -(-vectors // each)
+    lanes = min(whole_warps(share), BACKWARD_ROW_THREADS)
+    if share <= 32:
+        lanes = power_of_two(share)
+    rows = max(1, BACKWARD_THREADS // lanes)
+    fits = vectors <= lanes * each
+    # Two blocks where their registers, and two stages of each in shared memory, have room.
+    stage_bytes = each * lanes * rows * 3 * VECTOR_BYTES
+    two = lanes * rows <= BACKWARD_THREADS and 4 * stage_bytes <= shared
+    return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_choice(
+    norm: str,
+    x: torch.dtype,
+    dy: torch.dtype,
+    rows: int,
+    columns: int,
+    is_aligned: bool,
+    has_extra: bool,
+    shared: int,
+    multiprocessors: int,
+) -> tuple[Kernel, Launch, int]:
+    """The kernel, its launch and the number of stages."""
+    plan = backward_plan(columns, x.itemsize, shared)
+    blocks = plan.blocks(rows, multiprocessors)
+    if not is_aligned or not plan.fits_registers:
+        return _backward_kernel(norm, x, dy, None), Launch((blocks,), (max(plan.lanes, 32), 1)), 0
+    vector_bytes = VECTOR_BYTES * (1 + has_extra) + VECTOR_BYTES * dy.itemsize // x.itemsize
+    stages = plan.stages(vector_bytes, shared)
+    shared_of_block = stages * plan.stage_bytes(vector_bytes)
+    launch = Launch((blocks,), (plan.lanes, plan.rows), shared_of_block)
+    return _backward_kernel(norm, x, dy, plan.vectors), launch, stages
+
+
+@functools.lru_cache(maxsize=1024)
+def _backward_blocks(
+    rows: int, columns: int, element_bytes: int, shared: int, multiprocessors: int
+) -> int:
+    return backward_plan(columns, element_bytes, shared).blocks(rows, multiprocessors)
+
+
+@functools.lru_cache(maxsize=256)
+def _gradients_launch(columns: int, kinds: int, partials: int) -> Launch:
+    return Launch((-(-columns // 32), kinds), (32, min(max(partials, 1), 32)))
+
+
+def _backward(
+    function: str,
+    norm: str,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    d_extra: torch.Tensor | None,
+    dx: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    means: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    zero_centered_gamma: bool,
+    grads: tuple[torch.Tensor | None, ...],
+) -> None:
+    rows, columns = checked_shape(function, x)
+    check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
+    check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    check_tensor(function, "dx", dx, (x.dtype,), x.shape)
+    check_parameters(function, columns, (("gamma", gamma),))
+    check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
+    check_statistics(function, rows, mean, rstd, amax)
+    check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
+    device = (shared_bytes(x.device), multiprocessors(x.device))
+    blocks = _backward_blocks(rows, columns, x.element_size(), *device)
+    wanted = [grad for grad in grads if grad is not None]
+    partials = workspace if wanted else None
+    if wanted:
+        if workspace is None:
+            raise InputError(f"{function} sums parameters' gradients in a workspace; it got none.")
+        shape = (len(grads), blocks, columns)
+        check_tensor(function, "workspace", workspace, (torch.float32,), shape)
+
+    if dx is None and amax is None:
+        d_extra = None
+    if rows > 0 and (wanted or any(output is not None for output in (dx, means, amax))):
+        strides = row_strides(x, d_extra, dy)
+        is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx)
+        dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
+        kernel, launch, stages = _backward_choice(
+            norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
+        )
+        tensors = Struct((dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax))
+        dtype = None if gamma is None else gamma.dtype
+        kernel(
+            launch,
+            tensors,
+            sizes_of(
+                *(*strides, *sizes, launch.block[0], stages, x.dtype, dtype),
+                *(is_aligned, zero_centered_gamma, 0.0),
+            ),
+        )
+    if wanted:
+        dgamma, dbeta = (*grads, None)[:2]
+        kernel = _gradients_kernel(wanted[0].dtype)
+        launch = _gradients_launch(columns, len(grads), blocks)
+        kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))

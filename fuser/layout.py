@@ -1,0 +1,253 @@
+"""What kernels do about the tensors of a call that they cannot read by vectors of 16 bytes.
+
+No plan depends on it: plans are kept by key, and shapes, strides and addresses are not part of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import (
+    Activation,
+    AddExtraInput,
+    BasicLinear,
+    Bias,
+    ConstantScale,
+    Dropout,
+    L2Normalization,
+    LayerNorm,
+    Quantize,
+    RMSNorm,
+)
+from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.functional import pointwise
+from fuser.functional.values import are_rows, kernels_run_on
+from fuser.fused_ops import PointwiseChain
+from fuser.graph import Memory, OpGraph
+from fuser.plan import FusionPlan, LayoutNote, Step
+from fuser.plan_key import PlanKey, TensorSpec
+
+VECTOR_BYTES = 16
+# A kernel that quantizes takes so many values at a time, whatever their dtype.
+TILE_RUN = 8
+
+POINTWISE = (Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
+# One of these alone is torch's work, where what it makes is not quantized.
+TORCHS = (Bias, ConstantScale, AddExtraInput)
+
+Rows = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def layout_notes(
+    graph: OpGraph, plan: FusionPlan, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
+) -> tuple[LayoutNote, ...]:
+    """What the kernels of ``plan`` do about the call's tensors that they cannot read by vectors.
+
+    ``graph`` is that of the call. A tensor on the meta device may lie at any address. What torch's
+    kernels read, and ops that are not of the library, is not looked at.
+    """
+    if not kernels_run_on(plan.key.device):
+        return ()
+    graph.bind(plan.key)
+    extras = [(("extra input", k), f"extra input {k}", t) for k, t in enumerate(extra_inputs)]
+    found: list[LayoutNote] = []
+    for memory, name, tensor in ((graph.arriving[0], "the input", input_), *extras):
+        # Of tensors of other kinds nobody knows where they lie.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
+            continue
+        for side in ("forward", "backward"):
+            for step in plan.steps(side):
+                for op in _readers(graph, side, step, memory):
+                    is_main = graph.arriving[op] == memory
+                    seen = _shaped(tensor, graph.line[op].shape) if is_main else tensor
+                    reading = _reading(graph, side, step, op, is_main)
+                    if reading is not None and seen is not None:
+                        notes = reading.notes(name, seen.detach())
+                        found += [LayoutNote(side, step.ops, text) for text in notes]
+    return tuple(found)
+
+
+def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """A tensor as it arrives at an op, behind others that reshape it; None where none tells how."""
+    if tensor.shape == shape:
+        return tensor
+    if tensor.numel() != math.prod(shape):
+        return None
+    try:
+        return tensor.view(shape)
+    except RuntimeError:  # torch has copied it
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+
+def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[int]:
+    """The ops of a step for which it reads the tensor of that name."""
+    if side == "forward":
+        for i in step.ops:
+            edges = graph.flows[side].in_edges(i, data="tensors")
+            if any(memory in tensors for source, _, tensors in edges if source not in step.ops):
+                yield i
+        return
+    saving = [i for i in step.ops if graph.ops[i].saves_input]
+    for i in step.ops[:1] if saving and _is_chain(step) else saving:
+        if graph.arriving[i] == memory:
+            yield i
+
+
+# -- how kernels read -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A kernel reads rows of ``columns`` in ``dtype``, ``run`` elements at a time where it can.
+
+    ``rows_of`` finds them in a tensor, or None where it is copied first. A ``run`` of 0 is that of
+    a kernel of torch, which finds its own way, or of one that reads an element of a row. Rows must
+    begin at multiples of ``spacing`` bytes, but where the kernel ``streams`` over a contiguous
+    tensor as if it were one row.
+    """
+
+    rows_of: Rows
+    columns: int
+    dtype: torch.dtype
+    run: int
+    spacing: int = VECTOR_BYTES
+    streams: bool = False
+
+    def notes(self, name: str, tensor: torch.Tensor) -> Iterator[str]:
+        """What happens to ``tensor`` instead of vector loads; nothing where there are those."""
+        if tensor.dtype is not self.dtype:  # cast, to strides like its own
+            tensor = torch.empty_like(tensor, dtype=self.dtype, device="meta")
+        rows = self.rows_of(tensor)
+        if rows is None:
+            yield (
+                f"reads a copy of {name}: its shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()} are no rows that the kernel takes."
+            )
+            rows = torch.empty((1, self.columns), dtype=self.dtype, device="meta")
+        reasons = list(self._obstacles(rows)) if self.run else []
+        if reasons:
+            yield f"moves one element at a time: {name} {' and '.join(reasons)}."
+
+    def _obstacles(self, rows: torch.Tensor) -> Iterator[str]:
+        begin = 0 if rows.is_meta else rows.data_ptr() % VECTOR_BYTES
+        if begin:
+            yield f"begins {begin} bytes behind a multiple of {VECTOR_BYTES}"
+        apart = rows.stride(0) * rows.element_size()
+        if self.streams and rows.is_contiguous():
+            return
+        if self.columns % self.run:
+            dtype = str(self.dtype).removeprefix("torch.")
+            yield f"is read in rows of {self.columns} {dtype}, no multiple of {self.run}"
+        elif rows.shape[0] > 1 and apart % self.spacing:
+            yield f"has its rows {apart} bytes apart, no multiple of {self.spacing}"
+
+
+def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _Reading | None:
+    """How a step reads what enters at its op ``i``, as main input or as extra; None for torch."""
+    op, last = graph.ops[i], step.ops[-1]
+    has_gemm = any(isinstance(graph.ops[k], BasicLinear) for k in step.ops)
+    if isinstance(op, AddExtraInput) and graph.extra_inputs[i][0].dtype is not graph.line[i].dtype:
+        return None
+    emits = graph.emission(last + 1 if side == "forward" else step.ops[0], side) is not None
+    if isinstance(op, (BasicLinear, Quantize)):
+        return _quantizing(graph, i) if side == "forward" else None
+    if isinstance(graph.ops[last], (LayerNorm, RMSNorm, L2Normalization)):
+        return _normalizing(graph, side, last, emits)
+    if isinstance(op, POINTWISE) and not has_gemm:
+        return _computing(graph, step, i, is_main, emits)
+    return None
+
+
+def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
+    """How op ``i``, a linear or a Quantize, reads an input that arrives plain."""
+    op: Any = graph.ops[i]
+    key, spec = graph.key.window(i, i + 1), graph.line[i]
+    if isinstance(op, Quantize):
+        made = key.ops[0].output if op.kernels("forward", key) else None
+        dtype = spec.dtype
+    else:
+        made = op.quantizes("forward", key).get("input")
+        dtype = key.autocast_dtype or op.weight.dtype
+    if made is None:
+        return None
+    streams = not made.format.block_size and not made.columnwise
+    return _Reading(_matrix(spec.shape[-1]), spec.shape[-1], dtype, TILE_RUN, streams=streams)
+
+
+def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | None:
+    """How the kernel of op ``i``, a norm, reads its input or what is added to it."""
+    norm: Any = graph.ops[i]
+    spec, made = graph.line[i], graph.line[i + 1]
+    if isinstance(norm, L2Normalization):
+        columns, dtype = spec.shape[-1], made.dtype
+    else:
+        if not norm.runs_in_kernel(graph.key.window(i, i + 1)):
+            return None
+        columns, dtype = math.prod(norm.normalized_shape), spec.dtype
+    run = TILE_RUN if emits else VECTOR_BYTES // dtype.itemsize
+    rows_of = _matrix(columns, is_saved=side == "backward")
+    return _Reading(rows_of, columns, dtype, run, run * dtype.itemsize)
+
+
+def _computing(graph: OpGraph, step: Step, i: int, is_main: bool, emits: bool) -> _Reading | None:
+    """How a pointwise op, alone or in a chain, reads what enters at op ``i``."""
+    op: Any = graph.ops[i]
+    spec, made = graph.line[i], graph.line[i + 1]
+    is_alone = not _is_chain(step)
+    if is_alone and _is_torchs(op, graph.key, spec):
+        return None
+    run = TILE_RUN if emits else VECTOR_BYTES // made.dtype.itemsize
+    is_scale = isinstance(op, ScaledActivation) and not is_main
+    if is_scale or (is_alone and not emits and isinstance(op, TORCHS)):
+        run = 0
+    rows_of = _pointwise_rows if is_main else _pointwise_extra
+    dtype = made.dtype if is_main else graph.extra_inputs[i][0].dtype
+    return _Reading(rows_of, graph.line[step.ops[-1] + 1].shape[-1], dtype, run)
+
+
+def _is_chain(step: Step) -> bool:
+    return step.fusion == PointwiseChain.__name__
+
+
+def _is_torchs(op: Any, key: PlanKey, spec: TensorSpec) -> bool:
+    """Whether a pointwise op alone does nothing, or torch is as good at it."""
+    if isinstance(op, Dropout):
+        return not op.training or op.dropout_probability == 0
+    return isinstance(op, Activation) and pointwise.is_torchs(
+        op.functor, math.prod(spec.shape), is_plain=key.recipe is None
+    )
+
+
+# -- rows in place ----------------------------------------------------------------
+
+
+def _matrix(columns: int, *, is_saved: bool = False) -> Rows:
+    """As norms and quantizers read: any view as a matrix, with rows element by element.
+
+    What a norm has saved is a matrix already, if that took a copy.
+    """
+
+    def rows_of(tensor: torch.Tensor) -> torch.Tensor | None:
+        try:
+            rows = tensor.view(-1, columns)
+        except RuntimeError:
+            size = (tensor.numel() // columns, columns)
+            return torch.empty(size, dtype=tensor.dtype, device="meta") if is_saved else None
+        return rows if are_rows(rows) else None
+
+    return rows_of
+
+
+def _pointwise_rows(tensor: torch.Tensor) -> torch.Tensor | None:
+    """As chains read what they compute on."""
+    return tensor.view(-1, tensor.shape[-1]) if pointwise.reads_in_place(tensor) else None
+
+
+def _pointwise_extra(tensor: torch.Tensor) -> torch.Tensor | None:
+    """As chains read extra inputs and scales."""
+    return tensor.view(1, -1) if tensor.is_contiguous() else None
