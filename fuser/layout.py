@@ -25,6 +25,7 @@ from fuser.basic_ops import (
     RMSNorm,
 )
 from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.cuda.arguments import TILE_RUN
 from fuser.functional import pointwise
 from fuser.functional.values import are_rows, kernels_run_on
 from fuser.fused_ops import PointwiseChain
@@ -33,8 +34,6 @@ from fuser.plan import FusionPlan, LayoutNote, Step
 from fuser.plan_key import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16
-# A kernel that quantizes takes so many values at a time, whatever their dtype.
-TILE_RUN = 8
 
 POINTWISE = (Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
 # One of these alone is torch's work, where what it makes is not quantized.

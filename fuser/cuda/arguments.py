@@ -59,12 +59,16 @@ class Struct(NamedTuple):
     fields: tuple[Any, ...]
 
 
+TILE_RUN = 8
+"""Columns that a thread of a tile takes at a time, whatever their dtype."""
+
+
 class Producer(NamedTuple):
     """Values of a matrix ``[rows, columns]`` that a kernel makes and another would have to read.
 
     Launchers of tiled kernels take one wherever they take a matrix. ``type`` is the C++ type for a
     kernel's template argument, ``argument`` holds its tensors, and ``is_aligned`` says whether it
-    takes 8 columns at a time.
+    takes :data:`TILE_RUN` columns at a time.
     """
 
     type: str

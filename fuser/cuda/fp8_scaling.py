@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.operands import (
     ALIGNED,
@@ -100,7 +100,7 @@ def quantize_current(
     Raises
     ------
     InputError
-        If a tensor is none of these, or there is no ``amax_value`` of more than a tile.
+        If a tensor is none of these, or there is no ``amax_value`` for what is no single tile.
     """
     check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
     check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
@@ -109,8 +109,8 @@ def quantize_current(
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
-    """Whether a matrix, not an empty one, is quantized by one block, which sees all of it."""
-    return 0 < rows <= TILE and 0 < columns <= TILE
+    """Whether one block quantizes all of a matrix, by vectors as far as its width is concerned."""
+    return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0
 
 
 def quantize_delayed(
@@ -297,7 +297,7 @@ def _quantize(
     producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
     if is_own and not is_one_tile(m, k):
-        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is more than a tile.")
+        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))
     if m * k == 0:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Struct, float32, int32, int64
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -26,8 +26,6 @@ DTYPE_PAIRS = (
 """The dtypes of x and y that there are kernels for."""
 
 VECTOR_BYTES = 16
-# Columns of a thread in a tile.
-TILE_RUN = 8
 # Rows and columns are ints in the kernels, and so are sums of them and of the grid's size.
 MAX_SIZE = 2**29
 

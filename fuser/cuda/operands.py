@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int64
 from fuser.errors import InputError
 from fuser.formats import DType
 
@@ -52,7 +52,7 @@ def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
     # A tile's threads read 16 bytes at a time, 8 elements each.
     aligned = (
         x.data_ptr() % 16 == 0
-        and k % 8 == 0
+        and k % TILE_RUN == 0
         and (m <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
     )
     argument = Struct((x, int64(x.stride(0))))

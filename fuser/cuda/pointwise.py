@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.chain import (
     ACTIVATIONS,
     Chain,
@@ -36,8 +36,6 @@ MAX_GRID_Y = 65535
 # an H200. A fp32 for the 128 rows of a block, written and read, is 1% of the bytes of bias + GELU.
 MAX_SUMMED_ROWS = 64
 MIN_SUMMING_THREADS = 2**17
-# A tile takes as many values from a producer at once.
-TILE_RUN = 8
 
 # -- launchers ----------------------------------------------------------------
 
