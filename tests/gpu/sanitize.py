@@ -1,6 +1,6 @@
 """Run the kernel tests under NVIDIA's compute-sanitizer: out-of-bounds accesses and races.
 
-Each test file runs once a tool, in a process of its own, several at a time. memcheck runs without
+Each test file runs once a tool, in processes of its own, several files at a time. memcheck runs without
 torch's caching allocator, so that an access behind a tensor is one behind an allocation. Exits with
 1 if a tool found anything or a test failed.
 
@@ -60,10 +60,11 @@ class Finding:
         return self.findings == 0 and " passed" in self.tests and " failed" not in self.tests
 
 
-def run(tool: str, file: str, sanitizer: str, limit: float, left_out: str) -> Finding:
-    """One test file under one tool."""
+def run(tool: str, file: str, sanitizer: str, limit: float, left_out: str, workers: int) -> Finding:
+    """One test file under one tool, shared out among some processes."""
     command = [sanitizer, "--tool", tool, "--kernel-name", "kernel_substring=fuser_"]
-    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+    command += ["--target-processes", "all", sys.executable, "-m", "pytest"]
+    command += ["-p", "no:cacheprovider", "-n", str(workers)]
     command += [str(FOLDER / f"{file}.py"), "-k", f"not ({left_out})"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     if tool == "memcheck":
@@ -94,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--files", nargs="+", choices=FILES, default=list(FILES))
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 4))
+    parser.add_argument("--workers", type=int, default=2, help="processes for each file")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each file")
     parser.add_argument("--left-out", default=LEFT_OUT, help="tests that do not run, for pytest -k")
     parser.add_argument("--logs", type=Path, default=Path("out/sanitizer"))
@@ -107,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
     pairs = [(tool, file) for file in options.files for tool in options.tools]
     with ThreadPoolExecutor(options.jobs) as pool:
         waiting = [
-            pool.submit(run, tool, file, sanitizer, options.limit, options.left_out)
+            pool.submit(
+                run, tool, file, sanitizer, options.limit, options.left_out, options.workers
+            )
             for tool, file in pairs
         ]
         found = []
