@@ -1,8 +1,8 @@
 """Run the kernel tests under NVIDIA's compute-sanitizer: out-of-bounds accesses and races.
 
-Each test file runs once a tool, in processes of its own, several files at a time. memcheck runs without
-torch's caching allocator, so that an access behind a tensor is one behind an allocation. Exits with
-1 if a tool found anything or a test failed.
+Each test file runs once a tool, in processes of its own, several files at a time. memcheck runs
+without torch's caching allocator, so that an access behind a tensor is one behind an allocation.
+Exits with 1 if a tool found anything or a test failed.
 
     python tests/gpu/sanitize.py
     python tests/gpu/sanitize.py --tools racecheck --files test_mxfp8 test_nvfp4
