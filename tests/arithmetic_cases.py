@@ -43,11 +43,17 @@ def operands() -> tuple[np.ndarray, np.ndarray]:
 def check_arithmetic(place: Place) -> None:
     a, b = operands()
     x, y = (torch.from_numpy(part).to(place.device) for part in (a, b))
-    outputs = [place.empty((a.size,), torch.float32) for _ in range(3)]
+    outputs = [place.empty((a.size,), torch.float32) for _ in range(5)]
     with place.launching(*outputs):
         ARITHMETIC(launch(a.size), x, y, *outputs, int64(a.size))
     with np.errstate(all="ignore"):
-        wanted = {"sum": a + b, "product": a * b, "quotient": a / b}
+        wanted = {
+            "sum": a + b,
+            "product": a * b,
+            "quotient": a / b,
+            "product of a magnitude": np.abs(a) * b,
+            "reciprocal": np.float32(1) / b,
+        }
     for (name, expected), got in zip(wanted.items(), outputs, strict=True):
         assert_same(got, torch.from_numpy(expected), name)
         nans = got.cpu()[torch.from_numpy(np.isnan(expected))].view(torch.int32)
@@ -77,16 +83,19 @@ def check_decode(place: Place) -> None:
 
 def check_to_e2m1x8(place: Place) -> None:
     x = hard_inputs()
-    x = x[: x.numel() // 8 * 8]
     x[x.isnan()] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    codes = place.empty((x.numel() // 8,), torch.int32)
-    with place.launching(codes):
-        TO_E2M1X8(launch(codes.numel()), x.to(place.device), codes, int64(codes.numel()))
-    words = codes.cpu().numpy().view(np.uint32)
-    got = (words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8).ravel()
-    expected = E2M1.encode(x.numpy())
-    wrong = np.flatnonzero(got != expected)
-    assert wrong.size == 0, f"{x[wrong[0]]}: {got[wrong[0]]}, not {expected[wrong[0]]}"
+    for in_units in (False, True):
+        x = x[x.abs() < 7] if in_units else x
+        x = x[: x.numel() // 8 * 8]
+        codes = place.empty((x.numel() // 8,), torch.int32)
+        count = codes.numel()
+        with place.launching(codes):
+            TO_E2M1X8(launch(count), x.to(place.device), codes, int64(count), int32(in_units))
+        words = codes.cpu().numpy().view(np.uint32)
+        got = (words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(np.uint8).ravel()
+        expected = E2M1.encode(x.numpy())
+        wrong = np.flatnonzero(got != expected)
+        assert wrong.size == 0, f"{x[wrong[0]]}: {got[wrong[0]]}, not {expected[wrong[0]]}"
 
 
 def check_scales(

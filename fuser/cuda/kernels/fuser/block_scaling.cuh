@@ -72,6 +72,7 @@ struct Block1dStore {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
                 kept < tile.rows ? scaling.inverse(scale[0]) : 0.0f;
         }
+        RowStores<kAligned, uint2> rows(tile, row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             const float factor = of_row<kRowThreads>(scale, i);
@@ -80,7 +81,7 @@ struct Block1dStore {
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), factor);
             }
-            store_row<kAligned>(tile, i, encoded8<E>(x), row);
+            rows.put(i, encoded8<E>(x));
         }
     }
 
@@ -172,9 +173,6 @@ struct Block2dStore {
         }
     }
 };
-
-template <class E, bool kAligned>
-constexpr int kFewerBlocksBehindAhead<Block2dStore<E, kAligned>> = 1;
 
 // ---- the values of a copy, as it is stored ----
 

@@ -46,6 +46,19 @@ __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v
 __device__ __forceinline__ void store_streaming(uint2* p, uint2 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_streaming(unsigned* p, unsigned v) { __stcs(p, v); }
 
+// A word of a sector of 32 bytes that several blocks make. L2 keeps it longer than what is streamed
+// past it meanwhile, so that the sector is whole before it goes to memory.
+__device__ __forceinline__ void store_part(unsigned* p, unsigned v) {
+#if defined(FUSER_EMULATED)
+    *p = v;
+#else
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(p), "r"(v), "l"(policy)
+                 : "memory");
+#endif
+}
+
 // ---- fp32 to 8 and 4 bits: to nearest, ties to even, past the largest finite to the largest ----
 
 // By integers alone, since -ftz=true would flush what rounds to a subnormal of the format.
@@ -183,6 +196,21 @@ __device__ __forceinline__ float mul_rn(float a, float b) {
 #endif
 }
 
+// |a| b: without -ftz a magnitude is a modifier of the product's operand.
+__device__ __forceinline__ float mul_magnitude_rn(float a, float b) {
+#if defined(FUSER_EMULATED)
+    return mul_rn(__uint_as_float(__float_as_uint(a) & 0x7fffffffu), b);
+#else
+    float c;
+    asm("{ .reg .f32 magnitude;\n"
+        "  abs.f32 magnitude, %1;\n"
+        "  mul.rn.f32 %0, magnitude, %2; }"
+        : "=f"(c)
+        : "f"(a), "f"(b));
+    return c;
+#endif
+}
+
 __device__ __forceinline__ float div_rn(float a, float b) {
 #if defined(FUSER_EMULATED)
     return shortened(static_cast<long double>(a) / b);
@@ -190,6 +218,17 @@ __device__ __forceinline__ float div_rn(float a, float b) {
     float c;
     asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
     return c;
+#endif
+}
+
+// 1 / x; the bits of div_rn(1, x) for fewer instructions.
+__device__ __forceinline__ float reciprocal_rn(float x) {
+#if defined(FUSER_EMULATED)
+    return div_rn(1.0f, x);
+#else
+    float y;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 #endif
 }
 
@@ -242,44 +281,49 @@ __device__ __forceinline__ unsigned from_e4m3x2(unsigned short pair) {
 #endif
 }
 
-// Eight E2M1 values in a word, the first in the lowest nibble; of results of arithmetic, whose NaN is
-// 0x7fffffff and gives 7. As to_e2m1x2, at less than half the cost of its fallback.
-__device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
 #if !defined(FUSER_EMULATED) && defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+constexpr bool kConvertsToE2m1 = true;
+#else
+constexpr bool kConvertsToE2m1 = false;
+#endif
+
+// Eight E2M1 values in a word, the first in the lowest nibble, by the instruction for two.
+__device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
     unsigned codes = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         codes |= static_cast<unsigned>(to_e2m1x2(x[2 * i], x[2 * i + 1])) << 8 * i;
     }
     return codes;
-#else
-    unsigned sums[8];
+}
+
+// The same of magnitudes below 7 times kE2m1Unit, with the signs of `sign`, without it: in these units
+// E2M1 numbers are E5M2 numbers whose codes are twice theirs, subnormals and three octaves.
+constexpr float kE2m1Unit = 0x1p-14f;
+
+__device__ __forceinline__ unsigned to_e2m1x8_from_units(const float (&magnitude)[8],
+                                                         const float (&sign)[8]) {
+    float rounded[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const float magnitude = fminf(fabsf(x[i]), 6.0f);  // 6 of a NaN
-        // The step is 2^(octave - 1), with octave 0 below 2. Adding 2^(octave + 22) leaves x / step,
-        // rounded to even, in the low bits, and 2 * octave + 298 from bit 22 on. Their sum is the
-        // code, but for 298, which is 2 modulo 8.
-        const unsigned exponent = __float_as_uint(magnitude) & 0x7f800000u;
-        const unsigned large = max(exponent + (22u << 23), 149u << 23);
-        const unsigned sum = __float_as_uint(__fadd_rn(magnitude, __uint_as_float(large)));
-        sums[i] = sum + (sum >> 22);
+        // q has the octave of x, or the lowest, whose step is that of subnormals too. An ulp of q 2^22
+        // is a step, so that its difference to x is rounded to the grid, ties to even. Where that is
+        // below the octave its ulp is half a step, and x so close to two steps that it comes to them.
+        const float x = magnitude[i];
+        const float q = fmaxf(x, 1.5f * kE2m1Unit);
+        const float difference = fmaf(q, 0x1p22f, -x);
+        rounded[i] = copysignf(fmaf(q, 0x1p22f, -difference), sign[i]);
     }
-    // Bytes of even elements, and of odd ones, whose codes come to stand in the upper nibbles.
-    unsigned codes[2];
+    unsigned pairs[4];
 #pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-        const unsigned low = __byte_perm(
-            __byte_perm(sums[odd], sums[odd + 2], 0x0040),
-            __byte_perm(sums[odd + 4], sums[odd + 6], 0x0040), 0x5410);
-        const unsigned high = __byte_perm(
-            __byte_perm(__float_as_uint(x[odd]), __float_as_uint(x[odd + 2]), 0x0073),
-            __byte_perm(__float_as_uint(x[odd + 4]), __float_as_uint(x[odd + 6]), 0x0073), 0x5410);
-        const unsigned code = ((low & 0x07070707u) + 0x06060606u) & 0x07070707u;
-        codes[odd] = code | (high >> 4 & 0x08080808u);
+    for (int i = 0; i < 4; ++i) {
+        const int first = i / 2 + i % 2 * 4;  // 0 and 2, 4 and 6, 1 and 3, 5 and 7
+        pairs[i] = to_e5m2x2(rounded[first], rounded[first + 2]);
     }
-    return codes[0] | codes[1] << 4;
-#endif
+    const unsigned even = pairs[0] | pairs[1] << 16, odd = pairs[2] | pairs[3] << 16;
+    const unsigned codes = (even >> 1 & 0x07070707u) | (odd << 3 & 0x70707070u);
+    const unsigned signs = (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+    return codes | signs;
 }
 
 // ---- sums of two numbers of 16 bits ----
@@ -308,13 +352,6 @@ __device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
     unsigned sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
-#endif
-}
-
-// The same number, of which the compiler does not know where it came from.
-__device__ __forceinline__ void make_unknown(int& x) {
-#if !defined(FUSER_EMULATED)
-    asm volatile("" : "+r"(x));
 #endif
 }
 

@@ -32,41 +32,37 @@ struct Mxfp8Copies {
         if (swizzled) {
             scales[(tiles + tile.column_tile) * kTile + swizzled_word(row)] = word;
         } else {
-            scales[tiles * kTile + static_cast<long long>(row) * tile.column_tiles +
-                   tile.column_tile] = word;
+            store_part(scales + tiles * kTile + static_cast<long long>(row) * tile.column_tiles +
+                           tile.column_tile,
+                       word);
         }
     }
 
-    // The 8 columns of a thread in the tile's row of blocks `block`, by one thread for each. All
-    // threads call it.
-    __device__ __forceinline__ void store_column_scales(const Tile& tile, int block,
-                                                        const unsigned (&e8m0)[kPatch]) const {
-        const bool is_first = Tile::thread_row() % kMxThreads == 0;
-        if (!swizzled) {
-            uint2 bytes;
-            bytes.x = e8m0[0] | e8m0[1] << 8 | e8m0[2] << 16 | e8m0[3] << 24;
-            bytes.y = e8m0[4] | e8m0[5] << 8 | e8m0[6] << 16 | e8m0[7] << 24;
-            if (is_first) {
-                const long long blocks = static_cast<long long>(tile.row_tile) * kMxBlocks + block;
-                *reinterpret_cast<uint2*>(col_scale + blocks * tile.column_tiles * kTile +
-                                          tile.column) = bytes;
-            }
-            return;
-        }
-        __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
-        if (is_first) {
+    // The scales of sizeof(Bytes) columns of the tile in its row of blocks `block`. Swizzled ones go
+    // to `shared`, and from there to memory behind a barrier.
+    template <class Bytes>
+    __device__ __forceinline__ void store_column_scales(const Tile& tile, int block, int column,
+                                                        Bytes bytes,
+                                                        unsigned char* shared) const {
+        if (swizzled) {
+            unsigned char each[sizeof(Bytes)];
+            memcpy(each, &bytes, sizeof(Bytes));
 #pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                const int column = Tile::thread_column() * kPatch + j;
-                scales[swizzled_word(column) * kMxBlocks + block] =
-                    static_cast<unsigned char>(e8m0[j]);
+            for (int i = 0; i < static_cast<int>(sizeof(Bytes)); ++i) {
+                shared[swizzled_word(column + i) * kMxBlocks + block] = each[i];
             }
+        } else {
+            const long long row = static_cast<long long>(tile.row_tile) * kMxBlocks + block;
+            *reinterpret_cast<Bytes*>(col_scale + row * tile.column_tiles * kTile +
+                                      tile.first_column() + column) = bytes;
         }
-        __syncthreads();
-        if (threadIdx.x < kTile * kMxBlocks / 16) {
+    }
+    __device__ __forceinline__ void store_swizzled(const Tile& tile,
+                                                   const unsigned char* shared) const {
+        if (swizzled && threadIdx.x < kTile * kMxBlocks / 16) {
             const long long tiles = static_cast<long long>(tile.column_tile) * tile.row_tiles;
             uint4* p = reinterpret_cast<uint4*>(col_scale) + (tiles + tile.row_tile) * 32;
-            p[threadIdx.x] = reinterpret_cast<const uint4*>(scales)[threadIdx.x];
+            p[threadIdx.x] = reinterpret_cast<const uint4*>(shared)[threadIdx.x];
         }
     }
 };
@@ -111,16 +107,27 @@ struct Mxfp8Store {
         }
         share_rows<kMxThreads>(amax);
         float factor[kKeptRows<kMxThreads>];
+        unsigned bytes = 0;
 #pragma unroll
         for (int k = 0; k < kKeptRows<kMxThreads>; ++k) {
             const unsigned e8m0 = e8m0_from_amax(amax[k], 1.0f / E::kMax);
-            factor[k] = power_of_two(254 - static_cast<int>(e8m0));
-            const unsigned word = word_of_blocks(e8m0);
-            if (Tile::thread_column() < kMxThreads) {
-                const int row = Tile::thread_row() * kPatch + kept_row<kMxThreads>(k);
-                copies.store_row_scales(tile, row, word);
-            }
+            factor[k] = inverse_of_e8m0(e8m0);
+            bytes |= e8m0 << 8 * k;
         }
+
+        // ---- words of scales: of the two rows, one thread of each pair makes one ----
+        const int block = Tile::thread_column() / kMxThreads;
+        const unsigned pair = block & 1 ? 0x15u : 0x40u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kMxThreads), pair);
+        const unsigned halves = block & 2 ? 0x1054u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kMxThreads), halves);
+        if (block < kKeptRows<kMxThreads>) {
+            const int row = Tile::thread_row() * kPatch + kept_row<kMxThreads>(0) + block;
+            copies.store_row_scales(tile, row, bytes);
+        }
+
+        // ---- bytes ----
+        RowStores<kAligned, uint2> rows(tile, copies.row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             const float of_block = of_row<kMxThreads>(factor, i);
@@ -129,7 +136,7 @@ struct Mxfp8Store {
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), of_block);
             }
-            store_row<kAligned>(tile, i, encoded8<E>(x), copies.row);
+            rows.put(i, encoded8<E>(x));
         }
     }
 
@@ -137,23 +144,34 @@ struct Mxfp8Store {
     __device__ __forceinline__ void quantize_columns(
         const Tile& tile, const Patch<T>& patch,
         const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
-        constexpr int kWords = Patch<T>::kWords;
-        const int warp = threadIdx.x / 32;
-        unsigned e8m0[kPatch];
+        // ---- a scale a block, by one thread for two columns of 32 rows ----
+        __shared__ __align__(16) float factors[kMxBlocks][kTile];
+        __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
+        constexpr int kEach = kTile * kMxBlocks / kTileThreads;
+        static_assert(kEach == 2);
+        const int block = threadIdx.x / (kTile / kEach);
+        const int column = threadIdx.x % (kTile / kEach) * kEach;
+        unsigned e8m0[kEach];
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) {
+            // A block is the rows of two warps.
+            const int word = (column + k) / Patch<T>::kPerWord;
+            const unsigned most = larger<T>(amaxes[2 * block][word], amaxes[2 * block + 1][word]);
+            e8m0[k] = e8m0_from_amax(widened<T>(most, k), 1.0f / E::kMax);
+            factors[block][column + k] = inverse_of_e8m0(e8m0[k]);
+        }
+        const auto bytes = static_cast<unsigned short>(e8m0[0] | e8m0[1] << 8);
+        copies.store_column_scales(tile, block, column, bytes, scales);
+        __syncthreads();
+        copies.store_swizzled(tile, scales);
+
+        // ---- bytes ----
         float factor[kPatch];
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-            // A block is the rows of two warps.
-            const int word = Tile::thread_column() * kWords + w;
-            const unsigned most = larger<T>(amaxes[warp][word], amaxes[warp ^ 1][word]);
-#pragma unroll
-            for (int p = 0; p < Patch<T>::kPerWord; ++p) {
-                const int j = w * Patch<T>::kPerWord + p;
-                e8m0[j] = e8m0_from_amax(widened<T>(most, p), 1.0f / E::kMax);
-                factor[j] = power_of_two(254 - static_cast<int>(e8m0[j]));
-            }
+        for (int j = 0; j < kPatch; ++j) {
+            factor[j] = factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
         }
-        copies.store_column_scales(tile, warp / 2, e8m0);
+        RowStores<kAligned, uint2> rows(tile, copies.col);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             float x[kPatch];
@@ -161,7 +179,7 @@ struct Mxfp8Store {
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), factor[j]);
             }
-            store_row<kAligned>(tile, i, encoded8<E>(x), copies.col);
+            rows.put(i, encoded8<E>(x));
         }
     }
 };
@@ -200,20 +218,23 @@ struct Mxfp8SquareStore {
             }
         }
         if (copies.col != nullptr) {
-            const unsigned repeated[kPatch] = {e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0, e8m0};
-            copies.store_column_scales(tile, warp / 2, repeated);
+            __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
+            if (Tile::thread_row() % kMxThreads == 0) {
+                const unsigned four = e8m0 * 0x01010101u;
+                copies.store_column_scales(tile, warp / 2, Tile::thread_column() * kPatch,
+                                           make_uint2(four, four), scales);
+            }
+            __syncthreads();
+            copies.store_swizzled(tile, scales);
         }
 
         // ---- bytes ----
         uint2 bytes[kPatch];
-        scale_patch<E>(patch, power_of_two(254 - static_cast<int>(e8m0)), bytes);
+        scale_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
         store_rows<kAligned>(tile, bytes, copies.row);
         store_rows<kAligned>(tile, bytes, copies.col);
     }
 };
-
-template <class E, bool kAligned>
-constexpr int kFewerBlocksBehindAhead<Mxfp8SquareStore<E, kAligned>> = 1;
 
 // ---- the values of a copy ----
 
@@ -243,7 +264,7 @@ struct Mxfp8Producer {
         }
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
-            const float factor = power_of_two(e8m0[j / 4] >> j % 4 * 8 & 0xffu);
+            const float factor = power_of_e8m0(e8m0[j / 4] >> j % 4 * 8 & 0xffu);
             x[j] = rounded_to<T>(mul_rn(x[j], factor));
         }
     }

@@ -36,20 +36,76 @@ __device__ __forceinline__ unsigned e2m1_at_random(const float (&x)[kPatch],
     return codes;
 }
 
+// x times factor, to nearest, ties to even, past 6 to 6 and NaN to +6. Where `is_in_units`, `factor`
+// holds kE2m1Unit, and no product is too large for it.
+__device__ __forceinline__ unsigned e2m1_to_nearest(const float (&x)[kPatch], float factor,
+                                                    bool is_in_units) {
+    float magnitude[kPatch], sign[kPatch];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        magnitude[i] = mul_magnitude_rn(x[i], factor);
+        sign[i] = x[i];
+    }
+    if (!is_in_units) {
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            sign[i] = magnitude[i] == magnitude[i] ? sign[i] : 0.0f;
+            magnitude[i] = fminf(magnitude[i], 6.0f) * kE2m1Unit;
+        }
+    }
+    return to_e2m1x8_from_units(magnitude, sign);
+}
+
 struct Rounding {
     unsigned long long seed;
     unsigned long long offset;
 
-    // Element `first` of a copy and the 7 behind it, in the order in which they are stored.
-    template <bool kStochastic>
-    __device__ __forceinline__ unsigned codes(const float (&x)[kPatch], unsigned long long first,
-                                              unsigned stream) const {
-        if constexpr (kStochastic) {
-            unsigned words[kPatch];
-            random_words8(seed, offset + first, stream, words);
-            return e2m1_at_random(x, words);
+    // Brings the factors of blocks with these amaxes into units of codes, if that suits all blocks of
+    // the warp; whether it did. A block's amax times its factor is 6.4 at most, but where its scale
+    // is the largest or the smallest of E4M3, or the tensor's amax is not its own.
+    template <bool kStochastic, int kCount>
+    static __device__ __forceinline__ bool bring_into_units(const unsigned (&amax)[kCount],
+                                                            float (&factor)[kCount]) {
+        if constexpr (kStochastic || kConvertsToE2m1) {
+            return false;
         } else {
-            return to_e2m1x8(x);
+            bool is_suitable = true;
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) {
+                is_suitable &= factor[k] > 0x1p-100f;  // its product with the unit is no subnormal
+                is_suitable &= mul_rn(__uint_as_float(amax[k]), factor[k]) < 7.0f;
+            }
+            is_suitable = __all_sync(kWarp, is_suitable);
+            const float unit = is_suitable ? kE2m1Unit : 1.0f;
+#pragma unroll
+            for (int k = 0; k < kCount; ++k) {
+                factor[k] = mul_rn(factor[k], unit);
+            }
+            return is_suitable;
+        }
+    }
+
+    // The codes of x times the factor of its block. Element `first` of a copy and the 7 behind it, in
+    // the order in which they are stored.
+    template <bool kStochastic>
+    __device__ __forceinline__ unsigned codes(const float (&x)[kPatch], float factor,
+                                              bool is_in_units, unsigned long long first,
+                                              unsigned stream) const {
+        if constexpr (kStochastic || kConvertsToE2m1) {
+            float products[kPatch];
+#pragma unroll
+            for (int i = 0; i < kPatch; ++i) {
+                products[i] = mul_rn(x[i], factor);
+            }
+            if constexpr (kStochastic) {
+                unsigned words[kPatch];
+                random_words8(seed, offset + first, stream, words);
+                return e2m1_at_random(products, words);
+            } else {
+                return to_e2m1x8(products);
+            }
+        } else {
+            return e2m1_to_nearest(x, factor, is_in_units);
         }
     }
 };
@@ -162,36 +218,48 @@ struct Nvfp4Store {
             }
         }
         share_rows<kNvThreads>(amax);
-        const int block = Tile::thread_column() / kNvThreads;
-        const int words = scale_words(tile.columns);
-        const int word = tile.column_tile * (kNvBlocks / 4) + block / 4;
+        unsigned amax_kept[kKeptRows<kNvThreads>];
         float factor[kKeptRows<kNvThreads>];
 #pragma unroll
         for (int k = 0; k < kKeptRows<kNvThreads>; ++k) {
-            const int kept = kept_row<kNvThreads>(k);
-            const unsigned byte = of_tensor.block(amax[k]);
-            factor[k] = of_tensor.multiplier(byte);
-            // In a tensor with a NaN the scale of zeros is a NaN too, and the padding is zero.
-            const bool is_inside = kept < tile.rows_left;
-            unsigned four = is_inside ? byte << block % 4 * 8 : 0u;
-            four |= __shfl_xor_sync(kWarp, four, kNvThreads);
-            four |= __shfl_xor_sync(kWarp, four, 2 * kNvThreads);
-            if (block % 4 == 0 && word < words) {
-                reinterpret_cast<unsigned*>(row_scale)[(tile.row + kept) * words + word] = four;
-            }
+            amax_kept[k] = amax[k];
         }
+        const unsigned bytes = of_tensor.blocks(amax_kept, factor);
+        store_row_scales(tile, bytes);
 
         // ---- codes ----
+        const bool is_in_units =
+            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
+        RowStores<kAligned, unsigned> rows(tile, row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             const float of_block = of_row<kNvThreads>(factor, i);
             float x[kPatch];
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), of_block);
+                x[j] = patch.value(i, j);
             }
             const long long first = (tile.row + i) * tile.columns + tile.column;
-            store_row<kAligned>(tile, i, rounding.template codes<kStochastic>(x, first, 0), row);
+            rows.put(i, rounding.template codes<kStochastic>(x, of_block, is_in_units, first, 0));
+        }
+    }
+
+    // The bytes of four rows of a block each, from four threads that are kNvThreads apart, which make
+    // the word of a row each of them.
+    __device__ __forceinline__ void store_row_scales(const Tile& tile, unsigned bytes) const {
+        // In a tensor with a NaN the scale of zeros is a NaN too, and the padding is zero.
+        bytes = tile.columns_left > 0 ? bytes : 0u;
+        const int block = Tile::thread_column() / kNvThreads;
+        const unsigned pairs = block & 1 ? 0x3715u : 0x6240u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kNvThreads), pairs);
+        const unsigned halves = block & 2 ? 0x3276u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kNvThreads), halves);
+        const int words = scale_words(tile.columns);
+        const int word = tile.column_tile * (kNvBlocks / 4) + block / 4;
+        const long long row = tile.row + kept_row<kNvThreads>(0) + block % 4;
+        if (word < words) {
+            store_part(reinterpret_cast<unsigned*>(row_scale) + row * words + word,
+                       row < tile.rows ? bytes : 0u);
         }
     }
 
@@ -221,21 +289,27 @@ struct Nvfp4Store {
         constexpr int kKept = kPatch / kNvThreads;
         const Nvfp4Scale of_tensor(*col_amax);
         const int first = Tile::thread_row() % kNvThreads * kKept;
-        const bool is_inside = tile.rows_left > 0;
         const unsigned square = two_dimensional ? of_square(largest_of(amax)) : 0u;
+        unsigned amax_kept[kKept];
         float factor[kKept];
 #pragma unroll
         for (int k = 0; k < kKept; ++k) {
             const unsigned kept = first == 0 ? amax[k] : amax[k + kKept];
             const unsigned sent = first == 0 ? amax[k + kKept] : amax[k];
             const unsigned most = max(kept, __shfl_xor_sync(kWarp, sent, kRowThreads));
-            const unsigned byte = of_tensor.block(two_dimensional ? square : most);
-            factor[k] = of_tensor.multiplier(byte);
+            amax_kept[k] = two_dimensional ? square : most;
+        }
+        const unsigned found = of_tensor.blocks(amax_kept, factor);
+        const unsigned bytes = tile.rows_left > 0 ? found : 0u;
+#pragma unroll
+        for (int k = 0; k < kKept; ++k) {
             scales[Tile::thread_column() * kPatch + first + k][threadIdx.x / 32] =
-                static_cast<unsigned char>(is_inside ? byte : 0u);
+                static_cast<unsigned char>(bytes >> 8 * k);
         }
 
         // ---- codes ----
+        const bool is_in_units =
+            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
         const Turned<unsigned> turned(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
@@ -244,10 +318,11 @@ struct Nvfp4Store {
             float x[kPatch];
 #pragma unroll
             for (int i = 0; i < kPatch; ++i) {
-                x[i] = mul_rn(kHadamard ? transformed[j][i] : patch.value(i, j), of_block);
+                x[i] = kHadamard ? transformed[j][i] : patch.value(i, j);
             }
             const long long element = (tile.column + j) * tile.rows + tile.row;
-            turned.put(j, rounding.template codes<kStochastic>(x, element, 1));
+            turned.put(
+                j, rounding.template codes<kStochastic>(x, of_block, is_in_units, element, 1));
         }
         __syncthreads();
         turned.template store<kAligned>(tile, col, tile.rows / 2);
@@ -260,7 +335,7 @@ struct Nvfp4Store {
         if (word < words) {
             const unsigned four = reinterpret_cast<const unsigned*>(scales)[threadIdx.x];
             const long long at = static_cast<long long>(tile.first_column()) + column;
-            reinterpret_cast<unsigned*>(col_scale)[at * words + word] = four;
+            store_part(reinterpret_cast<unsigned*>(col_scale) + at * words + word, four);
         }
     }
 };

@@ -152,14 +152,18 @@ __device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, b
 __device__ __forceinline__ unsigned e8m0_from_amax(unsigned amax, float max_inverse) {
     const unsigned bits = __float_as_uint(mul_rn(__uint_as_float(amax), max_inverse));
     // 2^-127 and less give 0. What rounds up to infinity gives 0xFE, as infinity does.
-    const unsigned exponent = (min(bits, 0x7f000000u) + 0x7fffffu) >> 23;
+    const unsigned exponent = min(bits + 0x7fffffu, 0x7f7fffffu) >> 23;
     return bits > kInfinity ? 0xffu : bits <= 0x00400000u ? 0u : exponent;
 }
 
-// 2^(biased - 127); 0 is a subnormal, and -1 and 255 are NaN.
-__device__ __forceinline__ float power_of_two(int biased) {
-    const unsigned bits = static_cast<unsigned>(biased) << 23;
-    return __uint_as_float(biased < 0 || biased == 255 ? kNan : biased == 0 ? 0x00400000u : bits);
+// 2^(e8m0 - 127), and 255 is NaN; and its inverse. 2^-127 is a subnormal.
+__device__ __forceinline__ float power_of_e8m0(unsigned e8m0) {
+    const unsigned bits = e8m0 << 23;
+    return __uint_as_float(e8m0 == 0u ? 0x00400000u : e8m0 == 255u ? kNan : bits);
+}
+__device__ __forceinline__ float inverse_of_e8m0(unsigned e8m0) {
+    const unsigned bits = (254u - e8m0) << 23;  // of 255 those of -infinity
+    return __uint_as_float(e8m0 < 254u ? bits : bits | 0x00400000u);
 }
 
 // ---- NVFP4: an E4M3 scale for 16 elements below one fp32 scale for the tensor ----
@@ -172,18 +176,30 @@ struct Nvfp4Scale {
         encode = div_rn(448.0f * 6.0f, amax);
         encode = encode > kFloatMax ? kFloatMax : encode;
         encode = __float_as_uint(amax) == 0u ? 1.0f : encode;
-        decode = div_rn(1.0f, encode);
+        decode = reciprocal_rn(encode);
     }
 
-    // The E4M3 byte of a block, from the bits of its amax.
-    __device__ __forceinline__ unsigned block(unsigned amax) const {
-        const float wanted = mul_rn(__uint_as_float(amax), mul_rn(encode, 1.0f / 6.0f));
-        return E4M3::encoded(wanted, 0.0f) & 0xffu;
+    // The E4M3 bytes of four blocks, the first in the lowest, from the bits of their amaxes, and what
+    // the elements of each are multiplied by.
+    __device__ __forceinline__ unsigned blocks(const unsigned (&amax)[4],
+                                               float (&factor)[4]) const {
+        const float unit = mul_rn(encode, 1.0f / 6.0f);
+        unsigned bytes = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const unsigned pair = E4M3::encoded(mul_rn(__uint_as_float(amax[i]), unit),
+                                                mul_rn(__uint_as_float(amax[i + 1]), unit));
+            const unsigned halves = E4M3::halves(pair);
+            factor[i] = multiplier(from_fp16(static_cast<unsigned short>(halves)));
+            factor[i + 1] = multiplier(from_fp16(static_cast<unsigned short>(halves >> 16)));
+            bytes |= pair << 8 * i;
+        }
+        return bytes;
     }
 
-    // What the elements of a block with this byte are multiplied by.
-    __device__ __forceinline__ float multiplier(unsigned byte) const {
-        const float inverse = div_rn(1.0f, mul_rn(fuser::decode<E4M3>(byte), decode));
+private:
+    __device__ __forceinline__ float multiplier(float scale) const {
+        const float inverse = reciprocal_rn(mul_rn(scale, decode));
         return inverse > kFloatMax ? kFloatMax : inverse;
     }
 };

@@ -46,9 +46,6 @@ template <class Producer>
 constexpr bool kHasHalves = false;
 template <class Producer>
 constexpr int kAheadBytes = 0;
-// Of a store whose registers do not go with those of producers that ask ahead: 1.
-template <class Store>
-constexpr int kFewerBlocksBehindAhead = 0;
 
 // Four blocks on a multiprocessor leave 64 registers a thread, three 80, two 128: for fp32, whose
 // patches are twice as large, and for elements one by one. One leaves 255, for what is both long and
@@ -57,9 +54,7 @@ template <class Producer, class Store>
 constexpr bool kIsWide =
     sizeof(typename Producer::Element) == 4 || !Producer::kIsAligned || !Store::kIsAligned;
 template <class Producer, class Store>
-constexpr int kNarrowBlocks =
-    Store::kBlocks - kFewerBlocks<Producer> -
-    (kAheadBytes<Producer> > 0 ? kFewerBlocksBehindAhead<Store> : 0);
+constexpr int kNarrowBlocks = Store::kBlocks - kFewerBlocks<Producer>;
 template <class Producer, class Store>
 constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> > 1 ? 1 : 2)
                             : kNarrowBlocks<Producer, Store> > 2 ? kNarrowBlocks<Producer, Store>
@@ -94,10 +89,17 @@ struct Tile {
         place_thread();
     }
 
-    // The same again, from the place of the tile alone: then less stays in registers meanwhile.
-    __device__ __forceinline__ void place_again() {
-        make_unknown(row_tile);
-        make_unknown(column_tile);
+    // The place of the tile waits in `shared` for a barrier and place_again: then nothing of it stays
+    // in registers meanwhile.
+    __device__ __forceinline__ void keep_place(int (&shared)[2]) const {
+        if (threadIdx.x == 0) {
+            shared[0] = row_tile;
+            shared[1] = column_tile;
+        }
+    }
+    __device__ __forceinline__ void place_again(const int (&shared)[2]) {
+        row_tile = shared[0];
+        column_tile = shared[1];
         place_thread();
     }
 
@@ -221,12 +223,7 @@ struct LoadProducer {
 
     __device__ __forceinline__ void operator()(long long row, int column, int count,
                                                float (&values)[kPatch]) const {
-        const T* p = x + row * stride + column;
-        if constexpr (kAligned) {
-            load<kPatch>(p, values);
-        } else {
-            load_tail<kPatch>(p, count, values);
-        }
+        load_tail<kPatch>(x + row * stride + column, count, values);
     }
 };
 
@@ -257,6 +254,27 @@ __device__ __forceinline__ Patch<typename Producer::Element> produced(const Prod
             const long long row = min(tile.row + i, tile.rows - 1);
             producer(row, tile.column, tile.columns_left, x);
             patch.set_row(i, x);
+        }
+        clear_rows_outside(patch, tile);
+    }
+    return patch;
+}
+
+// A matrix as it lies in memory, 16 bytes at a time.
+template <class T>
+__device__ __forceinline__ Patch<T> produced(const LoadProducer<T, true>& producer,
+                                             const Tile& tile) {
+    Patch<T> patch{};
+    if (tile.columns_left > 0) {
+        const T* p = producer.x + tile.row * producer.stride + tile.column;
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+            for (int k = 0; k < patch.kWords / 4; ++k) {
+                const uint4 words = load_streaming(reinterpret_cast<const uint4*>(p) + k);
+                memcpy(patch.words[i] + 4 * k, &words, sizeof(words));
+            }
+            p += i + 1 < tile.rows_left ? producer.stride : 0;
         }
         clear_rows_outside(patch, tile);
     }
@@ -395,18 +413,27 @@ __device__ __forceinline__ void store_bytes(unsigned char* p, int count, const W
     }
 }
 
-// The bytes of row i of the patch to `out`, a matrix of the tile's columns: 8 bits each, or 4.
+// The rows of a patch, from the first on and each as Words, to `out`, a matrix of the tile's columns.
+// A pointer that moves on: where every row has an address to be worked out, that takes 9 instructions.
 template <bool kAligned, class Words>
-__device__ __forceinline__ void store_row(const Tile& tile, int i, const Words& words,
-                                          unsigned char* out) {
-    constexpr int kBits = static_cast<int>(sizeof(Words));  // of each of 8 columns
-    if (i < tile.rows_left) {
-        const long long element = tile.row * tile.columns + tile.column;
-        const long long row_bytes = static_cast<long long>(tile.columns) * kBits / 8;
-        unsigned char* p = out + element * kBits / 8 + i * row_bytes;
-        store_bytes<kAligned>(p, tile.columns_left * kBits / 8, words);
+struct RowStores {
+    static constexpr int kBits = static_cast<int>(sizeof(Words));  // of each of 8 columns: 8 or 4
+    unsigned char* p;
+    int step, rows_left, count;
+
+    __device__ __forceinline__ RowStores(const Tile& tile, unsigned char* out)
+        : p(out + (tile.row * tile.columns + tile.column) * kBits / 8),
+          step(kBits == 8 ? tile.columns : tile.columns / 2),
+          rows_left(tile.rows_left),
+          count(tile.columns_left * kBits / 8) {}
+
+    __device__ __forceinline__ void put(int i, const Words& words) {
+        if (i < rows_left) {
+            store_bytes<kAligned>(p, count, words);
+        }
+        p += step;
     }
-}
+};
 
 // A patch in one scale.
 template <class E, class T>
@@ -428,9 +455,10 @@ template <bool kAligned>
 __device__ __forceinline__ void store_rows(const Tile& tile, const uint2 (&bytes)[kPatch],
                                            unsigned char* out) {
     if (out != nullptr) {
+        RowStores<kAligned, uint2> rows(tile, out);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            store_row<kAligned>(tile, i, bytes[i], out);
+            rows.put(i, bytes[i]);
         }
     }
 }
@@ -532,9 +560,13 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Produ
     constexpr int kBytes = kAhead > Store::kScratchBytes ? kAhead : Store::kScratchBytes;
     __shared__ __align__(16) unsigned char scratch[kBytes > 0 ? kBytes : 16];
     fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>, scratch);
+    __shared__ int place[2];
+    if constexpr (kAhead > 0) {
+        tile.keep_place(place);
+    }
     const auto patch = produced(producer, tile);  // unqualified: overloads may stand in later headers
     if constexpr (kAhead > 0) {
-        tile.place_again();
+        tile.place_again(place);
     }
     store(tile, patch);
 }
