@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -255,7 +256,7 @@ class BasicOperation(FusibleOperation):
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
         # What `recipe` gave.
-        self._quantizers: tuple[Recipe, dict[tuple[str, int], Quantizer]] | None = None
+        self._quantizers: tuple[Recipe, dict[tuple[str, int, str], Quantizer]] | None = None
 
     @property
     def is_fused_op(self) -> bool:
@@ -361,9 +362,7 @@ class BasicOperation(FusibleOperation):
             if device is None:
                 # An op's own come first; torch's iterator looks through all modules below.
                 own = (p for p in self._parameters.values() if p is not None)
-                parameter = next(own, None)
-                if parameter is None:
-                    parameter = next(self.parameters(), None)
+                parameter = next(itertools.chain(own, self.parameters()), None)
                 device = default_device(None) if parameter is None else parameter.device
             dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
             state = self._delayed.get(mode)
@@ -373,11 +372,11 @@ class BasicOperation(FusibleOperation):
         kept = self._quantizers
         if kept is None or (kept[0] is not recipe and kept[0] != recipe):
             kept = self._quantizers = (recipe, {})
-        made = kept[1].get((mode, index))
+        role = self.quantizer_roles(mode)[index]
+        made = kept[1].get((mode, index, role))
         if made is None:
             # A custom recipe's factory is asked once for each quantizer of an op.
-            made = make_quantizer(recipe, self.quantizer_roles(mode)[index])
-            made = kept[1].setdefault((mode, index), made)
+            made = kept[1].setdefault((mode, index, role), make_quantizer(recipe, role))
         return made
 
     def get_input_quantizer(self) -> Any | None:

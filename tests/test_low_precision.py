@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import oracles
@@ -342,3 +343,56 @@ def test_delayed_scales_go_through_checkpoints_and_copies() -> None:
     assert torch.equal(step(loaded), expected)
     assert torch.equal(step(twin), expected)
     assert not torch.equal(step(fresh), expected)  # without the state: scales of 1
+
+
+# -- what a user's quantizer makes -------------------------------------------------
+
+
+def test_a_users_quantizer_may_make_one_copy_or_the_same_tensor_again() -> None:
+    @dataclass(frozen=True)
+    class RowsAlone(fuser.Float8CurrentScalingQuantizer):
+        def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+            buffers = super().buffers_of(rows)
+            return {**buffers, "_transpose": None} if self.rowwise else buffers
+
+    kept: dict[Any, Any] = {}
+
+    @dataclass(frozen=True)
+    class Frozen(fuser.Float8CurrentScalingQuantizer):
+        def __call__(self, tensor: Any) -> Any:
+            if self not in kept:
+                kept[self] = super().__call__(tensor)
+            return kept[self]
+
+    def factory(role: str) -> Any:
+        return Frozen() if role == "weight" else RowsAlone()
+
+    torch.manual_seed(0)
+    model = fuser.Sequential(fuser.BasicLinear(32, 32))
+    x = torch.randn(16, 32, requires_grad=True)
+    results = []
+    for _ in range(3):
+        with fuser.autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
+            y = model(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        results.append((y.detach(), dx))
+    (weight,) = kept.values()
+    assert weight._data is not None
+    for y, dx in results[1:]:
+        assert torch.equal(y, results[0][0])
+        assert torch.equal(dx, results[0][1])
+
+
+def test_a_quantizer_is_that_of_the_role_which_an_op_says_now() -> None:
+    class Op(fuser.BasicLinear):
+        first = "input"
+
+        def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+            return (self.first, "weight") if mode == "forward" else ("grad_output",)
+
+    op = Op(32, 32)
+    with fuser.autocast(recipe=recipes.Float8BlockScaling()):
+        dims = []
+        for op.first in ("input", "weight"):
+            dims.append(op.get_quantizer("forward", 0).block_scaling_dim)
+    assert dims == [1, 2]

@@ -489,7 +489,8 @@ def test_a_factory_gives_every_op_quantizers_of_its_own() -> None:
     recipe = recipes.CustomRecipe(qfactory=factory)
     for _ in range(2):
         run(model, recipe, tensor(1).requires_grad_()).sum().backward()
-    quantizers = {id(model[i].members[0]._quantizers[1]["forward", 0]) for i in (0, 2)}
+    with fuser.autocast(recipe=recipe):
+        quantizers = {id(model[i].members[0].get_quantizer("forward", 0)) for i in (0, 2)}
     assert len(quantizers) == 2
 
     class Unhashable:

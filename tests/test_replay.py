@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from fuser.cuda.arguments import Struct, encode, int32, int64
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.replay import replayed
 from fuser.errors import KernelUnavailable
-from fuser.formats import DType
+from fuser.formats import DType, NumberFormat
 from fuser.functional import normalization, pointwise
 from fuser.reference import fp8_scaling as reference
 from fuser.reference.activation import Functor
@@ -352,8 +354,69 @@ def test_a_quantizer_that_draws_numbers_draws_anew() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-def test_a_copy_of_a_quantizer_carries_no_numbers_of_this_process() -> None:
+def test_quantizers_that_launch_the_same_share_tapes() -> None:
     quantizer = Float8CurrentScalingQuantizer()
-    assert quantizer._kind == Float8CurrentScalingQuantizer()._kind
-    assert quantizer._kind != Float8CurrentScalingQuantizer(columnwise=False)._kind
-    assert set(quantizer.__getstate__()).isdisjoint(("_kind", "_family", "format"))
+    assert quantizer.replay_key == Float8CurrentScalingQuantizer().replay_key is not None
+    for other in (
+        Float8CurrentScalingQuantizer(columnwise=False),
+        Float8CurrentScalingQuantizer(DType.kFloat8E5M2),
+        Float8CurrentScalingQuantizer(amax_epsilon=1.0),
+        Float8CurrentScalingQuantizer(force_pow_2_scales=True),
+        Float8Quantizer(),
+        fuser.MXFP8Quantizer(),
+        fuser.MXFP8Quantizer(with_2d_quantization=True),
+        fuser.Float8BlockQuantizer(),
+        fuser.Float8BlockQuantizer(block_scaling_dim=1),
+    ):
+        assert other.replay_key is not None
+        assert other.replay_key != quantizer.replay_key
+
+
+@dataclass(frozen=True)
+class Mine(fuser.MXFP8Quantizer):
+    """A user's, which does more than launch."""
+
+    takes_values = True
+    seen: list[Any] = field(default_factory=list, kw_only=True)
+
+    def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
+        self.seen.append(rows)
+        return super().buffers_of(rows)
+
+
+def test_a_users_own_quantizer_is_called_every_time() -> None:
+    quantizer, x = Mine(), torch.ones(32, 32, dtype=BF16)
+    with on_kernels():
+        for _ in range(4):
+            quantizer(x)
+            quantizer(pointwise.activation(Functor("gelu"), x))
+    assert len(quantizer.seen) == 8
+
+
+def test_a_replay_inside_a_recording_is_part_of_it(noted: list[Any]) -> None:
+    inner = Work()
+
+    def outer(x: torch.Tensor) -> Any:
+        return replayed("outer", (x,), lambda: inner(x))
+
+    for _ in range(3):
+        inner(torch.ones(4, 8))
+    for _ in range(4):
+        noted.clear()
+        outer(torch.ones(4, 8))
+        assert len(noted) == 2
+
+
+def test_a_copy_of_a_quantizer_has_its_fields_and_nothing_derived() -> None:
+    mine = NumberFormat("mine", DType.kFloat8E4M3)
+
+    @dataclass(frozen=True)
+    class Named(fuser.MXFP8Quantizer):
+        format: NumberFormat = mine  # type: ignore[assignment]
+
+    named = Named()
+    assert copy.deepcopy(named).format == mine
+    quantizer = Float8CurrentScalingQuantizer()
+    assert quantizer.replay_key is not None
+    assert quantizer.format.name == "FP8"
+    assert set(quantizer.__getstate__()).isdisjoint(("replay_key", "_family", "format"))

@@ -238,7 +238,8 @@ class BasicLinear(BasicOperation):
             is_split = ctx.split_accumulators[0]
             y = gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
             if ctx.requires_grad and ctx.backward_override is None:
-                for operand, kept in zip((qx, qw), ctx.to_save or (), strict=True):
+                assert ctx.to_save is not None
+                for operand, kept in zip((qx, qw), ctx.to_save, strict=True):
                     if operand is kept:
                         operand.release("rowwise")
             return y
@@ -277,24 +278,25 @@ class BasicLinear(BasicOperation):
         qw = self._quantized_weight(
             weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
         )
-        x_is_own = qx is not input_
-        weight_is_own = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
         if ctx.requires_grad:
-            kept: list[torch.Tensor | None]
+            # What is made anew at every call, by a quantizer that says so, nobody else has.
+            x_is_own = qx is not input_ and input_quantizer.replay_key is not None
+            weight_is_own = (
+                is_first_microbatch is None
+                and not isinstance(weight, QuantizedTensor)
+                and weight_quantizer.replay_key is not None
+            )
+            which = "rowwise" if override == "dequantized" else "columnwise"
+            kept: list[torch.Tensor] = [qx, qw]
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
-            elif override == "dequantized":
-                kept = [
-                    qx if x_is_own else one_copy(qx, "rowwise", input_quantizer),
-                    qw if weight_is_own else one_copy(qw, "rowwise", weight_quantizer),
-                ]
             else:
+                if wants_wgrad and not x_is_own:
+                    kept[0] = one_copy(qx, which, input_quantizer)
+                if wants_dgrad and not weight_is_own:
+                    kept[1] = one_copy(qw, which, weight_quantizer)
+            if override is None:
                 ctx.grad_output_quantizer = self.get_quantizer("backward", 0)
-                kept = [qx, qw]
-                if x_columnwise and not x_is_own:
-                    kept[0] = one_copy(qx, "columnwise", input_quantizer)
-                if weight_columnwise and not weight_is_own:
-                    kept[1] = one_copy(qw, "columnwise", weight_quantizer)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 

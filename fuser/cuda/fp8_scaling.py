@@ -105,7 +105,8 @@ def quantize_current(
     check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
     check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
     scaling = _scaling(amax_value, None, scale_inv, eps, pow2)
-    _quantize("quantize_current", x, dtype, scaling, row, col, None)
+    is_own = amax_value is None
+    _quantize("quantize_current", x, dtype, scaling, row, col, None, finds_amax=is_own)
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
@@ -285,18 +286,19 @@ def _quantize(
     row: torch.Tensor | None,
     col: torch.Tensor | None,
     recorded: torch.Tensor | None,
+    *,
+    finds_amax: bool = False,
 ) -> None:
     to = check_float8(what, dtype)
     stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
-    is_own = scaling[:2] == (None, None) and scaling[2] is not None
-    if col is None and row is not None and stream is not None and not is_own:
+    if col is None and row is not None and stream is not None and not finds_amax:
         m, k = check_matrix(what, stream)
         check_buffer(what, "row", row, torch.uint8, (m, k))
         _stream_cast(check_element(what, stream), to, m * k, stream, scaling, row, recorded)
         return
     producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
-    if is_own and not is_one_tile(m, k):
+    if finds_amax and not is_one_tile(m, k):
         raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))

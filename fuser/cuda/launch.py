@@ -144,7 +144,12 @@ class Machine:
 
     @functools.cached_property
     def tapes(self) -> dict[Any, Any]:
-        """What :mod:`fuser.cuda.replay` knows of launches here."""
+        """Launches that :mod:`fuser.cuda.replay` can make again, by what they depend on."""
+        return {}
+
+    @functools.cached_property
+    def seen(self) -> dict[Any, None]:
+        """What it has met once."""
         return {}
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:

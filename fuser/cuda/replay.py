@@ -47,6 +47,8 @@ def replayed(
         Returns a tensor, None, or a dict of these. One that asks torch for more than memory is
         called every time, and so is one that launches over memory of another kind than these.
     """
+    if launch.recording.listener is not None:
+        return function()  # what records must see each launch
     key: list[Any] = [what]
     for tensor in tensors:
         if tensor is None:
@@ -56,23 +58,26 @@ def replayed(
             key.append(tensor.data_ptr() & 15)
         else:
             return function()
-    tapes: dict[Any, Tape | None] = launch.machine.tapes
-    known = tuple(key)
-    try:
-        tape = tapes[known]
-    except KeyError:
-        if len(tapes) >= MOST_TAPES:
-            tapes.clear()
-        tapes[known] = None
+    machine, layout = launch.machine, tuple(key)
+    tape: Tape | None = machine.tapes.get(layout)
+    if tape is not None:
+        return tape.play(tensors) if tape.is_complete else function()
+    if layout not in machine.seen:
+        _add(machine.seen, layout, None)
         return function()
-    if tape is None:
-        given = [id(tensor) for tensor in tensors if tensor is not None]
-        if len(set(given)) < len(given):
-            return function()  # one tensor in two places: which of them is it in a launch?
-        tape, result = record(tensors, function)
-        tapes[known] = tape
-        return result
-    return tape.play(tensors) if tape.is_complete else function()
+    given = [id(tensor) for tensor in tensors if tensor is not None]
+    if len(set(given)) < len(given):
+        return function()  # one tensor in two places: which of them is it in a launch?
+    tape, result = record(tensors, function)
+    _add(machine.tapes, layout, tape)
+    return result
+
+
+def _add(known: dict[Any, Any], layout: Hashable, value: Any) -> None:
+    """Keep ``value``, and of too many the latest."""
+    while len(known) >= MOST_TAPES:
+        known.pop(next(iter(known)), None)
+    known[layout] = value
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

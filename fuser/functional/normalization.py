@@ -222,7 +222,7 @@ class _Norm(Values):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
-    def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+    def replay_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         count, is_measured = len(self.parameters), self.has_statistics
         what = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
         return what, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
@@ -316,7 +316,7 @@ class _NormBackward(Values):
     def amax(self, out: torch.Tensor) -> None:
         self._measure(amax=out)
 
-    def recipe(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+    def replay_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         what = ("norm backward", self.zero_centered, len(self.parameters))
         read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
         return what, (*read, *self.grads)

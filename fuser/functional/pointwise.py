@@ -234,7 +234,7 @@ class _Forward(Values):
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
 
-    def recipe(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+    def replay_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
         return self.stages, (self.x, *self.operands)
 
     def producer(self) -> Producer:
@@ -282,7 +282,7 @@ class _Backward(Values):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
-    def recipe(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+    def replay_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
         return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
 
     def producer(self) -> Producer:

@@ -67,11 +67,10 @@ class Values:
         """The values as another kernel makes and stores them, as a matrix."""
         raise NotImplementedError
 
-    def recipe(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        """What kernels the values need, and the tensors that these read and write.
+    def replay_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
+        """All that launches depend on besides tensors' layouts, and the tensors.
 
-        The first is all that launches depend on besides the layouts of the second, so that they
-        can be made again (:func:`fuser.cuda.replay.replayed`); None where that cannot be said.
+        For :func:`fuser.cuda.replay.replayed`; the first is None where it cannot be said.
         """
         return None, ()
 

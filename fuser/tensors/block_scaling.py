@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,11 @@ class Float8BlockQuantizer(Quantizer):
         if self.block_scaling_dim == 1:
             return NumberFormat("FP8 1x128", self.fp8_dtype, FP8_BLOCK)
         return NumberFormat("FP8 128x128", self.fp8_dtype, FP8_BLOCK * FP8_BLOCK)
+
+    @functools.cached_property
+    def replay_key(self) -> Hashable | None:
+        scales = (self.block_scaling_dim, self.force_pow_2_scales, self.amax_epsilon)
+        return "block", self.fp8_dtype, self.rowwise, self.columnwise, *scales
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.block_scaling_dim)

@@ -113,8 +113,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
-    def _launches_by(self) -> Hashable | None:
-        return self if self.group is None else None
+    @functools.cached_property
+    def replay_key(self) -> Hashable | None:
+        if self.group is not None:
+            return None
+        copies = (self.rowwise, self.columnwise)
+        return ("current", self.fp8_dtype, *copies, self.force_pow_2_scales, self.amax_epsilon)
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
@@ -173,10 +177,11 @@ class Float8Quantizer(Quantizer):
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
-    def _launches_by(self) -> Hashable | None:
-        return (type(self), self.fp8_dtype, self.rowwise, self.columnwise)
+    @functools.cached_property
+    def replay_key(self) -> Hashable | None:
+        return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
 
-    def _state(self) -> tuple[torch.Tensor | None, ...]:
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax
 
     def encoding(self) -> tuple[Any, ...]:

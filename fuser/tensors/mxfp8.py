@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,10 @@ class MXFP8Quantizer(Quantizer):
     def format(self) -> NumberFormat:
         side = MXFP8_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)
+
+    @functools.cached_property
+    def replay_key(self) -> Hashable | None:
+        return "mx", self.fp8_dtype, self.rowwise, self.columnwise, self.with_2d_quantization
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.with_2d_quantization)

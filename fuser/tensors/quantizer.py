@@ -16,10 +16,6 @@ from fuser.formats import NumberFormat
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 
-_kinds: dict[Hashable, int] = {}
-# What an instance keeps that is no part of its value.
-_DERIVED = ("_family", "_kind", "format", "_unbound")
-
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -41,8 +37,11 @@ class Quantizer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        # What was said of another class's work need not be true of this one's.
         if "buffers_of" in cls.__dict__ and "takes_values" not in cls.__dict__:
             cls.takes_values = False
+        if "replay_key" not in cls.__dict__:
+            cls.replay_key = None  # type: ignore[assignment]
 
     def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
@@ -62,7 +61,7 @@ class Quantizer:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
         source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        if source.requires_grad and (self._kind is None or torch.is_grad_enabled()):
+        if source.requires_grad and (self.replay_key is None or torch.is_grad_enabled()):
             source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
@@ -74,33 +73,31 @@ class Quantizer:
 
     def _buffers(self, x: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         """:meth:`buffers_of`, replayed where the same was launched before."""
-        kind = self._kind
+        key = self.replay_key
         if isinstance(x, Values):
-            what, tensors = x.recipe()
+            of_values, tensors = x.replay_key()
 
             def written() -> dict[str, torch.Tensor | None]:
                 buffers = self.buffers_of(x)
                 x.finish()
                 return buffers
 
-            if kind is None or what is None:
+            if key is None or of_values is None:
                 return written()
-            return replayed((kind, what), (*self._state(), *tensors), written)
-        if kind is None or not kernels_take(x):
+            return replayed((key, of_values), (*self.state_tensors(), *tensors), written)
+        if key is None or not kernels_take(x):
             return self.buffers_of(x)
-        return replayed(kind, (*self._state(), x), lambda: self.buffers_of(x))
+        return replayed(key, (*self.state_tensors(), x), lambda: self.buffers_of(x))
 
     @functools.cached_property
-    def _kind(self) -> int | None:
-        """A number for all quantizers that launch the same; None for one that may do anything."""
-        means = self._launches_by() if self.takes_values else None
-        return None if means is None else _kinds.setdefault(means, len(_kinds))
+    def replay_key(self) -> Hashable | None:
+        """What :meth:`buffers_of` launches depends on besides layouts; None if it may do anything.
 
-    def _launches_by(self) -> Hashable | None:
-        """What its launches depend on besides tensors; None for what no replay can know."""
-        return self
+        One that says so makes new tensors at every call, with the copies that are asked for.
+        """
+        return None
 
-    def _state(self) -> tuple[torch.Tensor | None, ...]:
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         """The tensors that it reads and writes besides the one that it quantizes."""
         return ()
 
@@ -141,7 +138,14 @@ class Quantizer:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _DERIVED}
+        own, cls = self.__dict__.items(), type(self)
+        # What follows from the value is found again.
+        return {
+            name: value
+            for name, value in own
+            if name != "_family"
+            and not isinstance(getattr(cls, name, None), functools.cached_property)
+        }
 
     def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
         """For one call: amaxes are reduced over ``group``. Itself where that means nothing."""
