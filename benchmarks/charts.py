@@ -102,16 +102,19 @@ def draw_kernels(path: Path, rows: Rows) -> None:
                 panel.barh(place, float(row["of copy"]), BAR * 0.92, color=COLORS[row["variant"]])
             place += BAR
         place += GAP
+    diamond = "; diamond: target" if any(row["target"] != "" for row in rows) else ""
     panel.axvline(1.0, color="black", lw=0.9, ls="--", zorder=0)
     panel.set_yticks(ticks, labels, fontsize=8)
     panel.set_ylim(place, -BAR - GAP / 2)
     panel.set_xlim(0, 1.02 * most)
     panel.set_xlabel(
         "bytes that must move over time, as a part of the copy bandwidth "
-        f"({float(rows[0]['copy GB/s']) / 1e3:.3g} TB/s read + written); diamond: target",
+        f"({float(rows[0]['copy GB/s']) / 1e3:.3g} TB/s read + written){diamond}",
         fontsize=9,
     )
-    what = "Memory-bound kernels, {} x {} where nothing is said, cold in L2".format(*usual)
+    what = "Memory-bound kernels, {} x {} where nothing is said".format(*usual)
+    if rows[0]["cuda"] != "none":
+        what += ", cold in L2"
     figure.suptitle(title(rows, what), fontsize=10)
     finish(figure, [panel], [row["variant"] for row in rows], path)
 
@@ -170,7 +173,10 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if reason := unavailable():
         parser.error(reason)
-    rows = evidence.read(options.csv)
+    try:
+        rows = evidence.read(options.csv)
+    except OSError as error:
+        parser.error(f"{options.csv} cannot be read: {error.strerror}.")
     if rows and "of copy" in rows[0]:
         draw_kernels(options.out, rows)
     elif rows and "floor ms" in rows[0]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from host_overhead import environment
 
 from fuser.cuda.module import kernels_unavailable
 
@@ -19,6 +19,25 @@ try:
     from tqdm import tqdm
 except ImportError:
     tqdm = None
+
+
+def environment(device: str, dtype: torch.dtype) -> dict[str, object]:
+    """Where and of what commit the figures are."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+        check=False,
+    ).stdout.strip()
+    chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
+    return {
+        "device": chip,
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch": torch.__version__,
+        "commit": commit or "unknown",
+    }
 
 
 def provenance(device: str, dtype: torch.dtype, commit: str | None = None) -> dict[str, object]:
@@ -68,8 +87,9 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """The items, with a bar on a terminal where tqdm is installed."""
-    if tqdm is None:
+    """The items, with a bar on a terminal where tqdm is installed, else a line at the start."""
+    if tqdm is None or not sys.stderr.isatty():
+        print(f"{what}: {len(items)}", file=sys.stderr, flush=True)
         return iter(items)
     bar: Iterator[Any] = tqdm(items, desc=what, leave=False, dynamic_ncols=True, disable=None)
     return bar

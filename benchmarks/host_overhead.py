@@ -4,7 +4,8 @@ Linear-GELU-Linear on 16x128: the arithmetic is nothing, so what is left is
 what a call costs. Each round times every variant in turn; ratios are taken
 within a round, and their median over the rounds is the figure. Prints a
 table, and with --out writes it as CSV beside machine and commit. With --recipe
-fuser's layers are quantized, and nn.Sequential's are not.
+fuser's layers are quantized, and nn.Sequential's are not; under mxfp8, whose
+blocks are 32 long, there are 32 rows.
 
     python benchmarks/host_overhead.py [--device cuda] [--rounds 60] [--out FILE]
     python benchmarks/host_overhead.py --device cuda --dtype bfloat16 --recipe current
@@ -15,14 +16,13 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from evidence import environment, progress
 
 import fuser
 from fuser import recipe
@@ -38,6 +38,8 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling,
 }
 ROWS, WIDTH = 16, 128
+# MXFP8 wants both dimensions of an operand in multiples of its block.
+MXFP8_ROWS = 32
 
 
 def models(device: str, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
@@ -104,7 +106,8 @@ def measure(
     device: str, dtype: torch.dtype, rounds: int, count: int, recipe_name: str | None = None
 ) -> list[dict[str, object]]:
     """One row for each timed call: medians, ratio with its 20th and 80th percentile."""
-    x = torch.randn(ROWS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    rows_of_x = MXFP8_ROWS if recipe_name == "mxfp8" else ROWS
+    x = torch.randn(rows_of_x, WIDTH, device=device, dtype=dtype, requires_grad=True)
     timed = {
         name: calls(model, x, recipe_name if name == "fuser" else None)
         for name, model in models(device, dtype).items()
@@ -112,9 +115,9 @@ def measure(
     rows: list[dict[str, object]] = []
     for what, target in (RECIPE_TARGETS if recipe_name else TARGETS).items():
         for variant in timed.values():
-            microseconds(variant[what], 300, device)
+            microseconds(variant[what], 6 * count, device)
         times = {name: [] for name in timed}  # type: dict[str, list[float]]
-        for _ in range(rounds):
+        for _ in progress(range(rounds), f"{what}, rounds"):
             for name, variant in timed.items():
                 times[name].append(microseconds(variant[what], count, device))
         ratios = [f / n for f, n in zip(times["fuser"], times["nn.Sequential"], strict=True)]
@@ -133,39 +136,34 @@ def measure(
     return rows
 
 
-def environment(device: str, dtype: torch.dtype) -> dict[str, object]:
-    """Where and of what commit the figures are."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=10"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    ).stdout.strip()
-    chip = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or "CPU"
-    return {
-        "device": chip,
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch": torch.__version__,
-        "commit": commit or "unknown",
-    }
-
-
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--recipe", choices=list(RECIPES), help="of fuser's layers")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__.splitlines()[0]} Takes about a minute.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="of all"
+    )
+    parser.add_argument(
+        "--recipe",
+        choices=list(RECIPES),
+        help=f"of fuser's layers; under mxfp8 with {MXFP8_ROWS} rows instead of {ROWS}",
+    )
+    parser.add_argument("--rounds", type=int, default=60, help="how often all are timed")
     parser.add_argument("--count", type=int, default=50, help="calls of each variant in a round")
     parser.add_argument("--out", type=Path, help="CSV file to write")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    for name, least in (("rounds", 2), ("count", 1)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be at least {least}.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device is cuda, but torch sees no CUDA device.")
     dtype = getattr(torch, options.dtype)
     where = environment(options.device, dtype) | {"recipe": options.recipe or "none"}
+    print("  ".join(f"{name} {value}" for name, value in where.items()), flush=True)
     rows = measure(options.device, dtype, options.rounds, options.count, options.recipe)
-    print("  ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{'':20} {'nn.Sequential':>14} {'fuser':>8} {'ratio':>7}  (p20-p80)       at most")
     for row in rows:
         print(

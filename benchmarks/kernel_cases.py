@@ -657,7 +657,7 @@ CASES = (
         Case(
             f"{name} -> {store}",
             functools.partial(stored, made=made, into=into),
-            f"{reads} + {lines} * (2 + {scales}){sums}",
+            f"{reads} + {2 * lines}{f' + {scale * lines}/{block}' if scale else ''}{sums}",
             flop,
             0.88,
         )
@@ -667,10 +667,11 @@ CASES = (
             ("GELU", made_gelu, "b", 1, "", "12"),
             ("bias+GELU backward", made_bias_gelu_backward, "2*b", 1, " + 8/128", "21"),
         )
-        for store, into, scales in (
-            ("FP8 delayed", into_delayed, "0"),
-            ("1x128", into_blocks, "8/128"),
-            ("MXFP8", into_mxfp8, "2/32"),
+        # Bytes of the scales of a block, of both copies.
+        for store, into, scale, block in (
+            ("FP8 delayed", into_delayed, 0, 1),
+            ("1x128", into_blocks, 8, 128),
+            ("MXFP8", into_mxfp8, 2, 32),
         )
     ),
     # The scale follows from the amax, so that all is read twice.

@@ -5,7 +5,7 @@ calls that do it: fuser's launcher, torch eager, torch.compile, and torchao, Lig
 Engine where they can be imported. All variants of a row run alternately in one run, cold in L2, on
 random data (timing.py). GB/s are the bytes that must move over the median time, and "/ best peer"
 is the time of the fastest other variant over fuser's. On a CPU sizes are tiny and fuser runs its
-references, to try the table out.
+references, to try the table out; there are no aims, and no part of the copy bandwidth.
 
     python benchmarks/kernels.py --out out/kernels.csv --chart out/kernels.png
     python benchmarks/kernels.py --only 'norm|swiglu' --no-compile
@@ -89,7 +89,7 @@ def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
             "flop": case.flop,
             "bytes": round(moved),
             "flops": round(rows * columns * case.per_element(case.flop, first)),
-            "target": case.target if case.target is not None else "",
+            "target": case.target if case.target is not None and run.device == "cuda" else "",
             "copy GB/s": round(copy / 1e9, 1),
             "variant": variant,
             **dict.fromkeys(("us", "p20", "p80", "GB/s", "of copy", "method", "failure"), ""),
@@ -112,49 +112,97 @@ def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
 
 # -- results ------------------------------------------------------------------
 
-HEADER = (
-    f"{'':<28}{'shape':>13}{'moves':>18}{'flop':>6}{'us':>9}{'p20':>9}{'p80':>9}"
-    f"{'GB/s':>8}{'of copy':>9}{'target':>8}{'/ best peer':>13}   peers, GB/s"
-)
 
+@dataclass(frozen=True)
+class Table:
+    """How rows are printed: the widths of name and formula; the copy's part only on a GPU."""
 
-def line(records: Sequence[dict[str, Any]]) -> str:
-    """A row for people: fuser, and what the others reach."""
-    own, *others = records
-    start = (
-        f"{own['row']:<28}{own['rows']:>6} x {own['columns']:<5}{own['moves']:>17}{own['flop']:>6}"
-    )
-    peers = [f"{r['variant']} {r['GB/s']:.0f}" for r in others if not r["failure"]]
-    if own["failure"]:
-        figures = f"   FAILED {own['failure']}"
-    else:
+    name: int
+    moves: int
+    has_aims: bool
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], run: Run) -> Table:
+        """As wide as these rows need."""
+        widths = (max(len(getattr(case, what)) for case in cases) for what in ("name", "moves"))
+        return cls(*widths, run.device == "cuda")
+
+    def header(self) -> str:
+        """The line above the rows."""
+        aims = f"{'of copy':>9}{'target':>8}" if self.has_aims else ""
+        return (
+            f"{'':<{self.name}}{'shape':>15}  {'moves':>{self.moves}}{'flop':>6}{'us':>9}{'p20':>9}"
+            f"{'p80':>9}{'GB/s':>8}{aims}{'/ best peer':>13}   peers, GB/s"
+        )
+
+    def line(self, records: Sequence[dict[str, Any]]) -> str:
+        """A row for people: fuser, and what the others reach."""
+        own, *others = records
+        shape = f"{own['rows']} x {own['columns']}"
+        start = (
+            f"{own['row']:<{self.name}}{shape:>15}  {own['moves']:>{self.moves}}{own['flop']:>6}"
+        )
+        peers = [f"{r['variant']} {r['GB/s']:.0f}" for r in others if not r["failure"]]
+        failures = [f"\n    {r['variant']} failed: {r['failure']}" for r in others if r["failure"]]
+        uncaptured = [r["variant"] for r in records if r["method"] == "not captured"]
+        note = f"  (not captured: {', '.join(uncaptured)})" if uncaptured else ""
+        told = "  ".join(peers)
+        return f"{start}{self._figures(own, others)}   {told}{note}{''.join(failures)}"
+
+    def _figures(self, own: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
+        if own["failure"]:
+            return f"   FAILED {own['failure']}"
         best = min((r["us"] for r in others if not r["failure"]), default=None)
         ratio = f"{best / own['us']:.2f}" if best else ""
-        target = "" if own["target"] == "" else f"{own['target']:.2f}"
-        figures = (
+        aims = ""
+        if self.has_aims:
+            target = "" if own["target"] == "" else f"{own['target']:.2f}"
+            aims = f"{own['of copy']:>9.2f}{target:>8}"
+        return (
             f"{own['us']:>9.1f}{own['p20']:>9.1f}{own['p80']:>9.1f}{own['GB/s']:>8.0f}"
-            f"{own['of copy']:>9.2f}{target:>8}{ratio:>13}"
+            f"{aims}{ratio:>13}"
         )
-    failures = [f"\n    {r['variant']} failed: {r['failure']}" for r in others if r["failure"]]
-    uncaptured = [r["variant"] for r in records if r["method"] == "not captured"]
-    note = f"  (not captured: {', '.join(uncaptured)})" if uncaptured else ""
-    return f"{start}{figures}   {'  '.join(peers)}{note}{''.join(failures)}"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="a regular expression")
-    parser.add_argument("--rows", type=int, help="M of every row")
-    parser.add_argument("--columns", type=int, help="K of every row")
-    parser.add_argument("--rounds", type=int, help="how often every variant is timed")
+    parser.add_argument(
+        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        choices=["float32", "bfloat16", "float16"],
+        help="of what is not quantized; default: %(default)s",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="a regular expression that the names of rows contain; default: all rows",
+    )
+    on_gpu, on_cpu = SHAPES["cuda"], SHAPES["cpu"]
+    for name, letter, place in (("rows", "M", 0), ("columns", "K", 1)):
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            help=f"{letter} of every row; default: its own or {on_gpu[place]}, on a CPU "
+            f"{on_cpu[place]}",
+        )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
+        f"{ROUNDS['cpu']}",
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV")
-    parser.add_argument("--chart", type=Path, metavar="PNG/SVG")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
+    parser.add_argument(
+        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch sees no CUDA device.")
@@ -185,11 +233,12 @@ def main(argv: list[str] | None = None) -> None:
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print(f"copy {copy / 1e9:.0f} GB/s (read + written)", end="")
     print(f"; not here: {', '.join(absent())}\n" if absent() else "\n")
-    print(HEADER)
+    table = Table.of(cases, run)
+    print(table.header())
     every: list[dict[str, Any]] = []
     for case in progress(cases, "rows"):
         records = measured(case, run, copy)
-        say(line(records))
+        say(table.line(records))
         sink.write(records)
         every += records
         if run.device == "cuda":

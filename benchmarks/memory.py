@@ -22,7 +22,7 @@ from itertools import accumulate, product
 from pathlib import Path
 
 import torch
-from host_overhead import environment
+from evidence import environment
 from memory_meter import METHODS, Usage, measure
 
 import fuser
@@ -172,7 +172,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [
         f"{'':36}{'':10}{'held until':>12}{'peak in':>10}{'peak in':>10}{'':10}{'':8}",
         f"{'recipe':<8}{'override':<16}{'parameters':<12}{'params':>10}{'backward':>12}"
-        f"{'forward':>10}{'backward':>10}{'peak':>10}{'/ bf16':>8}",
+        f"{'forward':>10}{'backward':>10}{'peak':>10}{'peak':>8}",
+        f"{'':36}{'MB':>10}{'MB':>12}{'MB':>10}{'MB':>10}{'MB':>10}{'/ bf16':>8}",
     ]
     for row in rows:
         name, override, parameters = row.case.columns

@@ -416,23 +416,44 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=["cpu", "cuda"])
-    parser.add_argument("--blocks", nargs="+", default=list(BLOCKS), choices=list(BLOCKS))
-    parser.add_argument("--recipes", nargs="*", default=list(USUAL), choices=list(RECIPES))
-    parser.add_argument("--tokens", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--intermediate", type=int)
-    parser.add_argument("--rounds", type=int, help="how often every variant is timed")
+    parser.add_argument(
+        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
+    )
+    parser.add_argument(
+        "--blocks", nargs="+", default=list(BLOCKS), choices=list(BLOCKS), help="default: all"
+    )
+    parser.add_argument(
+        "--recipes",
+        nargs="*",
+        default=list(USUAL),
+        choices=list(RECIPES),
+        help=f"of fuser, beside bf16; default: {' '.join(USUAL)}",
+    )
+    on_gpu, on_cpu = SIZES["cuda"], SIZES["cpu"]
+    for place, name in enumerate(("tokens", "hidden", "intermediate")):
+        parser.add_argument(
+            f"--{name}", type=int, help=f"default: {on_gpu[place]}, on a CPU {on_cpu[place]}"
+        )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
+        f"{ROUNDS['cpu']}",
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--graph", action="store_true", help="time CUDA graphs of the steps too")
+    parser.add_argument(
+        "--graph", action="store_true", help="time CUDA graphs of the steps too; needs a GPU"
+    )
     parser.add_argument(
         "--profile",
         choices=[BF16, *RECIPES],
         help="instead of timing, print what one step of fuser runs under this recipe",
     )
     parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV")
-    parser.add_argument("--chart", type=Path, metavar="PNG/SVG")
+    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
+    parser.add_argument(
+        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch sees no CUDA device.")

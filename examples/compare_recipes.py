@@ -25,7 +25,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import torch
-from host_overhead import environment
+from evidence import environment
 from memory_meter import METHODS, measure
 from train_lm import (
     DTYPES,

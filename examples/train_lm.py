@@ -514,11 +514,13 @@ def print_results(runs: Sequence[Run]) -> None:
         differences = loss_differences(runs)
         largest = max(differences)
         early = math.ceil(len(differences) / 10)
+        begin = "the first step" if early == 1 else f"the first {early} steps"
+        until = max(differences[:early])
         ratio = fused.tokens_per_second / plain.tokens_per_second
         print(
             f"\nLargest loss difference: {largest:.1e} nats/byte, at step "
-            f"{differences.index(largest) + 1} of {len(differences)}; in the first {early} "
-            f"steps {max(differences[:early]):.1e}.\n"
+            f"{differences.index(largest) + 1} of {len(differences)}; "
+            f"in {begin} {f'{until:.1e}' if until else 'none'}.\n"
             "The two round in different places (and a --recipe quantizes the first), and training "
             "magnifies any rounding.\n"
             f"Speed: fuser runs at {ratio:.2f}x the tokens/s of plain."
@@ -586,9 +588,11 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
             ms=size,
             label=f"{run.name}, validation",
         )
-    losses.set_title("Byte-level language model of the Python standard library")
+    figure.suptitle("Byte-level language model of the Python standard library")
     losses.set_ylabel("loss (nats/byte)")
-    losses.legend(frameon=False)
+    # Above the panels, where no curve runs.
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
+    losses.legend(ncols=2 * len(runs), fontsize="small", **above)
     bits = losses.secondary_yaxis(
         "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
     )
@@ -602,7 +606,7 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         if largest[-1] > 0:
             panels[1].set_yscale("log")
         panels[1].set_ylabel("difference\n(nats/byte)")
-        panels[1].legend(frameon=False, loc="lower right", ncols=2)
+        panels[1].legend(ncols=2, fontsize="small", **above)
     panels[-1].set_xlabel("step")
     for panel in panels:
         panel.grid(alpha=0.25)
@@ -623,6 +627,7 @@ def parse(argv: list[str] | None) -> Options:
     """The options; of a bad one argparse prints a sentence and exits with status 2."""
     default = Options()
     parser = argparse.ArgumentParser(
+        prog=Path(__file__).name,  # also where `python -m fuser demo` runs it
         description="Train a language model out of fuser pipelines on Python's own source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -630,7 +635,13 @@ def parse(argv: list[str] | None) -> Options:
     add = parser.add_argument
     add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
     add("--override", choices=OVERRIDES, default=default.override, help="how backward runs then")
-    add("--no-compare", dest="compare", action="store_false", help="skip the plain run")
+    add(
+        "--no-compare",
+        dest="compare",
+        action="store_false",
+        default=argparse.SUPPRESS,  # which prints no default
+        help="skip the plain run",
+    )
     add("--prompt", default=default.prompt, help="start of the sampled text")
     add("--temperature", type=float, default=default.temperature, help="of sampling")
     add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")

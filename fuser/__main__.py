@@ -18,7 +18,9 @@ import torch
 from fuser.doctor import diagnose
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.op import COMPUTE_DTYPES
+from fuser.plan import renderer_for
 from fuser.sequential import Sequential
+from fuser.version import __version__
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fuser", description="Pipelines of basic operations, planned on a graph and run fused."
     )
+    parser.add_argument("--version", action="version", version=f"fuser {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
         "demo",
@@ -105,6 +108,8 @@ def _demo(args: list[str]) -> int:
 def _plan(options: argparse.Namespace) -> int:
     shape = None if options.input is None else _shape(options.input)
     dtype = None if options.dtype is None else _dtype(options.dtype)
+    if options.draw is not None:
+        renderer_for(options.draw)  # refuses before anything is made or printed
     model, inputs = _made_by(options.factory)
     if dtype is not None:
         model.to(dtype)

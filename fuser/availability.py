@@ -47,10 +47,11 @@ def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:
         return None
     where = "a CPU" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
     native = [cls.__name__ for cls in RECIPES if runs_natively(cls(), arch)]
+    # Where none is, the doctor says so; here it would stand in the warning of every recipe.
+    others = f" Native there: {', '.join(native)}." if native else ""
     return (
         f"{type(recipe).__name__} is emulated on {where}: operands have its exact bytes, and "
-        "matrix products run dequantized, slower than unquantized. "
-        f"{'Native there: ' + ', '.join(native) if native else 'No recipe is native there'}."
+        f"matrix products run dequantized, slower than unquantized.{others}"
     )
 
 

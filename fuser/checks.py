@@ -29,12 +29,16 @@ class Checks:
         self.sources = sources
         self.num_extra_inputs = sum(s.caller_index is not None for row in sources for s in row)
 
-    def extra_input_takers(self) -> list[str]:
-        """Each op that takes extra inputs from the caller, and how many, for messages."""
+    def extra_input_takers(self, first: int = 0) -> list[str]:
+        """Each op that takes extra inputs from the caller, counted from ``first``, for messages.
+
+        With how many of them it takes, where that is more than one.
+        """
+        counts = [sum(s.caller_index is not None for s in row) for row in self.sources]
         return [
-            f"op {i} ({type(op).__name__}) {sum(s.caller_index is not None for s in row)}"
-            for i, (op, row) in enumerate(zip(self.ops, self.sources, strict=True))
-            if any(s.caller_index is not None for s in row)
+            f"{f'{count} ' if count > 1 else ''}for op {i}, {type(op).__name__}"
+            for i, (op, count) in enumerate(zip(self.ops, counts, strict=True), first)
+            if count
         ]
 
     def kinds(
@@ -47,7 +51,12 @@ class Checks:
         InputError, InputTypeError
         """
         if len(extra_inputs) != self.num_extra_inputs:
-            raise InputError(self._wrong_extra_count(len(extra_inputs)))
+            raise InputError(
+                "The pipeline "
+                + wrong_extra_count(
+                    self.num_extra_inputs, self.extra_input_takers(), len(extra_inputs)
+                )
+            )
         for what, value in [("input", input_), *self._extra_names(extra_inputs)]:
             if not isinstance(value, torch.Tensor):
                 raise InputTypeError(
@@ -139,11 +148,6 @@ class Checks:
                 )
                 check_multiple(what, math.prod(leading), last, quantized.multiple)
 
-    def _wrong_extra_count(self, given: int) -> str:
-        wanting = self.extra_input_takers()
-        who = f": {', '.join(wanting)}" if wanting else ""
-        return f"The pipeline takes {self.num_extra_inputs} extra inputs and got {given}{who}."
-
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each extra input from the caller, with a name that says which op takes it."""
         names = {
@@ -153,3 +157,10 @@ class Checks:
             for source in row
         }
         return [(names[k], value) for k, value in enumerate(extra_inputs)]
+
+
+def wrong_extra_count(wanted: int, takers: Sequence[str], given: int) -> str:
+    """The end of a sentence about a wrong number of extra inputs, with the ops that take them."""
+    noun = "extra input" if wanted == 1 else "extra inputs"
+    who = f" ({'; '.join(takers)})" if takers else ""
+    return f"takes {wanted} {noun}{who} and got {given}."

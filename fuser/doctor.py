@@ -161,7 +161,7 @@ class Diagnosis:
         return "\n".join([*text, self.verdict])
 
     def _kernel_lines(self) -> tuple[str, ...]:
-        lines = [_agreement(self.installation)]
+        lines = _agreement(self.installation)
         if self.obstacle is not None:
             lines.append(f"not available: {self.obstacle.reason}")
         if self.probe is not None and self.probe.error is None:
@@ -308,13 +308,13 @@ def _devices() -> tuple[Device, ...]:
     return tuple(found)
 
 
-def _agreement(facts: Installation) -> str:
+def _agreement(facts: Installation) -> list[str]:
+    """A line on whether CuPy and torch are built for one CUDA; none unless both have one."""
     torch_cuda, cupy_cuda = facts.torch_cuda_major, facts.cupy_cuda_major
     if torch_cuda is None or cupy_cuda is None:
-        lacking = [n for n, v in (("torch", torch_cuda), ("CuPy", cupy_cuda)) if v is None]
-        return f"CuPy and torch: nothing to compare, no CUDA in {' and '.join(lacking)}"
+        return []
     verb = "agree" if torch_cuda == cupy_cuda else "disagree"
-    return f"CuPy and torch {verb} on CUDA: {cupy_cuda} and {torch_cuda}"
+    return [f"CuPy and torch {verb} on CUDA: {cupy_cuda} and {torch_cuda}"]
 
 
 def _aligned(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ PAD = 7.0  # from a fused window's outline to the ops in it
 HEADER = 17.0  # height of a fused window's name
 OP_HEIGHT = 32.0
 END = 52.0  # "input", "grad output" and the like beside a row
-STUB = 44.0  # the arrow between that and the row
+STUB = 44.0  # the least length of the arrow between that and the row
 LANE = 18.0  # one level of channels above a row
 REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 
@@ -131,12 +131,14 @@ class _Layout:
         }
         self.gaps = [self._gap(i) for i in range(len(plan.ops))]
         self.widths = self._column_widths()
+        self.stub = STUB
         self.rows = self._rows()
+        self.stub = self._stub_width()
         self._widen_parts()
         self.width = max(MIN_ROW, *(self._row_width(ops) for ops in self.rows))
         self.x: list[float] = []
         for ops in self.rows:
-            self.x.append(MARGIN + END + STUB)
+            self.x.append(MARGIN + END + self.stub)
             for i in ops[1:]:
                 self.x.append(self.x[-1] + self.widths[i - 1] + self.gaps[i])
 
@@ -199,9 +201,15 @@ class _Layout:
                 if name and 0 < len(part) < len(step.ops):
                     self._widen(self.widths, part, text_width(name, 8.0, bold=True))
 
+    def _stub_width(self) -> float:
+        """Room for what stands on the arrows into and out of rows, beside a window's outline."""
+        gaps = {gap for ops in self.rows for gap in (ops.start, ops.stop)}
+        labels = [label for s in self.sides for gap in gaps for label in self._gap_labels(s, gap)]
+        return max(STUB, *(text_width(label, SMALL) + 2 * PAD for label in labels))
+
     def _row_width(self, ops: range) -> float:
         inner = sum(self.widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])
-        return inner + 2 * (END + STUB)
+        return inner + 2 * (END + self.stub)
 
     def _rows(self) -> list[range]:
         """Where to wrap: few rows, of about equal width, that cut few windows."""
@@ -226,7 +234,7 @@ class _Layout:
         return rows
 
     def _row_right(self, ops: range) -> float:
-        return self.x[ops[-1]] + self.widths[ops[-1]] + STUB
+        return self.x[ops[-1]] + self.widths[ops[-1]] + self.stub
 
     def _step(self, side: str, op: int) -> Step:
         """The step that runs ``op``; an empty one where nothing does."""
@@ -299,6 +307,8 @@ class _Layout:
             "the bytes a token that they move through memory, and their modelled time for "
             f"{plan.nominal_tokens} tokens."
         )
+        if any(_totals(plan.steps(s)) != _totals(plan.steps(s, fused=False)) for s in self.sides):
+            note += " The bars at the top: modelled time; in grey what more it would be unfused."
         return self._note(y + 3, note, 8.0)
 
     # one side of one row

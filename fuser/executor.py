@@ -180,6 +180,7 @@ class _Writer:
             wanted = self._wanted_grad(i)
             if wanted != "None":
                 add(f"    c{i}.grad_input_quantizer = {wanted}")
+        add("    result = ()")
         add("    try:")
         for number, (op, indices) in enumerate(steps):
             add(f"        step = {number}  # {type(op).__name__}")
@@ -190,8 +191,8 @@ class _Writer:
                 self._add_forward(number, op, indices)
         windows = [[self.ops[i] for i in indices] for _, indices in steps]
         self.names["say_why"] = functools.partial(_say_why, windows, self.key.autocast_dtype)
-        add("    except RuntimeError as error:")
-        add("        say_why(step, x, error)")
+        self._add_result_check("forward", steps)
+        add("        if isinstance(error, RuntimeError): say_why(step, x, error)")
         add("        raise")
         produced = "".join(f"out{i}_{k}, " for i, k in self.places)
         if not self.saving:
@@ -225,11 +226,13 @@ class _Writer:
         checked = self._checked(op, indices, "extra outputs", counts)
         self.names[f"forward{number}"] = op.fuser_forward
         self.lines += [
-            f"        x, made = forward{number}([{self._each('c{i}, ', indices)}], x,",
+            f"        result = forward{number}([{self._each('c{i}, ', indices)}], x,",
             f"            basic_op_extra_inputs=[{extras}],",
             f"            prev_op_grad_output_quantizer={before},",
             f"            next_op_input_quantizer={after},",
             f"            basic_op_kwargs={given} if kwargs else [{none}])",
+            "        x, made = result",
+            "        result = ()",
             f"        {_names_of_rows('out', indices, counts)} = {checked}(made)"
             if any(counts)
             else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
@@ -251,13 +254,17 @@ class _Writer:
         if self.places:
             add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
         covered = {i for _, indices in steps for i in indices}
+        add("    result = ()")
+        add("    try:")
         for number, (op, indices) in enumerate(steps):
             self.titles[f"backward{number}"] = _title("backward", op, indices)
             if _is_plain(op, "backward"):
                 i = indices[0]
                 self.names[f"backward{number}"] = op.op_backward
-                add(f"    # {type(op).__name__}")
-                add(f"    dx, p{i} = backward{number}(c{i}, dx)")
+                add(f"        step = {number}  # {type(op).__name__}")
+                add(f"        result = backward{number}(c{i}, dx)")
+                add(f"        dx, p{i} = result")
+                add("        result = ()")
                 self._add_none_check(op, indices, number + 1 < len(steps))
                 continue
             self.names[f"backward{number}"] = op.fuser_backward
@@ -265,18 +272,24 @@ class _Writer:
             params = self._each("p{i}, ", indices)
             param_counts = [self.param_counts[i] for i in indices]
             checked = self._checked(op, indices, "parameters", param_counts)
-            add(f"    # {type(op).__name__}")
+            add(f"        step = {number}  # {type(op).__name__}")
             contexts = self._each("c{i}, ", indices)
-            add(f"    dx, params, extras = backward{number}([{contexts}], dx,")
-            add(f"        basic_op_grad_extra_outputs=[{grads}])")
-            add(f"    {params}= params if len(params) == {len(indices)} else {checked}(params)")
+            add(f"        result = backward{number}([{contexts}], dx,")
+            add(f"            basic_op_grad_extra_outputs=[{grads}])")
+            add("        dx, params, extras = result")
+            add("        result = ()")
+            add(f"        {params}= params if len(params) == {len(indices)} else {checked}(params)")
             self._add_none_check(op, indices, number + 1 < len(steps))
             counts = [self.ops[i].num_extra_inputs for i in indices]
             if any(counts):
                 rows = _names_of_rows("din", indices, counts)
-                add(f"    {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)")
+                add(
+                    f"        {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)"
+                )
                 self._add_channel_grads(indices)
         self._add_results(covered)
+        self._add_result_check("backward", steps)
+        add("        raise")
 
     def _add_results(self, covered: set[int]) -> None:
         """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
@@ -297,9 +310,25 @@ class _Writer:
         wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
         self.names["refuse_param_grads"] = functools.partial(_refuse_param_grads, self.ops, wanted)
         total = len(results) - len(covered) + sum(wanted)
-        add(f"    grads = ({', '.join(results)})")
-        add(f"    if len(grads) != {total}: refuse_param_grads(({rows}))")
-        add("    return grads")
+        add(f"        grads = ({', '.join(results)})")
+        add(f"        if len(grads) != {total}: refuse_param_grads(({rows}))")
+        add("        return grads")
+
+    def _add_result_check(self, side: str, steps: PlannedOps) -> None:
+        """Where a result cannot be taken apart, say what whose method returns; else go on.
+
+        Nothing is looked at where all goes well: what is being taken apart is ``result``.
+        """
+        owners = {f"p{i}": number for number, (_, indices) in enumerate(steps) for i in indices}
+        methods = [
+            (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
+            for op, _ in steps
+        ]
+        self.names[f"check_{side}_result"] = functools.partial(_check_result, methods, owners)
+        self.lines += [
+            "    except (RuntimeError, TypeError, ValueError) as error:",
+            f"        check_{side}_result(locals())",
+        ]
 
     def _each(self, pattern: str, ops: Iterable[int] | None = None) -> str:
         """``pattern`` once for each of ``ops``, or for every op, with its index for ``{i}``."""
@@ -312,7 +341,7 @@ class _Writer:
         if is_wanted:
             name = f"dropped{len(self.names)}"
             self.names[name] = functools.partial(_refuse_dropped, op, indices)
-            self.lines.append(f"    if dx is None: {name}()")
+            self.lines.append(f"        if dx is None: {name}()")
 
     def _extra_inputs(self, op: int) -> str:
         return _tuple(
@@ -334,7 +363,7 @@ class _Writer:
             for k, source in enumerate(self.sources[i]):
                 if source.producer is not None:
                     name = "dout{}_{}".format(*source.place)
-                    self.lines.append(f"    {name} = total({name}, din{i}_{k})")
+                    self.lines.append(f"        {name} = total({name}, din{i}_{k})")
 
     def _quantizers(self, indices: tuple[int, ...]) -> tuple[str, str]:
         """What the neighbours want: of the gradient before, of the value after."""
@@ -464,6 +493,37 @@ def _refuse_param_grads(
                 f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
                 f"returned {len(row or ())} gradients for them."
             )
+
+
+RESULTS = {
+    "op_backward": ("grad_input", "param_grads"),
+    "fuser_forward": ("output", "extra_outputs"),
+    "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
+}
+"""What methods of ops return that a plan takes apart."""
+
+
+def _check_result(
+    methods: Sequence[tuple[str, str]], owners: Mapping[str, int], at: Mapping[str, Any]
+) -> None:
+    """Name the method whose result a plan could not take apart, if that is why it failed.
+
+    ``at`` are the names of the plan where it failed, ``methods`` class and method of each step. A
+    tensor may come apart into its rows, and fail later: ``owners`` are the steps by the names of
+    what must not be a tensor.
+    """
+    step, result = at["step"], at["result"]
+    for name in ("made", "params", "extras", *owners):
+        if isinstance(at.get(name), torch.Tensor):
+            step, result = owners.get(name, step), at[name]
+    cls, method = methods[step]
+    wanted = RESULTS.get(method, ())
+    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(wanted))
+    if not is_apart:
+        found = type(result).__name__
+        if isinstance(result, (tuple, list)):
+            found = f"{found} of {len(result)}"
+        raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
 
 
 def _refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:

@@ -123,9 +123,10 @@ class _Reading:
             tensor = torch.empty_like(tensor, dtype=self.dtype, device="meta")
         rows = self.rows_of(tensor)
         if rows is None:
+            has_gaps = tensor.shape[-1] > 1 and tensor.stride(-1) != 1
             yield (
-                f"reads a copy of {name}: its shape {tuple(tensor.shape)} and strides "
-                f"{tensor.stride()} are no rows that the kernel takes."
+                f"copies {name} first: {'its rows are' if has_gaps else 'it is'} not contiguous "
+                f"(shape {tuple(tensor.shape)}, strides {tensor.stride()})."
             )
             rows = torch.empty((1, self.columns), dtype=self.dtype, device="meta")
         reasons = list(self._obstacles(rows)) if self.run else []

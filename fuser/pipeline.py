@@ -22,7 +22,7 @@ from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
-from fuser.planner import FusionFunction, RegisteredFusions, make_plan
+from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
 from fuser.precision import (
     Conditions,
     current_conditions,
@@ -68,15 +68,7 @@ class OperationFuser:
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
     ) -> None:
         for fusion in fusions if isinstance(fusions, Sequence) else [fusions]:
-            if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
-                raise InputTypeError(
-                    f"fusions is a sequence of FusedOperation classes; got {fusion!r}."
-                )
-            if fusion.side not in ("", "forward", "backward", "joint"):
-                raise InputError(
-                    f"{fusion.__name__}.side is {fusion.side!r}; it is 'forward', 'backward' or "
-                    "'joint'."
-                )
+            _check_fusion(fusion)
         basic_ops: list[BasicOperation] = []
         for op in ops:
             members = op.basic_ops if isinstance(op, FusedOperation) else (op,)
@@ -361,6 +353,26 @@ class OperationFuser:
         return tuple(keys)
 
 
+def _check_fusion(fusion: Any) -> None:
+    """Refuse what is no fusion that the planner can find and run.
+
+    Raises
+    ------
+    InputTypeError, InputError
+    """
+    if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
+        raise InputTypeError(f"fusions is a sequence of FusedOperation classes; got {fusion!r}.")
+    name = fusion.__name__
+    if not fusion.side or not fusion.window:
+        raise InputTypeError(
+            f"{name} has side {fusion.side!r} and window {fusion.window!r}; a fusion names the ops "
+            "that it takes in its window, and its side, 'forward', 'backward' or 'joint'."
+        )
+    if fusion.side not in ("forward", "backward", "joint"):
+        raise InputError(f"{name}.side is {fusion.side!r}; it is 'forward', 'backward' or 'joint'.")
+    check_has_methods(fusion, fusion.side)
+
+
 def _format(tensor: torch.Tensor) -> NumberFormat | None:
     return tensor.format if isinstance(tensor, QuantizedTensor) else None
 
@@ -401,6 +413,11 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
 
 def _register(side: str, function: FusionFunction, prepend: bool) -> None:
     global _registered
+    if isinstance(function, (type, FusibleOperation)) or not callable(function):
+        raise InputTypeError(
+            f"A registered fusion is a function of a list of ops, func(ops, *, recipe) -> ops; got "
+            f"{function!r}. Fusion classes go to Sequential(..., fusions=...)."
+        )
     present = getattr(_registered, side)
     changed = (function, *present) if prepend else (*present, function)
     _registered = replace(_registered, **{side: changed})

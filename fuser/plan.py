@@ -100,7 +100,7 @@ class FusionPlan:
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
         if self.layout:
-            lines += ["", "not read by vectors, of these tensors"]
+            lines += ["", "inputs that kernels cannot read in 16-byte vectors"]
         for note in self.layout:
             lines.append(f"  {note.side:<8} {self._title(note)} over {span(note.ops)} {note.text}")
         if self.refusals:
@@ -114,6 +114,8 @@ class FusionPlan:
             "memory bandwidth,",
             "and costs a launch. GEMM arithmetic is the same in every cover, and left out.",
         ]
+        if any("(emulated)" in step.kernel for step in self.forward + self.backward):
+            lines.append("An emulated product also dequantizes its operands, which is not counted.")
         return "\n".join(lines)
 
     def _title(self, note: LayoutNote) -> str:
@@ -220,12 +222,7 @@ class FusionPlan:
             If the suffix is another.
         """
         target = Path(path)
-        renderer = renderers.get(target.suffix.lower())
-        if renderer is None:
-            raise InputError(
-                f"A plan is drawn as {', '.join(sorted(renderers))}; got {target.name!r}."
-            )
-        renderer(self, target)
+        renderer_for(target)(self, target)
         return target
 
     def _repr_html_(self) -> str:
@@ -234,6 +231,21 @@ class FusionPlan:
 
 renderers: dict[str, Callable[[FusionPlan, Path], None]] = {}
 """File suffix to the function that draws a plan into such a file."""
+
+
+def renderer_for(path: str | os.PathLike[str]) -> Callable[[FusionPlan, Path], None]:
+    """The function that draws a plan into a file of that name.
+
+    Raises
+    ------
+    InputError
+        If no plan is drawn so.
+    """
+    target = Path(path)
+    renderer = renderers.get(target.suffix.lower())
+    if renderer is None:
+        raise InputError(f"A plan is drawn as {', '.join(sorted(renderers))}; got {target.name!r}.")
+    return renderer
 
 
 def merged(plans: Iterable[FusionPlan]) -> FusionPlan:

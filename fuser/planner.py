@@ -10,7 +10,7 @@ from typing import Any
 
 import networkx as nx
 
-from fuser.errors import StateError
+from fuser.errors import InputTypeError, StateError
 from fuser.graph import OpGraph
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan import Channel, FusionPlan, Refusal, Step
@@ -495,9 +495,25 @@ def _apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusion
                 if reason is not None:
                     name = type(op).__name__
                     raise StateError(f"A registered fusion put in {name}, but {reason}")
+                check_has_methods(type(op), side)
                 pinned[side].append((start, op))
             start += length
     return pinned
+
+
+def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
+    """Refuse a fusion that does not implement what it runs on ``side``.
+
+    Raises
+    ------
+    InputTypeError
+    """
+    for half in ("forward", "backward") if side == "joint" else (side,):
+        method = f"fuser_{half}"
+        if getattr(fusion, method) is getattr(FusibleOperation, method):
+            raise InputTypeError(
+                f"{fusion.__name__} has no {method}, which a {side} fusion must implement."
+            )
 
 
 def _check_covers(ops: Sequence[BasicOperation], result: Sequence[Any], function: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
-from fuser.errors import InputError
+from fuser.errors import InputError, InputTypeError
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
@@ -239,12 +239,20 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Quantizers from the user: ``qfactory(role)`` returns one for each role."""
+    """Quantizers from the user: ``qfactory(role)`` returns one for each role.
+
+    Roles are ``"input"``, ``"weight"`` and ``"grad_output"``.
+    """
 
     qfactory: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not callable(self.qfactory):
+            raise InputTypeError(
+                "CustomRecipe needs qfactory=, a function of the role ('input', 'weight' or "
+                f"'grad_output') that returns a Quantizer; got {self.qfactory!r}."
+            )
         try:
             hash(self.qfactory)
         except TypeError as error:

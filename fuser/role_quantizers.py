@@ -44,7 +44,8 @@ def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
     if not isinstance(recipe, CustomRecipe):
         return _make_quantizer(recipe, role)
     # Not cached: the factory may give every op a quantizer of its own.
-    quantizer = None if recipe.qfactory is None else recipe.qfactory(role)
+    assert recipe.qfactory is not None  # the recipe has looked
+    quantizer = recipe.qfactory(role)
     if not isinstance(quantizer, Quantizer):
         raise InputError(f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer.")
     return quantizer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fuser.catalog import FUSIONS
+from fuser.checks import wrong_extra_count
 from fuser.errors import InputError
 from fuser.op import FusedOperation, FusibleOperation
 from fuser.pipeline import OperationFuser
@@ -177,13 +178,12 @@ class Sequential(torch.nn.Sequential):
         pipelines = [p for p in map(_pipeline_of, groups) if p is not None]
         wanted = sum(pipeline.num_extra_inputs for pipeline in pipelines)
         if given != wanted:
-            who = ", ".join(
-                who for pipeline in pipelines for who in pipeline.checks.extra_input_takers()
-            )
-            raise InputError(
-                f"The Sequential takes {wanted} extra inputs and got {given}"
-                f"{': ' + who if who else ''}."
-            )
+            takers: list[str] = []
+            first = 0
+            for pipeline in pipelines:
+                takers += pipeline.checks.extra_input_takers(first)
+                first += len(pipeline.basic_ops)
+            raise InputError(f"The Sequential {wrong_extra_count(wanted, takers, given)}")
 
     def _kwargs_by_op(
         self, op_kwargs: Mapping[Any, dict[str, Any]]

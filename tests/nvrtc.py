@@ -1,11 +1,12 @@
 """NVRTC from NVIDIA's wheel through ctypes: what a kernel costs on a GPU that is not here.
 
-``python tests/nvrtc.py [name ...]`` prints the table of all kernels, or of those of some sources,
-for every architecture.
+``python tests/nvrtc.py [name ...] [--arch sm_90a]`` prints the table of all kernels, or of those of
+some sources, for every architecture or for some.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import functools
 import importlib.util
@@ -158,16 +159,36 @@ def _check(status: int) -> None:
         raise CompileError(f"NVRTC returned {status}.")
 
 
-def main(names: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Print what every kernel of some sources takes, of all of them if none is named.
 
     Returns how many keep data in local memory; the last line says so.
     """
     from kernel_instantiations import instantiations
 
+    architectures = {module.arch_name(capability): capability for capability in CAPABILITIES}
+    parser = argparse.ArgumentParser(
+        description="Registers, spills, stack and shared memory of kernels, compiled by NVRTC."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="name", help=f"of {', '.join(sorted(instantiations()))}"
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        choices=list(architectures),
+        help="may be repeated; default: each of them",
+    )
+    options = parser.parse_args(argv)
+    for name in options.names:
+        if name not in instantiations():
+            parser.error(f"no source is called {name!r}; --help lists them.")
+    if reason := why_unavailable():
+        parser.error(reason)
     count = in_memory = 0
-    for name in names or instantiations():
-        for capability in CAPABILITIES:
+    for name in options.names or instantiations():
+        for arch in options.arch or architectures:
+            capability = architectures[arch]
             for kernel in compiled(module.KERNELS, name, instantiations()[name], capability):
                 print(kernel, flush=True)
                 count += 1
@@ -177,4 +198,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]) > 0)
+    sys.exit(main() > 0)

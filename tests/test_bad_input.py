@@ -111,7 +111,7 @@ CASES = (
         "no extra input in a mixed model",
         sequence(fuser.GELU(), torch.nn.Identity(), fuser.AddExtraInput()),
         (X,),
-        ("takes 1 extra inputs", "got 0", "AddExtraInput"),
+        ("takes 1 extra input (for op 1, AddExtraInput)", "got 0"),
         (X, X),
     ),
     # what is no tensor
@@ -394,7 +394,9 @@ def test_every_error_is_of_its_builtin_kind_too() -> None:
 def test_an_op_called_alone_checks_as_a_pipeline_does() -> None:
     with pytest.raises(fuser.InputError, match=r"BasicLinear\(8, 4\).*\(3, 7\)"):
         fuser.BasicLinear(8, 4)(x_of(3, 7))
-    with pytest.raises(fuser.InputError, match=r"AddExtraInput\) 1"):
+    with pytest.raises(
+        fuser.InputError, match=r"takes 1 extra input \(for op 0, AddExtraInput\) and got 0\."
+    ):
         fuser.AddExtraInput()(X)
     with pytest.raises(fuser.InputTypeError, match="NoneType"):
         fuser.Linear(8, 4)(None)
@@ -640,6 +642,7 @@ class _Bad(FusedOperation):
 
     window = (fuser.GELU, fuser.ConstantScale)
     side = "forward"
+    fuser_forward = fuser_backward = None  # only planned
 
 
 def broken_pipeline(*fusions: type[FusedOperation]) -> fuser.Sequential:
@@ -751,6 +754,105 @@ def test_a_registered_fused_op_over_half_a_pair_of_ops_is_refused() -> None:
     fuser.register_forward_fusion(half)
     with pytest.raises(fuser.StateError, match=r"half.*GELU, ConstantScale.*Bias, GELU\]"):
         broken_pipeline()(X)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"side": ""}, ("side ''", "'forward', 'backward' or 'joint'")),
+        ({"window": ()}, ("window ()",)),
+        ({}, ("has no fuser_forward, which a forward fusion must implement",)),
+        ({"side": "backward"}, ("has no fuser_backward, which a backward fusion",)),
+        (
+            {"side": "joint", "fuser_forward": FusedOperation.forward},
+            ("has no fuser_backward, which a joint fusion",),
+        ),
+    ],
+    ids=["no side", "no window", "no forward", "no backward", "half of both"],
+)
+def test_a_fusion_that_could_not_run_is_refused_at_the_first_call(
+    broken: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    whole = {"window": (fuser.GELU, fuser.ConstantScale), "side": "forward"}
+    model = broken_pipeline(type("Halved", (FusedOperation,), {**whole, **broken}))
+    for call in (model, model.plan):
+        with pytest.raises(fuser.InputTypeError) as caught:
+            call(X)
+        assert_sentence(caught.value, ("Halved", *words))
+
+
+@pytest.mark.usefixtures("_registry")
+@pytest.mark.parametrize("side", ["forward", "backward", "joint"])
+def test_a_registered_fused_op_that_could_not_run_is_refused(side: str) -> None:
+    class Halved(FusedOperation):
+        pass
+
+    register = REGISTER[["forward", "backward", "joint"].index(side)]
+    register(lambda ops, *, recipe: [*ops[:2], Halved(ops[2:])])
+    with pytest.raises(fuser.InputTypeError, match=r"Halved has no fuser_(for|back)ward"):
+        broken_pipeline()(X)
+
+
+@pytest.mark.usefixtures("_registry")
+@pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
+def test_what_is_no_function_is_not_registered(register: Any) -> None:
+    before = fuser.pipeline._registered
+    for what in (_Bad, _Bad([fuser.GELU()]), None):
+        with pytest.raises(fuser.InputTypeError, match=r"a function of a list of ops"):
+            register(what)
+    assert fuser.pipeline._registered == before
+
+
+class _NoTuple(fuser.BasicOperation):
+    """Returns the gradient of its input alone."""
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        ctx.save_for_backward(input_)
+        return input_ * input_
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad_output
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_backward_that_returns_no_tuple_is_named(rows: int, before: int) -> None:
+    # A tensor of two rows comes apart like a pair.
+    model = fuser.Sequential(*[fuser.GELU() for _ in range(before)], _NoTuple(), fuser.GELU())
+    with pytest.raises(fuser.StateError) as caught:
+        model(x_of(rows, 8).requires_grad_()).sum().backward()
+    assert str(caught.value) == (
+        "_NoTuple.op_backward returns (grad_input, param_grads); it returned a Tensor."
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("side", ["forward", "backward"])
+def test_a_fusion_that_returns_something_else_is_named(rows: int, side: str) -> None:
+    def same(self: Any, ctxs: Any, x: torch.Tensor, **kwargs: Any) -> Any:
+        return x * 1 if side == "forward" else (x * 1, [(), ()])
+
+    body = {"side": side, f"fuser_{side}": same, "window": (fuser.GELU, fuser.ConstantScale)}
+    fusion = type("Odd", (FusedOperation,), body)
+    model = fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0), fusions=(fusion,))
+    wanted = {
+        "forward": "(output, extra_outputs); it returned a Tensor.",
+        "backward": "(grad_input, param_grads, grad_extra_inputs); it returned a tuple of 2.",
+    }
+    with pytest.raises(fuser.StateError) as caught:
+        model(x_of(rows, 8).requires_grad_()).sum().backward()
+    assert str(caught.value) == f"Odd.fuser_{side} returns {wanted[side]}"
+
+
+def test_an_op_that_fails_by_itself_is_not_blamed_for_what_it_returns() -> None:
+    class Fails(_NoTuple):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+            raise ValueError("not today")
+
+    model = fuser.Sequential(fuser.Linear(8, 8), Fails(), fuser.Linear(8, 8), fuser.GELU())
+    with pytest.raises(ValueError, match=r"^not today$"):
+        model(X).sum().backward()
 
 
 def test_a_fused_op_of_nothing_is_refused() -> None:

@@ -266,7 +266,9 @@ def test_a_picture_of_an_unknown_kind_is_refused(
 ) -> None:
     pytest.importorskip("fuser.draw")
     assert main(["plan", "command_line_models:mlp", "--draw", "plan.docx"]) == 2
-    assert "plan.docx" in capsys.readouterr().err
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "plan.docx" in captured.err
     assert not (models.parent / "plan.docx").exists()
 
 
@@ -278,6 +280,10 @@ def test_a_wrong_command_line_returns_2(
 ) -> None:
     assert main(argv) == 2
     assert "usage: fuser" in capsys.readouterr().err
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--version") == f"fuser {fuser.__version__}\n"
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -362,7 +368,7 @@ def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
     )
     report = str(diagnosis)
     assert diagnosis.exit_status == 0
-    assert "nothing to compare, no CUDA in CuPy" in report
+    assert "CuPy and torch" not in report  # nothing to compare
     assert "\n  pip install cupy-cuda13x\n" in report
     assert "\n  pip install matplotlib   (optional: plans drawn as pictures)\n" in report
     assert report.endswith("with torch's kernels alone.")

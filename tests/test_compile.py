@@ -156,3 +156,23 @@ ptxas info    : Used 9 registers, used 0 barriers
 """
     assert resources(log) == {"_Z1xIfEvv": (14, 28, 8, 4224), "fuser_y": (9, 0, 0, 0)}
     assert "14 registers   28 spilled    8 stack" in str(Resources("x", "sm_80", 14, 28, 8, 4224))
+
+
+@needs_nvrtc
+def test_the_table_is_of_the_named_sources_and_architectures(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert nvrtc.main(["probe", "--arch", "sm_90a", "--arch", "sm_80"]) == 0
+    *kernels, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in kernels] == ["sm_90a", "sm_80"]
+    assert last == "2 compilations; 0 keep data in local memory"
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["probe", "--arch", "sm_90"]])
+def test_an_unknown_source_or_architecture_is_answered_with_a_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        nvrtc.main(arguments)
+    assert stopped.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err

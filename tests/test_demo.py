@@ -113,6 +113,8 @@ def test_largest_loss_difference_is_that_of_the_losses(demo: tuple[Path, str]) -
     step = differences.index(max(differences)) + 1
     expected = f"Largest loss difference: {max(differences):.1e} nats/byte, at step {step} of 20"
     assert expected in printed
+    early = max(differences[:2])
+    assert f"; in the first 2 steps {f'{early:.1e}' if early else 'none'}." in printed
 
 
 def test_plan_table_and_progress_are_printed(demo: tuple[Path, str]) -> None:
@@ -266,6 +268,19 @@ def test_a_bad_option_gives_one_sentence(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuser/__main__.py", "demo", "--help"])
+    with pytest.raises(SystemExit):
+        train_lm.parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "usage: train_lm.py " in text
+    assert "--no-compare skip the plain run --" in text
+    assert train_lm.parse([]).compare
+    assert not train_lm.parse(["--no-compare"]).compare
+
+
 def test_cuda_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_lm.main(["--device", "cuda"])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import fuser
 import fuser.draw
 from fuser.draw import Box, Line, Text, lay_out
+from fuser.formats import DType, NumberFormat
 from fuser.plan import Channel, FusionPlan, Refusal, Step, format_time
-from fuser.plan_key import OpKey, PlanKey, TensorKey
+from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -33,6 +34,7 @@ class AFusionWithANameThatIsFarLongerThanTheWindowItWouldHaveTaken(fuser.FusedOp
 
     window = (fuser.BasicLinear, fuser.Bias)
     side = "forward"
+    fuser_forward = fuser_backward = None  # only planned
 
     @classmethod
     def refuses(cls, *ops, key):
@@ -53,6 +55,7 @@ class WholeBlock(fuser.FusedOperation):
         fuser.AddExtraInput,
     )
     side = "joint"
+    fuser_forward = fuser_backward = None  # only planned
 
 
 class AnOpWithAVeryLongClassNameAsPeopleWriteThemInTheirOwnProjects(fuser.Identity):
@@ -124,7 +127,17 @@ def extra_tensors_plan():
     return model.plan(X, X.new_empty(8).requires_grad_(), X)
 
 
+def quantized_plan():
+    layers = [(fuser.RMSNorm(64), fuser.Linear(64, 256), fuser.GELU()) for _ in range(4)]
+    ops = [
+        op for norm, linear, gelu in layers for op in (norm, linear, gelu, fuser.Linear(256, 64))
+    ]
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        return fuser.Sequential(*ops[:-1]).plan(torch.empty(32, 64, requires_grad=True))
+
+
 PLANS = [
+    quantized_plan,
     mlp_plan,
     inference_plan,
     constant_input_plan,
@@ -424,6 +437,13 @@ def test_without_matplotlib_a_sentence_says_what_to_install(suffix, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path):
+    note = "in grey what more it would be unfused"
+    for number, (plan, is_fused) in enumerate(((mlp_plan(), True), (one_op_plan(), False))):
+        text = " ".join(svg_texts(plan.draw(tmp_path / f"{number}.svg")))
+        assert (note in text) == is_fused
+
+
 def test_importing_does_not_import_matplotlib():
     code = "import sys, fuser.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -451,6 +471,7 @@ def plan_of(ops, forward, backward=(), refusals=(), channels=(), line_bytes=None
     )
 
 
+EMITTED = Emission(NumberFormat("FP8 128x128", DType.kFloat8E4M3, 128**2), True, True)
 names = st.sampled_from(["Bias", "GELU", "Q", "AddExtraInput", "AnOpWithALongName" * 3])
 kernels = st.sampled_from(["", "mm", "dgrad mm, wgrad mm", "a_kernel_with_a_long_name, add_, sum"])
 reasons = st.sampled_from(["no.", LONG_REASON, "word " * 40, "x" * 300])
@@ -464,7 +485,8 @@ def steps_of(draw, count):
         size = stop - start
         fusion = draw(st.sampled_from(["F", "AFusionOfSomeKind"])) if size > 1 else None
         cost = draw(st.sampled_from([0.0, 5.25, 1.5e7]))
-        steps.append(Step(tuple(range(start, stop)), fusion, draw(kernels), cost * 3, cost))
+        emits = draw(st.sampled_from([None, EMITTED]))
+        steps.append(Step(tuple(range(start, stop)), fusion, draw(kernels), cost * 3, cost, emits))
     return steps
 
 

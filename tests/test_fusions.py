@@ -673,6 +673,7 @@ class Residual(fuser.FusedOperation):
 
     window = (fuser.MakeExtraOutput, fuser.ConstantScale, fuser.AddExtraInput)
     side = "forward"
+    fuser_forward = fuser_backward = None  # only planned
 
 
 class ScaleTwice(fuser.FusedOperation):
@@ -876,6 +877,7 @@ def test_window_patterns_take_optional_alternative_and_repeated_ops() -> None:
     class Pattern(fuser.FusedOperation):
         window = (Many(fuser.ConstantScale), Optional(fuser.Bias), OneOf(fuser.GELU, fuser.ReLU))
         side = "forward"
+        fuser_forward = fuser_backward = None  # only planned
 
         @classmethod
         def refuses(cls, *ops, key):

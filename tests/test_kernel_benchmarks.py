@@ -1,4 +1,4 @@
-"""benchmarks/kernels.py and pipelines.py: timing, rows, results and charts, tried on a CPU."""
+"""benchmarks/: timing, rows, results and charts of what is timed, tried on a CPU."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import charts
 import evidence
+import host_overhead
 import kernel_cases
 import kernels
 import pipelines
@@ -195,6 +196,21 @@ def test_a_row_that_fails_is_printed_and_the_next_one_runs(
     assert any(line.startswith("GELU") and "FAILED" not in line for line in lines)
 
 
+def test_the_table_is_as_wide_as_its_rows_and_speaks_of_a_copy_on_a_gpu_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kernels.main([*ON_CPU, "--only", "^SwiGLU backward|^GELU$"])
+    header, *lines = capsys.readouterr().out.splitlines()[3:8]
+    assert not any(what in header for what in ("of copy", "target"))
+    end = header.index("moves") + len("moves")
+    assert [line[:end].split("  ")[-1].strip() for line in lines] == [
+        *("5*b", "2*b", "3*b + 4", "3*b + 4 + 16/128")
+    ]
+    on_gpu = kernels.Table.of(kernels.CASES, kernels.Run("cuda", torch.bfloat16)).header()
+    assert "of copy" in on_gpu
+    assert "target" in on_gpu
+
+
 def test_given_columns_are_those_of_every_row_and_rows_that_become_the_same_run_once() -> None:
     run = kernels.Run("cuda", torch.bfloat16, columns=1024)
     shapes = [(case.name, *run.shape(case)) for case in kernels.distinct(kernels.CASES, run)]
@@ -289,6 +305,8 @@ def test_charts_of_kernels_show_every_row_of_the_csv_and_say_what_failed(tmp_pat
     charts.main([str(path), "-o", str(chart)])
     drawn = chart.read_text()
     assert all(f"<!-- {label} -->" in drawn for label in ("GELU", "SwiGLU", "failed", "eager"))
+    assert "cold in L2" not in drawn
+    assert "diamond" not in drawn
     assert drawn.count("TB/s   ") == 1
 
 
@@ -314,3 +332,33 @@ def test_a_csv_of_something_else_is_refused(
     with pytest.raises(SystemExit):
         charts.main([str(path), "-o", str(tmp_path / "other.png")])
     assert "has no rows of kernels.py or pipelines.py" in capsys.readouterr().err
+
+
+def test_a_csv_that_is_not_there_is_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        charts.main([str(tmp_path / "missing.csv"), "-o", str(tmp_path / "other.png")])
+    assert "missing.csv cannot be read: No such file or directory." in capsys.readouterr().err
+
+
+# -- host time ----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*is emulated:UserWarning")
+@pytest.mark.parametrize("recipe", [None, *host_overhead.RECIPES])
+def test_the_host_time_of_every_recipe_can_be_measured(
+    recipe: str | None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "host.csv"
+    given = ["--rounds", "2", "--count", "1", "--out", str(out)]
+    host_overhead.main([*given, *(["--recipe", recipe] if recipe else [])])
+    captured = capsys.readouterr()
+    assert "forward, no grad, rounds: 2" in captured.err
+    rows = evidence.read(out)
+    assert [row["what"] for row in rows] == ["forward, no grad", "forward + backward"]
+    for row in rows:
+        assert row["recipe"] == (recipe or "none")
+        ratio = float(row["fuser us"]) / float(row["nn.Sequential us"])
+        assert ratio > 0
+        assert f"{row['ratio']:>7}" in captured.out

@@ -158,7 +158,7 @@ def noted(notes: tuple[LayoutNote, ...], side: str) -> tuple[bool, bool]:
     """Whether a side's kernels read a copy, and whether they move one element at a time."""
     texts = [note.text for note in notes if note.side == side]
     return (
-        any(text.startswith("reads a copy of ") for text in texts),
+        any(text.startswith("copies ") for text in texts),
         any(text.startswith("moves one element at a time: ") for text in texts),
     )
 
@@ -297,8 +297,8 @@ def plan_of(model: fuser.Sequential, *inputs: torch.Tensor) -> fuser.FusionPlan:
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
-        (_transposed, "reads a copy of the input: its shape (32, 64) and strides (1, 32) are no "
-         "rows that the kernel takes."),
+        (_transposed, "copies the input first: its rows are not contiguous (shape (32, 64), "
+         "strides (1, 32))."),
         (_odd_offset, "moves one element at a time: the input begins 2 bytes behind a multiple of "
          "16."),
         (_oddly_spaced, "moves one element at a time: the input has its rows 130 bytes apart, no "
@@ -312,11 +312,18 @@ def test_a_note_says_which_tensor_what_happens_and_why(
     plan = plan_of(model, layout(BF16))
     assert plan.layout == (LayoutNote("forward", (0,), text),)
     heading, line = str(plan).splitlines()[-5:-3]
-    assert heading == "not read by vectors, of these tensors"
+    assert heading == "inputs that kernels cannot read in 16-byte vectors"
     assert line == f"  forward  RMSNorm over 0 {text}"
     assert json.loads(json.dumps(plan.to_dict()))["layout"] == [
         {"side": "forward", "ops": [0], "text": text}
     ]
+
+
+def test_a_tensor_of_whole_rows_that_is_copied_is_not_said_to_have_others() -> None:
+    (note,) = plan_of(fuser.Sequential(fuser.RMSNorm(COLUMNS)), _sequence_first(F32)).layout
+    assert note.text == (
+        "copies the input first: it is not contiguous (shape (8, 4, 64), strides (64, 512, 1))."
+    )
 
 
 def test_rows_of_an_odd_width_are_noted_also_where_only_their_halves_are() -> None:
@@ -337,7 +344,7 @@ def test_a_note_is_in_what_is_returned_and_not_in_what_is_kept() -> None:
     assert turned.layout
     assert clean.layout == ()
     assert model.plans == (clean,)
-    assert "not read by vectors" not in str(clean)
+    assert "16-byte vectors" not in str(clean)
 
 
 def test_extra_inputs_and_those_that_a_channel_brings_are_looked_at() -> None:
@@ -352,13 +359,11 @@ def test_extra_inputs_and_those_that_a_channel_brings_are_looked_at() -> None:
         fuser.AddExtraInput().set_extra_input_channel(0, "r"),
     )
     passed = plan_of(residual, turned)
-    assert [note.text.partition(":")[0] for note in added.layout] == [
-        "reads a copy of extra input 0"
-    ]
+    assert [note.text.partition(":")[0] for note in added.layout] == ["copies extra input 0 first"]
     assert scaled.layout == ()
     assert [(note.ops, note.text.partition(":")[0]) for note in passed.layout] == [
-        ((1,), "reads a copy of the input"),
-        ((2,), "reads a copy of the input"),
+        ((1,), "copies the input first"),
+        ((2,), "copies the input first"),
     ]
 
 
@@ -371,7 +376,7 @@ def test_ops_of_a_second_pipeline_are_counted_on() -> None:
 def test_tensors_on_meta_have_strides_and_no_address() -> None:
     model = fuser.Sequential(fuser.RMSNorm(COLUMNS))
     x = torch.empty(COLUMNS, ROWS + 1, device="meta")
-    assert [n.text[:12] for n in plan_of(model, x.t()[1:]).layout] == ["reads a copy"]
+    assert [n.text[:12] for n in plan_of(model, x.t()[1:]).layout] == ["copies the i"]
     odd_offset = torch.empty(ROWS * COLUMNS + 1, device="meta")[1:].view(ROWS, COLUMNS)
     assert plan_of(model, odd_offset).layout == ()
 

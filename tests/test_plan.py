@@ -44,6 +44,7 @@ class _Choosy(FusedOperation):
 
     window = (fuser.BasicLinear, fuser.Bias)
     side = "forward"
+    fuser_forward = fuser_backward = None  # only planned
 
     @classmethod
     def refuses(cls, *ops: Any, key: fuser.PlanKey) -> str | None:
@@ -156,6 +157,7 @@ class _Joint(FusedOperation):
 
     window = (fuser.GELU, fuser.SiLU)
     side = "joint"
+    fuser_forward = fuser_backward = None  # only planned
 
     @classmethod
     def kernels(cls, *ops: Any, side: str, key: fuser.PlanKey) -> tuple[tuple[str, int], ...]:
@@ -284,6 +286,16 @@ def assert_a_line_holds(lines: list[str], *words: str) -> None:
     """That one line has all ``words`` in this order."""
     pattern = ".*".join(map(re.escape, words))
     assert any(re.search(pattern, line) for line in lines), (words, lines)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_text_says_of_emulated_products_what_is_not_counted() -> None:
+    x = torch.empty(32, 64, requires_grad=True)
+    model = fuser.Sequential(fuser.Linear(64, 64))
+    said = "An emulated product also dequantizes its operands, which is not counted."
+    assert said not in str(model.plan(x))
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        assert str(model.plan(x)).endswith(said)
 
 
 def test_text_keeps_large_numbers_short() -> None:

@@ -266,6 +266,7 @@ class _Fusion(FusedOperation):
     """One kernel over everything its window takes; for planning only."""
 
     side = "forward"
+    fuser_forward = fuser_backward = None  # only planned
 
 
 def planned(
@@ -339,6 +340,7 @@ class _Joint(FusedOperation):
 
     window = (fuser.GELU, fuser.SiLU)
     side = "joint"
+    fuser_forward = fuser_backward = None  # only planned
 
 
 def test_a_joint_fusion_runs_on_both_sides_or_on_none() -> None:

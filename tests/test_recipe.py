@@ -28,13 +28,30 @@ from fuser.recipe import (
 )
 
 VARIABLE = "NVTE_BACKWARD_OVERRIDE"
+
+
+def quantizer_factory(role: Any) -> None:
+    """A stand-in for a user's quantizer factory."""
+
+
+def another_factory(role: Any) -> None:
+    """Another one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(CustomRecipe):
+    """A custom recipe with a factory of its own."""
+
+    qfactory: Any = quantizer_factory
+
+
 RECIPES = (
     DelayedScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     Float8BlockScaling,
     NVFP4BlockScaling,
-    CustomRecipe,
+    Custom,
 )
 OVERRIDABLE = tuple(recipe for recipe in RECIPES if recipe is not DelayedScaling)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
@@ -54,14 +71,6 @@ def pipeline() -> Iterator[fuser.OperationFuser]:
     torch.manual_seed(0)
     yield fuser.OperationFuser([fuser.Linear(32, 64), fuser.GELU(), fuser.Linear(64, 32)])
     assert current_recipe() is None
-
-
-def quantizer_factory(role: Any) -> None:
-    """A stand-in for a user's quantizer factory."""
-
-
-def another_factory(role: Any) -> None:
-    """Another one."""
 
 
 # -- recipes are values -----------------------------------------------------------
@@ -130,7 +139,7 @@ def test_recipes_of_two_kinds_are_never_equal() -> None:
             },
         ),
         (NVFP4BlockScaling, {"backward_override": "dequantized"}),
-        (CustomRecipe, {"qfactory": quantizer_factory}),
+        (Custom, {"qfactory": another_factory}),
     ],
 )
 def test_every_field_makes_another_recipe(recipe: type[Recipe], changes: dict[str, Any]) -> None:
@@ -163,6 +172,14 @@ def test_positional_arguments_stand_in_the_documented_order() -> None:
     )
     assert CustomRecipe(quantizer_factory) == CustomRecipe(qfactory=quantizer_factory)
     assert CustomRecipe(quantizer_factory) != CustomRecipe(another_factory)
+
+
+@pytest.mark.parametrize("given", [None, "mxfp8", MXFP8BlockScaling()])
+def test_a_custom_recipe_without_a_factory_is_refused_when_it_is_made(given: Any) -> None:
+    with pytest.raises(fuser.InputTypeError, match=r"needs qfactory=.*returns a Quantizer; got"):
+        CustomRecipe(given)
+    with pytest.raises(fuser.InputTypeError, match=r"got None\."):
+        CustomRecipe()
 
 
 def test_defaults_are_the_documented_ones() -> None:

@@ -496,6 +496,9 @@ def test_a_factory_gives_every_op_quantizers_of_its_own() -> None:
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
 
+        def __call__(self, role: str) -> Any:
+            return fuser.Float8Quantizer()
+
     with pytest.raises(fuser.InputError, match="cannot be hashed"):
         recipes.CustomRecipe(qfactory=Unhashable())
     assert len(pickle.loads(pickle.dumps(model))) == 3
