@@ -21,6 +21,7 @@ COLORS = {
     "torchao": "#9e6fc4",
     "compile": "#969696",
     "torch.compile": "#969696",
+    "unfused": "#74a9cf",
     "eager": "#d0d0d0",
     "torch eager": "#d0d0d0",
 }

@@ -85,15 +85,29 @@ def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None
 
 def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[int]:
     """The ops of a step for which it reads the tensor of that name."""
+    edges = graph.flows["forward"].in_edges
+    taking = [
+        i
+        for i in step.ops
+        if any(
+            memory in tensors
+            for source, _, tensors in edges(i, data="tensors")
+            if source not in step.ops
+        )
+    ]
     if side == "forward":
-        for i in step.ops:
-            edges = graph.flows[side].in_edges(i, data="tensors")
-            if any(memory in tensors for source, _, tensors in edges if source not in step.ops):
-                yield i
+        yield from taking
         return
     saving = [i for i in step.ops if graph.ops[i].saves_input]
     for i in step.ops[:1] if saving and _is_chain(step) else saving:
         if graph.arriving[i] == memory:
+            yield i
+    # Of extra inputs: scales, and what an activation of the same kernel stands on.
+    for i in taking:
+        is_read = isinstance(graph.ops[i], ScaledActivation) or (
+            _is_chain(step) and any(k > i for k in saving)
+        )
+        if is_read and graph.arriving[i] != memory:
             yield i
 
 

@@ -432,7 +432,13 @@ class BasicOperation(FusibleOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        result = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise StateError(
+                f"{type(self).__name__}.op_backward returns (grad_input, param_grads); it returned "
+                f"a {type(result).__name__}."
+            )
+        grad_input, grad_params = result
         return grad_input, [grad_params], [()]
 
     def _missing_method(self, side: str) -> str:

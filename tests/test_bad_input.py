@@ -827,6 +827,22 @@ def test_a_backward_that_returns_no_tuple_is_named(rows: int, before: int) -> No
     )
 
 
+class _NoTupleBehindAnExtra(_NoTuple):
+    """The same of an op with an extra input, which is run by ``fuser_backward``."""
+
+    num_extra_inputs = 1
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return self.op_forward(basic_op_ctxs[0], input_), [()]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_a_backward_of_an_op_with_an_extra_input_that_returns_no_tuple_is_named(rows: int) -> None:
+    x = x_of(rows, 8).requires_grad_()
+    with pytest.raises(fuser.StateError, match=r"Extra.op_backward returns .*returned a Tensor\."):
+        fuser.Sequential(_NoTupleBehindAnExtra(), fuser.GELU())(x, x_of(rows, 8)).sum().backward()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("side", ["forward", "backward"])
 def test_a_fusion_that_returns_something_else_is_named(rows: int, side: str) -> None:

@@ -239,7 +239,9 @@ def test_a_plan_says_what_kernels_then_do_with_an_extra_input(
     layout: Callable[[torch.dtype], torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert_says_what_kernels_do(make(), None, _clean(BF16), monkeypatch, layout(BF16))
+    x = _clean(BF16).requires_grad_()
+    assert_says_what_kernels_do(make(), None, x, monkeypatch, layout(BF16))
+    assert_says_what_kernels_do(make(), None, x.detach(), monkeypatch, layout(BF16))
 
 
 @pytest.mark.parametrize("layout", [_clean, _odd_offset, _channels_of_batches])
@@ -263,6 +265,8 @@ def test_a_plan_says_what_kernels_then_do_with_scales(monkeypatch: pytest.Monkey
     for scales in (numbers[:ROWS], numbers[1 : ROWS + 1], numbers[: 2 * ROWS : 2]):
         model = fuser.Sequential(fuser.ScaledSwiGLU())
         assert_says_what_kernels_do(model, None, _clean(BF16), monkeypatch, scales)
+        x = _clean(BF16).requires_grad_()
+        assert_says_what_kernels_do(model, None, x, monkeypatch, scales)
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
