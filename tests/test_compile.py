@@ -135,11 +135,12 @@ def test_what_does_not_compile_is_said(tmp_path: Path, text: str, words: str) ->
 @needs_nvrtc
 def test_the_emulators_own_kernels_are_cuda_too() -> None:
     folder = Path(__file__).parent / "emulator" / "kernels"
+    oldest = nvrtc.libraries()[0]  # CUDA's own headers, which are included, are as old
     symbols = ("fuser_transpose<float>", "fuser_collectives", "fuser_numbers", "fuser_many")
-    assert all(k.spill_bytes == 0 for k in compiled(folder, "features", symbols, (9, 0)))
+    assert all(k.spill_bytes == 0 for k in compiled(folder, "features", symbols, (9, 0), oldest))
     copies = [f"fuser_copy<{element}>" for element in ("uint4", "uint2", "unsigned")]
     for capability in CAPABILITIES:
-        kernels = compiled(folder, "conversions", ("fuser_convert", *copies), capability)
+        kernels = compiled(folder, "conversions", ("fuser_convert", *copies), capability, oldest)
         assert all(k.spill_bytes == k.stack_bytes == 0 for k in kernels)
 
 

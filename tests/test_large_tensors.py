@@ -1,6 +1,6 @@
 """Sizes past those that kernels hold in their ints are refused, with the sizes in the sentence.
 
-What is below them, and past 2^31 elements, runs in ``gpu/test_large_tensors.py``.
+What is below them, and past 2^31 elements, runs in ``gpu/test_large_inputs.py``.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from fuser.formats import NumberFormat
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -61,7 +63,9 @@ class Quantizer:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
         source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        if source.requires_grad and (self.replay_key is None or torch.is_grad_enabled()):
+        if source.requires_grad and (
+            torch.is_grad_enabled() or _is_dynamo_compiling() or self.replay_key is None
+        ):
             source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
@@ -73,6 +77,8 @@ class Quantizer:
 
     def _buffers(self, x: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         """:meth:`buffers_of`, replayed where the same was launched before."""
+        if _is_dynamo_compiling():
+            return self.buffers_of(x)  # which is traced
         key = self.replay_key
         if isinstance(x, Values):
             of_values, tensors = x.replay_key()
