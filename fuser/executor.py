@@ -19,12 +19,19 @@ from typing import Any, TypeGuard
 
 import torch
 
+from fuser.blame import (
+    check_result,
+    refuse_dropped,
+    refuse_other_kinds,
+    refuse_param_grads,
+    say_why,
+)
 from fuser.delayed_scaling import evaluation, record_until_backward_ends
-from fuser.errors import FuserError, StateError
+from fuser.errors import StateError
 from fuser.graph import Source
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
 from fuser.plan import FusionPlan, span
-from fuser.plan_key import Emission, PlanKey, TensorSpec
+from fuser.plan_key import Emission, PlanKey
 from fuser.precision import (
     Conditions,
     current_conditions,
@@ -33,7 +40,7 @@ from fuser.precision import (
     recomputing_under,
 )
 from fuser.recipe import DelayedScaling
-from fuser.tensors import Float8Quantizer, QuantizedTensor
+from fuser.tensors import QuantizedTensor
 from fuser.written import compiled
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -190,7 +197,7 @@ class _Writer:
             else:
                 self._add_forward(number, op, indices)
         windows = [[self.ops[i] for i in indices] for _, indices in steps]
-        self.names["say_why"] = functools.partial(_say_why, windows, self.key.autocast_dtype)
+        self.names["say_why"] = functools.partial(say_why, windows, self.key.autocast_dtype)
         self._add_result_check("forward", steps)
         add("        if isinstance(error, RuntimeError): say_why(step, x, error)")
         add("        raise")
@@ -308,7 +315,7 @@ class _Writer:
         ]
         rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
         wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
-        self.names["refuse_param_grads"] = functools.partial(_refuse_param_grads, self.ops, wanted)
+        self.names["refuse_param_grads"] = functools.partial(refuse_param_grads, self.ops, wanted)
         total = len(results) - len(covered) + sum(wanted)
         add(f"        grads = ({', '.join(results)})")
         add(f"        if len(grads) != {total}: refuse_param_grads(({rows}))")
@@ -324,7 +331,7 @@ class _Writer:
             (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
             for op, _ in steps
         ]
-        self.names[f"check_{side}_result"] = functools.partial(_check_result, methods, owners)
+        self.names[f"check_{side}_result"] = functools.partial(check_result, methods, owners)
         self.lines += [
             "    except (RuntimeError, TypeError, ValueError) as error:",
             f"        check_{side}_result(locals())",
@@ -340,7 +347,7 @@ class _Writer:
         """Where steps follow, name an op that returns no gradient for its input."""
         if is_wanted:
             name = f"dropped{len(self.names)}"
-            self.names[name] = functools.partial(_refuse_dropped, op, indices)
+            self.names[name] = functools.partial(refuse_dropped, op, indices)
             self.lines.append(f"        if dx is None: {name}()")
 
     def _extra_inputs(self, op: int) -> str:
@@ -465,74 +472,6 @@ def _names_of_rows(prefix: str, indices: Iterable[int], counts: Iterable[int]) -
     return _tuple(rows)
 
 
-def _say_why(
-    windows: Sequence[Sequence[BasicOperation]],
-    autocast: torch.dtype | None,
-    step: int,
-    x: torch.Tensor,
-    error: RuntimeError,
-) -> None:
-    """Ask the ops of a step that torch refused to run whether they can take ``x`` at all.
-
-    An op that fails by itself on a wrong shape need not look at it at every call.
-    """
-    spec: TensorSpec | None = TensorSpec(tuple(x.shape), x.dtype)
-    for op in windows[step] if not isinstance(error, FuserError) else ():
-        if spec is None or op.num_extra_inputs:
-            return
-        spec = op.output_spec(spec, (), autocast)
-
-
-def _refuse_param_grads(
-    ops: Sequence[BasicOperation], wanted: Sequence[int], rows: Sequence[Sequence[Any] | None]
-) -> None:
-    """Name the op whose backward returned another number of gradients than it has parameters."""
-    for index, (op, count, row) in enumerate(zip(ops, wanted, rows, strict=True)):
-        if len(row or ()) != count:
-            raise StateError(
-                f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
-                f"returned {len(row or ())} gradients for them."
-            )
-
-
-RESULTS = {
-    "op_backward": ("grad_input", "param_grads"),
-    "fuser_forward": ("output", "extra_outputs"),
-    "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
-}
-"""What methods of ops return that a plan takes apart."""
-
-
-def _check_result(
-    methods: Sequence[tuple[str, str]], owners: Mapping[str, int], at: Mapping[str, Any]
-) -> None:
-    """Name the method whose result a plan could not take apart, if that is why it failed.
-
-    ``at`` are the names of the plan where it failed, ``methods`` class and method of each step. A
-    tensor may come apart into its rows, and fail later: ``owners`` are the steps by the names of
-    what must not be a tensor.
-    """
-    step, result = at["step"], at["result"]
-    for name in ("made", "params", "extras", *owners):
-        if isinstance(at.get(name), torch.Tensor):
-            step, result = owners.get(name, step), at[name]
-    cls, method = methods[step]
-    wanted = RESULTS.get(method, ())
-    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(wanted))
-    if not is_apart:
-        found = type(result).__name__
-        if isinstance(result, (tuple, list)):
-            found = f"{found} of {len(result)}"
-        raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
-
-
-def _refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:
-    raise StateError(
-        f"The backward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned no "
-        "gradient for its input, and ops before it need one."
-    )
-
-
 def _filled(
     grad: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype], like: torch.Tensor
 ) -> torch.Tensor:
@@ -547,22 +486,6 @@ def _plain(grad: torch.Tensor | None) -> torch.Tensor | None:
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
     """What each saved tensor is quantized with; None for plain."""
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
-
-
-def _refuse_other_kinds(run: Run, ends: Sequence[int], kept: list[Any], found: list[Any]) -> None:
-    """Name the op whose saved tensors came back otherwise than they were saved."""
-    for position, (before, after) in enumerate(zip(kept, found, strict=True)):
-        # Delayed scaling's quantizers hold a scale, which is its forward's in any case.
-        is_delayed = isinstance(before, Float8Quantizer) and isinstance(after, Float8Quantizer)
-        if before != after and not (is_delayed and before.format == after.format):
-            index = next(i for i, end in zip(run.saving, ends, strict=True) if position < end)
-            was, now = ("unquantized" if kind is None else str(kind) for kind in (before, after))
-            raise StateError(
-                f"Op {index} ({type(run.ops[index]).__name__}) saved a tensor in its forward as "
-                f"{was}, and got it back as {now}. If activation checkpointing recomputed it, "
-                "enter fuser.autocast inside the checkpointed function; if a saved-tensor hook "
-                "packed it, that must give it back as it was."
-            )
 
 
 def _total(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
@@ -639,7 +562,7 @@ class _PipelineFunction(torch.autograd.Function):
                 saved = ctx.saved_tensors
             found = _kinds(saved)
             if found != kept and kept is not None:
-                _refuse_other_kinds(run, ends, kept, found)
+                refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         else:
             saved = ctx.saved_tensors
         try:

@@ -54,6 +54,7 @@ FLOORS = (
     ("window.py", 9),
     ("basic_ops/*.py", 10),
     ("signature.py", 10),
+    ("blame.py", 10),
     ("fused_ops/*.py", 11),
     ("graph.py", 11),
     ("catalog.py", 12),

@@ -1,0 +1,106 @@
+"""Sentences that name the op or the fusion because of which a plan's step failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import FuserError, StateError
+from fuser.op import BasicOperation, FusibleOperation
+from fuser.plan_key import TensorSpec
+from fuser.tensors import Float8Quantizer
+
+
+def say_why(
+    windows: Sequence[Sequence[BasicOperation]],
+    autocast: torch.dtype | None,
+    step: int,
+    x: torch.Tensor,
+    error: RuntimeError,
+) -> None:
+    """Ask the ops of a step that torch refused to run whether they can take ``x`` at all.
+
+    An op that fails by itself on a wrong shape need not look at it at every call.
+    """
+    spec: TensorSpec | None = TensorSpec(tuple(x.shape), x.dtype)
+    for op in windows[step] if not isinstance(error, FuserError) else ():
+        if spec is None or op.num_extra_inputs:
+            return
+        spec = op.output_spec(spec, (), autocast)
+
+
+def refuse_param_grads(
+    ops: Sequence[BasicOperation], wanted: Sequence[int], rows: Sequence[Sequence[Any] | None]
+) -> None:
+    """Name the op whose backward returned another number of gradients than it has parameters."""
+    for index, (op, count, row) in enumerate(zip(ops, wanted, rows, strict=True)):
+        if len(row or ()) != count:
+            raise StateError(
+                f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
+                f"returned {len(row or ())} gradients for them."
+            )
+
+
+RESULTS = {
+    "op_backward": ("grad_input", "param_grads"),
+    "fuser_forward": ("output", "extra_outputs"),
+    "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
+}
+"""What methods of ops return that a plan takes apart."""
+
+
+def check_result(
+    methods: Sequence[tuple[str, str]], owners: Mapping[str, int], at: Mapping[str, Any]
+) -> None:
+    """Name the method whose result a plan could not take apart, if that is why it failed.
+
+    ``at`` are the names of the plan where it failed, ``methods`` class and method of each step. A
+    tensor may come apart into its rows, and fail later: ``owners`` are the steps by the names of
+    what must not be a tensor.
+    """
+    step, result = at["step"], at["result"]
+    for name in ("made", "params", "extras", *owners):
+        if isinstance(at.get(name), torch.Tensor):
+            step, result = owners.get(name, step), at[name]
+    cls, method = methods[step]
+    wanted = RESULTS.get(method, ())
+    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(wanted))
+    if not is_apart:
+        found = type(result).__name__
+        if isinstance(result, (tuple, list)):
+            found = f"{found} of {len(result)}"
+        raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
+
+
+def refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:
+    raise StateError(
+        f"The backward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned no "
+        "gradient for its input, and ops before it need one."
+    )
+
+
+def refuse_other_kinds(
+    ops: Sequence[BasicOperation],
+    saving: Iterable[int],
+    ends: Sequence[int],
+    kept: list[Any],
+    found: list[Any],
+) -> None:
+    """Name the op whose saved tensors came back otherwise than they were saved.
+
+    ``saving`` are the ops that save, and ``ends`` where the tensors of each end.
+    """
+    for position, (before, after) in enumerate(zip(kept, found, strict=True)):
+        # Delayed scaling's quantizers hold a scale, which is its forward's in any case.
+        is_delayed = isinstance(before, Float8Quantizer) and isinstance(after, Float8Quantizer)
+        if before != after and not (is_delayed and before.format == after.format):
+            index = next(i for i, end in zip(saving, ends, strict=True) if position < end)
+            was, now = ("unquantized" if kind is None else str(kind) for kind in (before, after))
+            raise StateError(
+                f"Op {index} ({type(ops[index]).__name__}) saved a tensor in its forward as "
+                f"{was}, and got it back as {now}. If activation checkpointing recomputed it, "
+                "enter fuser.autocast inside the checkpointed function; if a saved-tensor hook "
+                "packed it, that must give it back as it was."
+            )
