@@ -18,6 +18,7 @@ from normalization_cases import (
     F32,
     Case,
     Recorder,
+    Tensors,
     assert_close_as_torch,
     backward,
     exact,
@@ -238,6 +239,54 @@ def test_statistics_are_those_that_come_with_y_and_with_dx(case: Case) -> None:
     assert all(same_bits(got[name], expected[name]) for name in expected)
     assert same_bits(amaxes[0], amaxes[1])
     assert same_bits(amaxes[2], amaxes[3])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("rmsnorm", BF16, BF16, BF16, 70, 1032, is_zero_centered=True),
+        Case("rmsnorm", F32, F16, F32, 9, 128),
+        Case("layernorm", BF16, BF16, F32, 70, 1032),
+        Case("layernorm", F16, F16, F16, 9, 64),
+        Case("l2norm", BF16, BF16, F32, 9, 128),
+    ],
+    ids=str,
+)
+def test_an_amax_without_y_is_right_however_much_of_y_was_looked_at(case: Case) -> None:
+    """A row that cannot raise the amax is not normalized: whatever it was, it is as with y."""
+
+    def measured(given: Tensors, before: torch.Tensor, has_y: bool) -> torch.Tensor:
+        amax = before.clone()
+        forward(case, given, running, amax, has_y=has_y)
+        return amax
+
+    given = inputs_of(case)
+    largest = measured(given, torch.zeros(1), has_y=True)
+    just_less = torch.nextafter(largest, torch.zeros(1))
+    for before in (torch.zeros(1), 0.5 * largest, just_less, largest, 2 * largest):
+        assert same_bits(measured(given, before, has_y=False), torch.maximum(before, largest))
+
+    tensors = [name for name in ("x", "gamma", "beta") if given.get(name) is not None]
+    for name in tensors:
+        for value in (float("inf"), float("-inf"), float("nan")):
+            odd = {**given, name: given[name].clone()}
+            odd[name].view(-1)[3] = value
+            odd["x"][:, 3:5] *= 0 if name == "gamma" else 1  # and 0 times infinity
+            for before in (torch.zeros(1), torch.full((1,), 1e30), torch.full((1,), torch.inf)):
+                expected = measured(odd, before, has_y=True)
+                assert same_bits(measured(odd, before, has_y=False), expected)
+
+
+def test_an_amax_without_y_sees_small_values_far_from_the_mean() -> None:
+    case = Case("layernorm", F16, F16, F32, 3, 64)
+    given = inputs_of(case)
+    given["x"][:] = -3
+    given["x"].unflatten(1, (2, 4, 8))[:, :, 0] = 0.25  # all that one thread has of a row
+    got, amax = torch.zeros(1), torch.zeros(1)
+    y = forward(case, given, running, amax)["y"]
+    got[0] = torch.nextafter(amax, torch.zeros(1))
+    forward(case, given, running, got, has_y=False)
+    assert got == amax == y.abs().max() == y.unflatten(1, (2, 4, 8))[:, :, 0].abs().max()
 
 
 @pytest.mark.parametrize("columns", [1040, 31])

@@ -43,8 +43,8 @@ FORWARD_VECTORS = 4
 FORWARD_THREADS = 128
 # Threads that a row of 16-bit and of 32-bit elements can have: registers for 16384 columns.
 FORWARD_ROW_THREADS = {2: 512, 4: 1024}
-# With an amax each warp ends in an atomic on one address, so that a block takes several rows.
-AMAX_BLOCKS_PER_MULTIPROCESSOR = 16
+# A block that only measures y looks at gamma once, for several rows.
+MEASURING_BLOCKS_PER_MULTIPROCESSOR = 16
 
 # -- launchers ----------------------------------------------------------------
 
@@ -328,8 +328,8 @@ def _forward(
     strides = row_strides(x, extra, None)
     is_aligned = are_aligned(columns, x, strides, extra, gamma, beta, y, z)
     most_blocks = MAX_SIZE
-    if amax is not None:
-        most_blocks = AMAX_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
+    if y is None and amax is not None:
+        most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
     sizes = (rows, columns)
     kernel, launch = _forward_choice(
         norm, x.dtype, y_dtype, *sizes, is_aligned, y is not None, most_blocks

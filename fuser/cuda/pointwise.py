@@ -32,9 +32,10 @@ THREADS = 256
 MAX_BLOCK_X = 128
 WARP = 32
 MAX_GRID_Y = 65535
-# A thread sums up to 64 rows, of fewer where there would be under 1000 threads a multiprocessor of
-# an H200. A fp32 for the 128 rows of a block, written and read, is 1% of the bytes of bias + GELU.
-MAX_SUMMED_ROWS = 64
+# A thread sums up to 32 rows, of fewer where there would be under 1000 threads a multiprocessor of
+# an H200. A fp32 for the 64 rows of a block, written and read, is 2% of the bytes of bias + GELU;
+# with half as many blocks the last of them leave more of an H200 idle than that.
+MAX_SUMMED_ROWS = 32
 MIN_SUMMING_THREADS = 2**17
 
 # -- launchers ----------------------------------------------------------------

@@ -20,6 +20,29 @@ struct Forward {
     unsigned* amax;  // the bits of a float
 };
 
+// What |y| stays below in a thread's columns, from the largest |z| there: gain and shift are the same
+// in every row, so that a row which cannot raise the amax need not be normalized to know it.
+template <class Norm>
+struct Bound {
+    // Rounding adds up to 2^-8 of a bf16, and half a subnormal to an fp16.
+    static constexpr float kSlack = 1.01f, kLeast = 1e-7f;
+
+    float gain;
+    float shift;
+
+    // From the bits of the largest magnitudes, where NaN is above infinity.
+    __device__ __forceinline__ Bound(unsigned largest_gain, unsigned largest_shift)
+        : gain(kSlack * __uint_as_float(largest_gain)),
+          shift(fmaf(kSlack, __uint_as_float(largest_shift), kLeast)) {}
+
+    // NaN and infinity stay below nothing.
+    __device__ __forceinline__ bool is_below(float amax, float largest_z, float mean,
+                                             float rstd) const {
+        const float difference = Norm::kCentered ? largest_z + fabsf(mean) : largest_z;
+        return fmaf(difference * rstd, gain, shift) < amax;
+    }
+};
+
 // One row's part in a thread, in passes over its chunks. An aligned row of one chunk stays in
 // registers; another is read in each pass, vector by vector, which adds in the same order.
 template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
@@ -109,6 +132,44 @@ struct ForwardRow {
         return total;
     }
 
+    // Of the thread's columns, in rows of one chunk.
+    __device__ __forceinline__ Bound<Norm> bound() const {
+        unsigned largest_gain = 0, largest_shift = 0;
+        const ChunkColumns columns(0, sizes.columns);
+#pragma unroll 1
+        for (int v = 0; v < kVectors; ++v) {
+            const int left = columns.left(v);
+            if (left > 0) {
+                float gain[kCount], shift[kCount] = {};
+                load_parameters_of(columns.first + v * columns.step, left, gain, shift);
+#pragma unroll
+                for (int i = 0; i < kCount; ++i) {
+                    largest_gain = max(largest_gain, magnitudes<float>(__float_as_uint(gain[i])));
+                    largest_shift =
+                        max(largest_shift, magnitudes<float>(__float_as_uint(shift[i])));
+                }
+            }
+        }
+        return Bound<Norm>(largest_gain, largest_shift);
+    }
+
+    __device__ __forceinline__ float largest_z() const {
+        unsigned largest = 0;
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            largest = max(largest, largest_magnitude(z[v], kCount));
+        }
+        return __uint_as_float(magnitude_as_fp32<T>(largest));
+    }
+
+    __device__ __forceinline__ void load_parameters_of(int column, int left, float (&gain)[kCount],
+                                                       float (&shift)[kCount]) const {
+        load_gain(a.gamma, sizes.parameter_type, sizes.gain_offset, column, left, is_aligned, gain);
+        if constexpr (Norm::kCentered) {
+            load_parameters(a.beta, sizes.parameter_type, column, left, is_aligned, shift);
+        }
+    }
+
     // y, written with kWrites; returns the bits of its largest magnitude if that is wanted.
     __device__ __forceinline__ unsigned write(float mean, float rstd) {
         // Without stores a vector at a time will do, in a loop: LayerNorm has no registers for more.
@@ -130,11 +191,7 @@ struct ForwardRow {
                 const Packed<T, kCount> x = z[kWrites ? v : 0];
                 const int column = columns.first + v * columns.step;
                 float gain[kCount], shift[kCount] = {}, values[kCount];
-                load_gain(a.gamma, sizes.parameter_type, sizes.gain_offset, column, left,
-                          is_aligned, gain);
-                if constexpr (Norm::kCentered) {
-                    load_parameters(a.beta, sizes.parameter_type, column, left, is_aligned, shift);
-                }
+                load_parameters_of(column, left, gain, shift);
 #pragma unroll
                 for (int i = 0; i < kCount; ++i) {
                     values[i] = y_of<Norm>(x[i], mean, rstd, gain[i], shift[i]);
@@ -155,7 +212,7 @@ struct ForwardRow {
                 }
             }
         }
-        return largest;
+        return magnitude_as_fp32<Out>(largest);
     }
 };
 
@@ -169,12 +226,20 @@ __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 
     using namespace fuser;
     __shared__ float scratch[RowSums<1>::kScratch];
     RowSums<1> row_sums{scratch};
-    unsigned largest = 0;
+    using Row = ForwardRow<Norm, T, Out, kIsInRegisters, kWrites>;
+    constexpr bool kHasBound = kIsInRegisters && !kWrites;
+    Bound<Norm> bound(0u, 0u);
+    if (kHasBound && a.amax != nullptr) {
+        bound = Row(a, sizes, 0).bound();
+    }
 
     const int step = static_cast<int>(gridDim.x * blockDim.y);
     for (int first = static_cast<int>(blockIdx.x * blockDim.y); first < sizes.rows; first += step) {
-        ForwardRow<Norm, T, Out, kIsInRegisters, kWrites> row(
-            a, sizes, first + static_cast<int>(threadIdx.y));
+        Row row(a, sizes, first + static_cast<int>(threadIdx.y));
+        unsigned known = 0;
+        if (kHasBound && a.amax != nullptr) {
+            known = *static_cast<const volatile unsigned*>(a.amax);
+        }
         const bool is_writer = threadIdx.x == 0 && row.row < sizes.rows;
         // ---- statistics: the mean first, then squares of what differs from it ----
         float mean = 0.0f;
@@ -190,14 +255,13 @@ __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 
             a.rstd[row.row] = rstd;
         }
         // ---- y ----
-        largest = max(largest, row.write(mean, rstd));
-    }
-
-    // ---- amax: a maximum of integers, whose order does not matter ----
-    if (a.amax != nullptr) {
-        largest = __reduce_max_sync(kAllLanes, largest);
-        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0 && largest != 0) {
-            atomicMax(a.amax, magnitude_as_fp32<Out>(largest));
+        unsigned largest = 0;
+        if (!kHasBound || a.amax == nullptr ||
+            !bound.is_below(__uint_as_float(known), row.largest_z(), mean, rstd)) {
+            largest = row.write(mean, rstd);
+        }
+        if (a.amax != nullptr && (!kHasBound || __any_sync(kAllLanes, largest > known))) {
+            record_amax(largest, a.amax);
         }
     }
 }
