@@ -174,7 +174,7 @@ def test_a_launch_goes_to_the_tensors_device_not_the_current_one() -> None:
     assert torch.cuda.current_device() == 0
     check(*run(torch.randn(777, device="cuda:1")))
     assert torch.cuda.current_device() == 0
-    with pytest.raises(InputError, match="cuda:0 and, as argument 1, on cuda:1"):
+    with pytest.raises(InputError, match="on cuda:1 as argument 1, and others on cuda:0"):
         probe(torch.zeros(2, device="cuda:0"), torch.zeros(2, device="cuda:1"), 1.0)
 
 
