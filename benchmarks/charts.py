@@ -144,12 +144,13 @@ def draw_pipelines(path: Path, rows: Rows) -> None:
                 continue
             time = float(row["ms"])
             panel.barh(place, time, 0.8, color=COLORS[row["library"]])
-            told = f"{time:.3g} ms"
+            told, end = f"{time:.3g} ms", time
             if row["floor ms"] != "":
                 floor = float(row["floor ms"])
+                end = max(time, floor)
                 panel.plot([floor, floor], [place - 0.4, place + 0.4], color="black", lw=1.6)
                 told += f"  {float(row['/ floor']):.2f}x floor"
-            panel.text(time + 0.006 * most, place, told, va="center", **SMALL)
+            panel.text(end + 0.006 * most, place, told, va="center", **SMALL)
         # A variant that was also captured has two bars.
         captured = {"graph": ", graph", "not captured": ", not captured"}
         labels = [f"{row['variant']}{captured.get(row['method'], '')}" for row in part]

@@ -248,7 +248,8 @@ class _Writer:
     def _write_backward(self, steps: PlannedOps) -> None:
         add = self.lines.append
         add("")
-        add("def backward(contexts, saved, ends, dx, dout, specs):")
+        add("def backward(contexts, held, ends, dx, dout, specs):")
+        add("    saved = held.pop()  # what an op saved goes when its step is done")
         add(f"    {self._each('c{i}, ')}= contexts")
         add(f"    {self._each('n{i}, ', self.saving)}= ends")
         start = ""
@@ -258,6 +259,7 @@ class _Writer:
                 start = f"n{i}"
             else:
                 add(f"    c{i}.saved_tensors = None")
+        add("    del saved")
         if self.places:
             add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
         covered = {i for _, indices in steps for i in indices}
@@ -272,6 +274,7 @@ class _Writer:
                 add(f"        result = backward{number}(c{i}, dx)")
                 add(f"        dx, p{i} = result")
                 add("        result = ()")
+                self._add_release(indices)
                 self._add_none_check(op, indices, number + 1 < len(steps))
                 continue
             self.names[f"backward{number}"] = op.fuser_backward
@@ -285,6 +288,7 @@ class _Writer:
             add(f"            basic_op_grad_extra_outputs=[{grads}])")
             add("        dx, params, extras = result")
             add("        result = ()")
+            self._add_release(indices)
             add(f"        {params}= params if len(params) == {len(indices)} else {checked}(params)")
             self._add_none_check(op, indices, number + 1 < len(steps))
             counts = [self.ops[i].num_extra_inputs for i in indices]
@@ -297,6 +301,11 @@ class _Writer:
         self._add_results(covered)
         self._add_result_check("backward", steps)
         add("        raise")
+
+    def _add_release(self, indices: tuple[int, ...]) -> None:
+        contexts = self._each("c{i}.saved_tensors = ", [i for i in indices if i in self.saving])
+        if contexts:
+            self.lines.append(f"        {contexts}None")
 
     def _add_results(self, covered: set[int]) -> None:
         """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
@@ -565,12 +574,16 @@ class _PipelineFunction(torch.autograd.Function):
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         else:
             saved = ctx.saved_tensors
+        # Nobody but the generated code holds them from here on, unless the graph is retained.
+        held = [saved]
+        del saved
+        ctx.maybe_clear_saved_tensors()
         try:
             # A sum's gradient is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             backward = run.in_ranges[1] if _is_profiled() else run.backward
             result: tuple[torch.Tensor | None, ...] = backward(
-                op_ctxs, saved, ends, grad_outputs[0].contiguous(), grad_extras, specs
+                op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
             )
             if run.is_delayed:
                 for op in run.ops:
@@ -578,7 +591,7 @@ class _PipelineFunction(torch.autograd.Function):
                         record_until_backward_ends(op._delayed["backward"], conditions.group)
             return result
         finally:
-            # A retained graph runs again; in between, nothing here keeps tensors alive.
+            # Where a step failed, nothing here keeps tensors alive.
             for op_ctx in op_ctxs:
                 op_ctx.saved_tensors = None
 

@@ -715,6 +715,30 @@ def test_saved_tensors_are_freed_by_backward() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("retained", [False, True])
+def test_what_an_op_saved_is_freed_when_its_backward_is_done(retained: bool) -> None:
+    """So that a pipeline holds no more at once than its ops one by one would."""
+    first, last = _Spy(), _Spy()
+    seen = []
+
+    def backward(ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        seen.append((alive(first), alive(last)))
+        return _Spy.op_backward(first, ctx, grad_output)
+
+    first.op_backward = backward  # type: ignore[method-assign]
+    model = fuser.Sequential(fuser.Linear(8, 8), first, fuser.GELU(), last, fuser.Linear(8, 8))
+    (x,) = inputs((3, 8))
+    gc.disable()
+    try:
+        y = model(x).sum()
+        if retained:
+            y.backward(retain_graph=True)
+        y.backward()
+    finally:
+        gc.enable()
+    assert seen == ([(True, True)] if retained else []) + [(True, False)]
+
+
 def test_saved_tensors_live_as_long_as_the_graph_and_no_longer() -> None:
     model, spy = spied()
     (x,) = inputs((3, 8))
