@@ -1,37 +1,25 @@
-"""Running a plan: the straight-line Python it means, as one autograd node.
+"""Running a plan: the Python that it means, as one autograd node.
 
-A plan is walked the same way at every call, so it is written out once: ``Run``
-generates one forward and one backward function with every step, context and
-extra tensor named. ``Run.source`` is what runs, and tracebacks show it. Against
-a loop over steps this saves 5 us of the 110 us that a training step of
-Linear-GELU-Linear on 16x128 takes on a CPU.
-
-While torch's profiler runs, every step stands in a range with the plan's name
-for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX ranges.
+``Run.source`` is what runs (``plan_writer.py``). While torch's profiler runs, every step stands in
+a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX ranges.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from fuser.blame import (
-    check_result,
-    refuse_dropped,
-    refuse_other_kinds,
-    refuse_param_grads,
-    say_why,
-)
+from fuser.blame import refuse_other_kinds
 from fuser.delayed_scaling import evaluation, record_until_backward_ends
 from fuser.errors import StateError
 from fuser.graph import Source
-from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
-from fuser.plan import FusionPlan, span
-from fuser.plan_key import Emission, PlanKey
+from fuser.op import BasicOperation
+from fuser.plan import FusionPlan
+from fuser.plan_key import PlanKey
+from fuser.plan_writer import PlannedOps, PlanWriter
 from fuser.precision import (
     Conditions,
     current_conditions,
@@ -43,10 +31,7 @@ from fuser.recipe import DelayedScaling
 from fuser.tensors import QuantizedTensor
 from fuser.written import compiled
 
-_NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 _UNQUANTIZED = Conditions()
-
-PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
 
 class Run:
@@ -85,7 +70,7 @@ class Run:
         self.returned = [
             n for n, (i, k) in enumerate(self.places) if ops[i].returns_extra_output(k)
         ]
-        writer = _Writer(key, ops, sources, param_counts, self.places)
+        writer = PlanWriter(key, ops, sources, param_counts, self.places)
         self.saving = writer.saving
         self.source, self.forward, self.backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
@@ -120,346 +105,6 @@ class Run:
         return result
 
 
-class _Writer:
-    """Writes a plan out as Python source: ``forward``, and ``backward`` where there is one.
-
-    ``forward`` returns the output and the extra outputs; in training also the
-    contexts, all tensors to save, and where each op's end among them.
-
-    Names: ``x`` the main line and ``dx`` its gradient; of op i, ``c{i}`` the
-    context, ``s{i}`` what it saves, ``n{i}`` where that ends among all that
-    is saved, and ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` and
-    ``dout{i}_{k}`` its extra output k and the gradient of it, ``din{i}_{k}``
-    the gradient of its extra input k.
-    """
-
-    def __init__(
-        self,
-        key: PlanKey,
-        ops: Sequence[BasicOperation],
-        sources: Sequence[tuple[Source, ...]],
-        param_counts: Sequence[int],
-        places: Sequence[tuple[int, int]],
-    ) -> None:
-        self.key = key
-        self.ops = ops
-        self.sources = sources
-        self.param_counts = param_counts
-        self.places = places
-        self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
-        self.lines: list[str] = []
-        self.titles: dict[str, str] = {}
-        self.names: dict[str, Any] = {
-            "filled": _filled,
-            "total": _total,
-            "plain": _plain,
-            "no_kwargs": _NO_KWARGS,
-        }
-        recipe = key.recipe
-        constants = {} if recipe is None else {"split_accumulators": recipe.split_accumulators}
-        for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
-            self.names[f"op{i}"] = op
-            self.names[f"Context{i}"] = _context_class(
-                requires_grad=op_key.requires_grad,
-                input_requires_grad=op_key.input_requires_grad,
-                autocast_dtype=key.autocast_dtype,
-                has_recipe=recipe is not None,
-                backward_override=recipe and recipe.backward_override,
-                input_dtype=op_key.input_dtype,
-                **constants,
-            )
-
-    def write(self, forward: PlannedOps, backward: PlannedOps) -> tuple[str, Any, Any]:
-        """The source, and its two functions."""
-        self._write_forward(forward)
-        if self.saving:
-            self._write_backward(backward)
-        source = "\n".join(self.lines) + "\n"
-        functions = compiled(source, "plan", self.names)
-        return source, functions["forward"], functions.get("backward")
-
-    def _write_forward(self, steps: PlannedOps) -> None:
-        add = self.lines.append
-        add("def forward(x, extra_inputs, kwargs):")
-        add(f"    {self._each('c{i}, ')}= {self._each('Context{i}(), ')}")
-        add(f"    {self._each('c{i}.to_save = ')}None")
-        for i in range(len(self.ops)):
-            wanted = self._wanted_grad(i)
-            if wanted != "None":
-                add(f"    c{i}.grad_input_quantizer = {wanted}")
-        add("    result = ()")
-        add("    try:")
-        for number, (op, indices) in enumerate(steps):
-            add(f"        step = {number}  # {type(op).__name__}")
-            self.titles[f"forward{number}"] = _title("forward", op, indices)
-            if _is_plain(op, "forward"):
-                self._add_plain_forward(number, op, indices[0])
-            else:
-                self._add_forward(number, op, indices)
-        windows = [[self.ops[i] for i in indices] for _, indices in steps]
-        self.names["say_why"] = functools.partial(say_why, windows, self.key.autocast_dtype)
-        self._add_result_check("forward", steps)
-        add("        if isinstance(error, RuntimeError): say_why(step, x, error)")
-        add("        raise")
-        produced = "".join(f"out{i}_{k}, " for i, k in self.places)
-        if not self.saving:
-            add(f"    return x, ({produced})")
-            return
-        end = ""
-        for i in self.saving:
-            add(f"    s{i} = c{i}.to_save or ()")
-            add(f"    n{i} = {end}len(s{i})")
-            end = f"n{i} + "
-        add(f"    {self._each('c{i}.to_save = ')}None")
-        saved, ends = self._each("*s{i}, ", self.saving), self._each("n{i}, ", self.saving)
-        add(f"    return x, ({produced}), ({self._each('c{i}, ')}), ({saved}), ({ends})")
-
-    def _add_plain_forward(self, number: int, op: BasicOperation, i: int) -> None:
-        before, after = self._quantizers((i,))
-        # An op that takes no keywords is not given an empty dict: that costs 0.2 us.
-        own = f", **(kwargs[{i}] if kwargs else {{}})" if keyword_names(type(op)) != () else ""
-        self.names[f"forward{number}"] = op.op_forward
-        self.lines += [
-            f"        x = forward{number}(c{i}, x, prev_op_grad_output_quantizer={before},",
-            f"            next_op_input_quantizer={after}{own})",
-        ]
-
-    def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
-        before, after = self._quantizers(indices)
-        extras = ", ".join(self._extra_inputs(i) for i in indices)
-        given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
-        none = ", ".join(["no_kwargs"] * len(indices))
-        counts = [self.ops[i].num_extra_outputs for i in indices]
-        checked = self._checked(op, indices, "extra outputs", counts)
-        self.names[f"forward{number}"] = op.fuser_forward
-        self.lines += [
-            f"        result = forward{number}([{self._each('c{i}, ', indices)}], x,",
-            f"            basic_op_extra_inputs=[{extras}],",
-            f"            prev_op_grad_output_quantizer={before},",
-            f"            next_op_input_quantizer={after},",
-            f"            basic_op_kwargs={given} if kwargs else [{none}])",
-            "        x, made = result",
-            "        result = ()",
-            f"        {_names_of_rows('out', indices, counts)} = {checked}(made)"
-            if any(counts)
-            else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
-        ]
-
-    def _write_backward(self, steps: PlannedOps) -> None:
-        add = self.lines.append
-        add("")
-        add("def backward(contexts, held, ends, dx, dout, specs):")
-        add("    saved = held.pop()  # what an op saved goes when its step is done")
-        add(f"    {self._each('c{i}, ')}= contexts")
-        add(f"    {self._each('n{i}, ', self.saving)}= ends")
-        start = ""
-        for i in range(len(self.ops)):
-            if i in self.saving:
-                add(f"    c{i}.saved_tensors = saved[{start}:n{i}]")
-                start = f"n{i}"
-            else:
-                add(f"    c{i}.saved_tensors = None")
-        add("    del saved")
-        if self.places:
-            add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
-        covered = {i for _, indices in steps for i in indices}
-        add("    result = ()")
-        add("    try:")
-        for number, (op, indices) in enumerate(steps):
-            self.titles[f"backward{number}"] = _title("backward", op, indices)
-            if _is_plain(op, "backward"):
-                i = indices[0]
-                self.names[f"backward{number}"] = op.op_backward
-                add(f"        step = {number}  # {type(op).__name__}")
-                add(f"        result = backward{number}(c{i}, dx)")
-                add(f"        dx, p{i} = result")
-                add("        result = ()")
-                self._add_release(indices)
-                self._add_none_check(op, indices, number + 1 < len(steps))
-                continue
-            self.names[f"backward{number}"] = op.fuser_backward
-            grads = ", ".join(self._extra_output_grads(i) for i in indices)
-            params = self._each("p{i}, ", indices)
-            param_counts = [self.param_counts[i] for i in indices]
-            checked = self._checked(op, indices, "parameters", param_counts)
-            add(f"        step = {number}  # {type(op).__name__}")
-            contexts = self._each("c{i}, ", indices)
-            add(f"        result = backward{number}([{contexts}], dx,")
-            add(f"            basic_op_grad_extra_outputs=[{grads}])")
-            add("        dx, params, extras = result")
-            add("        result = ()")
-            self._add_release(indices)
-            add(f"        {params}= params if len(params) == {len(indices)} else {checked}(params)")
-            self._add_none_check(op, indices, number + 1 < len(steps))
-            counts = [self.ops[i].num_extra_inputs for i in indices]
-            if any(counts):
-                rows = _names_of_rows("din", indices, counts)
-                add(
-                    f"        {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)"
-                )
-                self._add_channel_grads(indices)
-        self._add_results(covered)
-        self._add_result_check("backward", steps)
-        add("        raise")
-
-    def _add_release(self, indices: tuple[int, ...]) -> None:
-        contexts = self._each("c{i}.saved_tensors = ", [i for i in indices if i in self.saving])
-        if contexts:
-            self.lines.append(f"        {contexts}None")
-
-    def _add_results(self, covered: set[int]) -> None:
-        """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
-        add = self.lines.append
-        # A caller's gradients are plain: they are added up, and read by optimizers.
-        grad = "{}" if self.key.recipe is None else "plain({})"
-        wants_dx = self.key.ops[0].input_requires_grad
-        results = ["None", grad.format("dx") if wants_dx else "None"]
-        for i, count in enumerate(self.param_counts):
-            results += [f"*(p{i} or ())"] if i in covered else ["None"] * count
-        results += [
-            grad.format(f"din{i}_{k}") if i in covered else "None"
-            for i, row in enumerate(self.sources)
-            for k, source in enumerate(row)
-            if source.caller_index is not None
-        ]
-        rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
-        wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
-        self.names["refuse_param_grads"] = functools.partial(refuse_param_grads, self.ops, wanted)
-        total = len(results) - len(covered) + sum(wanted)
-        add(f"        grads = ({', '.join(results)})")
-        add(f"        if len(grads) != {total}: refuse_param_grads(({rows}))")
-        add("        return grads")
-
-    def _add_result_check(self, side: str, steps: PlannedOps) -> None:
-        """Where a result cannot be taken apart, say what whose method returns; else go on.
-
-        Nothing is looked at where all goes well: what is being taken apart is ``result``.
-        """
-        owners = {f"p{i}": number for number, (_, indices) in enumerate(steps) for i in indices}
-        methods = [
-            (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
-            for op, _ in steps
-        ]
-        self.names[f"check_{side}_result"] = functools.partial(check_result, methods, owners)
-        self.lines += [
-            "    except (RuntimeError, TypeError, ValueError) as error:",
-            f"        check_{side}_result(locals())",
-        ]
-
-    def _each(self, pattern: str, ops: Iterable[int] | None = None) -> str:
-        """``pattern`` once for each of ``ops``, or for every op, with its index for ``{i}``."""
-        return "".join(pattern.format(i=i) for i in (range(len(self.ops)) if ops is None else ops))
-
-    def _add_none_check(
-        self, op: FusibleOperation, indices: tuple[int, ...], is_wanted: bool
-    ) -> None:
-        """Where steps follow, name an op that returns no gradient for its input."""
-        if is_wanted:
-            name = f"dropped{len(self.names)}"
-            self.names[name] = functools.partial(refuse_dropped, op, indices)
-            self.lines.append(f"        if dx is None: {name}()")
-
-    def _extra_inputs(self, op: int) -> str:
-        return _tuple(
-            f"extra_inputs[{source.caller_index}]"
-            if source.caller_index is not None
-            else "out{}_{}".format(*source.place)
-            for source in self.sources[op]
-        )
-
-    def _extra_output_grads(self, op: int) -> str:
-        return _tuple(
-            f"filled(dout{i}_{k}, specs[{n}], dx)"
-            for n, (i, k) in enumerate(self.places)
-            if i == op
-        )
-
-    def _add_channel_grads(self, indices: tuple[int, ...]) -> None:
-        for i in indices:
-            for k, source in enumerate(self.sources[i]):
-                if source.producer is not None:
-                    name = "dout{}_{}".format(*source.place)
-                    self.lines.append(f"        {name} = total({name}, din{i}_{k})")
-
-    def _quantizers(self, indices: tuple[int, ...]) -> tuple[str, str]:
-        """What the neighbours want: of the gradient before, of the value after."""
-        return self._wanted_grad(indices[0]), self._wanted_input(indices[-1] + 1)
-
-    def _wanted_input(self, index: int) -> str:
-        """The quantizer in which an op wants its input."""
-        if self.key.recipe is None or index == len(self.ops):
-            return "None"
-        op = self.ops[index]
-        getter = f"op{index}.get_input_quantizer()"
-        if not op.num_quantizers("forward"):
-            return getter  # an op that others wrote may have its own
-        return _narrowed(getter, op.wanted_input(self.key.window(index, index + 1)))
-
-    def _wanted_grad(self, index: int) -> str:
-        """The quantizer in which the op before wants the gradient of this op's input."""
-        before = index - 1
-        wants_any = before >= 0 and self.key.ops[index].input_requires_grad
-        if self.key.recipe is None or not wants_any:
-            return "None"
-        op = self.ops[before]
-        getter = f"op{before}.get_grad_output_quantizer()"
-        if not op.num_quantizers("backward"):
-            return getter
-        return _narrowed(getter, op.wanted_grad_output(self.key.window(before, index)))
-
-    def _checked(
-        self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]
-    ) -> str:
-        """The name of a function that checks one row of tensors for each basic op."""
-
-        def checked(given: Iterable[Iterable[Any] | None]) -> list[tuple[Any, ...]]:
-            rows = [tuple(row or ()) for row in given]
-            rows += [()] * (len(counts) - len(rows))  # ops without any may leave theirs out
-            if [len(row) for row in rows] != counts:
-                raise StateError(
-                    f"{type(op).__name__} stands for ops {indices[0]} to {indices[-1]}, which have "
-                    f"{counts} {what}, and returned {[len(row) for row in rows]}."
-                )
-            return rows
-
-        name = f"checked{len(self.names)}"
-        self.names[name] = checked
-        return name
-
-
-def _narrowed(getter: str, wanted: Emission | None) -> str:
-    if wanted is None:
-        return "None"
-    return f"{getter}.with_usage(rowwise={wanted.rowwise}, columnwise={wanted.columnwise})"
-
-
-@functools.cache
-def _context_class(**constants: Any) -> type[OperationContext]:
-    """Contexts on whose class ``constants`` stand: what holds for every call of a run.
-
-    Making such a context costs nothing more. Ops that want the same share the
-    class: Python is fast at a place where it always meets one class.
-    """
-    bare = {"__slots__": (), "__init__": object.__init__}
-    return type("OperationContext", (OperationContext,), bare | constants)
-
-
-def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
-    """Whether ``op`` is one basic op that does nothing on ``side`` but what its half does."""
-    method = f"fuser_{side}"
-    return (
-        isinstance(op, BasicOperation)
-        and not op.num_extra_inputs
-        and not op.num_extra_outputs
-        and getattr(type(op), method) is getattr(BasicOperation, method)
-    )
-
-
-def _title(side: str, op: FusibleOperation, indices: tuple[int, ...]) -> str:
-    """A step's name in a profile: the plan's words for it."""
-    return f"fuser {side} {span(indices)} {type(op).__name__}"
-
-
 def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -469,39 +114,9 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return ranged
 
 
-def _tuple(items: Iterable[str]) -> str:
-    return f"({''.join(item + ', ' for item in items)})"
-
-
-def _names_of_rows(prefix: str, indices: Iterable[int], counts: Iterable[int]) -> str:
-    rows = (
-        _tuple(f"{prefix}{i}_{k}" for k in range(count))
-        for i, count in zip(indices, counts, strict=True)
-    )
-    return _tuple(rows)
-
-
-def _filled(
-    grad: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype], like: torch.Tensor
-) -> torch.Tensor:
-    """``grad``, or zeros where no gradient came back on a channel."""
-    return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad
-
-
-def _plain(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
-
-
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
     """What each saved tensor is quantized with; None for plain."""
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
-
-
-def _total(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients of one tensor, either of which may be absent."""
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
 
 
 class _PipelineFunction(torch.autograd.Function):
