@@ -131,9 +131,8 @@ class _PipelineFunction(torch.autograd.Function):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         run, extra_inputs, kwargs = call
         forward = run.in_ranges[0] if _is_profiled() else run.forward
-        output, produced, op_ctxs, saved, ends = forward(input_, extra_inputs, kwargs)
+        output, produced, op_ctxs, saved, ends, specs = forward(input_, extra_inputs, kwargs)
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
-        specs = [(t.shape, t.dtype) for t in produced] if produced else None
         conditions, kept = _UNQUANTIZED, None
         if is_autocast_used():
             kept = _kinds(saved)
@@ -177,7 +176,7 @@ class _PipelineFunction(torch.autograd.Function):
             )
         run, op_ctxs, ends, specs, conditions, kept = ctx.call
         grad_extras: list[torch.Tensor | None] | None = None
-        if specs is not None:
+        if specs:
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad

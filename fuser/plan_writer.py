@@ -31,14 +31,15 @@ PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 class PlanWriter:
     """Writes a plan out as Python source: ``forward``, and ``backward`` where there is one.
 
-    ``forward`` returns the output and the extra outputs; in training also the
-    contexts, all tensors to save, and where each op's end among them.
+    ``forward`` returns the output and the extra outputs, None for those that went
+    to an op and not to the caller; in training also the contexts, all tensors to
+    save, where each op's end among them, and shape and dtype of every extra output.
 
     Names: ``x`` the main line and ``dx`` its gradient; of op i, ``c{i}`` the
     context, ``s{i}`` what it saves, ``n{i}`` where that ends among all that
-    is saved, and ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` and
-    ``dout{i}_{k}`` its extra output k and the gradient of it, ``din{i}_{k}``
-    the gradient of its extra input k.
+    is saved, and ``p{i}`` the gradients of its parameters; ``out{i}_{k}``, its
+    ``spec{i}_{k}`` and ``dout{i}_{k}`` its extra output k, what that is and
+    the gradient of it, ``din{i}_{k}`` the gradient of its extra input k.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class PlanWriter:
             end = f"n{i} + "
         add(f"    {self._each('c{i}.to_save = ')}None")
         saved, ends = self._each("*s{i}, ", self.saving), self._each("n{i}, ", self.saving)
-        add(f"    return x, ({produced}), ({self._each('c{i}, ')}), ({saved}), ({ends})")
+        specs = "".join(f"spec{i}_{k}, " for i, k in self.places)
+        results = (produced, self._each("c{i}, "), saved, ends, specs)
+        add(f"    return x, {', '.join(f'({each})' for each in results)}")
 
     def _add_plain_forward(self, number: int, op: BasicOperation, i: int) -> None:
         before, after = self._quantizers((i,))
@@ -152,6 +155,13 @@ class PlanWriter:
             if any(counts)
             else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
         ]
+        if self.saving:
+            self.lines += [
+                f"        spec{i}_{k} = out{i}_{k}.shape, out{i}_{k}.dtype"
+                for i, k in self.places
+                if i in indices
+            ]
+        self._add_drop(f"out{i}_{k}" for i, k in self._read_last(indices))
 
     def _write_backward(self, steps: PlannedOps) -> None:
         add = self.lines.append
@@ -196,7 +206,6 @@ class PlanWriter:
             add(f"            basic_op_grad_extra_outputs=[{grads}])")
             add("        dx, params, extras = result")
             add("        result = ()")
-            self._add_release(indices)
             add(f"        {params}= params if len(params) == {len(indices)} else {checked}(params)")
             self._add_none_check(op, indices, number + 1 < len(steps))
             counts = [self.ops[i].num_extra_inputs for i in indices]
@@ -206,14 +215,38 @@ class PlanWriter:
                     f"        {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)"
                 )
                 self._add_channel_grads(indices)
+            self._add_release(indices)
         self._add_results(covered)
         self._add_result_check("backward", steps)
         add("        raise")
 
     def _add_release(self, indices: tuple[int, ...]) -> None:
-        contexts = self._each("c{i}.saved_tensors = ", [i for i in indices if i in self.saving])
-        if contexts:
-            self.lines.append(f"        {contexts}None")
+        """Drop what nobody reads behind the backward of these ops."""
+        names = [f"c{i}.saved_tensors" for i in indices if i in self.saving]
+        names += [f"dout{i}_{k}" for i, k in self.places if i in indices]
+        names += [
+            f"din{i}_{k}"
+            for i in indices
+            for k, source in enumerate(self.sources[i])
+            if source.producer is not None
+        ]
+        self._add_drop(names)
+
+    def _add_drop(self, names: Iterable[str]) -> None:
+        dropped = "".join(f"{name} = " for name in names)
+        if dropped:
+            self.lines.append(f"        {dropped}None")
+
+    def _read_last(self, indices: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Extra outputs that no op behind these reads, and no caller."""
+        last: dict[tuple[int, int], int] = {}
+        for i, row in enumerate(self.sources):
+            last |= {source.place: i for source in row if source.producer is not None}
+        return [
+            (i, k)
+            for (i, k), reader in last.items()
+            if reader in indices and not self.ops[i].returns_extra_output(k)
+        ]
 
     def _add_results(self, covered: set[int]) -> None:
         """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
