@@ -204,10 +204,11 @@ class _PipelineFunction(torch.autograd.Function):
                     if "backward" in op._delayed:
                         record_until_backward_ends(op._delayed["backward"], conditions.group)
             return result
-        finally:
-            # Where a step failed, nothing here keeps tensors alive.
+        except BaseException:
+            # Steps that were done have dropped theirs; nothing here keeps those of others alive.
             for op_ctx in op_ctxs:
                 op_ctx.saved_tensors = None
+            raise
 
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and is

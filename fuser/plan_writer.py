@@ -170,17 +170,16 @@ class PlanWriter:
         add("    saved = held.pop()  # what an op saved goes when its step is done")
         add(f"    {self._each('c{i}, ')}= contexts")
         add(f"    {self._each('n{i}, ', self.saving)}= ends")
+        covered = {i for _, indices in steps for i in indices}
         start = ""
         for i in range(len(self.ops)):
+            is_read = i in self.saving and i in covered
+            add(f"    c{i}.saved_tensors = {f'saved[{start}:n{i}]' if is_read else 'None'}")
             if i in self.saving:
-                add(f"    c{i}.saved_tensors = saved[{start}:n{i}]")
                 start = f"n{i}"
-            else:
-                add(f"    c{i}.saved_tensors = None")
         add("    del saved")
         if self.places:
             add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
-        covered = {i for _, indices in steps for i in indices}
         add("    result = ()")
         add("    try:")
         for number, (op, indices) in enumerate(steps):

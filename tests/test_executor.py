@@ -739,6 +739,26 @@ def test_what_an_op_saved_is_freed_when_its_backward_is_done(retained: bool) -> 
     assert seen == ([(True, True)] if retained else []) + [(True, False)]
 
 
+def test_a_backward_that_fails_keeps_nothing_alive() -> None:
+    model, spy = spied()
+    (x,) = inputs((3, 8))
+
+    def backward(ctx: OperationContext, grad_output: torch.Tensor) -> Any:
+        raise ArithmeticError("of this test")
+
+    spy.op_backward = backward  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        y = model(x).sum()
+        with pytest.raises(ArithmeticError, match="of this test"):
+            y.backward()
+        assert not alive(spy)
+        with pytest.raises(RuntimeError, match="a second time"):
+            y.backward()
+    finally:
+        gc.enable()
+
+
 def test_saved_tensors_live_as_long_as_the_graph_and_no_longer() -> None:
     model, spy = spied()
     (x,) = inputs((3, 8))
