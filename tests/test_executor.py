@@ -717,7 +717,7 @@ def test_saved_tensors_are_freed_by_backward() -> None:
 
 @pytest.mark.parametrize("retained", [False, True])
 def test_what_an_op_saved_is_freed_when_its_backward_is_done(retained: bool) -> None:
-    """So that a pipeline holds no more at once than its ops one by one would."""
+    """So that a pipeline holds no more of what ops saved than they would one by one."""
     first, last = _Spy(), _Spy()
     seen = []
 
