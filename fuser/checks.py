@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,13 @@ import torch
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import check_multiple
 from fuser.graph import OpGraph, Source
-from fuser.op import COMPUTE_DTYPES, BasicOperation, default_device, keyword_names
+from fuser.op import (
+    COMPUTE_DTYPES,
+    BasicOperation,
+    default_device,
+    keyword_names,
+    pipeline_arguments,
+)
 from fuser.plan_key import PlanKey
 from fuser.role_quantizers import role_format
 
@@ -108,22 +114,20 @@ class Checks:
                 )
         return first.device
 
-    def keywords(self, kwargs: list[dict[str, Any]]) -> None:
-        """Refuse a keyword argument that its op does not take.
+    def keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what is no dict for each op, and a keyword argument that its op does not take.
 
         Raises
         ------
         InputTypeError
         """
+        if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(self.ops):
+            raise InputTypeError(
+                f"basic_op_kwargs is a list of {len(self.ops)} dicts, one for each basic op; got "
+                f"{kwargs!r:.60}."
+            )
         for index, (op, given) in enumerate(zip(self.ops, kwargs, strict=True)):
-            taken = keyword_names(type(op))
-            for name in given:
-                if taken is not None and name not in taken:
-                    takes = ", ".join(taken) or "none"
-                    raise InputTypeError(
-                        f"Op {index} ({type(op).__name__}) takes no keyword argument {name!r}; "
-                        f"it takes {takes}."
-                    )
+            check_keywords(f"Op {index} ({type(op).__name__})", op, given)
 
     def block_sizes(self, graph: OpGraph, key: PlanKey) -> None:
         """Name the op whose tensor does not divide into the blocks of its format.
@@ -157,6 +161,27 @@ class Checks:
             for source in row
         }
         return [(names[k], value) for k, value in enumerate(extra_inputs)]
+
+
+def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
+    """Refuse what an op cannot take as keyword arguments from its caller; ``name`` names the op.
+
+    Raises
+    ------
+    InputTypeError
+    """
+    if not isinstance(given, Mapping):
+        raise InputTypeError(
+            f"{name} takes its keyword arguments as a dict; got {type(given).__name__} "
+            f"({given!r:.60})."
+        )
+    taken, own = keyword_names(type(op)), pipeline_arguments(type(op))
+    for key in given:
+        if key in own:
+            raise InputTypeError(f"{name} gets {key!r} from its pipeline; a caller cannot give it.")
+        if not isinstance(key, str) or (taken is not None and key not in taken):
+            takes = "any that is a str" if taken is None else ", ".join(taken) or "none"
+            raise InputTypeError(f"{name} takes no keyword argument {key!r}; it takes {takes}.")
 
 
 def wrong_extra_count(wanted: int, takers: Sequence[str], given: int) -> str:

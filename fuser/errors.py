@@ -11,6 +11,10 @@ class InputError(FuserError, ValueError):
     """An argument or tensor has a value, shape, dtype or device that cannot be used."""
 
 
+class InputIndexError(InputError, IndexError):
+    """An index names nothing that is there."""
+
+
 class BlockSizeError(InputError):
     """A tensor does not divide into whole blocks of a number format."""
 

@@ -41,9 +41,9 @@ class Run:
     ----------
     plan, key
         The plan, and the key it was made for.
-    ops, sources, param_counts
-        The pipeline's basic ops, where their extra inputs come from, and how
-        many parameters each has.
+    ops, sources, returned, param_counts
+        The pipeline's basic ops, where their extra inputs come from, which of
+        their extra outputs leave it, and how many parameters each has.
     forward, backward
         The operations in the order they run, with their basic-op indices.
     """
@@ -54,6 +54,7 @@ class Run:
         key: PlanKey,
         ops: Sequence[BasicOperation],
         sources: Sequence[tuple[Source, ...]],
+        returned: Sequence[tuple[int, int]],
         param_counts: Sequence[int],
         forward: PlannedOps,
         backward: PlannedOps,
@@ -67,10 +68,8 @@ class Run:
         self.ops = ops
         # Every extra output; which of them the caller gets, and needs no gradient for.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
-        self.returned = [
-            n for n, (i, k) in enumerate(self.places) if ops[i].returns_extra_output(k)
-        ]
-        writer = PlanWriter(key, ops, sources, param_counts, self.places)
+        self.returned = [n for n, place in enumerate(self.places) if place in returned]
+        writer = PlanWriter(key, ops, sources, returned, param_counts, self.places)
         self.saving = writer.saving
         self.source, self.forward, self.backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -19,7 +19,10 @@ Memory = Hashable
 
 @dataclass(frozen=True)
 class Source:
-    """Where an extra input comes from: the caller's list, or another op's extra output."""
+    """Where an extra input comes from: the caller's list, or another op's extra output.
+
+    Of an open channel it comes from the caller too.
+    """
 
     caller_index: int | None
     channel: str | None = None
@@ -34,8 +37,13 @@ class Source:
         return self.producer, self.producer_output
 
 
-def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...]]:
+def extra_input_sources(
+    ops: Sequence[BasicOperation], open_channels: Collection[str] = ()
+) -> list[tuple[Source, ...]]:
     """For each op, where each of its extra inputs comes from.
+
+    Of ``open_channels`` the other end may be outside of ``ops``: one that no op here produces is an
+    extra input from the caller.
 
     Raises
     ------
@@ -57,8 +65,8 @@ def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...
         row = []
         for slot in range(op.num_extra_inputs):
             channel = op._input_channels.get(slot)
-            if channel is None:
-                row.append(Source(taken))
+            if channel is None or (channel in open_channels and channel not in producers):
+                row.append(Source(taken, channel))
                 taken += 1
                 continue
             if channel not in producers:
@@ -74,6 +82,21 @@ def extra_input_sources(ops: Sequence[BasicOperation]) -> list[tuple[Source, ...
             row.append(Source(None, channel, producer, output))
         sources.append(tuple(row))
     return sources
+
+
+def returned_outputs(
+    ops: Sequence[BasicOperation], open_channels: Collection[str] = ()
+) -> tuple[tuple[int, int], ...]:
+    """The extra outputs that leave ``ops``: the caller's, and those on open channels.
+
+    Each is the index of its op, and which it is of those.
+    """
+    return tuple(
+        (index, output)
+        for index, op in enumerate(ops)
+        for output in range(op.num_extra_outputs)
+        if op.returns_extra_output(output) or op._output_channels[output][0] in open_channels
+    )
 
 
 def _named(ops: Sequence[BasicOperation], index: int) -> str:
@@ -116,6 +139,8 @@ class OpGraph:
         The pipeline's main input and the extra inputs from its caller.
     autocast
         The dtype of torch's autocast, None where it is off.
+    returned
+        From :func:`returned_outputs`; None if no channel is open.
 
     Raises
     ------
@@ -130,9 +155,11 @@ class OpGraph:
         input_spec: TensorSpec,
         extra_specs: Sequence[TensorSpec],
         autocast: torch.dtype | None,
+        returned: Collection[tuple[int, int]] | None = None,
     ) -> None:
         self.ops = tuple(ops)
         self.sources = tuple(sources)
+        self.returned = returned_outputs(ops) if returned is None else returned
         # An empty batch is planned as one token, and its shapes are not checked here.
         told = 0 not in input_spec.shape  # whether every op so far has told its output
         self.line = [_without_zeros(input_spec)]
@@ -197,7 +224,7 @@ class OpGraph:
                 if tensor.requires_grad:
                     _add(gradients, i, origin, gradient["extra input", i, k], spec.nbytes)
             for k, spec in enumerate(self.extra_outputs[i]):
-                if self.ops[i].returns_extra_output(k):
+                if (i, k) in self.returned:
                     node = ("extra output", i, k)
                     _add(values, i, node, value["extra output", i, k], spec.nbytes)
                     name = ("gradient of extra output", i, k)

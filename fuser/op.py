@@ -14,8 +14,10 @@ from torch import overrides
 from torch.utils._device import DeviceContext
 
 from fuser.delayed_scaling import DelayedScales
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
 from fuser.functional.values import Values, kernels_run_on, written
+from fuser.graph_break import breaks_graph
+from fuser.module_calls import module_calls, noting
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_recipe
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
@@ -161,10 +163,20 @@ class OperationContext:
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
-    # The pipeline module sets this to its class; ops stand on a lower floor.
-    pipeline_class: ClassVar[Callable[..., Any]]
+    # What runs the op when it is called alone; not part of its state, so that a copy makes its own.
+    __slots__ = ("_runner",)
+    _runner: Any
 
-    _pipeline: Any = None
+    register_forward_pre_hook = noting("register_forward_pre_hook")
+    register_forward_hook = noting("register_forward_hook")
+    register_backward_hook = noting("register_backward_hook")
+    register_full_backward_pre_hook = noting("register_full_backward_pre_hook")
+    register_full_backward_hook = noting("register_full_backward_hook")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("forward", "__class__"):
+            module_calls.change()
 
     @property
     @abc.abstractmethod
@@ -215,17 +227,9 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
 
-    def _own_pipeline(self) -> Any:
-        """The pipeline of this op alone, made once and kept."""
-        if self._pipeline is None:
-            self._pipeline = type(self).pipeline_class([self])
-        return self._pipeline
-
     def __getstate__(self) -> dict[str, Any]:
-        # A copied or unpickled op plans anew; a pipeline points back at its ops.
-        state = self.__dict__.copy()
-        state.pop("_pipeline", None)
-        return state
+        # Without the slot.
+        return self.__dict__.copy()
 
 
 class BasicOperation(FusibleOperation):
@@ -236,6 +240,9 @@ class BasicOperation(FusibleOperation):
     attributes below tell the planner what the op moves through memory; the
     defaults suit an op that keeps the shape and saves its input.
     """
+
+    # The pipeline module sets this to its class; ops are on a lower floor.
+    pipeline_class: ClassVar[Callable[..., Any]]
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -448,14 +455,34 @@ class BasicOperation(FusibleOperation):
             f"{self.num_extra_outputs} extra outputs, so it must implement {prefix}_{side}."
         )
 
+    @breaks_graph
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run the op alone; planned once and cached like any pipeline."""
+        """Run the op alone; planned once and cached like any pipeline.
+
+        A channel has no other end here: what is bound to one is an extra input or output of the
+        call like every other.
+        """
         result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
-            input, *extra_inputs, basic_op_kwargs=[kwargs]
+            input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
         )
         return result
+
+    def _own_pipeline(self) -> Any:
+        """The pipeline of this op alone, made once and kept."""
+        try:
+            runner = self._runner
+        except AttributeError:
+            runner = None
+        # The class changes where fully_shard has sharded the op.
+        if runner is None or type(runner.basic_ops[0]) is not type(self):
+            # A pipeline holds its ops, so this one holds another object with the state of this op:
+            # a cycle would keep the parameters until the garbage collector runs.
+            twin = object.__new__(type(self))
+            object.__setattr__(twin, "__dict__", self.__dict__)
+            runner = self._runner = type(self).pipeline_class([twin], open_channels=self.channels)
+        return runner
 
     # -- channels -------------------------------------------------------------
 
@@ -469,12 +496,18 @@ class BasicOperation(FusibleOperation):
 
         Raises
         ------
-        InputError
+        InputIndexError
             If the op has no such extra output.
+        InputError, InputTypeError
+            If the name is empty, or an argument is of another type.
         StateError
             If a pipeline has captured the op already.
         """
         self._check_channel("output", index, self.num_extra_outputs, name)
+        if not isinstance(output_to_caller, bool):
+            raise InputTypeError(
+                f"output_to_caller of channel {name!r} is True or False; got {output_to_caller!r}."
+            )
         self._output_channels[index] = (name, output_to_caller)
         return self
 
@@ -491,9 +524,26 @@ class BasicOperation(FusibleOperation):
         """Whether extra output ``index`` goes back to the caller."""
         return self._output_channels.get(index, ("", True))[1]
 
+    @property
+    def channels(self) -> frozenset[str]:
+        """The names of the channels that extra inputs and outputs are bound to."""
+        return frozenset(self._input_channels.values()) | {
+            name for name, _ in self._output_channels.values()
+        }
+
     def _check_channel(self, kind: str, index: int, count: int, name: str) -> None:
-        if not 0 <= index < count:
+        if not isinstance(name, str):
+            raise InputTypeError(f"A channel is named by a str; got {name!r}.")
+        if not name:
             raise InputError(
+                f"Extra {kind} {index} of {type(self).__name__} got a channel with an empty name."
+            )
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise InputTypeError(
+                f"Channel {name!r} asks for an extra {kind} by its number; got {index!r}."
+            )
+        if not 0 <= index < count:
+            raise InputIndexError(
                 f"Channel {name!r} asks for extra {kind} {index} of {type(self).__name__}, "
                 f"which has {count}."
             )
@@ -545,6 +595,20 @@ class BasicOperation(FusibleOperation):
         return {**super().__getstate__(), "_captured": False, "_quantizers": None}
 
 
+QUANTIZER_ARGUMENTS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+"""What ``op_forward`` gets by keyword from its pipeline."""
+
+
+@functools.cache
+def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
+    """The arguments of an op's forward that its pipeline gives, and no caller may."""
+    if cls.fuser_forward is not BasicOperation.fuser_forward:
+        return ()  # it gets the caller's as a dict of their own
+    parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
+    named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return (*named, *QUANTIZER_ARGUMENTS)
+
+
 @functools.cache
 def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     """The keyword arguments that an op of this class takes from its caller; None for any."""
@@ -553,8 +617,7 @@ def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    own = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
-    return tuple(p.name for p in parameters if p.name not in own)
+    return tuple(p.name for p in parameters if p.name not in QUANTIZER_ARGUMENTS)
 
 
 class _FixedOps(torch.nn.ModuleList):
@@ -597,6 +660,9 @@ class FusedOperation(FusibleOperation):
     basic_ops
         The ops that this one stands for, in their order.
     """
+
+    # The grouping module sets this to its class; ops are on a lower floor.
+    grouping_class: ClassVar[Callable[..., Any]]
 
     window: ClassVar[tuple[Any, ...]] = ()
     side: ClassVar[str] = ""
@@ -657,14 +723,32 @@ class FusedOperation(FusibleOperation):
         for op in self.members:
             op.pre_fuser_forward(requires_grad=requires_grad)
 
+    @breaks_graph
     def forward(
         self,
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run the basic ops of this operation as a pipeline of their own."""
-        result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
-            input, *extra_inputs, basic_op_kwargs=basic_op_kwargs
-        )
+        """Run the basic ops of this operation as a pipeline of their own.
+
+        A basic op with hooks is called as the module it is. What is bound to a channel with no
+        other end in here is an extra input or output of the call like every other.
+        """
+        grouping = self._own_grouping()
+        keywords = None if basic_op_kwargs is None else grouping.keywords(basic_op_kwargs)
+        result: torch.Tensor | tuple[torch.Tensor, ...]
+        result = grouping.run(input, extra_inputs, keywords)
         return result
+
+    def _own_grouping(self) -> Any:
+        """The basic ops as pipelines and modules, grouped anew when hooks have changed."""
+        try:
+            runner = self._runner
+        except AttributeError:
+            runner = None
+        if runner is None or not runner.is_current():
+            runner = self._runner = type(self).grouping_class(
+                self.members, name=type(self).__name__, is_open=True, previous=runner
+            )
+        return runner

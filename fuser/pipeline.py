@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,8 @@ from fuser.executor import Run
 from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
 from fuser.gemm import architecture
-from fuser.graph import OpGraph, extra_input_sources, with_emissions
+from fuser.graph import OpGraph, extra_input_sources, returned_outputs, with_emissions
+from fuser.graph_break import breaks_graph
 from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan import FusionPlan
@@ -40,8 +42,6 @@ _registered = RegisteredFusions()
 # A recipe with a fresh closure at every step would plan at every step: the
 # oldest plans are dropped past this many.
 MAX_PLANS = 256
-# Asked at every call: a name here is found 0.1 us sooner than three dots deep.
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -55,17 +55,23 @@ class OperationFuser:
         The operations in order; fused ones count as the basic ops they hold.
     fusions
         The fusion classes the planner may use.
+    open_channels
+        Channels with ends outside: the pipeline returns an extra output that is
+        bound to one, and takes an extra input whose producer it does not hold
+        from its caller.
 
     Raises
     ------
     InputError
-        If a channel has two producers, none, or one that comes too late.
+        If a channel has two producers, one that comes too late, or none and is not open.
     """
 
     def __init__(
         self,
         ops: Iterable[FusibleOperation],
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
+        *,
+        open_channels: Collection[str] = (),
     ) -> None:
         for fusion in fusions if isinstance(fusions, Sequence) else [fusions]:
             _check_fusion(fusion)
@@ -80,7 +86,9 @@ class OperationFuser:
                 basic_ops.append(member)
         self.basic_ops = tuple(basic_ops)
         self.fusions = tuple(fusions)
-        self.sources = extra_input_sources(self.basic_ops)
+        self.open_channels = frozenset(open_channels)
+        self.sources = extra_input_sources(self.basic_ops, self.open_channels)
+        self.returned = returned_outputs(self.basic_ops, self.open_channels)
         self.checks = Checks(self.basic_ops, self.sources)
         self.num_extra_inputs = self.checks.num_extra_inputs
         self.planned_count = 0
@@ -101,7 +109,8 @@ class OperationFuser:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy or an unpickled pipeline plans anew.
-        return OperationFuser, (list(self.basic_ops), self.fusions)
+        rebuild = functools.partial(OperationFuser, open_channels=self.open_channels)
+        return rebuild, (list(self.basic_ops), self.fusions)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
@@ -110,6 +119,7 @@ class OperationFuser:
 
     # -- calling --------------------------------------------------------------
 
+    @breaks_graph
     def __call__(
         self,
         input: torch.Tensor,
@@ -118,14 +128,17 @@ class OperationFuser:
     ) -> Output:
         """Run the pipeline.
 
-        Returns the output, or a tuple of it and the extra outputs that are
-        not kept inside by a channel.
+        ``basic_op_kwargs`` are the keyword arguments of each basic op, as one
+        dict for each. Returns the output, or a tuple of it and the extra
+        outputs that are not kept inside by a channel.
 
         Raises
         ------
         InputError, InputTypeError
             If the inputs do not fit; nothing has run then.
         """
+        if basic_op_kwargs is not None:
+            self.checks.keywords(basic_op_kwargs)
         return self.run(input, extra_inputs, basic_op_kwargs)
 
     def run(
@@ -134,10 +147,7 @@ class OperationFuser:
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
     ) -> Output:
-        """:meth:`__call__` with nothing to unpack."""
-        if _is_dynamo_compiling():
-            # Planning is no tensor program; dynamo breaks its graph around the call.
-            return _run_eagerly(self, input_, extra_inputs, kwargs)
+        """:meth:`__call__` with nothing to unpack, and keyword arguments that were checked."""
         if not self._is_started:
             self._start(input_, extra_inputs)
         if self._conditions is not None and is_in_backward():
@@ -158,8 +168,6 @@ class OperationFuser:
                 self._conditions = current_conditions(self.basic_ops)
         elif self._conditions is not None:
             self._conditions = None
-        if kwargs is not None:
-            self.checks.keywords(kwargs)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
@@ -220,14 +228,20 @@ class OperationFuser:
         notes = layout_notes(graph, run.plan, input, extra_inputs)
         return replace(run.plan, layout=notes) if notes else run.plan
 
-    def output_like(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
-        """A meta tensor like the main output for such inputs."""
+    def outputs_like(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Meta tensors like the output and the extra outputs of a call with such inputs."""
         params = self._slots.tensors()
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
-        needs_grad = any(t.requires_grad for t in (input, *params, *extra_inputs))
-        spec = graph.line[-1]
-        return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=needs_grad)
+        keys = self._op_keys(graph, input, params, extra_inputs)
+        made = [(graph.line[-1], any(key.requires_grad for key in keys))]
+        made += [(graph.extra_outputs[i][k], keys[i].requires_grad) for i, k in self.returned]
+        return tuple(
+            torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)
+            for spec, requires_grad in made
+        )
 
     # -- starting -------------------------------------------------------------
 
@@ -296,6 +310,7 @@ class OperationFuser:
                 key,
                 self.basic_ops,
                 self.sources,
+                self.returned,
                 self._slots.counts,
                 planned.forward,
                 planned.backward,
@@ -316,6 +331,7 @@ class OperationFuser:
             TensorSpec(tuple(input_.shape), input_.dtype),
             [TensorSpec(tuple(t.shape), t.dtype) for t in extra_inputs],
             autocast,
+            self.returned,
         )
 
     def _op_keys(
@@ -383,13 +399,6 @@ def _keep(table: dict[Any, Run], key: Any, run: Run) -> None:
     table[key] = run
 
 
-def _run_eagerly(fuser: OperationFuser, *args: Any) -> Output:
-    """Run a pipeline outside of dynamo's trace; only called while it traces."""
-    disable: Callable[..., Any] = torch.compiler.disable
-    result: Output = disable(OperationFuser.run)(fuser, *args)
-    return result
-
-
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register ``func(ops, *, recipe) -> ops``, which may put in forward-only fused ops.
 
@@ -423,4 +432,4 @@ def _register(side: str, function: FusionFunction, prepend: bool) -> None:
     _registered = replace(_registered, **{side: changed})
 
 
-FusibleOperation.pipeline_class = OperationFuser
+BasicOperation.pipeline_class = OperationFuser

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -56,8 +56,23 @@ class LayoutNote:
 
 
 @dataclass(frozen=True)
+class ModuleCall:
+    """A module that is called between pipelines, and why it is part of none.
+
+    ``ops`` are the basic ops of an op that is called so, and empty for another
+    module. ``before`` is the index of the op that comes after such a module, or
+    of its own first one.
+    """
+
+    name: str
+    reason: str
+    ops: tuple[int, ...] = ()
+    before: int = 0
+
+
+@dataclass(frozen=True)
 class Channel:
-    """An extra output routed to an extra input inside the pipeline."""
+    """An extra output routed to an extra input, in one pipeline or from one to another."""
 
     name: str
     producer: int
@@ -74,6 +89,8 @@ class FusionPlan:
     bytes a token, and ``grad_line_bytes[i]`` what its gradient carries out of
     it; the last entries are the output's. ``layout`` speaks of the tensors for
     which the plan was asked, and is empty in one that is cached by its key.
+    ``modules`` are called between the pipelines of one plan for several, and
+    not modelled.
     """
 
     key: PlanKey
@@ -88,6 +105,7 @@ class FusionPlan:
     grad_line_bytes: tuple[float, ...]
     nominal_tokens: int
     layout: tuple[LayoutNote, ...] = ()
+    modules: tuple[ModuleCall, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -248,37 +266,49 @@ def renderer_for(path: str | os.PathLike[str]) -> Callable[[FusionPlan, Path], N
     return renderer
 
 
-def merged(plans: Iterable[FusionPlan]) -> FusionPlan:
-    """One plan for several pipelines that run one after the other; indices run on."""
-    parts = list(plans)
-    result = parts[0]
-    for plan in parts[1:]:
-        shift = len(result.ops)
+def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]) -> FusionPlan:
+    """One plan for pipelines that run one after the other, and modules called between them.
 
-        def moved(steps: tuple[Step, ...], by: int = shift) -> tuple[Step, ...]:
-            return tuple(replace(s, ops=tuple(i + by for i in s.ops)) for s in steps)
+    Indices of ops run on; ``channels`` has them already.
+    """
+    plans: list[FusionPlan] = []
+    modules: list[ModuleCall] = []
+    count = 0
+    for part in parts:
+        if isinstance(part, ModuleCall):
+            modules.append(replace(part, ops=_shifted(part.ops, count), before=count))
+        else:
+            plans.append(part)
+            count += len(part.ops)
+    result = plans[0]
+    for plan in plans[1:]:
+        result = _joined(result, plan)
+    return replace(result, channels=tuple(channels), modules=tuple(modules))
 
-        result = replace(
-            result,
-            key=replace(result.key, ops=result.key.ops + plan.key.ops),
-            ops=result.ops + plan.ops,
-            forward=result.forward + moved(plan.forward),
-            backward=moved(plan.backward) + result.backward,
-            unfused_forward=result.unfused_forward + moved(plan.unfused_forward),
-            unfused_backward=moved(plan.unfused_backward) + result.unfused_backward,
-            refusals=result.refusals
-            + tuple(replace(r, ops=tuple(i + shift for i in r.ops)) for r in plan.refusals),
-            layout=result.layout
-            + tuple(replace(n, ops=tuple(i + shift for i in n.ops)) for n in plan.layout),
-            channels=result.channels
-            + tuple(
-                replace(c, producer=c.producer + shift, consumer=c.consumer + shift)
-                for c in plan.channels
-            ),
-            line_bytes=result.line_bytes[:-1] + plan.line_bytes,
-            grad_line_bytes=result.grad_line_bytes[:-1] + plan.grad_line_bytes,
-        )
-    return result
+
+def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
+    by = len(first.ops)
+
+    def moved(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(replace(item, ops=_shifted(item.ops, by)) for item in items)
+
+    return replace(
+        first,
+        key=replace(first.key, ops=first.key.ops + second.key.ops),
+        ops=first.ops + second.ops,
+        forward=first.forward + moved(second.forward),
+        backward=moved(second.backward) + first.backward,
+        unfused_forward=first.unfused_forward + moved(second.unfused_forward),
+        unfused_backward=moved(second.unfused_backward) + first.unfused_backward,
+        refusals=first.refusals + moved(second.refusals),
+        layout=first.layout + moved(second.layout),
+        line_bytes=first.line_bytes[:-1] + second.line_bytes,
+        grad_line_bytes=first.grad_line_bytes[:-1] + second.grad_line_bytes,
+    )
+
+
+def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:
+    return tuple(i + by for i in ops)
 
 
 def _time(steps: Iterable[Step]) -> float:

@@ -47,12 +47,14 @@ class PlanWriter:
         key: PlanKey,
         ops: Sequence[BasicOperation],
         sources: Sequence[tuple[Source, ...]],
+        returned: Sequence[tuple[int, int]],
         param_counts: Sequence[int],
         places: Sequence[tuple[int, int]],
     ) -> None:
         self.key = key
         self.ops = ops
         self.sources = sources
+        self.returned = returned
         self.param_counts = param_counts
         self.places = places
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
@@ -237,14 +239,14 @@ class PlanWriter:
             self.lines.append(f"        {dropped}None")
 
     def _read_last(self, indices: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Extra outputs that no op behind these reads, and no caller."""
+        """Extra outputs that no op after these reads, and that stay in the pipeline."""
         last: dict[tuple[int, int], int] = {}
         for i, row in enumerate(self.sources):
             last |= {source.place: i for source in row if source.producer is not None}
         return [
-            (i, k)
-            for (i, k), reader in last.items()
-            if reader in indices and not self.ops[i].returns_extra_output(k)
+            place
+            for place, reader in last.items()
+            if reader in indices and place not in self.returned
         ]
 
     def _add_results(self, covered: set[int]) -> None:

@@ -8,25 +8,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from fuser.catalog import FUSIONS
-from fuser.checks import wrong_extra_count
-from fuser.errors import InputError
-from fuser.op import FusedOperation, FusibleOperation
-from fuser.pipeline import OperationFuser
-from fuser.plan import FusionPlan, merged
+from fuser.checks import check_keywords
+from fuser.errors import InputError, InputTypeError
+from fuser.graph_break import breaks_graph
+from fuser.group import Keywords
+from fuser.grouping import Grouping
+from fuser.module_calls import module_calls
+from fuser.op import FusedOperation
+from fuser.plan import FusionPlan
 
-Group = OperationFuser | torch.nn.Module
-
-
-_Grouping = tuple[tuple[Any, ...] | None, list[Group], OperationFuser | None]
-_UNGROUPED: _Grouping = (None, [], None)
+_UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
 
 
 class Sequential(torch.nn.Sequential):
     """``torch.nn.Sequential`` in which runs of fusible ops are planned and fused.
 
-    Other modules may stand between; each run of fusible ops is one pipeline.
+    Each run of fusible ops is one pipeline. Other modules are called between pipelines, and so are
+    ops that have hooks or a ``forward`` of their own. A module that is no op gets the main tensor
+    alone: extra tensors and channels pass it by. A Sequential in this one takes and returns extra
+    tensors in their order, and its channels are its own.
 
     Parameters
     ----------
@@ -90,11 +98,12 @@ class Sequential(torch.nn.Sequential):
 
     # -- running --------------------------------------------------------------
 
+    @breaks_graph
     def forward(
         self,
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
-        op_kwargs: Mapping[Any, dict[str, Any]] | None = None,
+        op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run all modules.
 
@@ -105,8 +114,9 @@ class Sequential(torch.nn.Sequential):
         extra_inputs
             For the ops that take extra inputs, in the order of the ops.
         op_kwargs
-            Keyword arguments for single ops: the key is an op, or the index of
-            a module here; for a composite they go to its first basic op.
+            Keyword arguments for single ops: the key is an op, also one of a
+            Sequential in here, or the index of a module here; for a composite
+            they go to its first basic op.
 
         Returns
         -------
@@ -115,90 +125,71 @@ class Sequential(torch.nn.Sequential):
         Raises
         ------
         InputError
-            If the number of extra inputs is wrong, or ``op_kwargs`` names no op here.
+            If the number of extra inputs is wrong, ``op_kwargs`` names no op here, or a channel
+            has two producers, none, or one that comes too late.
+        InputTypeError
+            If ``op_kwargs`` is no dict of dicts, or an op does not take what it gets.
         """
-        modules, groups, only = self._grouping
-        if only is not None and op_kwargs is None and tuple(self._modules.values()) == modules:
-            return only.run(input, extra_inputs, None)
-        groups = self._pipelines()
-        kwargs = None if op_kwargs is None else self._kwargs_by_op(op_kwargs)
-        self._check_extra_count(groups, len(extra_inputs))
-        x: Any = input
-        extra_outputs: list[torch.Tensor] = []
-        for group in groups:
-            pipeline = _pipeline_of(group)
-            if pipeline is None:
-                x = group(x)
-                continue
-            taken, extra_inputs = (
-                extra_inputs[: pipeline.num_extra_inputs],
-                extra_inputs[pipeline.num_extra_inputs :],
-            )
-            if pipeline is group:
-                x = pipeline(x, *taken, basic_op_kwargs=_of(pipeline, kwargs))
-            else:
-                x = group(x, *taken)
-            if isinstance(x, tuple):
-                extra_outputs += x[1:]
-                x = x[0]
-        return (x, *extra_outputs) if extra_outputs else x
+        modules, _, only, version = self._grouping
+        if (
+            only is not None
+            and op_kwargs is None
+            and version is module_calls.version
+            and not _global_forward_hooks
+            and not _global_forward_pre_hooks
+            and not _global_backward_hooks
+            and not _global_backward_pre_hooks
+            and tuple(self._modules.values()) == modules
+        ):
+            result: torch.Tensor | tuple[torch.Tensor, ...] = only.run(input, extra_inputs, None)
+            return result
+        grouping = self._current_grouping()
+        keywords = None if op_kwargs is None else self._keywords(grouping, op_kwargs)
+        return grouping.run(input, extra_inputs, keywords)
 
-    def _pipelines(self) -> list[Group]:
-        """The modules with maximal runs of fusible ops as one pipeline each.
+    def _current_grouping(self) -> Grouping:
+        """The modules as pipelines and modules between them: those of this moment.
 
-        An op with hooks stands alone and is called as a module, so that its
-        hooks run; hooks count from the first call on, or the next edit.
+        Raises
+        ------
+        InputError
+            If a channel has two producers, none, or one that comes too late.
         """
         modules = tuple(self._modules.values())
         # Equality of modules is identity, so this notices every way of editing.
-        if self._grouping[0] == modules:
-            return self._grouping[1]
+        grouping: Grouping
+        known, grouping, *_ = self._grouping
+        if known == modules and grouping.is_current():
+            return grouping
         with self._grouping_lock:
-            if self._grouping[0] == modules:
-                return self._grouping[1]
-            groups: list[Group] = []
-            run: list[FusibleOperation] = []
-            for module in modules:
-                assert module is not None
-                if isinstance(module, FusibleOperation) and not _has_hooks(module):
-                    run.append(module)
-                    continue
-                if run:
-                    groups.append(OperationFuser(run, self.fusions))
-                    run = []
-                groups.append(module)
-            if run:
-                groups.append(OperationFuser(run, self.fusions))
-            only = groups[0] if len(groups) == 1 else None
+            known, grouping, *_ = self._grouping
+            is_known = known == modules
+            if is_known and grouping.is_current():
+                return grouping
+            name, previous = type(self).__name__, grouping if is_known else None
+            grouping = Grouping(modules, self.fusions, name=name, previous=previous)
             # One assignment: another thread sees all of it or nothing.
-            self._grouping = (modules, groups, only if isinstance(only, OperationFuser) else None)
-            return groups
+            self._grouping = (modules, grouping, grouping.only, grouping.version)
+            return grouping
 
-    def _check_extra_count(self, groups: Iterable[Group], given: int) -> None:
-        pipelines = [p for p in map(_pipeline_of, groups) if p is not None]
-        wanted = sum(pipeline.num_extra_inputs for pipeline in pipelines)
-        if given != wanted:
-            takers: list[str] = []
-            first = 0
-            for pipeline in pipelines:
-                takers += pipeline.checks.extra_input_takers(first)
-                first += len(pipeline.basic_ops)
-            raise InputError(f"The Sequential {wrong_extra_count(wanted, takers, given)}")
-
-    def _kwargs_by_op(
-        self, op_kwargs: Mapping[Any, dict[str, Any]]
-    ) -> dict[torch.nn.Module, dict[str, Any]]:
+    def _keywords(self, grouping: Grouping, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> Keywords:
+        """The keyword arguments by op, all checked."""
+        if not isinstance(op_kwargs, Mapping):
+            raise InputTypeError(
+                "op_kwargs is a dict of dicts of keyword arguments, each with an op, or the index "
+                f"of a module, as its key; got {op_kwargs!r:.60}."
+            )
         modules = list(self)
-        pipelines = [p for p in map(_pipeline_of, self._pipelines()) if p is not None]
-        known = {op for pipeline in pipelines for op in pipeline.basic_ops}
-        result: dict[torch.nn.Module, dict[str, Any]] = {}
-        for target, kwargs in op_kwargs.items():
+        names = {op: name for name, op in reversed(list(grouping.named_ops()))}
+        result: dict[torch.nn.Module, Mapping[str, Any]] = {}
+        for target, given in op_kwargs.items():
             op = target
-            if isinstance(target, int) and -len(modules) <= target < len(modules):
+            is_index = isinstance(target, int) and not isinstance(target, bool)
+            if is_index and -len(modules) <= target < len(modules):
                 op = modules[target]
-            if isinstance(op, FusedOperation) and any(op is module for module in modules):
-                op = op.basic_ops[0]
-            if not isinstance(op, torch.nn.Module) or op not in known:
+            if isinstance(op, FusedOperation):
+                op = op.members[0]
+            if not isinstance(op, torch.nn.Module) or op not in names:
                 what = repr(target)
                 if isinstance(target, torch.nn.Module):
                     what = type(target).__name__
@@ -206,7 +197,10 @@ class Sequential(torch.nn.Sequential):
                     f"op_kwargs names {what}, which is no op of this Sequential: it holds "
                     f"{', '.join(f'{i} {type(m).__name__}' for i, m in enumerate(modules))}."
                 )
-            result[op] = kwargs
+            if op in result:
+                raise InputError(f"op_kwargs has two entries for one op: {names[op]}.")
+            check_keywords(names[op], op, given)
+            result[op] = given
         return result
 
     # -- planning -------------------------------------------------------------
@@ -225,64 +219,14 @@ class Sequential(torch.nn.Sequential):
         InputError
             As :meth:`forward`, or if there is no fusible op here.
         """
-        groups = self._pipelines()
-        self._check_extra_count(groups, len(extra_inputs))
-        plans: list[FusionPlan] = []
-        x = input
-        for number, group in enumerate(groups):
-            pipeline = _pipeline_of(group)
-            if pipeline is not None:
-                taken, extra_inputs = (
-                    extra_inputs[: pipeline.num_extra_inputs],
-                    extra_inputs[pipeline.num_extra_inputs :],
-                )
-                plans.append(pipeline.plan(x, *taken, training=training))
-                if number + 1 < len(groups):
-                    x = pipeline.output_like(x, *taken)
-            else:
-                assert isinstance(group, torch.nn.Module)
-                x = _shape_only(group, x)
-        if not plans:
-            raise InputError("This Sequential holds no fusible op, so there is nothing to plan.")
-        return merged(plans)
+        return self._current_grouping().plan(input, extra_inputs, training=training)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
         """Every plan cached so far, of every pipeline here."""
-        pipelines = [p for p in map(_pipeline_of, self._grouping[1]) if p is not None]
+        grouping = self._grouping[1]
+        pipelines = () if grouping is None else grouping.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
 
 
-def _pipeline_of(group: Group) -> OperationFuser | None:
-    """The pipeline that runs ``group``: itself, that of an op alone, None of another module."""
-    if isinstance(group, OperationFuser):
-        return group
-    if isinstance(group, FusibleOperation):
-        pipeline: OperationFuser = group._own_pipeline()
-        return pipeline
-    return None
-
-
-def _has_hooks(module: torch.nn.Module) -> bool:
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in module.modules()
-    )
-
-
-def _of(
-    pipeline: OperationFuser, kwargs: Mapping[torch.nn.Module, dict[str, Any]] | None
-) -> list[dict[str, Any]] | None:
-    """The keyword arguments of each basic op of ``pipeline``."""
-    return None if kwargs is None else [kwargs.get(op, {}) for op in pipeline.basic_ops]
-
-
-def _shape_only(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What ``module`` returns for ``x``, run on the meta device."""
-    state = {
-        name: tensor.to("meta")
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
-    output = torch.func.functional_call(module, state, (x.to("meta"),))
-    assert isinstance(output, torch.Tensor)
-    return output
+Grouping.container_class = Sequential

@@ -603,23 +603,42 @@ def test_a_channel_read_before_it_is_produced_is_refused_until_the_order_is_righ
     torch.testing.assert_close(fuser.Sequential(make, fuser.GELU(), add)(X), oracles.gelu(X) + X)
 
 
-def test_a_channel_does_not_cross_a_plain_module() -> None:
-    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "skip")
-    add = fuser.AddExtraInput().set_extra_input_channel(0, "skip")
-    with pytest.raises(fuser.InputError, match="'skip' has no producer"):
-        fuser.Sequential(make, torch.nn.Tanh(), add)(X)
-    torch.testing.assert_close(fuser.Sequential(make, add)(X)[0], 2 * X)
-
-
 @pytest.mark.parametrize("index", [-1, 1, 5])
 def test_a_channel_of_an_extra_that_an_op_does_not_have_is_refused(index: int) -> None:
     op = fuser.MakeExtraOutput()
-    with pytest.raises(fuser.InputError) as caught:
+    with pytest.raises(IndexError) as caught:
         op.set_extra_output_channel(index, "skip")
+    assert isinstance(caught.value, fuser.InputError)
     assert_sentence(caught.value, ("'skip'", str(index), "MakeExtraOutput", "1"))
     with pytest.raises(fuser.InputError, match=r"'skip'.*extra input 0 of MakeExtraOutput"):
         op.set_extra_input_channel(0, "skip")
     torch.testing.assert_close(fuser.Sequential(op)(X)[0], X)
+
+
+@pytest.mark.parametrize(
+    ("index", "name", "flag", "error", "said"),
+    [
+        (0, 7, True, TypeError, ("named by a str", "7")),
+        (0, None, True, TypeError, ("named by a str", "None")),
+        (0, "", True, ValueError, ("empty name", "MakeExtraOutput")),
+        ("0", "skip", True, TypeError, ("'skip'", "number", "'0'")),
+        (True, "skip", True, TypeError, ("'skip'", "number", "True")),
+        (0, "skip", 1, TypeError, ("output_to_caller", "'skip'", "True or False", "1")),
+        (0, "skip", None, TypeError, ("output_to_caller", "'skip'", "True or False", "None")),
+    ],
+)
+def test_a_channel_has_a_number_a_name_and_a_flag_of_the_right_type(
+    index: Any, name: Any, flag: Any, error: type[Exception], said: tuple[str, ...]
+) -> None:
+    op = fuser.MakeExtraOutput()
+    with pytest.raises(error) as caught:
+        op.set_extra_output_channel(index, name, output_to_caller=flag)
+    assert isinstance(caught.value, fuser.FuserError)
+    assert_sentence(caught.value, said)
+    if flag is True:
+        with pytest.raises(error):
+            fuser.AddExtraInput().set_extra_input_channel(index, name)
+    torch.testing.assert_close(fuser.Sequential(op)(X), (X, X))
 
 
 def test_rebinding_a_channel_after_a_pipeline_has_captured_the_op_is_refused() -> None:

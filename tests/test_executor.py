@@ -887,6 +887,57 @@ def test_a_compiled_module_equals_the_eager_one() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "build",
+    [
+        mlp,
+        lambda: fuser.Linear(8, 8),
+        lambda: fuser.GELU(),
+        lambda: fuser.Sequential(fuser.GELU(), torch.nn.Linear(8, 8), fuser.Sequential(mlp())),
+        lambda: fuser.OperationFuser([fuser.GELU(), fuser.Bias(8)]),
+    ],
+    ids=["sequential", "composite", "op", "nested", "pipeline"],
+)
+def test_a_compiled_graph_breaks_once_at_each_call_and_traces_nothing_of_it(
+    build: Any, training: bool, called: bool
+) -> None:
+    first, second = build(), build()
+    (x,) = inputs((3, 8))
+    if called:
+        first(x)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(second(torch.sin(first(torch.tanh(x)))))
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, example_inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, backend=backend)
+    with torch.set_grad_enabled(training):
+        for _ in range(3):
+            assert_same([compiled(x)], [model(x)])
+    assert graphs == [[torch.tanh], [torch.sin], [torch.cos]]
+    assert sum(counters["graph_break"].values()) == 2
+    assert counters["frames"]["total"] == 3
+    torch._dynamo.reset()
+
+
+def test_a_whole_graph_is_refused_with_the_reason() -> None:
+    model = mlp()
+    (x,) = inputs((3, 8))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fuser plans and runs a pipeline"):
+        torch.compile(lambda x: model(x) * 2, fullgraph=True, backend="eager")(x)
+    torch._dynamo.reset()
+
+
 # -- fused and custom ops --------------------------------------------------------------------------
 
 

@@ -79,17 +79,17 @@ def test_an_op_with_hooks_still_gets_its_extra_inputs() -> None:
 def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
     model = mlp()
     expected = copy.deepcopy(model)(x_of(3, 8))
-    original, inside, results = fuser.pipeline.extra_input_sources, threading.Event(), []
+    original, inside, results = fuser.grouping.extra_input_sources, threading.Event(), []
 
-    def slow(ops: Any) -> Any:
+    def slow(*args: Any) -> Any:
         inside.set()
         threading.Event().wait(0.2)
-        return original(ops)
+        return original(*args)
 
     def call() -> None:
         results.append(model(x_of(3, 8)))
 
-    fuser.pipeline.extra_input_sources = slow
+    fuser.grouping.extra_input_sources = slow
     try:
         first = threading.Thread(target=call)
         first.start()
@@ -99,7 +99,7 @@ def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
         for thread in (first, second):
             thread.join()
     finally:
-        fuser.pipeline.extra_input_sources = original
+        fuser.grouping.extra_input_sources = original
     assert [torch.equal(y, expected) for y in results] == [True, True]
 
 

@@ -1,0 +1,361 @@
+"""Grouping: modules in a row, with each run of ops as one pipeline, and channels between them.
+
+A Sequential runs its modules so, and a composite op its basic ops. The ends of a channel may be in
+any two groups: an extra output that leaves one enters the other as an extra input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.catalog import FUSIONS
+from fuser.checks import Checks, wrong_extra_count
+from fuser.errors import InputError, StateError
+from fuser.graph import Source, extra_input_sources, returned_outputs
+from fuser.group import (
+    NO_OP,
+    Group,
+    Keywords,
+    NestedGroup,
+    OpGroup,
+    PipelineGroup,
+    Place,
+    Planned,
+    basic_ops_of,
+    keyword_rows,
+    why_called,
+)
+from fuser.module_calls import has_global_hooks, module_calls
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation
+from fuser.pipeline import OperationFuser, Output
+from fuser.plan import Channel, FusionPlan, ModuleCall, merged
+
+
+class Grouping:
+    """The groups of ``modules``, how they run and how they are planned.
+
+    Parameters
+    ----------
+    modules
+        Operations and any other modules, in the order in which they run.
+    fusions
+        The fusion classes that the planner may use.
+    name
+        The class of the module that runs so, for messages.
+    is_open
+        Whether a channel may have an end outside; such ends are extra inputs and
+        outputs of a call.
+    previous
+        Grouping of the same modules, whose pipelines are kept where their ops stay
+        together.
+
+    Raises
+    ------
+    InputError
+        If a channel has two producers, one that comes too late, or none.
+    """
+
+    # The sequential module sets this to its class; that is on a higher floor.
+    container_class: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        modules: Sequence[Any],
+        fusions: Sequence[type[FusedOperation]] = FUSIONS,
+        *,
+        name: str,
+        is_open: bool = False,
+        previous: Grouping | None = None,
+    ) -> None:
+        # Read first: what changes from here on makes these groups outdated.
+        self.version = module_calls.version
+        self._has_global_hooks = has_global_hooks()
+        self.modules = tuple(modules)
+        self.name = name
+        units = list(_units(self.modules))
+        self.ops = tuple(op for unit, _ in units for op in basic_ops_of(unit))
+        self._lone = [(op, why) for op, why in units if why and isinstance(op, FusibleOperation)]
+        channels = {channel for op in self.ops for channel in op.channels} if is_open else ()
+        self.sources = extra_input_sources(self.ops, channels)
+        self._checks = Checks(self.ops, self.sources)
+        self._readers: dict[Place, list[int]] = {}
+        for reader, row in enumerate(self.sources):
+            for source in row:
+                if source.producer is not None:
+                    self._readers.setdefault(source.place, []).append(reader)
+        every = range(len(self.ops))
+        self._unread = self._written_channels(every, every) if is_open else frozenset()
+        self._returned = frozenset(returned_outputs(self.ops, self._unread))
+        kept = () if previous is None else previous.pipelines()
+        self._groups = list(self._grouped(units, tuple(fusions), kept))
+        self._nested = [group for group in self._groups if isinstance(group, NestedGroup)]
+        last = {s.place: g for g in self._groups for s in g.inputs if s.producer is not None}
+        for place, group in last.items():
+            group.last_reads.append(place)
+        only = self._groups[0] if len(self._groups) == 1 else None
+        self.only = only.pipeline if isinstance(only, PipelineGroup) else None
+        """The one pipeline, where there is nothing else."""
+        for op in self.ops:
+            op._captured = True
+
+    # -- grouping -------------------------------------------------------------
+
+    def _grouped(
+        self,
+        units: Iterable[tuple[Any, str | None]],
+        fusions: tuple[type[FusedOperation], ...],
+        kept: Iterable[OperationFuser],
+    ) -> Iterator[Group]:
+        pipelines = {(p.basic_ops, p.fusions, p.open_channels): p for p in kept}
+        start = stop = 0
+        for unit, reason in (*units, (None, NO_OP)):
+            if reason is None:
+                stop += len(basic_ops_of(unit))
+                continue
+            if start < stop:
+                window = range(start, stop)
+                ops, channels = self.ops[start:stop], self._open_channels(window)
+                pipeline = pipelines.get((ops, fusions, channels))
+                if pipeline is None:
+                    pipeline = OperationFuser(ops, fusions, open_channels=channels)
+                yield PipelineGroup(pipeline, *self._ends(window, channels))
+            window = range(stop, stop + len(basic_ops_of(unit)))
+            if isinstance(unit, FusibleOperation):
+                self._check_hidden(unit, window)
+                channels = self._written_channels(window, window)
+                yield OpGroup(unit, reason, *self._ends(window, channels))
+            elif unit is not None:
+                yield NestedGroup(unit, reason) if _is_container(unit) else Group(unit, reason)
+            start = stop = window.stop
+
+    def _written_channels(
+        self, window: range, readers: range, *, are_read: bool = False
+    ) -> frozenset[str]:
+        """The channels that ops of ``window`` write, and ``readers`` do or do not read."""
+        return frozenset(
+            channel
+            for i in window
+            for k, (channel, _) in self.ops[i]._output_channels.items()
+            if any(reader in readers for reader in self._readers.get((i, k), ())) == are_read
+        )
+
+    def _open_channels(self, window: range) -> frozenset[str]:
+        """The channels that a pipeline of these ops shares with other groups, or a caller."""
+        later = range(window.stop, len(self.ops))
+        inputs, _ = self._ends(window, ())
+        entering = (source.channel for source in inputs if source.channel is not None)
+        leaving = self._written_channels(window, later, are_read=True)
+        unread = self._unread & self._written_channels(window, later)
+        return leaving | unread | frozenset(entering)
+
+    def _ends(
+        self, window: range, open_channels: Collection[str]
+    ) -> tuple[list[Source], list[Place]]:
+        """The extra inputs and outputs of a call of these ops."""
+        sources = (source for i in window for source in self.sources[i])
+        outputs = returned_outputs(self.ops[window.start : window.stop], open_channels)
+        return (
+            [s for s in sources if s.producer is None or s.producer not in window],
+            [(window.start + i, k) for i, k in outputs],
+        )
+
+    def _check_hidden(self, unit: FusibleOperation, window: range) -> None:
+        """Refuse a channel of which a call of ``unit``, a composite, does not return the tensor."""
+        for (i, k), readers in self._readers.items():
+            is_split = i in window and readers[0] in window and readers[-1] not in window
+            if is_split and not self.ops[i].returns_extra_output(k):
+                channel, _ = self.ops[i]._output_channels[k]
+                raise InputError(
+                    f"Channel {channel!r} is read inside and outside of {type(unit).__name__} (ops "
+                    f"{window.start} to {window.stop - 1}), which is called as a module and does "
+                    f"not return the tensor; bind op {i} ({type(self.ops[i]).__name__}) with "
+                    "output_to_caller=True."
+                )
+
+    def is_current(self) -> bool:
+        """Whether each module is still to be called as it was when these groups were made."""
+        return (
+            self.version is module_calls.version
+            and self._has_global_hooks == has_global_hooks()
+            and all(why_called(op) == reason for op, reason in self._lone)
+        )
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return len(self._groups)
+
+    def pipelines(self) -> Iterator[OperationFuser]:
+        """Every pipeline here, those of ops that are called as modules among them."""
+        for group in self._groups:
+            yield from group.pipelines()
+
+    # -- what a caller gives ----------------------------------------------------
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra inputs the caller gives."""
+        return self._checks.num_extra_inputs + sum(len(nested.inputs) for nested in self._nested)
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many extra outputs the caller gets."""
+        return len(self._returned) + sum(len(nested.outputs) for nested in self._nested)
+
+    def named_ops(self) -> Iterator[tuple[str, BasicOperation]]:
+        """Every op, of nested containers too, with its name for messages."""
+        for i, op in enumerate(self.ops):
+            yield f"Op {i} ({type(op).__name__})", op
+        for nested in self._nested:
+            for name, op in nested.grouping.named_ops():
+                yield f"{name} of a nested {nested.grouping.name}", op
+
+    def keywords(self, rows: Sequence[Mapping[str, Any]]) -> Keywords:
+        """``rows``, the keyword arguments of each basic op, by op.
+
+        Raises
+        ------
+        InputTypeError
+            If they are no list of a dict for each op, or an op does not take what it gets.
+        """
+        self._checks.keywords(rows)
+        return dict(zip(self.ops, rows, strict=True))
+
+    def _check_extra_inputs(self, given: int) -> None:
+        if given != self.num_extra_inputs:
+            takers = wrong_extra_count(self.num_extra_inputs, self._takers(), given)
+            raise InputError(f"The {self.name} {takers}")
+
+    def _takers(self) -> list[str]:
+        """The ops that take extra inputs from the caller, for messages."""
+        takers = self._checks.extra_input_takers()
+        for nested in self._nested:
+            takers += [f"{taker} of a nested {self.name}" for taker in nested.grouping._takers()]
+        return takers
+
+    # -- running --------------------------------------------------------------
+
+    def run(
+        self, x: Any, extra_inputs: tuple[torch.Tensor, ...], keywords: Keywords | None = None
+    ) -> Output:
+        """Run every group, with keyword arguments that were checked.
+
+        Returns the output, or a tuple of it and the extra outputs in the order of the ops.
+
+        Raises
+        ------
+        InputError
+            If the number of extra inputs is wrong.
+        StateError
+            If a module wrote into a tensor that is on a channel.
+        """
+        self._check_extra_inputs(len(extra_inputs))
+        if self.only is not None:
+            return self.only.run(x, extra_inputs, keyword_rows(self.only, keywords))
+        given = iter(extra_inputs)
+        # The tensors on channels, with the version that each had when it got there.
+        carried: dict[Place | None, tuple[torch.Tensor, int | None]] = {}
+        returned: list[torch.Tensor] = []
+        for group in self._groups:
+            taken = [
+                next(given) if s.producer is None else self._read(s, *carried[s.place])
+                for s in group.inputs
+            ]
+            x = group.call(x, taken, keywords)
+            del taken
+            for end in group.last_reads:
+                del carried[end]
+            if group.outputs:
+                places = group.outputs
+                x, *made = group.taken_apart(x, len(places))
+                for place, tensor in zip(places, made, strict=True):
+                    if place in self._readers:
+                        carried[place] = (tensor, _version(tensor))
+                    if place is None or place in self._returned:
+                        returned.append(tensor)
+                del made, tensor
+        return (x, *returned) if returned else x
+
+    def _read(self, source: Source, tensor: torch.Tensor, version: int | None) -> torch.Tensor:
+        """What a channel brings."""
+        if _version(tensor) != version:
+            producer, _ = source.place
+            raise StateError(
+                f"The tensor on channel {source.channel!r}, from op {producer} "
+                f"({type(self.ops[producer]).__name__}), was changed in place before all ops had "
+                "read it. A module between the ends of a channel must not write into its input."
+            )
+        return tensor
+
+    # -- planning -------------------------------------------------------------
+
+    def plan(
+        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+    ) -> FusionPlan:
+        """One plan for all groups.
+
+        Raises
+        ------
+        InputError
+            If the number of extra inputs is wrong, or there is no op.
+        """
+        if not self.ops:
+            raise InputError(f"This {self.name} holds no fusible op, so there is nothing to plan.")
+        self._check_extra_inputs(len(extra_inputs))
+        if self.only is not None:
+            return self.only.plan(x, *extra_inputs, training=training)
+        channels = [
+            Channel(source.channel or "", source.producer, reader)
+            for reader, row in enumerate(self.sources)
+            for source in row
+            if source.producer is not None
+        ]
+        parts, _ = self.planned(x, extra_inputs, training=training)
+        return merged(parts, channels)
+
+    def planned(
+        self, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor], *, training: bool
+    ) -> Planned:
+        """The plan of each group."""
+        given = iter(extra_inputs)
+        carried: dict[Place | None, torch.Tensor] = {}
+        returned: list[torch.Tensor] = []
+        parts: list[FusionPlan | ModuleCall] = []
+        for group in self._groups:
+            taken = [
+                next(given) if source.producer is None else carried[source.place]
+                for source in group.inputs
+            ]
+            found, (x, *made) = group.planned(x, taken, training)
+            parts += found
+            for place, tensor in zip(group.outputs, made, strict=True):
+                carried[place] = tensor
+                if place is None or place in self._returned:
+                    returned.append(tensor)
+        return parts, (x, *returned)
+
+
+def _units(modules: Iterable[Any]) -> Iterator[tuple[Any, str | None]]:
+    """Each module, and why it is called as one; the basic ops of a composite if one of them is."""
+    for module in modules:
+        reason = why_called(module) if isinstance(module, FusibleOperation) else NO_OP
+        members = module.members if isinstance(module, FusedOperation) else ()
+        if reason is None and any(why_called(member) for member in members):
+            yield from _units(members)
+        else:
+            yield module, reason
+
+
+def _is_container(module: torch.nn.Module) -> bool:
+    container = Grouping.container_class
+    return isinstance(module, container) and type(module).forward is container.forward
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    """How often ``tensor`` was written to; None where torch does not count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+FusedOperation.grouping_class = Grouping
