@@ -276,7 +276,8 @@ class OpGraph:
         """Why ops ``start`` up to ``stop`` cannot run as one; None if the window is closed.
 
         A fused op gets all extra inputs before it runs, so none of them may be
-        an extra output of its own.
+        an extra output of its own. One that a registered function has put in
+        makes such a tensor itself.
         """
         for consumer in range(start, stop):
             for source in self.sources[consumer]:

@@ -139,10 +139,11 @@ class PlanWriter:
 
     def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
         before, after = self._quantizers(indices)
-        extras = ", ".join(self._extra_inputs(i) for i in indices)
+        extras = ", ".join(self._extra_inputs(i, indices) for i in indices)
         given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
         none = ", ".join(["no_kwargs"] * len(indices))
         counts = [self.ops[i].num_extra_outputs for i in indices]
+        inner = self._inner_outputs(indices)
         checked = self._checked(op, indices, "extra outputs", counts)
         self.names[f"forward{number}"] = op.fuser_forward
         self.lines += [
@@ -158,11 +159,10 @@ class PlanWriter:
             else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
         ]
         if self.saving:
-            self.lines += [
-                f"        spec{i}_{k} = out{i}_{k}.shape, out{i}_{k}.dtype"
-                for i, k in self.places
-                if i in indices
-            ]
+            for i, k in ((i, k) for i, k in self.places if i in indices):
+                spec = f"(out{i}_{k}.shape, out{i}_{k}.dtype)"
+                absent = f" if out{i}_{k} is not None else None" if (i, k) in inner else ""
+                self.lines.append(f"        spec{i}_{k} = {spec}{absent}")
         self._add_drop(f"out{i}_{k}" for i, k in self._read_last(indices))
 
     def _write_backward(self, steps: PlannedOps) -> None:
@@ -197,7 +197,8 @@ class PlanWriter:
                 self._add_none_check(op, indices, number + 1 < len(steps))
                 continue
             self.names[f"backward{number}"] = op.fuser_backward
-            grads = ", ".join(self._extra_output_grads(i) for i in indices)
+            inner = self._inner_outputs(indices)
+            grads = ", ".join(self._extra_output_grads(i, inner) for i in indices)
             params = self._each("p{i}, ", indices)
             param_counts = [self.param_counts[i] for i in indices]
             checked = self._checked(op, indices, "parameters", param_counts)
@@ -301,17 +302,33 @@ class PlanWriter:
             self.names[name] = functools.partial(refuse_dropped, op, indices)
             self.lines.append(f"        if dx is None: {name}()")
 
-    def _extra_inputs(self, op: int) -> str:
+    def _inner_outputs(self, indices: tuple[int, ...]) -> set[tuple[int, int]]:
+        """Extra outputs that a step of these ops alone reads, so that it may not make them."""
+        readers: dict[tuple[int, int], set[int]] = {}
+        for i, row in enumerate(self.sources):
+            for source in row:
+                if source.producer in indices:
+                    readers.setdefault(source.place, set()).add(i)
+        return {
+            place
+            for place, reading in readers.items()
+            if reading <= set(indices) and place not in self.returned
+        }
+
+    def _extra_inputs(self, op: int, indices: tuple[int, ...]) -> str:
+        """What op ``op`` of a step of ``indices`` gets; None for what the step itself makes."""
         return _tuple(
             f"extra_inputs[{source.caller_index}]"
             if source.caller_index is not None
+            else "None"
+            if source.producer in indices
             else "out{}_{}".format(*source.place)
             for source in self.sources[op]
         )
 
-    def _extra_output_grads(self, op: int) -> str:
+    def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> str:
         return _tuple(
-            f"filled(dout{i}_{k}, specs[{n}], dx)"
+            "None" if (i, k) in inner else f"filled(dout{i}_{k}, specs[{n}], dx)"
             for n, (i, k) in enumerate(self.places)
             if i == op
         )
@@ -319,7 +336,7 @@ class PlanWriter:
     def _add_channel_grads(self, indices: tuple[int, ...]) -> None:
         for i in indices:
             for k, source in enumerate(self.sources[i]):
-                if source.producer is not None:
+                if source.producer is not None and source.producer not in indices:
                     name = "dout{}_{}".format(*source.place)
                     self.lines.append(f"        {name} = total({name}, din{i}_{k})")
 

@@ -1047,6 +1047,55 @@ def test_registered_functions_run_in_order_and_prepend_runs_first() -> None:
     assert order == ["first", "second", "third"]
 
 
+class Doubled(fuser.FusedOperation):
+    """``x + x`` for a copy of x on a channel, which is added again; the channel is not needed."""
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **kwargs):
+        assert basic_op_extra_inputs == [(), (None,)]  # what it makes itself
+        return 2 * input_, [(input_ if self.needs_channel else None,), ()]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        ((later,), ()) = basic_op_grad_extra_outputs
+        grad_input = 2 * grad_output if later is None else 2 * grad_output + later
+        return grad_input, [(), ()], [(), (None,)]
+
+    needs_channel = False
+
+
+class DoubledForLater(Doubled):
+    """The same where others want the tensor too."""
+
+    needs_channel = True
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize("later", ["nobody", "caller", "op"])
+@pytest.mark.parametrize("side", ["forward", "backward", "joint"])
+def test_a_registered_fusion_may_take_both_ends_of_a_channel(side: str, later: str) -> None:
+    def model() -> fuser.Sequential:
+        to_caller = later == "caller"
+        make = fuser.MakeExtraOutput()
+        make.set_extra_output_channel(0, "r", output_to_caller=to_caller)
+        adds = [fuser.AddExtraInput().set_extra_input_channel(0, "r") for _ in range(2)]
+        tail = [fuser.ConstantScale(3.0), adds[1]] if later == "op" else []
+        return fuser.Sequential(fuser.ConstantScale(1.0), make, adds[0], *tail)
+
+    def function(ops: Any, *, recipe: Any) -> Any:
+        fusion = Doubled if later == "nobody" else DoubledForLater
+        return [ops[0], fusion(ops[1:3]), *ops[3:]]
+
+    expected = run(model(), [_tensor(FP32)])
+    REGISTER[side](function)
+    split = model()
+    actual = run(split, [_tensor(FP32)])
+    assert set(actual) == set(expected)
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name])
+    for half in ("forward", "backward") if side == "joint" else (side,):
+        plan = split.plan(_tensor(FP32))
+        assert any(step.ops == (1, 2) and step.fusion for step in plan.steps(half))
+
+
 @pytest.mark.usefixtures("registry")
 def test_registering_after_a_call_takes_effect_at_the_next() -> None:
     model, x = scales(), _tensor(FP32)
