@@ -60,6 +60,7 @@ class BasicLinear(BasicOperation):
         On a feature size that is not positive, or an unknown parallel mode.
     """
 
+    parameter_names = ("weight",)
     emits_quantized = ("forward", "backward")
 
     def __init__(
@@ -210,9 +211,10 @@ class BasicLinear(BasicOperation):
 
         Keeps of them in ``ctx`` what the wanted gradients need.
         """
-        # Not self.weight: torch.nn.Module.__getattr__ costs 0.4 us.
-        x, weight = input_, self._parameters["weight"]
-        assert weight is not None
+        # Not self.weight at once: torch.nn.Module.__getattr__ costs 0.4 us.
+        x, weight = input_, self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight  # an attribute, which a hook computes
         wants_grad = weight.requires_grad
         if ctx.autocast_dtype is not None:
             weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
@@ -260,8 +262,9 @@ class BasicLinear(BasicOperation):
         """
         if input_.shape[-1] != self.in_features:
             self._check_features(input_.shape)
-        weight = self._parameters["weight"]
-        assert weight is not None
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         dtype = ctx.autocast_dtype or weight.dtype
         ctx.compute_dtype = dtype
         override = ctx.backward_override
