@@ -148,6 +148,9 @@ class OperationContext:
     """What the op before wants the gradient of the main input in, None for plain."""
     grad_output_quantizer: Any | None = None
     """What this op quantizes the gradient of its output with, where it does."""
+    main_grad_owner: torch.Tensor | None = None
+    """In backward: the weight to whose ``main_grad`` the gradient of the op's first parameter is
+    added; None where that is returned, or nobody asked for it."""
     compute_dtype: torch.dtype | None = None
     """The dtype that a linear's operands have, or are dequantized to."""
     to_save: tuple[torch.Tensor | None, ...] | None
@@ -251,6 +254,8 @@ class BasicOperation(FusibleOperation):
     """Whether extra inputs must be in one of the dtypes that pipelines run in."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
+    accumulates_into_main_grad: bool = False
+    """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is that of the output, whatever else backward launches."""
     parameter_names: Sequence[str] | None = None
