@@ -69,6 +69,12 @@ class Run:
         # Every extra output; which of them the caller gets, and needs no gradient for.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
+        # The ops that add to a main_grad, and where their first parameter is among the inputs.
+        self.accumulating = [
+            (i, 1 + sum(param_counts[:i]))
+            for i, op in enumerate(ops)
+            if op.accumulates_into_main_grad and key.ops[i].params[0].requires_grad
+        ]
         writer = PlanWriter(key, ops, sources, returned, param_counts, self.places)
         self.saving = writer.saving
         self.source, self.forward, self.backward = writer.write(forward, backward)
@@ -111,6 +117,22 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return ranged
+
+
+def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
+    """The leaf whose gradient this backward accumulates at ``edge``; None where it does not.
+
+    None where a gradient is computed further, for a caller of ``torch.autograd.grad``, or for
+    nobody: ``backward(inputs=...)`` may leave it out.
+    """
+    node, _ = edge
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    if leaf is None:
+        return None
+    try:
+        return leaf if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch does not say it of a leaf that torch.autograd.grad was given
+        return None
 
 
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
@@ -187,6 +209,8 @@ class _PipelineFunction(torch.autograd.Function):
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         else:
             saved = ctx.saved_tensors
+        for i, position in run.accumulating:
+            op_ctxs[i].main_grad_owner = _accumulating_leaf(ctx.next_functions[position])
         # Nobody but the generated code holds them from here on, unless the graph is retained.
         held = [saved]
         del saved

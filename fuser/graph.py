@@ -12,6 +12,7 @@ import torch
 from fuser.errors import InputError
 from fuser.op import COMPUTE_DTYPES, BasicOperation
 from fuser.plan_key import Emission, PlanKey, TensorSpec
+from fuser.signature import find_slots
 
 Node = Hashable
 Memory = Hashable
@@ -204,6 +205,8 @@ class OpGraph:
         arrives at each op on the main line.
         """
         self.key = key
+        slots = [find_slots(op, _named(self.ops, i)) for i, op in enumerate(self.ops)]
+        self.params = [[held[name] for held, name in row] for row in slots]
         values, gradients = nx.DiGraph(), nx.DiGraph()
         values.add_nodes_from(range(len(self.ops)))
         gradients.add_nodes_from(range(len(self.ops)))
@@ -351,7 +354,7 @@ class OpGraph:
             op = self.ops[i]
             for role, made in op.quantizes(side, self.key.window(i, i + 1)).items():
                 if role == "weight":
-                    weight = next(op.parameters())
+                    weight = self.params[i][0]
                     nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
                     kernels.append((f"quantize {role}", 0, 2 * nbytes))
                 else:
@@ -370,7 +373,7 @@ class OpGraph:
     def _param_bytes(self, op: int, side: str) -> int:
         keys = self.key.ops[op].params
         total = 0
-        for parameter, key in zip(self.ops[op].parameters(), keys, strict=False):
+        for parameter, key in zip(self.params[op], keys, strict=True):
             nbytes = parameter.numel() * parameter.element_size()
             total += nbytes * (1 + (side == "backward" and key.requires_grad))
         return total

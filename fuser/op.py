@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import overrides
@@ -132,6 +132,10 @@ class OperationContext:
     """Whether any backward reaches this op."""
     input_requires_grad: bool = True
     """Whether the gradient of the op's main input is wanted."""
+    params_require_grad: tuple[bool, ...] = ()
+    """Whether the gradient of each of the op's parameters is wanted."""
+    extra_inputs_require_grad: tuple[bool, ...] = ()
+    """Whether the gradient of each extra input is wanted, also of one that comes on a channel."""
     autocast_dtype: torch.dtype | None = None
     """The dtype of torch's autocast in the forward, None where it is off."""
     has_recipe: bool = False
@@ -146,6 +150,9 @@ class OperationContext:
     """What the op before wants the gradient of the main input in, None for plain."""
     grad_output_quantizer: Any | None = None
     """What this op quantizes the gradient of its output with, where it does."""
+    main_grad_owner: torch.Tensor | None = None
+    """In backward: the weight to whose ``main_grad`` the gradient of the op's first parameter is
+    added; None where that is returned, or nobody asked for it."""
     compute_dtype: torch.dtype | None = None
     """The dtype that a linear's operands have, or are dequantized to."""
     to_save: tuple[torch.Tensor | None, ...] | None
@@ -154,6 +161,10 @@ class OperationContext:
 
     def __init__(self) -> None:
         self.to_save = self.saved_tensors = None
+
+    if TYPE_CHECKING:  # an op's own attributes
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep ``tensors`` for the backward; called in the forward."""
@@ -250,8 +261,19 @@ class BasicOperation(FusibleOperation):
     """Whether extra inputs must be in one of the dtypes that pipelines run in."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
+    accumulates_into_main_grad: bool = False
+    """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is that of the output, whatever else backward launches."""
+    parameter_names: Sequence[str] | None = None
+    """The op's parameters, in the order in which backward returns their gradients.
+
+    The op has each of them and no others; one of a submodule is named by its path,
+    ``"gate.weight"``. None stands for the op's own parameters in the order in which their names
+    were first registered, and after them those of its submodules."""
+    backward_attributes: tuple[str, ...] = ()
+    """Attributes of the op that its backward reads from the context, as they were in the forward;
+    a fusion that runs one half of the op finds them there too."""
     emits_quantized: tuple[str, ...] = ()
     """Where the op quantizes what it hands on for a neighbour that asks, ``"forward"`` its output
     and ``"backward"`` the gradient of its input; elsewhere the neighbour quantizes."""
@@ -262,6 +284,7 @@ class BasicOperation(FusibleOperation):
         self._output_channels: dict[int, tuple[str, bool]] = {}
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
+        self._registered_names: list[str] = []
         # What `recipe` gave.
         self._quantizers: tuple[Recipe, dict[tuple[str, int, str], Quantizer]] | None = None
 
@@ -304,6 +327,10 @@ class BasicOperation(FusibleOperation):
         """
         return (type(self).__name__,)
 
+    def context_constants(self, key: PlanKey) -> dict[str, Any]:
+        """Attributes of the op's contexts that are the same in all calls of one plan."""
+        return {}
+
     def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
         """Whether what the op hands on quantized is written so by the kernel that makes it.
 
@@ -314,6 +341,14 @@ class BasicOperation(FusibleOperation):
     def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
         """What this op quantizes on ``side`` because it arrives plain: how, by role."""
         return {}
+
+    # -- parameters -----------------------------------------------------------
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        # torch's own order changes when a parameter is deleted and set again.
+        if name not in self._registered_names:
+            self._registered_names.append(name)
 
     # -- quantizers -----------------------------------------------------------
 
@@ -643,6 +678,24 @@ class _FixedOps(torch.nn.ModuleList):
         return self._refuse() if hasattr(self, "_is_fixed") else super().extend(modules)
 
 
+class _NoParameters(dict[str, Any]):
+    """The parameters of a fused op itself: none can be put, taken or deleted here."""
+
+    def __init__(self, owner: type, members: Sequence[FusibleOperation]) -> None:
+        super().__init__()
+        self._owner = owner.__name__
+        self._members = " and ".join(type(op).__name__ for op in members)
+
+    def _refuse(self, name: str, *value: Any) -> Any:
+        raise StateError(
+            f"{self._owner} has no parameter {name!r} of its own, and cannot be given one: "
+            f"parameters are those of its basic ops, {self._members}. Change, prune or normalize "
+            f"one of those instead, as in {self._owner.lower()}.basic_ops[0]."
+        )
+
+    __missing__ = __setitem__ = __delitem__ = _refuse
+
+
 class FusedOperation(FusibleOperation):
     """One class for one way to run a window of basic ops at once.
 
@@ -677,6 +730,7 @@ class FusedOperation(FusibleOperation):
             raise InputError(f"{type(self).__name__} was given no basic ops to stand for.")
         # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.
         self.members: tuple[Any, ...] = tuple(self.basic_ops)
+        self._parameters = _NoParameters(type(self), self.members)
 
     @property
     def is_fused_op(self) -> bool:

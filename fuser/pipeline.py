@@ -13,7 +13,7 @@ import torch
 from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
 from fuser.checks import Checks
-from fuser.errors import BlockSizeError, InputError, InputTypeError
+from fuser.errors import BlockSizeError, InputError, InputTypeError, StateError
 from fuser.executor import Run
 from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
@@ -97,6 +97,7 @@ class OperationFuser:
         self._last: tuple[tuple[Any, ...], Run | None] = ((), None)
         # What the last forward ran under, if a recipe: for a recomputation of it.
         self._conditions: Conditions | None = None
+        self._slots = ParameterSlots((), 0)  # until the first call or plan
         self._is_started = False
         self._start_lock = threading.Lock()
         self._hooked = [
@@ -158,11 +159,12 @@ class OperationFuser:
         try:
             params, signature = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
+            self._find_parameters()  # one may have gone to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
-            raise
+            params, signature = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or signature != known:
-            run = self._find_run(signature, input_, params, extra_inputs)
+            run, params = self._find_run(signature, input_, params, extra_inputs)
         if run.has_recipe:
             if recomputed_conditions() is None:
                 self._conditions = current_conditions(self.basic_ops)
@@ -200,15 +202,21 @@ class OperationFuser:
         input_: torch.Tensor,
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
-    ) -> Run:
-        """What an earlier call of this signature ran, else planned now; kept as the last."""
+    ) -> tuple[Run, tuple[torch.Tensor, ...]]:
+        """What an earlier call of this signature ran, else planned now; kept as the last.
+
+        Returned with the parameters, among them those that were added to an op since its last
+        planning.
+        """
         run = self._runs.get(signature)
         if run is None:
+            self._find_parameters()
+            params, signature = self._slots.read(input_, extra_inputs, _registered)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, signature, run)
         # One assignment: another thread sees both or neither.
         self._last = (signature, run)
-        return run
+        return run, params
 
     def plan(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
@@ -219,8 +227,7 @@ class OperationFuser:
         What kernels do about the layout of these tensors is noted in what is
         returned, and not in what is kept.
         """
-        if not self._is_started:
-            self._find_parameters()
+        self._find_parameters()
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
@@ -262,7 +269,20 @@ class OperationFuser:
             self._is_started = True
 
     def _find_parameters(self) -> None:
-        self._slots = ParameterSlots(self.basic_ops, self.num_extra_inputs)
+        """Where the parameters are at this moment; kept as it is if that has not changed."""
+        slots = ParameterSlots(self.basic_ops, self.num_extra_inputs)
+        for index in slots.computed:
+            op = self.basic_ops[index]
+            if op._forward_pre_hooks and op._pipeline is not self:
+                raise StateError(
+                    f"Op {index} ({type(op).__name__}) has a parameter that a hook computes before "
+                    "each call of the op, and it runs here as part of a pipeline, without its "
+                    "hooks. Register such hooks (prune, weight_norm) before the Sequential's first "
+                    "call, and on an op that stands in it by itself, as BasicLinear and Bias do in "
+                    "the place of a Linear."
+                )
+        if slots.places != self._slots.places:
+            self._slots = slots
 
     def _check_before_start(
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]

@@ -64,6 +64,7 @@ class PlanWriter:
             "filled": _filled,
             "total": _total,
             "plain": _plain,
+            "marked": _marked,
             "no_kwargs": _NO_KWARGS,
         }
         recipe = key.recipe
@@ -73,11 +74,14 @@ class PlanWriter:
             self.names[f"Context{i}"] = _context_class(
                 requires_grad=op_key.requires_grad,
                 input_requires_grad=op_key.input_requires_grad,
+                params_require_grad=tuple(param.requires_grad for param in op_key.params),
+                extra_inputs_require_grad=tuple(t.requires_grad for t in op_key.extra_inputs),
                 autocast_dtype=key.autocast_dtype,
                 has_recipe=recipe is not None,
                 backward_override=recipe and recipe.backward_override,
                 input_dtype=op_key.input_dtype,
                 **constants,
+                **op.context_constants(key.window(i, i + 1)),
             )
 
     def write(self, forward: PlannedOps, backward: PlannedOps) -> tuple[str, Any, Any]:
@@ -98,6 +102,8 @@ class PlanWriter:
             wanted = self._wanted_grad(i)
             if wanted != "None":
                 add(f"    c{i}.grad_input_quantizer = {wanted}")
+            for name in self.ops[i].backward_attributes if i in self.saving else ():
+                add(f"    c{i}.{name} = op{i}.{name}")
         add("    result = ()")
         add("    try:")
         for number, (op, indices) in enumerate(steps):
@@ -133,13 +139,14 @@ class PlanWriter:
         own = f", **(kwargs[{i}] if kwargs else {{}})" if keyword_names(type(op)) != () else ""
         self.names[f"forward{number}"] = op.op_forward
         self.lines += [
-            f"        x = forward{number}(c{i}, x, prev_op_grad_output_quantizer={before},",
+            f"        x = forward{number}(c{i}, {self._main_input(op, i)}, "
+            f"prev_op_grad_output_quantizer={before},",
             f"            next_op_input_quantizer={after}{own})",
         ]
 
     def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
         before, after = self._quantizers(indices)
-        extras = ", ".join(self._extra_inputs(i, indices) for i in indices)
+        extras = ", ".join(self._extra_inputs(op, i, indices) for i in indices)
         given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
         none = ", ".join(["no_kwargs"] * len(indices))
         counts = [self.ops[i].num_extra_outputs for i in indices]
@@ -147,7 +154,8 @@ class PlanWriter:
         checked = self._checked(op, indices, "extra outputs", counts)
         self.names[f"forward{number}"] = op.fuser_forward
         self.lines += [
-            f"        result = forward{number}([{self._each('c{i}, ', indices)}], x,",
+            f"        result = forward{number}([{self._each('c{i}, ', indices)}], "
+            f"{self._main_input(op, indices[0])},",
             f"            basic_op_extra_inputs=[{extras}],",
             f"            prev_op_grad_output_quantizer={before},",
             f"            next_op_input_quantizer={after},",
@@ -315,16 +323,28 @@ class PlanWriter:
             if reading <= set(indices) and place not in self.returned
         }
 
-    def _extra_inputs(self, op: int, indices: tuple[int, ...]) -> str:
-        """What op ``op`` of a step of ``indices`` gets; None for what the step itself makes."""
+    def _main_input(self, op: FusibleOperation, i: int) -> str:
+        """``x`` as ``op`` is handed it at basic op ``i``."""
+        return "x" if i == 0 else self._marked(op, "x", self.key.ops[i].input_requires_grad)
+
+    def _extra_inputs(self, op: FusibleOperation, i: int, indices: tuple[int, ...]) -> str:
+        """What basic op ``i`` of a step of ``indices`` gets; None for what the step itself makes."""
         return _tuple(
             f"extra_inputs[{source.caller_index}]"
             if source.caller_index is not None
             else "None"
             if source.producer in indices
-            else "out{}_{}".format(*source.place)
-            for source in self.sources[op]
+            else self._marked(op, "out{}_{}".format(*source.place), tensor.requires_grad)
+            for source, tensor in zip(self.sources[i], self.key.ops[i].extra_inputs, strict=True)
         )
+
+    def _marked(self, op: FusibleOperation, name: str, wanted: bool) -> str:
+        """A tensor made in here, whose ``requires_grad`` ops of others may ask for.
+
+        Those of the library ask their contexts.
+        """
+        is_ours = type(op).__module__.startswith(f"{__package__}.")
+        return name if is_ours or not self.saving else f"marked({name}, {wanted})"
 
     def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> str:
         return _tuple(
@@ -436,6 +456,13 @@ def _filled(
 ) -> torch.Tensor:
     """``grad``, or zeros where no gradient came back on a channel."""
     return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad
+
+
+def _marked(tensor: torch.Tensor, wants_grad: bool) -> torch.Tensor:
+    """``tensor`` with a ``requires_grad`` that is true: in the node no tensor gets it by itself."""
+    if tensor.requires_grad == wants_grad or not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().requires_grad_(wants_grad)
 
 
 def _plain(grad: torch.Tensor | None) -> torch.Tensor | None:

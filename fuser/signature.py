@@ -18,53 +18,32 @@ from fuser.written import compiled
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
 
 
+Slot = tuple[dict[str, Any], str]
+"""Where a parameter is held: a dict, and its name in it."""
+
+
 class ParameterSlots:
-    """Where a pipeline's parameters live: a replaced parameter is found in its old place.
+    """The parameters of a pipeline's ops, each found by its name at every call.
 
     Raises
     ------
     StateError
-        If an op's parameter is parametrized.
+        As :func:`find_slots`.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], num_extra_inputs: int) -> None:
-        self._ops = ops
         self._extras = [f"extras[{k}]" for k in range(num_extra_inputs)]
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        self.counts: list[int] = []
+        rows = [find_slots(op, f"Op {i} ({type(op).__name__})") for i, op in enumerate(ops)]
+        self._slots = [slot for row in rows for slot in row]
+        self.counts = [len(row) for row in rows]
         """How many parameters each op has."""
-        for index, op in enumerate(ops):
-            if is_parametrized(op):
-                raise StateError(
-                    f"Op {index} ({type(op).__name__}) has a parametrized "
-                    f"{' and '.join(op.parametrizations)}; fuser gives gradients to an op's own "  # type: ignore[arg-type]
-                    "parameters only. Remove the parametrization, or use a torch module here."
-                )
-            seen: set[int] = set()
-            for module in op.modules():
-                for name, parameter in module._parameters.items():
-                    if parameter is not None and id(parameter) not in seen:
-                        seen.add(id(parameter))
-                        self._slots.append((module._parameters, name))
-            self.counts.append(len(seen))
+        self.places = (self._extras, self.counts, [(id(held), name) for held, name in self._slots])
+        """All that :attr:`read` is written from."""
+        self.computed = [i for i, row in enumerate(rows) if any(map(_is_computed, row))]
+        """The ops that have one which a hook computes before each of their calls."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parameters that the ops hold at this moment.
-
-        Raises
-        ------
-        StateError
-            If one is gone.
-        """
-        places = iter(self._slots)
-        for index, (op, count) in enumerate(zip(self._ops, self.counts, strict=True)):
-            for owner, name in (next(places) for _ in range(count)):
-                if owner.get(name) is None:
-                    raise StateError(
-                        f"Op {index} ({type(op).__name__}) has no parameter {name!r} any more: a "
-                        "pipeline reads parameters from where they stood at its first call. Wrap "
-                        "or shard the Sequential as a whole, or use a torch module here."
-                    )
+        """The parameters that the ops hold at this moment."""
         return tuple(owner[name] for owner, name in self._slots)
 
     @functools.cached_property
@@ -102,6 +81,80 @@ class ParameterSlots:
             "    return params, signature",
         ]
         return compiled("\n".join(lines) + "\n", "signature", {**_ASKED, **owners})["read"]
+
+
+def find_slots(op: BasicOperation, who: str) -> list[Slot]:
+    """Where each parameter of ``op`` is held at this moment, in the order of its gradients.
+
+    That is where torch registers parameters, or, where a hook computes one before each call, as
+    those of ``torch.nn.utils.prune`` and ``weight_norm`` do, a plain attribute: its gradient goes
+    on to what it was computed from. ``who`` names the op in messages.
+
+    Raises
+    ------
+    StateError
+        If a parameter is missing or parametrized, or is not the op's own.
+    """
+    for module in op.modules():
+        if is_parametrized(module):
+            raise StateError(
+                f"{who} has a parametrized {' and '.join(module.parametrizations)}; fuser gives "  # type: ignore[arg-type]
+                "gradients to an op's own parameters only. Remove the parametrization, or use a "
+                "torch module here."
+            )
+    names = op.parameter_names
+    if names is None:
+        return _registered_slots(op)
+    slots = []
+    for name in names:
+        slot = _slot(op, name)
+        if slot is None:
+            raise StateError(
+                f"{who} has no parameter {name!r} any more. Wrap or shard the Sequential as a "
+                "whole, or use a torch module here."
+            )
+        slots.append(slot)
+    # Beside a computed one there is, under any name, what it is computed from.
+    if not any(map(_is_computed, slots)):
+        for name, _ in op.named_parameters(remove_duplicate=False):
+            if name not in names:
+                raise StateError(
+                    f"{who} holds a parameter {name!r} that is not its own, and gives it no "
+                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Hold "
+                    "it outside of the op; a class of ops that computes with it names it in "
+                    "parameter_names."
+                )
+    return slots
+
+
+def _registered_slots(op: BasicOperation) -> list[Slot]:
+    """Slots of an op that does not name its parameters: by first registration, each once."""
+    slots = [slot for name in op._registered_names if (slot := _slot(op, name)) is not None]
+    # torch computes "weight" from "weight_orig", or from "weight_g" and "weight_v".
+    sources = tuple(f"{name}_" for held, name in slots if held is op.__dict__)
+    slots = [slot for slot in slots if not slot[1].startswith(sources)]
+    for module in list(op.modules())[1:]:
+        slots += [(module._parameters, name) for name in module._parameters]
+    distinct: dict[int, Slot] = {}
+    for held, name in slots:
+        if held[name] is not None:
+            distinct.setdefault(id(held[name]), (held, name))
+    return list(distinct.values())
+
+
+def _slot(op: torch.nn.Module, path: str) -> Slot | None:
+    """Where the parameter of that path is held; None if it is nowhere."""
+    owner, _, name = path.rpartition(".")
+    module = dict(op.named_modules()).get(owner) if owner else op
+    for held in (module._parameters, module.__dict__) if module is not None else ():
+        if isinstance(held.get(name), torch.Tensor):
+            return held, name
+    return None
+
+
+def _is_computed(slot: Slot) -> bool:
+    """Whether a parameter is a plain attribute, and not where torch registers parameters."""
+    return "_parameters" in slot[0]  # an attribute of every module
 
 
 def autocast_device(tensor: torch.Tensor) -> str:

@@ -322,6 +322,25 @@ def test_random_runs_of_pointwise_ops_have_the_same_bits_fused(links: list[str])
             assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_scalars_that_change_between_forward_and_backward_are_the_forwards(fusions: Any) -> None:
+    def run(is_changed: bool) -> torch.Tensor | None:
+        torch.manual_seed(5)
+        ops = (fuser.ConstantScale(2.0), fuser.SiTUGLU(), fuser.Dropout(0.5))
+        model = fuser.Sequential(*ops, fusions=fusions)
+        x = leaf(random_tensor((4, 16), BF16, 1))
+        y = model(x)
+        if is_changed:
+            model[0].scale, model[2].dropout_probability = 5.0, 0.1
+            model[1].functor = fuser.SiTUGLU(beta1=0.5).functor
+        y.backward(random_tensor((4, 8), BF16, 2))
+        return x.grad
+
+    with on_kernels():
+        expected, found = run(False), run(True)
+    assert torch.equal(found, expected)
+
+
 def test_a_chain_runs_without_gradients_in_evaluation_and_with_frozen_parameters(
     launched: list[str],
 ) -> None:

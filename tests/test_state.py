@@ -643,6 +643,68 @@ def test_a_frozen_weight_leaves_main_grad_alone() -> None:
     assert torch.equal(linear.weight.main_grad, torch.full((5, N), 0.25))
 
 
+ASKS_FOR_X: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "autograd.grad": lambda y, x: torch.autograd.grad(y, x, torch.ones_like(y)),
+    "backward(inputs=)": lambda y, x: y.sum().backward(inputs=[x]),
+}
+
+
+@every_backward
+@pytest.mark.parametrize("ask", ASKS_FOR_X.values(), ids=ASKS_FOR_X)
+def test_a_backward_that_leaves_the_weight_out_leaves_main_grad_alone(
+    wrap: Callable[..., fuser.Sequential],
+    fusion: str | None,
+    ask: Callable[[torch.Tensor, torch.Tensor], Any],
+) -> None:
+    linear, x = accumulating(FP32), leaf(tensor())
+    out = wrap(linear)(x)
+    y = out[0] if isinstance(out, tuple) else out
+    before = linear.weight.main_grad.clone()
+    ask(y, x)
+    assert torch.equal(linear.weight.main_grad, before)
+    assert linear.weight.grad is None
+
+
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.Float8CurrentScaling()], ids=["", "fp8"])
+def test_a_gradient_of_the_weight_that_is_asked_for_is_returned(recipe: Any) -> None:
+    linear = accumulating(FP32)
+    plain = fuser.BasicLinear(N, 5)
+    plain.weight = torch.nn.Parameter(linear.weight.detach().clone())
+    found = []
+    for op in (linear, plain):
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = op(tensor())
+        found += torch.autograd.grad(y, op.weight, torch.ones_like(y))
+    assert torch.equal(*found)
+    assert torch.equal(linear.weight.main_grad, torch.full((5, N), 0.25))
+    linear(tensor()).sum().backward(inputs=[linear.weight])
+    assert linear.weight.grad is None
+    assert not torch.equal(linear.weight.main_grad, torch.full((5, N), 0.25))
+
+
+def test_a_value_of_functional_call_gets_its_gradient_and_main_grad_is_left_alone() -> None:
+    linear = accumulating(FP32)
+    value, product = leaf(linear.weight.detach() * 2), leaf(linear.weight.detach())
+    for given in (value, 2 * product):
+        y = torch.func.functional_call(linear, {"weight": given}, (tensor(),))
+        y.sum().backward()
+    expected = tensor().sum(0).expand(5, N)
+    torch.testing.assert_close(value.grad, expected)
+    torch.testing.assert_close(product.grad, 2 * expected)
+    assert torch.equal(linear.weight.main_grad, torch.full((5, N), 0.25))
+
+
+def test_a_weight_that_is_replaced_before_its_backward_keeps_its_main_grad() -> None:
+    linear = accumulating(FP32)
+    old = linear.weight
+    y = linear(tensor())
+    linear.weight = torch.nn.Parameter(old.detach().clone())
+    linear.weight.main_grad = torch.zeros(5, N)
+    y.sum().backward()
+    torch.testing.assert_close(old.main_grad, 0.25 + tensor().sum(0).expand(5, N))
+    assert not linear.weight.main_grad.any()
+
+
 def test_main_grad_of_a_replaced_weight_is_the_one_that_is_used() -> None:
     linear = fuser.Linear(N, 5, accumulate_into_main_grad=True)
     linear.weight.main_grad = torch.zeros(5, N)

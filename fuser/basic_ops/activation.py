@@ -41,7 +41,9 @@ class Activation(BasicOperation):
         backward then sees it rounded.
     """
 
+    parameter_names = ()
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("functor", "cache_quantized_input")
     functor_name = ""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
@@ -99,7 +101,7 @@ class Activation(BasicOperation):
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
         """The input of the forward, as backward sees it."""
         x: torch.Tensor = ctx.saved_tensors[0]
-        return x.dequantize() if self.cache_quantized_input else x
+        return x.dequantize() if ctx.cache_quantized_input else x
 
     def op_forward(
         self,
@@ -114,7 +116,7 @@ class Activation(BasicOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, is_plain = self.saved_input(ctx), not ctx.has_recipe
-        dx = pointwise.activation_backward(self.functor, grad_output, x, is_plain=is_plain)
+        dx = pointwise.activation_backward(ctx.functor, grad_output, x, is_plain=is_plain)
         return emit_grad(dx, ctx), ()
 
 

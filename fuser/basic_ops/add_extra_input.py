@@ -27,6 +27,7 @@ class AddExtraInput(BasicOperation):
         never changes a caller's tensor, and results are the same.
     """
 
+    parameter_names = ()
     num_extra_inputs = 1
     takes_floating_extras = True
     saves_input = False

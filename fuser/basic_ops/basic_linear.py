@@ -60,6 +60,7 @@ class BasicLinear(BasicOperation):
         On a feature size that is not positive, or an unknown parallel mode.
     """
 
+    parameter_names = ("weight",)
     emits_quantized = ("forward", "backward")
 
     def __init__(
@@ -210,9 +211,10 @@ class BasicLinear(BasicOperation):
 
         Keeps of them in ``ctx`` what the wanted gradients need.
         """
-        # Not self.weight: torch.nn.Module.__getattr__ costs 0.4 us.
-        x, weight = input_, self._parameters["weight"]
-        assert weight is not None
+        # Not self.weight at once: torch.nn.Module.__getattr__ costs 0.4 us.
+        x, weight = input_, self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight  # an attribute, which a hook computes
         wants_grad = weight.requires_grad
         if ctx.autocast_dtype is not None:
             weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
@@ -260,8 +262,9 @@ class BasicLinear(BasicOperation):
         """
         if input_.shape[-1] != self.in_features:
             self._check_features(input_.shape)
-        weight = self._parameters["weight"]
-        assert weight is not None
+        weight = self._parameters.get("weight")
+        if weight is None:
+            weight = self.weight
         dtype = ctx.autocast_dtype or weight.dtype
         ctx.compute_dtype = dtype
         override = ctx.backward_override
@@ -339,26 +342,36 @@ class BasicLinear(BasicOperation):
 
     # -- main_grad ------------------------------------------------------------
 
-    def _main_grad(self) -> torch.Tensor:
-        """The buffer that the weight gradient is added to."""
-        main_grad: torch.Tensor | None = getattr(self.weight, "main_grad", None)
-        if main_grad is None:
+    @property
+    def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
+        """As the constructor was told."""
+        return self._accumulate_into_main_grad
+
+    def _main_grad(self, ctx: OperationContext) -> torch.Tensor | None:
+        """The buffer of the weight that the forward read; None where its gradient is returned.
+
+        So it is for a value that ``torch.func.functional_call`` passed, which has no buffer.
+        """
+        weight = ctx.main_grad_owner
+        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+        if main_grad is None and weight is self._parameters.get("weight"):
             raise StateError(
                 "BasicLinear accumulates its weight gradient into weight.main_grad, "
                 "but the weight has no main_grad."
             )
         return main_grad
 
-    def _grad_in_main_grad(self) -> torch.Tensor | None:
+    def _grad_in_main_grad(self, ctx: OperationContext) -> torch.Tensor | None:
         """What autograd is to see of a weight gradient that went into ``main_grad``."""
-        weight = self.weight
+        weight: Any = ctx.main_grad_owner
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         # Megatron-LM's hooks fire on a gradient; this one carries no values
         # unless zero_out_wgrad asks for zeros.
         weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight)
+        stand_in: torch.Tensor = make(weight)
+        return stand_in
 
     # -- running --------------------------------------------------------------
 
@@ -406,11 +419,13 @@ class BasicLinear(BasicOperation):
         grad_input = grad_weight = None
         if weight is not None:
             grad_input = emit_grad(gemm.dgrad(dy, weight, scale, addend), ctx)
-        if x is not None and self._accumulate_into_main_grad:
-            gemm.wgrad_accumulate(self._main_grad(), dy, x, scale)
-            grad_weight = self._grad_in_main_grad()
-        elif x is not None:
-            grad_weight = gemm.wgrad(dy, x, scale)
+        if x is not None:
+            main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
+            if main_grad is None:
+                grad_weight = gemm.wgrad(dy, x, scale)
+            else:
+                gemm.wgrad_accumulate(main_grad, dy, x, scale)
+                grad_weight = self._grad_in_main_grad(ctx)
         return grad_input, (grad_weight,)
 
     def _quantized_backward(
@@ -434,13 +449,14 @@ class BasicLinear(BasicOperation):
             grad_input = emit_grad(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
-            if self._accumulate_into_main_grad:
-                gemm.quantized_wgrad_accumulate(
-                    self._main_grad(), columns, x, dtype, is_split=wgrad_is_split
-                )
-                grad_weight = self._grad_in_main_grad()
-            else:
+            main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
+            if main_grad is None:
                 grad_weight = gemm.quantized_wgrad(columns, x, dtype, is_split=wgrad_is_split)
+            else:
+                gemm.quantized_wgrad_accumulate(
+                    main_grad, columns, x, dtype, is_split=wgrad_is_split
+                )
+                grad_weight = self._grad_in_main_grad(ctx)
         return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:

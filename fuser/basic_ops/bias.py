@@ -39,6 +39,7 @@ class Bias(BasicOperation):
 
     saves_input = False
     passes_gradient_on = True
+    parameter_names = ("bias",)
     emits_quantized = ("forward", "backward")
 
     def __init__(
@@ -94,8 +95,9 @@ class Bias(BasicOperation):
 
     def addend(self, ctx: OperationContext) -> torch.Tensor:
         """The bias in the compute dtype."""
-        bias = self._parameters["bias"]  # without torch.nn.Module.__getattr__
-        assert bias is not None
+        bias = self._parameters.get("bias")  # without torch.nn.Module.__getattr__
+        if bias is None:
+            bias = self.bias  # an attribute, which a hook computes
         return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)
 
     def stage(
@@ -124,14 +126,14 @@ class Bias(BasicOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         """``dy``, and its sum over rows; None where that is not wanted."""
-        bias = self._parameters["bias"]
-        assert bias is not None
-        if not bias.requires_grad:
+        if not ctx.params_require_grad[0]:
             return emit_grad(grad_output, ctx), (None,)
         if ctx.grad_input_quantizer is not None:
-            dx, dbias = pointwise.bias_backward(grad_output, self.size)
+            dx, dbias = pointwise.bias_backward(grad_output, grad_output.shape[-1])
             return emit_grad(dx, ctx), (dbias,)
-        rows = grad_output if grad_output.dim() == 2 else grad_output.reshape(-1, self.size)
+        rows = grad_output
+        if rows.dim() != 2:
+            rows = rows.reshape(-1, rows.shape[-1])
         return grad_output, (rows.sum(0),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:

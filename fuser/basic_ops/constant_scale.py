@@ -16,8 +16,10 @@ from fuser.plan_key import PlanKey, TensorSpec
 class ConstantScale(BasicOperation):
     """Multiply by a constant: ``y = scale * x``."""
 
+    parameter_names = ()
     saves_input = False
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("scale",)
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -59,4 +61,4 @@ class ConstantScale(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return emit_grad(pointwise.constant_scale(grad_output, self.scale), ctx), ()
+        return emit_grad(pointwise.constant_scale(grad_output, ctx.scale), ctx), ()

@@ -36,8 +36,10 @@ class Dropout(BasicOperation):
         If ``p`` is not in [0, 1].
     """
 
+    parameter_names = ()
     saves_input = False
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("dropout_probability",)
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -97,5 +99,5 @@ class Dropout(BasicOperation):
         (seed,) = ctx.saved_tensors
         if seed is None:
             return emit_grad(grad_output, ctx), ()
-        dx = pointwise.dropout(grad_output, seed, self.dropout_probability)
+        dx = pointwise.dropout(grad_output, seed, ctx.dropout_probability)
         return emit_grad(dx, ctx), ()

@@ -14,6 +14,7 @@ from fuser.plan_key import PlanKey, TensorSpec
 class Identity(BasicOperation):
     """Return the input."""
 
+    parameter_names = ()
     saves_input = False
 
     def output_spec(

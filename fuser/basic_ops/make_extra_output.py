@@ -22,6 +22,7 @@ class MakeExtraOutput(BasicOperation):
         the same.
     """
 
+    parameter_names = ()
     num_extra_outputs = 1
     saves_input = False
     emits_quantized = ("backward",)

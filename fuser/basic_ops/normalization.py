@@ -94,6 +94,7 @@ class _Normalization(BasicOperation):
         return 4 * rows * self.num_statistics
 
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("zero_centered_gamma",)
     num_statistics = 1
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -209,6 +210,7 @@ class LayerNorm(_Normalization):
         Multiprocessors a GPU kernel leaves free. Accepted for compatibility.
     """
 
+    parameter_names = ("weight", "bias")
     num_statistics = 2
 
     def __init__(
@@ -254,7 +256,7 @@ class LayerNorm(_Normalization):
             wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
         )
         if ctx.requires_grad:
-            ctx.save_for_backward(x if extra is None else z, weight, mean, rstd)
+            ctx.save_for_backward(x if extra is None else z, weight, bias, mean, rstd)
         return self._shaped(y, input_.shape), self._sum(z, input_.shape)
 
     def input_grad_and_param_grads(
@@ -263,8 +265,8 @@ class LayerNorm(_Normalization):
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Values | None, Grads]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        bias = self.bias
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        wants_dgamma, wants_dbeta = ctx.params_require_grad
         dx, dgamma, dbeta = functional.layernorm_backward(
             grad_output.reshape(x.shape),
             x,
@@ -272,8 +274,8 @@ class LayerNorm(_Normalization):
             bias.flatten(),
             mean,
             rstd,
-            (ctx.input_requires_grad, weight.requires_grad, bias.requires_grad),
-            zero_centered=self.zero_centered_gamma,
+            (ctx.input_requires_grad, wants_dgamma, wants_dbeta),
+            zero_centered=ctx.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
         )
         grads = (self._param_grad(dgamma), self._param_grad(dbeta))
@@ -286,6 +288,8 @@ class RMSNorm(_Normalization):
     Statistics are fp32, over the last dimensions. Parameters as in
     :class:`LayerNorm`; there is no beta.
     """
+
+    parameter_names = ("weight",)
 
     def __init__(
         self,
@@ -337,13 +341,14 @@ class RMSNorm(_Normalization):
         d_extra: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Values | None, Grads]:
         x, weight, rstd = ctx.saved_tensors
+        (wants_dgamma,) = ctx.params_require_grad
         dx, dgamma = functional.rmsnorm_backward(
             grad_output.reshape(x.shape),
             x,
             weight.flatten(),
             rstd,
-            (ctx.input_requires_grad, weight.requires_grad),
-            zero_centered=self.zero_centered_gamma,
+            (ctx.input_requires_grad, wants_dgamma),
+            zero_centered=ctx.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
         )
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
@@ -361,6 +366,7 @@ class L2Normalization(BasicOperation):
         Accepted for compatibility.
     """
 
+    parameter_names = ()
     emits_quantized = ("forward", "backward")
 
     def __init__(

@@ -23,6 +23,7 @@ class Quantize(BasicOperation):
         they are under a ``backward_override``.
     """
 
+    parameter_names = ()
     saves_input = False
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:

@@ -16,6 +16,7 @@ from fuser.plan_key import PlanKey, TensorSpec
 class Reshape(BasicOperation):
     """Reshape the input; one size may be -1, as in ``torch.reshape``."""
 
+    parameter_names = ()
     saves_input = False
 
     def __init__(self, shape: Iterable[int]) -> None:
@@ -62,7 +63,7 @@ class Reshape(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return grad_output.reshape(ctx.input_shape), ()  # type: ignore[attr-defined]
+        return grad_output.reshape(ctx.input_shape), ()
 
     def _does_not_fit(self, shape: tuple[int, ...]) -> InputError:
         return InputError(

@@ -37,9 +37,11 @@ class ScaledActivation(BasicOperation):
         Whether a fused grouped MLP may recompute this activation in backward.
     """
 
+    parameter_names = ()
     num_extra_inputs = 1
     takes_floating_extras = True
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("functor",)
 
     def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -102,9 +104,10 @@ class ScaledActivation(BasicOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
         x, scales = ctx.saved_tensors
-        if self._input_channels:  # made in the pipeline, where autograd marks nothing
-            scales = scales.detach().requires_grad_()
-        dx, dscales = pointwise.scaled_activation_backward(self.functor, grad_output, x, scales)
+        (wants_dscales,) = ctx.extra_inputs_require_grad
+        dx, dscales = pointwise.scaled_activation_backward(
+            ctx.functor, grad_output, x, scales, wants_dscales=wants_dscales
+        )
         return emit_grad(dx, ctx), [()], [(dscales,)]
 
     def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:

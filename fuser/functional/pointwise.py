@@ -83,13 +83,20 @@ def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -
 
 
 def scaled_activation_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+    functor: Functor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    wants_dscales: bool = True,
 ) -> tuple[Result, torch.Tensor | None]:
-    """Gradients of ``x`` and, where they require one, of ``scales``; see the reference."""
+    """Gradients of ``x`` and, where it is wanted, of ``scales``; see the reference."""
     if not _takes(dy, x):
-        return reference.scaled_activation_backward(functor, dy, x, scales)
+        return reference.scaled_activation_backward(
+            functor, dy, x, scales, wants_dscales=wants_dscales
+        )
     operand = scales.contiguous()
-    dscales = torch.empty_like(operand) if scales.requires_grad else None
+    dscales = torch.empty_like(operand) if wants_dscales else None
     stages = stages_of(functor, is_scaled=True)
     return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -48,8 +49,9 @@ class BackwardActivationBias(FusedOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         _, activation = self.members
-        x = activation.saved_input(basic_op_ctxs[1])
+        ctx: Any = basic_op_ctxs[1]
+        x = activation.saved_input(ctx)
         dx, dbias = pointwise.activation_bias_backward(
-            activation.functor, grad_output, x, is_plain=not basic_op_ctxs[1].has_recipe
+            ctx.functor, grad_output, x, is_plain=not ctx.has_recipe
         )
         return emit_grad(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())

@@ -35,6 +35,7 @@ class BackwardLinearScale(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        linear, scale = self.members
-        grad_input, param_grads = linear.op_backward(basic_op_ctxs[0], grad_output, scale.scale)
+        linear_ctx, scale_ctx = basic_op_ctxs
+        scale = scale_ctx.scale
+        grad_input, param_grads = self.members[0].op_backward(linear_ctx, grad_output, scale)
         return grad_input, [param_grads, ()], [(), ()]

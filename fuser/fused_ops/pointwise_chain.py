@@ -105,7 +105,7 @@ class PointwiseChain(FusedOperation):
             ]
             ctx.save_for_backward(input_ if _reads_again(stages) else None, *kept)
             ctx.stages, ctx.owners = stages, owners
-            ctx.wanted = [_wants_grad(self.members[i], basic_op_extra_inputs[i]) for i in owners]
+            ctx.wanted = [_wants_grad(basic_op_ctxs[i]) for i in owners]
         y = pointwise.chain(stages, input_, operands) if stages else input_
         return emit(y, next_op_input_quantizer), ((),) * len(self.members)
 
@@ -162,12 +162,9 @@ def _reads_again(stages: Stages) -> bool:
     return any(stage.is_activation for stage in stages)
 
 
-def _wants_grad(op: Any, extras: Sequence[torch.Tensor]) -> bool:
-    """Whether the operand of ``op`` needs a gradient."""
-    if isinstance(op, Bias):
-        return op.bias.requires_grad
-    # What comes through a channel is made in here, where autograd looks at nothing.
-    return any(extra.requires_grad for extra in extras) or bool(op._input_channels)
+def _wants_grad(ctx: OperationContext) -> bool:
+    """Whether the operand of an op needs a gradient: a bias, or an extra input."""
+    return any(ctx.params_require_grad) or any(ctx.extra_inputs_require_grad)
 
 
 def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:

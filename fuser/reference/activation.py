@@ -213,15 +213,20 @@ def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -
 
 
 def scaled_activation_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor, scales: torch.Tensor
+    functor: Functor,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    wants_dscales: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of ``x`` and of ``scales``, each in its own shape and dtype.
 
-    That of ``scales`` is None where they need none.
+    That of ``scales`` is None where it is not wanted.
     """
     dy = dy.float()
     dscales = None
-    if scales.requires_grad:
+    if wants_dscales:
         dscales = (dy * _forward_fp32(functor, x)).sum(-1).to(scales.dtype)
     dx = _backward_fp32(functor, dy * scales.float().unsqueeze(-1), x).to(x.dtype)
     return dx, dscales

@@ -76,9 +76,7 @@ def _backward(
     assert x is not None
     if stage.is_scaled:
         assert operand is not None
-        scales = operand.detach().requires_grad_()  # which says that their gradient is wanted
-        with torch.no_grad():
-            return scaled_activation_backward(_functor(stage), dy, x, scales)
+        return scaled_activation_backward(_functor(stage), dy, x, operand)
     return activation_backward(_functor(stage), dy, x), None
 
 
