@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuser import precision
 from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
 from fuser.checks import Checks
@@ -23,15 +24,8 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
-from fuser.precision import (
-    Conditions,
-    current_conditions,
-    current_recipe,
-    is_in_autocast,
-    is_in_backward,
-    recomputed_conditions,
-    recomputing_under,
-)
+from fuser.precision import current_recipe, recomputing_under
+from fuser.recomputation import conditions_of_forward
 from fuser.signature import ParameterSlots
 from fuser.tensors import QuantizedTensor
 
@@ -87,8 +81,6 @@ class OperationFuser:
         self._plans: dict[PlanKey, Run] = {}
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._last: tuple[tuple[Any, ...], Run | None] = ((), None)
-        # What the last forward ran under, if a recipe: for a recomputation of it.
-        self._conditions: Conditions | None = None
         self._is_started = False
         self._start_lock = threading.Lock()
         self._hooked = [
@@ -133,18 +125,23 @@ class OperationFuser:
         input_: torch.Tensor,
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
+        *,
+        is_placed: bool = False,
     ) -> Output:
-        """:meth:`__call__` with nothing to unpack."""
+        """:meth:`__call__` with nothing to unpack.
+
+        ``is_placed`` where it is settled what a recomputation runs under.
+        """
         if _is_dynamo_compiling():
             # Planning is no tensor program; dynamo breaks its graph around the call.
             return _run_eagerly(self, input_, extra_inputs, kwargs)
         if not self._is_started:
             self._start(input_, extra_inputs)
-        if self._conditions is not None and is_in_backward():
-            again = self._own_conditions()
+        if precision.is_autocast_used and not is_placed:
+            again = conditions_of_forward(self.basic_ops)
             if again is not None:
                 with recomputing_under(again):
-                    return self.run(input_, extra_inputs, kwargs)
+                    return self.run(input_, extra_inputs, kwargs, is_placed=True)
         try:
             params, signature = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
@@ -153,11 +150,6 @@ class OperationFuser:
         known, run = self._last
         if run is None or signature != known:
             run = self._find_run(signature, input_, params, extra_inputs)
-        if run.has_recipe:
-            if recomputed_conditions() is None:
-                self._conditions = current_conditions(self.basic_ops)
-        elif self._conditions is not None:
-            self._conditions = None
         if kwargs is not None:
             self.checks.keywords(kwargs)
         for index, op in self._hooked:
@@ -171,20 +163,6 @@ class OperationFuser:
             graph = self._graph(input_, extra_inputs, run.key.autocast_dtype)
             self.checks.block_sizes(graph, run.key)
             raise
-
-    def _own_conditions(self) -> Conditions | None:
-        """In a recomputation: what this pipeline's last forward ran under, where that counts.
-
-        The node that asked for its saved tensors knows what its own forward ran
-        under. Others ran under the same, unless an autocast was entered between.
-        """
-        asked, is_inside = recomputed_conditions(), is_in_autocast()
-        if asked is not None and (
-            asked.ops is self.basic_ops or not (is_inside or asked.is_nested)
-        ):
-            return None
-        assert self._conditions is not None
-        return replace(self._conditions, recipe=current_recipe()) if is_inside else self._conditions
 
     def _find_run(
         self,
