@@ -75,15 +75,14 @@ class DelayedScales:
         ) or device != self.scale.device
         again = recomputed_conditions()
         is_reading = again is not None or _is_evaluating.get()
-        if is_reading and self.scale.numel():
-            past = None
-            if again is not None and again.region is not None and self.mode == "forward":
-                past = again.region.past_scales.get(self._identity)
-            if past is not None or is_other:
-                if past is None:
-                    past = self._scale_under(recipe, dtypes)
+        if again is not None and again.region is not None and self.mode == "forward":
+            past = again.region.past_scales.get(self._identity)
+            if past is not None:
                 return Float8Quantizer(past[index : index + 1].to(device), None, dtypes[index])
-        elif is_other:
+        if is_other and is_reading and self.scale.numel():
+            scale = self._scale_under(recipe, dtypes)
+            return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
+        if is_other:
             with torch.inference_mode(False):  # the state outlives an inference region
                 self._prepare(recipe, dtypes, device)
         quantizer = self._quantizers[index]
