@@ -1,13 +1,14 @@
 """Delayed scaling's state, which amaxes it records, and when its steps end.
 
-The forward's step ends with the outermost autocast in which amaxes were recorded, the gradients'
-with the backward. Evaluation records nothing, so that it leaves training as it is; a recomputation
-quantizes with the scales of its forward, and records only what that did not.
+The forward's step ends with its region (precision.py), the gradients' with the backward. Evaluation
+records nothing, so that it leaves training as it is; a recomputation records nothing either, and
+quantizes with the scales of its forward.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,11 @@ from torch.autograd import Variable
 from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.fp8_scaling import update_delayed
-from fuser.precision import Region, current_group, current_region, recomputed_conditions
+from fuser.precision import Region, current_conditions, recomputed_conditions
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 _is_evaluating: ContextVar[bool] = ContextVar("fuser_is_evaluating", default=False)
 
@@ -37,12 +40,17 @@ def evaluation() -> Iterator[None]:
         _is_evaluating.reset(token)
 
 
+class _Identity:
+    """Whom a region keeps past scales for: the states that an op has, one after another."""
+
+
 class DelayedScales:
     """Delayed scaling's state for the tensors that one op quantizes on one side.
 
-    ``scale`` fp32 [n] and ``amax_history`` fp32 [length, n], plain tensors;
-    row 0 of the history collects the amax of the running step. ``mode`` is
-    ``"forward"`` or ``"backward"``.
+    ``scale`` fp32 [n] and ``amax_history`` fp32 [length, n], plain tensors. Row
+    0 of the history collects the amax of the running step; the rows after it
+    are those of earlier steps, the oldest first. ``mode`` is ``"forward"`` or
+    ``"backward"``.
     """
 
     def __init__(self, mode: str) -> None:
@@ -51,86 +59,108 @@ class DelayedScales:
         self.amax_history = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         self._recipe: DelayedScaling | None = None
         self._quantizers: list[Float8Quantizer] = []
+        self._identity = _Identity()
         # Regions whose forward may be recomputed, and ran with the scales of now.
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
 
     def quantizer(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], index: int, device: torch.device
     ) -> Quantizer:
-        """The quantizer of tensor ``index``, on ``device``; it reads and writes this state."""
-        is_other = recipe != self._recipe or device != self.scale.device
-        if is_other and _is_evaluating.get() and self.scale.numel():
-            # Evaluation under another recipe leaves training's history as it is.
-            scale = self.scale[index : index + 1].to(device)
-            return Float8Quantizer(scale, None, dtypes[index])
+        """The quantizer of tensor ``index``, on ``device``; it reads and writes this state.
+
+        In evaluation and in a recomputation of the forward it reads alone.
+        """
+        is_other = (
+            recipe is not self._recipe and recipe != self._recipe
+        ) or device != self.scale.device
+        again = recomputed_conditions()
+        is_reading = again is not None or _is_evaluating.get()
+        if again is not None and again.region is not None and self.mode == "forward":
+            past = again.region.past_scales.get(self._identity)
+            if past is not None:
+                return Float8Quantizer(past[index : index + 1].to(device), None, dtypes[index])
+        if is_other and is_reading and self.scale.numel():
+            scale = self._scale_under(recipe, dtypes)
+            return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
         if is_other:
             with torch.inference_mode(False):  # the state outlives an inference region
                 self._prepare(recipe, dtypes, device)
-        region = current_region()
-        if self.mode == "backward" or region is None:
-            return self._quantizers[index]
-        if self in region.past_scales:
-            past = region.past_scales[self][index : index + 1]
-            return Float8Quantizer(past, None, dtypes[index])
         quantizer = self._quantizers[index]
-        return quantizer if self._records(region) else quantizer.unbound()
+        if self.mode == "backward":
+            return quantizer
+        if is_reading:
+            return quantizer.unbound()
+        _, region, group = current_conditions()
+        if region is not None:
+            region.recorded[self] = group
+            if region.may_be_recomputed:
+                self._regions.add(region)
+        return quantizer
 
-    def _records(self, region: Region) -> bool:
-        """Whether the forward that runs records its amaxes; sees to it that their step ends."""
-        if _is_evaluating.get():
-            return False
-        conditions = recomputed_conditions()
-        if conditions is None or conditions.region is not region:
-            region.recorded[self] = current_group()
-            self._regions.add(region)
-            return True
-        if region in self._regions:
-            return False  # as its forward did
-        # Its forward ran without gradients, as a reentrant checkpoint's does.
-        record_until_backward_ends(self, current_group())
-        return True
+    def last_quantizer(self, index: int) -> Quantizer | None:
+        """The quantizer that was last asked for, with the scale of now; None before the first."""
+        return self._quantizers[index] if self._quantizers else None
 
     def _prepare(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
     ) -> None:
-        self._resize(recipe.amax_history_len, len(dtypes))
-        self.scale, self.amax_history = self.scale.to(device), self.amax_history.to(device)
-        self._quantizers = [
-            Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
-            for i, dtype in enumerate(dtypes)
-        ]
-        self._max = torch.tensor(
-            [dtype.max for dtype in dtypes], dtype=torch.float32, device=device
-        )
-        self._recipe = recipe
+        """Make the state, or have it go on under ``recipe`` and on ``device``.
 
-    def _resize(self, length: int, count: int) -> None:
-        """Make the state, or keep as much of it as the history's new length holds."""
-        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        Quantizers that were given before keep their scale, for backwards that
+        come yet.
+        """
+        count = len(dtypes)
         if not self.scale.numel():
-            self.scale = torch.ones(count, **options)
-            self.amax_history = torch.zeros(length, count, **options)
+            self.scale = torch.ones(count, dtype=torch.float32, device=device)
+            self.amax_history = torch.zeros(
+                recipe.amax_history_len, count, dtype=torch.float32, device=device
+            )
         elif self.scale.numel() != count:
             raise InputError(
                 f"Delayed scaling's state is of {self.scale.numel()} tensors, and the op that "
                 f"holds it quantizes {count} in its {self.mode}."
             )
-        elif len(self.amax_history) != length:
-            history = torch.zeros(length, count, **options)
-            kept = self.amax_history[:length]
-            history[: len(kept)] = kept
-            self.amax_history = history
+        else:
+            self._leave_past_scale()
+            self.scale = self._scale_under(recipe, dtypes).to(device)
+            self.amax_history = _resized(self.amax_history, recipe.amax_history_len).to(device)
+        self._quantizers = [
+            Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
+            for i, dtype in enumerate(dtypes)
+        ]
+        self._max = _maxima(dtypes, device)
+        self._recipe = recipe
+
+    def _scale_under(self, recipe: DelayedScaling, dtypes: Sequence[DType]) -> torch.Tensor:
+        """The scales of now for formats and margin of ``recipe``.
+
+        They follow the ratio of the largest values; those of a state that has
+        seen no tensor stay 1. A state from a checkpoint does not say what its
+        scales were for: none is larger than its history allows.
+        """
+        scale, past = self.scale, self.amax_history[1:]
+        largest = _maxima(dtypes, scale.device) * 2.0**-recipe.margin
+        if self._recipe is not None:
+            ratio = largest / (self._max.to(scale.device) * 2.0**-self._recipe.margin)
+            is_fresh = (scale == 1) & (past == 0).all(0)
+            scale = torch.where(is_fresh, scale, (scale * ratio).clamp(max=FLOAT32_MAX))
+        if len(past):
+            seen = past[-1] if recipe.amax_compute_algo == "most_recent" else past.amax(0)
+            limit = largest / seen
+            is_limit = (seen > 0) & (seen < math.inf) & (limit < scale)
+            scale = torch.where(is_limit, limit, scale)
+        return scale
 
     # -- steps ------------------------------------------------------------------
 
-    def _keep_past_scale(self) -> None:
+    def _leave_past_scale(self) -> None:
         """Before an update: leave the scale to the regions whose forward ran with it."""
         regions = list(self._regions)
         self._regions.clear()
         if regions:
             past = self.scale.clone()
             for region in regions:
-                region.past_scales[self] = past
+                region.past_scales[self._identity] = past
 
     @staticmethod
     def end_step(states: Mapping[DelayedScales, Any]) -> None:
@@ -140,7 +170,7 @@ class DelayedScales:
         every rank.
         """
         for state in states:
-            state._keep_past_scale()
+            state._leave_past_scale()
         reduced = [state for state in states if state._is_reduced()]
         for some in _alike(reduced, lambda state: (id(states[state]), state.scale.device)):
             _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
@@ -157,6 +187,14 @@ class DelayedScales:
 
     def _is_reduced(self) -> bool:
         return self._recipe is not None and self._recipe.reduce_amax
+
+    def succeed(self, previous: DelayedScales) -> None:
+        """Take the place of an op's state from before a checkpoint was loaded.
+
+        Forwards that ran with ``previous`` are recomputed with its scales.
+        """
+        previous._leave_past_scale()
+        self._identity = previous._identity
 
     # -- as a plain tensor --------------------------------------------------------
 
@@ -195,30 +233,70 @@ class DelayedScales:
         self.__dict__.update(state)
 
 
-# States that record in a backward which runs, by autograd's number of it.
-_recorded_in_backward: dict[int, weakref.WeakKeyDictionary[DelayedScales, Any]] = {}
-_recorded_lock = threading.Lock()
+class _Backward:
+    """What ends with a backward: steps of gradients, and regions of forwards."""
+
+    def __init__(self) -> None:
+        self.states: weakref.WeakKeyDictionary[DelayedScales, Any] = weakref.WeakKeyDictionary()
+        self.regions: weakref.WeakKeyDictionary[Region, None] = weakref.WeakKeyDictionary()
+
+
+# Those that run, by autograd's number of them.
+_backwards: dict[int, _Backward] = {}
+_backwards_lock = threading.Lock()
 # More than run inside one another, as nested reentrant checkpoints do.
 MAX_BACKWARDS = 64
 
 
 def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
     """See to it that the step of ``state`` ends when the backward that runs does."""
+    with _backwards_lock:  # a backward over several devices has a thread for each
+        _running_backward().states[state] = group
+
+
+def end_with_backward(region: Region) -> None:
+    """See to it that ``region`` ends when the backward that runs does."""
+    with _backwards_lock:
+        _running_backward().regions[region] = None
+
+
+def _running_backward() -> _Backward:
     task = torch._C._current_graph_task_id()
-    with _recorded_lock:  # a backward over several devices has a thread for each
-        if task not in _recorded_in_backward:
-            # A backward that failed has left its entry; it never ends.
-            while len(_recorded_in_backward) >= MAX_BACKWARDS:
-                _recorded_in_backward.pop(next(iter(_recorded_in_backward)))
-            _recorded_in_backward[task] = weakref.WeakKeyDictionary()
-            Variable._execution_engine.queue_callback(lambda: _end_backward(task))
-        _recorded_in_backward[task][state] = group
+    if task not in _backwards:
+        # A backward that failed has left its entry; it never ends.
+        while len(_backwards) >= MAX_BACKWARDS:
+            _backwards.pop(next(iter(_backwards)))
+        _backwards[task] = _Backward()
+        Variable._execution_engine.queue_callback(lambda: _end_backward(task))
+    return _backwards[task]
 
 
 def _end_backward(task: int) -> None:
-    with _recorded_lock:
-        states = dict(_recorded_in_backward.pop(task, {}))
-    DelayedScales.end_step(states)
+    with _backwards_lock:
+        backward = _backwards.pop(task, None)
+    if backward is None:
+        return
+    states: dict[DelayedScales, Any] = {}
+    for region in backward.regions:
+        states |= region.take()
+    DelayedScales.end_step(states | dict(backward.states))
+
+
+def _resized(history: torch.Tensor, length: int) -> torch.Tensor:
+    """``history`` with ``length`` rows: the running step's, then the newest of the others last."""
+    if len(history) == length:
+        return history
+    resized = history.new_zeros(length, history.shape[1])
+    resized[0] = history[0]
+    kept = min(len(history), length) - 1
+    if kept:
+        resized[-kept:] = history[-kept:]
+    return resized
+
+
+def _maxima(dtypes: Sequence[DType], device: torch.device) -> torch.Tensor:
+    """The largest value of each format, fp32 [n]."""
+    return torch.tensor([dtype.max for dtype in dtypes], dtype=torch.float32, device=device)
 
 
 def _alike(

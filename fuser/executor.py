@@ -12,26 +12,25 @@ from typing import Any
 
 import torch
 
+from fuser import precision
 from fuser.blame import refuse_other_kinds
-from fuser.delayed_scaling import evaluation, record_until_backward_ends
+from fuser.delayed_scaling import (
+    DelayedScales,
+    end_with_backward,
+    evaluation,
+    record_until_backward_ends,
+)
 from fuser.errors import StateError
 from fuser.graph import Source
 from fuser.op import BasicOperation
 from fuser.plan import FusionPlan
 from fuser.plan_key import PlanKey
 from fuser.plan_writer import PlannedOps, PlanWriter
-from fuser.precision import (
-    Conditions,
-    current_conditions,
-    is_autocast_used,
-    is_in_autocast,
-    recomputing_under,
-)
+from fuser.precision import UNQUANTIZED, current_conditions
 from fuser.recipe import DelayedScaling
+from fuser.recomputation import is_checkpointed_forward
 from fuser.tensors import QuantizedTensor
 from fuser.written import compiled
-
-_UNQUANTIZED = Conditions()
 
 
 class Run:
@@ -62,7 +61,6 @@ class Run:
         self.plan = plan
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
-        self.has_recipe = key.recipe is not None
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
         self.key = key
         self.ops = ops
@@ -101,7 +99,7 @@ class Run:
             result = apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
             return result
         forward = self.in_ranges[0] if _is_profiled() else self.forward
-        if self.is_delayed and not _is_grad_enabled():
+        if self.is_delayed and not _is_grad_enabled() and not is_checkpointed_forward():
             with evaluation():
                 output, produced = forward(input_, extra_inputs, kwargs)
         else:
@@ -154,12 +152,14 @@ class _PipelineFunction(torch.autograd.Function):
         forward = run.in_ranges[0] if _is_profiled() else run.forward
         output, produced, op_ctxs, saved, ends, specs = forward(input_, extra_inputs, kwargs)
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
-        conditions, kept = _UNQUANTIZED, None
-        if is_autocast_used():
-            kept = _kinds(saved)
-            if is_in_autocast() or run.has_recipe:
-                conditions = current_conditions(run.ops)
-        ctx.call = (run, op_ctxs, ends, specs, conditions, kept)
+        conditions, kept = UNQUANTIZED, None
+        states: Sequence[DelayedScales] = ()
+        if precision.is_autocast_used:
+            conditions, kept = current_conditions(), _kinds(saved)
+            if run.is_delayed:
+                # Those of now: a checkpoint that is loaded before the backward brings others.
+                states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
+        ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
         if not run.returned:
             base = output._base
             # A reshape in here is no view to the caller, who may write to it.
@@ -195,20 +195,17 @@ class _PipelineFunction(torch.autograd.Function):
                 "derivative of their own. Compute this part with plain torch modules if you need "
                 "second derivatives."
             )
-        run, op_ctxs, ends, specs, conditions, kept = ctx.call
+        run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
         grad_extras: list[torch.Tensor | None] | None = None
         if specs:
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad
-        if is_autocast_used():
-            with recomputing_under(conditions):  # for activation checkpointing
-                saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        if kept is not None:
             found = _kinds(saved)
-            if found != kept and kept is not None:
+            if found != kept:
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
-        else:
-            saved = ctx.saved_tensors
         for i, position in run.accumulating:
             op_ctxs[i].main_grad_owner = _accumulating_leaf(ctx.next_functions[position])
         # Nobody but the generated code holds them from here on, unless the graph is retained.
@@ -222,10 +219,10 @@ class _PipelineFunction(torch.autograd.Function):
             result: tuple[torch.Tensor | None, ...] = backward(
                 op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
             )
-            if run.is_delayed:
-                for op in run.ops:
-                    if "backward" in op._delayed:
-                        record_until_backward_ends(op._delayed["backward"], conditions.group)
+            for state in states:
+                record_until_backward_ends(state, conditions.group)
+            if conditions.region is not None and conditions.region.recorded:
+                end_with_backward(conditions.region)
             return result
         except BaseException:
             # Steps that were done have dropped theirs; nothing here keeps those of others alive.

@@ -6,6 +6,7 @@ import abc
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -285,7 +286,7 @@ class BasicOperation(FusibleOperation):
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
         self._registered_names: list[str] = []
-        # What `recipe` gave.
+        # The recipe of the last forward that had one, and what it gave.
         self._quantizers: tuple[Recipe, dict[tuple[str, int, str], Quantizer]] | None = None
 
     @property
@@ -392,14 +393,18 @@ class BasicOperation(FusibleOperation):
     def get_quantizer(
         self, mode: str, index: int, device: torch.device | None = None
     ) -> Quantizer | None:
-        """Quantizer ``index`` of ``mode``, or None outside a quantized region.
+        """Quantizer ``index`` of ``mode``: of the recipe in force, or outside one the last.
 
-        Delayed scaling's state is made on ``device``, that of the op's
-        parameters if it is None.
+        None before the first forward under a recipe, and in what a pipeline
+        runs under none. Delayed scaling's state is made on ``device``, that of
+        the op's parameters if it is None.
         """
         recipe = current_recipe()
         if recipe is None:
-            return None
+            return self._last_quantizer(mode, index)
+        kept = self._quantizers
+        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
+            kept = self._quantizers = (recipe, {})
         if isinstance(recipe, DelayedScaling):
             if device is None:
                 # An op's own come first; torch's iterator looks through all modules below.
@@ -411,15 +416,22 @@ class BasicOperation(FusibleOperation):
             if state is None:
                 state = self._delayed.setdefault(mode, DelayedScales(mode))
             return state.quantizer(recipe, dtypes, index, device)
-        kept = self._quantizers
-        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
-            kept = self._quantizers = (recipe, {})
         role = self.quantizer_roles(mode)[index]
         made = kept[1].get((mode, index, role))
         if made is None:
             # A custom recipe's factory is asked once for each quantizer of an op.
             made = kept[1].setdefault((mode, index, role), make_quantizer(recipe, role))
         return made
+
+    def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """What :meth:`get_quantizer` gave last; None in what a pipeline runs."""
+        if self._quantizers is None or _is_in_plan():
+            return None
+        recipe, made = self._quantizers
+        if isinstance(recipe, DelayedScaling):
+            state = self._delayed.get(mode)
+            return None if state is None else state.last_quantizer(index)
+        return made.get((mode, index, self.quantizer_roles(mode)[index]))
 
     def get_input_quantizer(self) -> Any | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -592,21 +604,27 @@ class BasicOperation(FusibleOperation):
 
     def get_extra_state(self) -> torch.Tensor:
         """Delayed scaling's state as a plain fp32 tensor; empty and uint8 where there is none."""
-        if not self._delayed:
+        if not any(state.scale.numel() for state in self._delayed.values()):
             return torch.empty(0, dtype=torch.uint8)
         states = (self._delayed.get(mode, DelayedScales(mode)) for mode in ("forward", "backward"))
         return torch.cat([state.packed() for state in states])
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         """Take such state; that of other libraries is pickled bytes, and not read."""
-        if isinstance(state, torch.Tensor) and state.numel() == 0:
-            self._delayed = {}  # the checkpoint's op had none
-        if not isinstance(state, torch.Tensor) or state.dtype is not torch.float32:
+        if not isinstance(state, torch.Tensor):
             return
-        loaded = {}
-        for mode in ("forward", "backward"):
-            loaded[mode], state = DelayedScales.unpacked(state, mode)
-        self._delayed = {mode: scales for mode, scales in loaded.items() if scales.scale.numel()}
+        loaded = {mode: DelayedScales(mode) for mode in self._delayed}
+        if state.numel():
+            if state.dtype is not torch.float32:
+                return
+            for mode in ("forward", "backward"):
+                scales, state = DelayedScales.unpacked(state, mode)
+                if scales.scale.numel():
+                    loaded[mode] = scales
+        # Without any state the checkpoint's op had none.
+        for mode, previous in self._delayed.items():
+            loaded[mode].succeed(previous)
+        self._delayed = loaded
 
     def _load_from_state_dict(
         self,
@@ -642,6 +660,16 @@ def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
     named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     return (*named, *QUANTIZER_ARGUMENTS)
+
+
+def _is_in_plan() -> bool:
+    """Whether a plan's code (written.py) calls this one, forward or backward."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<fuser plan "):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @functools.cache

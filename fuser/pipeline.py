@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fuser import precision
 from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
 from fuser.checks import Checks
@@ -25,15 +26,8 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
-from fuser.precision import (
-    Conditions,
-    current_conditions,
-    current_recipe,
-    is_in_autocast,
-    is_in_backward,
-    recomputed_conditions,
-    recomputing_under,
-)
+from fuser.precision import current_recipe, recomputing_under
+from fuser.recomputation import conditions_of_forward
 from fuser.signature import ParameterSlots
 from fuser.tensors import QuantizedTensor
 
@@ -95,8 +89,6 @@ class OperationFuser:
         self._plans: dict[PlanKey, Run] = {}
         self._runs: dict[tuple[Any, ...], Run] = {}
         self._last: tuple[tuple[Any, ...], Run | None] = ((), None)
-        # What the last forward ran under, if a recipe: for a recomputation of it.
-        self._conditions: Conditions | None = None
         self._slots = ParameterSlots((), 0)  # until the first call or plan
         self._is_started = False
         self._start_lock = threading.Lock()
@@ -147,15 +139,20 @@ class OperationFuser:
         input_: torch.Tensor,
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
+        *,
+        is_placed: bool = False,
     ) -> Output:
-        """:meth:`__call__` with nothing to unpack, and keyword arguments that were checked."""
+        """:meth:`__call__` with nothing to unpack, and keyword arguments that were checked.
+
+        ``is_placed`` where it is settled what a recomputation runs under.
+        """
         if not self._is_started:
             self._start(input_, extra_inputs)
-        if self._conditions is not None and is_in_backward():
-            again = self._own_conditions()
+        if precision.is_autocast_used and not is_placed:
+            again = conditions_of_forward(self.basic_ops)
             if again is not None:
                 with recomputing_under(again):
-                    return self.run(input_, extra_inputs, kwargs)
+                    return self.run(input_, extra_inputs, kwargs, is_placed=True)
         try:
             params, signature = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
@@ -165,11 +162,6 @@ class OperationFuser:
         known, run = self._last
         if run is None or signature != known:
             run, params = self._find_run(signature, input_, params, extra_inputs)
-        if run.has_recipe:
-            if recomputed_conditions() is None:
-                self._conditions = current_conditions(self.basic_ops)
-        elif self._conditions is not None:
-            self._conditions = None
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
@@ -181,20 +173,6 @@ class OperationFuser:
             graph = self._graph(input_, extra_inputs, run.key.autocast_dtype)
             self.checks.block_sizes(graph, run.key)
             raise
-
-    def _own_conditions(self) -> Conditions | None:
-        """In a recomputation: what this pipeline's last forward ran under, where that counts.
-
-        The node that asked for its saved tensors knows what its own forward ran
-        under. Others ran under the same, unless an autocast was entered between.
-        """
-        asked, is_inside = recomputed_conditions(), is_in_autocast()
-        if asked is not None and (
-            asked.ops is self.basic_ops or not (is_inside or asked.is_nested)
-        ):
-            return None
-        assert self._conditions is not None
-        return replace(self._conditions, recipe=current_recipe()) if is_inside else self._conditions
 
     def _find_run(
         self,

@@ -328,7 +328,7 @@ class PlanWriter:
         return "x" if i == 0 else self._marked(op, "x", self.key.ops[i].input_requires_grad)
 
     def _extra_inputs(self, op: FusibleOperation, i: int, indices: tuple[int, ...]) -> str:
-        """What basic op ``i`` of a step of ``indices`` gets; None for what the step itself makes."""
+        """What basic op ``i`` of a step gets; None for what the step itself makes."""
         return _tuple(
             f"extra_inputs[{source.caller_index}]"
             if source.caller_index is not None

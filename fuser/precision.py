@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +16,16 @@ from fuser.errors import InputError, InputTypeError
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from fuser.role_quantizers import make_quantizer
 from fuser.tensors import QuantizedTensor
+
+
+def default_recipe() -> Recipe:
+    """The recipe of :class:`autocast` and :func:`quantized_model_init` where none is given.
+
+    It is ``DelayedScaling()`` on every device, so that a script computes the
+    same wherever it runs.
+    """
+    return DelayedScaling()
+
 
 _active_recipe: ContextVar[Recipe | None] = ContextVar("fuser_recipe", default=None)
 current_recipe = _active_recipe.get
@@ -25,45 +36,79 @@ current_recipe = _active_recipe.get
 
 
 class Region:
-    """An outermost autocast, from its entry to its exit: one step of delayed scaling's forward.
+    """One step of delayed scaling's forward, inside an outermost autocast.
 
-    ``recorded`` are the states (delayed_scaling.py) that recorded amaxes in it,
-    each with the group that these are reduced over. ``past_scales`` are the
-    scales that it ran with, of states that have others now.
+    It begins with the autocast, or after the step before, and ends with the
+    autocast or with a backward through one of its pipelines, whichever comes
+    first. ``recorded`` are the states (delayed_scaling.py) that recorded amaxes
+    in it, each with the group that these are reduced over. ``past_scales`` are
+    the scales that it ran with, of states that have others now; they are kept
+    where ``may_be_recomputed``: a checkpointed function ran in it.
     """
 
     def __init__(self) -> None:
         self.recorded: dict[Any, Any] = {}
         self.past_scales: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+        self.may_be_recomputed = False
+        self.is_over = False
+
+    def take(self) -> dict[Any, Any]:
+        """The states whose step ends with this region; the forward after it is of another one."""
+        self.is_over = True
+        recorded, self.recorded = self.recorded, {}
+        return recorded
 
     def end(self) -> None:
         """End the step of every state that recorded amaxes."""
-        recorded, self.recorded = self.recorded, {}
+        recorded = self.take()
         if recorded:
             next(iter(recorded)).end_step(recorded)
 
 
+class _Regions:
+    """The regions of an outermost autocast and of all inside it, one after another."""
+
+    def __init__(self) -> None:
+        self.last = Region()
+
+    def current(self) -> Region:
+        if self.last.is_over:
+            self.last = Region()
+        return self.last
+
+
 @dataclass(frozen=True, eq=False)
 class _Scope:
-    """One entered autocast, inside another or the outermost."""
+    """One entered autocast."""
 
+    owner: autocast
+    recipe: Recipe | None
     group: Any
-    region: Region
-    outer: _Scope | None
+    regions: _Regions
     outer_recipe: Recipe | None
 
 
-_scope: ContextVar[_Scope | None] = ContextVar("fuser_scope", default=None)
-_is_used = False
+_scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("fuser_scopes", default=())
+"""Those entered here, the innermost last."""
 
-
-def is_autocast_used() -> bool:
-    """Whether this process has ever entered one; until then nobody need look for quantized data."""
-    return _is_used
+is_autocast_used = False
+"""Whether this process has ever entered one; until then nobody need look for quantized data."""
 
 
 class autocast(contextlib.ContextDecorator):
     """Run pipelines quantized under ``recipe``: a context, or a decorator; nests and re-enters.
+
+    It holds for the thread, or asyncio task, that entered it; a new thread
+    starts without one, so that the replicas of ``torch.nn.DataParallel`` run
+    unquantized unless the module enters it itself. A backward needs none.
+    What :func:`torch.utils.checkpoint.checkpoint` runs again runs as it did the
+    first time; in a recomputation by other means, enter it inside the function
+    that is recomputed.
+
+    Under :class:`~fuser.recipe.DelayedScaling` the scales of the forward are
+    updated when the outermost autocast ends, and at the end of a backward
+    through its pipelines. So it goes around every step or around the whole
+    training loop, with the same numbers.
 
     Parameters
     ----------
@@ -72,7 +117,7 @@ class autocast(contextlib.ContextDecorator):
     calibrating
         Accepted for compatibility.
     recipe
-        ``DelayedScaling()`` if None.
+        :func:`default_recipe` if None.
     amax_reduction_group
         The ranks over which delayed scaling takes the maximum of its amaxes,
         once a step; None for all of them. Every rank of it must train then.
@@ -80,7 +125,8 @@ class autocast(contextlib.ContextDecorator):
     Raises
     ------
     InputTypeError
-        If ``recipe`` is none.
+        If ``recipe`` is none, or a generator or a coroutine is decorated, whose
+        body runs after its call.
     """
 
     def __init__(
@@ -97,49 +143,79 @@ class autocast(contextlib.ContextDecorator):
             )
         self.calibrating = calibrating
         self.amax_reduction_group = amax_reduction_group
-        self.recipe = (recipe or DelayedScaling()) if enabled else None
+        self.recipe = (recipe or default_recipe()) if enabled else None
+
+    def __call__(self, func: Any) -> Any:
+        """``func`` run in this context at every call."""
+        runs_later = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(is_kind(func) for is_kind in runs_later):
+            raise InputTypeError(
+                f"autocast cannot decorate {func.__qualname__}, a generator or coroutine, which "
+                "runs after its call has returned. Enter autocast in its body."
+            )
+        return super().__call__(func)
 
     def __enter__(self) -> None:
-        global _is_used
-        _is_used = True
-        outer = _scope.get()
-        region = Region() if outer is None else outer.region
-        _scope.set(_Scope(self.amax_reduction_group, region, outer, current_recipe()))
+        global is_autocast_used
+        is_autocast_used = True
+        scopes = _scopes.get()
+        regions = scopes[-1].regions if scopes else _Regions()
+        scope = _Scope(
+            self, self.recipe, self.amax_reduction_group, regions, outer_recipe=current_recipe()
+        )
+        _scopes.set((*scopes, scope))
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        scope = _scope.get()
-        assert scope is not None
-        _scope.set(scope.outer)
-        _active_recipe.set(scope.outer_recipe)
-        if scope.outer is None and exc_type is None:
-            scope.region.end()
+        scopes = _scopes.get()
+        place = next((i for i in reversed(range(len(scopes))) if scopes[i].owner is self), None)
+        if place is None:
+            return  # entered in another thread: a generator was finalized here
+        scope, inner = scopes[place], scopes[place + 1 :]
+        if inner:
+            # A generator has left it before what was entered since.
+            inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])
+        else:
+            _active_recipe.set(scope.outer_recipe)
+        left = (*scopes[:place], *inner)
+        _scopes.set(left)
+        if not left and exc_type is None:
+            scope.regions.last.end()
 
 
 # -- recomputation ------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Conditions:
+class Conditions(NamedTuple):
     """What a forward ran under, for whoever runs it again or ends its step.
 
     The recipe, the region, None outside every autocast, and the group over
-    which amaxes are reduced; the ops of the pipeline that ran; and whether an
-    autocast inside another was in force, so that others may have run under that.
+    which amaxes are reduced.
     """
 
     recipe: Recipe | None = None
     region: Region | None = None
     group: Any = None
-    ops: Any = None
-    is_nested: bool = False
 
 
-def current_conditions(ops: Any) -> Conditions:
-    """What a forward of ``ops`` runs under at this moment."""
-    scope = _scope.get()
-    is_nested = scope is not None and scope.outer is not None
-    return Conditions(current_recipe(), current_region(), current_group(), ops, is_nested)
+UNQUANTIZED = Conditions()
+"""Those of a forward outside every autocast."""
+
+
+def current_conditions() -> Conditions:
+    """What a forward runs under at this moment."""
+    again = _recomputed.get()
+    if again is not None:
+        return again
+    scopes = _scopes.get()
+    if not scopes:
+        return UNQUANTIZED
+    scope = scopes[-1]
+    return Conditions(scope.recipe, scope.regions.current(), scope.group)
 
 
 _recomputed: ContextVar[Conditions | None] = ContextVar("fuser_recomputed", default=None)
@@ -158,32 +234,6 @@ def recomputing_under(conditions: Conditions) -> Iterator[None]:
     finally:
         _active_recipe.set(recipe)
         _recomputed.set(recomputed)
-
-
-def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def is_in_autocast() -> bool:
-    """Whether an autocast is entered, be it a disabled one."""
-    return _scope.get() is not None
-
-
-def current_region() -> Region | None:
-    """The region of the forward that runs, or is recomputed; None outside every autocast."""
-    scope, conditions = _scope.get(), _recomputed.get()
-    if conditions is not None:
-        return conditions.region
-    return None if scope is None else scope.region
-
-
-def current_group() -> Any | None:
-    """The group over which amaxes are reduced here."""
-    scope, conditions = _scope.get(), _recomputed.get()
-    if conditions is not None:
-        return conditions.group
-    return None if scope is None else scope.group
 
 
 # -- parameters ---------------------------------------------------------------

@@ -51,6 +51,7 @@ FLOORS = (
     ("availability.py", 7),
     ("linear_operands.py", 7),
     ("delayed_scaling.py", 8),
+    ("recomputation.py", 8),
     ("op.py", 9),
     ("plan.py", 9),
     ("window.py", 9),

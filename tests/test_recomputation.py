@@ -12,9 +12,10 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
+from fuser import precision, recomputation
 from fuser import recipe as recipes
 
 Step = Callable[[fuser.Sequential, torch.Tensor], torch.Tensor]
@@ -68,25 +69,296 @@ BETWEEN = {
         model, recipes.Float8CurrentScaling(use_power_2_scales=True), tensor(9)
     ),
 }
+RECIPES = {
+    "plain": None,
+    "mxfp8": MXFP8,
+    "current": recipes.Float8CurrentScaling(),
+    "high precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
+    "delayed": DELAYED,
+}
+every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
+def followed(model: fuser.Sequential) -> Any:
+    """``model`` with an op of torch's after it, which asks for its saved tensor first."""
+    return lambda x: torch.nn.functional.softsign(model(x))
+
+
+@every_kind
+@pytest.mark.parametrize("wrap", [lambda model: model, followed], ids=["alone", "with softsign"])
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize(
-    "recipe", [None, MXFP8, recipes.Float8CurrentScaling()], ids=["plain", "mxfp8", "current"]
-)
+@every_recipe
 def test_a_recomputation_runs_under_the_conditions_of_its_forward(
-    recipe: Any, between: str
+    recipe: Any, between: str, wrap: Any, use_reentrant: bool
 ) -> None:
     """Whatever the model ran under since."""
     model, x = mlp(), tensor(1).requires_grad_()
-    run(model, recipe, x).sum().backward()
+    run(wrap(model), recipe, x).sum().backward()
     expected = grads(model)
-    y = run(model, recipe, x, use_reentrant=False)
+    again = mlp()
+    y = run(wrap(again), recipe, x, use_reentrant=use_reentrant)
     if BETWEEN[between] is not None:
         with torch.no_grad():
-            BETWEEN[between](model)
+            BETWEEN[between](again)
+    y.sum().backward()
+    assert equal(grads(again), expected)
+
+
+@every_kind
+def test_outside_autocast_a_recomputation_is_plain_whatever_the_recipe_before(
+    use_reentrant: bool,
+) -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+    model(x).sum().backward()
+    expected = grads(model)
+    run(model, MXFP8, x)
+    y = checkpoint(model, x, use_reentrant=use_reentrant)
+    run(model, MXFP8, x)
+    with fuser.autocast(recipe=MXFP8):
+        y.sum().backward()
+    assert equal(grads(model), expected)
+
+
+def test_a_checkpoint_from_before_the_first_autocast_is_recomputed_plainly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+    followed(model)(x).sum().backward()
+    expected = grads(model)
+    monkeypatch.setattr(precision, "is_autocast_used", False)
+    y = checkpoint(followed(model), x, use_reentrant=False)
+    with fuser.autocast(recipe=MXFP8):
+        y.sum().backward()
+    assert equal(grads(model), expected)
+
+
+@every_kind
+def test_every_call_of_a_shared_pipeline_is_recomputed_as_it_ran(use_reentrant: bool) -> None:
+    """One model three times in one function: quantized, plain, quantized otherwise."""
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def thrice(x: torch.Tensor) -> torch.Tensor:
+        first = torch.tanh(model(x))
+        with fuser.autocast(enabled=False):
+            second = torch.tanh(model(first))
+        with fuser.autocast(recipe=RECIPES["high precision"]):
+            return torch.tanh(model(second))
+
+    def step(function: Any) -> list[torch.Tensor]:
+        with fuser.autocast(recipe=MXFP8):
+            y = function(x)
+        with torch.no_grad():
+            model(x)
+        y.sum().backward()
+        return grads(model)
+
+    expected = step(thrice)
+    assert equal(step(lambda x: checkpoint(thrice, x, use_reentrant=use_reentrant)), expected)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+@every_recipe
+def test_checkpoints_may_be_nested(recipe: Any, outer: bool, inner: bool) -> None:
+    first, second = mlp(), mlp()
+
+    def step(is_checkpointed: bool) -> list[torch.Tensor]:
+        for op in (*first.modules(), *second.modules()):
+            if isinstance(op, fuser.BasicLinear):
+                op._delayed = {}
+        x = tensor(1).requires_grad_()
+
+        def of(function: Any, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+            return (
+                checkpoint(function, x, use_reentrant=use_reentrant)
+                if is_checkpointed
+                else function(x)
+            )
+
+        def both(x: torch.Tensor) -> torch.Tensor:
+            # Torch's ops save tensors of the outer function before and after the inner one.
+            h = torch.sin(of(followed(first), torch.sin(x), inner))
+            return torch.sin(of(followed(second), h, inner))
+
+        with contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe):
+            y = of(both, x, outer)
+        with torch.no_grad():
+            first(x)
+            run(second, recipes.Float8CurrentScaling(use_power_2_scales=True), x)
+        y.sum().backward()
+        return [*grads(first), *grads(second), *states(first), *states(second)]
+
+    expected = step(False)
+    assert equal(step(True), expected)
+
+
+@every_recipe
+def test_a_retained_graph_is_recomputed_alike_every_time(recipe: Any) -> None:
+    found = []
+    for options in ({}, {"use_reentrant": False}):
+        model, x = mlp(), tensor(1).requires_grad_()
+        y = run(followed(model), recipe, x, **options)
+        for _ in range(3):
+            y.sum().backward(retain_graph=True)
+            found.append(grads(model))
+            with torch.no_grad():
+                model(x)
+    assert all(map(equal, found[3:], found[:3]))
+
+
+def test_a_recomputation_outside_a_backward_is_one_too() -> None:
+    """A node that is asked for its saved tensor has it recomputed."""
+    model, x = mlp(), tensor(1).requires_grad_()
+    squared = run(lambda x: torch.square(model(x)), MXFP8, x, use_reentrant=False)
+    expected = run(model, MXFP8, x)
+    assert torch.equal(squared.grad_fn._saved_self, expected)
+
+
+@pytest.mark.parametrize("kind", ["early stop off", "debug", "selective", "hooks in", "hooks out"])
+def test_other_ways_to_checkpoint_are_recomputed_alike(kind: str) -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+    recipe = RECIPES["high precision"]
+    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(x)
+        if kind != "hooks in":
+            return torch.sin(model(h))  # type: ignore[arg-type]
+        with hooks:
+            h = model(h)  # type: ignore[assignment]
+        return torch.sin(h)
+
+    def selective() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
+
+    options = {
+        "early stop off": {"early_stop": False},
+        "debug": {"debug": True},
+        "selective": {"context_fn": selective},
+    }.get(kind, {})
+
+    run(function, recipe, x).sum().backward()
+    expected = grads(model)
+    with hooks if kind == "hooks out" else contextlib.nullcontext():
+        y = run(function, recipe, x, use_reentrant=False, **options)
+    with torch.no_grad():
+        model(x)
     y.sum().backward()
     assert equal(grads(model), expected)
+
+
+# -- any other forward in a backward -----------------------------------------------------
+
+
+def in_tensor_hook(model: Any, x: torch.Tensor, forward: Any) -> torch.Tensor:
+    x.register_hook(lambda grad: forward())
+    return model(x)  # type: ignore[no-any-return]
+
+
+def in_accumulation_hook(model: Any, x: torch.Tensor, forward: Any) -> torch.Tensor:
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: forward())
+    return model(x)  # type: ignore[no-any-return]
+
+
+def in_custom_function(model: Any, x: torch.Tensor, forward: Any) -> torch.Tensor:
+    class Calling(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            forward()
+            return grads[0]
+
+    return Calling.apply(model(x))  # type: ignore[no-any-return]
+
+
+def in_hook_inside_a_checkpoint(model: Any, x: torch.Tensor, forward: Any) -> torch.Tensor:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = torch.sin(x)
+        if torch.is_grad_enabled():
+            h.register_hook(lambda grad: forward())
+        return model(h)  # type: ignore[no-any-return]
+
+    return checkpoint(function, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize(
+    "place",
+    [in_tensor_hook, in_accumulation_hook, in_custom_function, in_hook_inside_a_checkpoint],
+)
+def test_a_forward_in_a_backward_that_repeats_none_runs_under_what_is_in_force(
+    place: Any, with_grad: bool, is_quantized: bool
+) -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+    current = recipes.Float8CurrentScaling()
+    expected = run(model, current if is_quantized else None, tensor(2)).detach()
+    found: list[torch.Tensor] = []
+
+    def forward() -> None:
+        with torch.set_grad_enabled(with_grad):
+            found.append(model(tensor(2)).detach())
+
+    with fuser.autocast(recipe=MXFP8):
+        y = place(model, x, forward)
+    with fuser.autocast(recipe=current) if is_quantized else contextlib.nullcontext():
+        y.sum().backward()
+    assert found
+    assert all(torch.equal(one, expected) for one in found)
+
+
+# -- what is noted -----------------------------------------------------------------------
+
+
+@every_kind
+def test_nothing_is_noted_for_longer_than_the_graph_lives(use_reentrant: bool) -> None:
+    gc.collect()
+    before = len(recomputation._calls)
+    y = run(followed(mlp()), MXFP8, tensor(1).requires_grad_(), use_reentrant=use_reentrant)
+    assert len(recomputation._calls) == before + 1
+    y.sum().backward()
+    del y
+    assert len(recomputation._calls) == before
+
+
+def test_hooks_for_saved_tensors_are_there_after_a_call_as_before() -> None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    model, x = mlp(), tensor(1).requires_grad_()
+    seen = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            seen.append(top(True))
+            y = model(x)
+            seen.append(top(True))
+        seen.append(top(True))
+        return y  # type: ignore[return-value]
+
+    run(function, MXFP8, x, use_reentrant=False)
+    assert seen[0] == seen[1]
+    assert seen[1][0].__code__ is not seen[2][0].__code__
+    assert seen[2][0].__qualname__.startswith("_checkpoint_hook")
+    assert top(True) is None
+
+
+def test_this_torchs_checkpoints_are_known_and_others_are_said_not_to_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert recomputation._known_codes() is not None
+    monkeypatch.delattr(torch.utils.checkpoint, "_checkpoint_hook")
+    recomputation._known_codes.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="entered inside the checkpointed function"):
+            assert recomputation._known_codes() is None
+        model, x = mlp(), tensor(1).requires_grad_()
+        assert model(x).shape == run(model, MXFP8, x).shape
+    finally:
+        monkeypatch.undo()
+        recomputation._known_codes.cache_clear()
 
 
 def test_an_autocast_disabled_inside_the_function_stays_disabled() -> None:
@@ -106,32 +378,19 @@ def test_an_autocast_disabled_inside_the_function_stays_disabled() -> None:
 
 
 @every_kind
-def test_microbatches_may_interleave(use_reentrant: bool) -> None:
-    model = mlp()
+@pytest.mark.parametrize("recipe", [MXFP8, DELAYED], ids=["mxfp8", "delayed"])
+def test_microbatches_may_interleave(recipe: Any, use_reentrant: bool) -> None:
+    expected: list[list[torch.Tensor]] = []
     for options in ({}, {"use_reentrant": use_reentrant}):
-        outputs = [run(model, MXFP8, tensor(k).requires_grad_(), **options) for k in range(3)]
-        for y in reversed(outputs):
-            y.sum().backward()
-        if not options:
-            expected = grads(model)
-    assert equal(grads(model), expected)
-
-
-def test_a_reentrant_recomputation_that_cannot_know_its_recipe_is_right_inside_the_function() -> (
-    None
-):
-    model, x = mlp(), tensor(1).requires_grad_()
-
-    def quantized(x: torch.Tensor) -> torch.Tensor:
-        return run(model, MXFP8, x)
-
-    quantized(x).sum().backward()
-    expected = grads(model)
-    y = checkpoint(quantized, x, use_reentrant=True)
-    with torch.no_grad():
-        model(x)
-    y.sum().backward()
-    assert equal(grads(model), expected)
+        model, found = mlp(), []
+        for _ in range(3):
+            inputs = [(tensor(k) * 3.0**k).requires_grad_() for k in range(3)]
+            outputs = [run(followed(model), recipe, x, **options) for x in inputs]
+            for y in reversed(outputs):
+                y.sum().backward()
+            found.append([*grads(model), *states(model)])
+        expected = expected or found
+    assert all(map(equal, found, expected))
 
 
 def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
@@ -267,7 +526,7 @@ def test_a_kept_weight_survives_checkpointing_under_delayed_scaling() -> None:
 
 
 def test_a_backward_that_fails_leaves_nothing_behind_for_ever() -> None:
-    from fuser.delayed_scaling import MAX_BACKWARDS, _recorded_in_backward
+    from fuser.delayed_scaling import MAX_BACKWARDS, _backwards
 
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -283,7 +542,7 @@ def test_a_backward_that_fails_leaves_nothing_behind_for_ever() -> None:
         y = run(model, DELAYED, Failing.apply(tensor(1).requires_grad_()))
         with pytest.raises(RuntimeError, match="on purpose"):
             y.sum().backward()
-    assert len(_recorded_in_backward) <= MAX_BACKWARDS
+    assert len(_backwards) <= MAX_BACKWARDS
 
 
 def test_gradients_are_scaled_even_if_the_first_pipeline_gets_none() -> None:

@@ -32,7 +32,7 @@ from fuser.op import (
     emit_grad,
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_parameter_init, initialised_weight, is_in_backward
+from fuser.precision import current_parameter_init, initialised_weight, recomputed_conditions
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 
@@ -324,7 +324,7 @@ class BasicLinear(BasicOperation):
         made_for = (version, weight.data_ptr(), dtype, how)
         kept = self._kept_weight
         is_kept = kept is not None and kept[0] is weight and kept[1] == made_for
-        if is_kept and (is_in_backward() or not is_first_microbatch):
+        if is_kept and (recomputed_conditions() is not None or not is_first_microbatch):
             assert kept is not None
             usage = kept[2]._usage()
             if usage.columnwise or not columnwise:
