@@ -11,10 +11,6 @@ class InputError(FuserError, ValueError):
     """An argument or tensor has a value, shape, dtype or device that cannot be used."""
 
 
-class BlockSizeError(InputError):
-    """A tensor does not divide into whole blocks of a number format."""
-
-
 class InputTypeError(FuserError, TypeError):
     """An argument is of the wrong kind altogether."""
 

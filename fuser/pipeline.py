@@ -12,7 +12,7 @@ import torch
 from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
 from fuser.checks import Checks
-from fuser.errors import BlockSizeError, InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError
 from fuser.executor import Run
 from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
@@ -166,10 +166,6 @@ class OperationFuser:
             return run.call(input_, params, extra_inputs, kwargs)
         except RuntimeError:
             self.checks.device(input_, params, extra_inputs)
-            raise
-        except BlockSizeError:
-            graph = self._graph(input_, extra_inputs, run.key.autocast_dtype)
-            self.checks.block_sizes(graph, run.key)
             raise
 
     def _own_conditions(self) -> Conditions | None:
