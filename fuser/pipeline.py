@@ -20,6 +20,7 @@ from fuser.gemm import architecture
 from fuser.graph import OpGraph, extra_input_sources, with_emissions
 from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.padding import padding_notes
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
@@ -204,8 +205,8 @@ class OperationFuser:
         """The plan that a call with such inputs would run; nothing runs.
 
         Tensors on the meta device stand for tensors on the parameters' device.
-        What kernels do about the layout of these tensors is noted in what is
-        returned, and not in what is kept.
+        What kernels do about the layout of these tensors, and what their padding
+        costs, is noted in what is returned, and not in what is kept.
         """
         if not self._is_started:
             self._find_parameters()
@@ -213,8 +214,9 @@ class OperationFuser:
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
-        notes = layout_notes(graph, run.plan, input, extra_inputs)
-        return replace(run.plan, layout=notes) if notes else run.plan
+        layout = layout_notes(graph, run.plan, input, extra_inputs)
+        padding = padding_notes(graph, run.plan) if input.numel() else ()
+        return replace(run.plan, layout=layout, padding=padding)
 
     def output_like(self, input: torch.Tensor, *extra_inputs: torch.Tensor) -> torch.Tensor:
         """A meta tensor like the main output for such inputs."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import json
 import math
+import re
 from typing import Any
 
 import oracles
@@ -13,13 +16,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import gemm, native_gemm
 from fuser import recipe as recipes
 from fuser.formats import DType, mxfp8_scale_shape, padded_shape
+from fuser.functional.values import matrix_of
+from fuser.plan import LayoutNote
 from fuser.reference import mxfp8 as reference
-from fuser.tensors import quantizer as quantizer_module
+from fuser.tensors import mxfp8, nvfp4
+from fuser.tensors.quantizer import whole_blocks
 
 OVERRIDES = (None, "high_precision", "dequantized")
 RECIPES: dict[str, Any] = {
@@ -123,7 +130,7 @@ def test_a_tensor_of_whole_blocks_is_not_copied(monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: Any) -> None:
         raise AssertionError("padded")
 
-    monkeypatch.setattr(quantizer_module.F, "pad", refuse)
+    monkeypatch.setattr(F, "pad", refuse)
     for quantizer in QUANTIZERS.values():
         tensor = quantizer(torch.randn(64, 96))
         assert tensor.dequantize().untyped_storage().nbytes() == 64 * 96 * 4
@@ -330,6 +337,84 @@ def test_operands_in_blocks_of_two_sizes_are_multiplied() -> None:
     )
     found = one_linear(recipe, x, weight, dy)
     assert (found["dw"] - dy.T @ x).norm() < 0.2 * (dy.T @ x).norm()
+
+
+# -- what a plan says -------------------------------------------------------------------
+
+
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The matrices that are padded, before and after."""
+    seen: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def noted(x: Any, multiple: int) -> torch.Tensor | None:
+        whole = whole_blocks(x, multiple)
+        if whole is not None:
+            seen.append((matrix_of(x), tuple(whole.shape)))
+        return whole
+
+    for module in (mxfp8, nvfp4):
+        monkeypatch.setattr(module, "whole_blocks", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*((name, "torch") for name in RECIPES), *((n, "kernels") for n in RECIPES_WITH_PADDING)],
+)
+@pytest.mark.parametrize("rows", [5, 32, 33])
+def test_a_plan_has_a_note_for_each_tensor_that_is_padded(
+    name: str, rows: int, place: str, padded: list[Any]
+) -> None:
+    recipe, model = RECIPES[name], block()
+    x = oracles.leaf(oracles.random_tensor((rows, 40), torch.float32, 1))
+    with on_kernels() if place == "kernels" else contextlib.nullcontext():
+        with fuser.autocast(recipe=recipe):
+            notes = model.plan(x).padding
+            y = model(x)
+        y.backward(torch.ones(rows, 7))
+    form = re.compile(r"pads the .* of shape \((\d+), (\d+)\) to (\d+) x (\d+) for \w+: .* more\.")
+    found = [form.fullmatch(note.text) for note in notes]
+    assert all(found)
+    numbers = [tuple(map(int, match.groups())) for match in found if match is not None]
+    assert sorted(numbers) == sorted((*before, *after) for before, after in padded)
+    # Of the widths 40, 66, 33, 50 and 7.
+    assert bool(numbers) == (type(recipe).__name__ in MULTIPLE)
+
+
+def test_padding_costs_a_copy_and_the_longer_result() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(64, 64))
+    x = torch.empty(5, 64)
+    with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+        plan, whole = (model.plan(t, training=False) for t in (x, torch.empty(32, 64)))
+    # Written and read: 32 x 64 of fp32; 27 rows of 64 bytes and 2 scales.
+    more = 2 * 32 * 64 * 4 + 2 * 27 * (64 + 2)
+    text = f"pads the input of shape (5, 64) to 32 x 64 for MXFP8: {more / 1000:.1f} kB more."
+    assert plan.padding == (LayoutNote("forward", (0,), text),)
+    assert f"\ntensors that are padded to whole blocks\n  forward  BasicLinear over 0 {text}" in (
+        str(plan)
+    )
+    assert json.loads(json.dumps(plan.to_dict()))["padding"][0]["text"] == text
+    # A plan is kept for all shapes.
+    assert whole.padding == ()
+    assert model.plans == (whole,)
+
+
+def test_values_that_a_kernel_would_quantize_as_it_makes_them_are_written_first() -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.BasicLinear(64, 64))
+    x = torch.empty(5, 64)
+    with on_kernels(), fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+        (note,) = model.plan(x, training=False).padding
+    more = 2 * 32 * 64 * 4 + 2 * 27 * (64 + 2) + 2 * 5 * 64 * 4
+    assert note.ops == (0,)
+    assert note.text.endswith(f"{more / 1000:.1f} kB more.")
+
+
+def test_plans_of_several_pipelines_have_the_notes_of_each() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(64, 32), torch.nn.Tanh(), fuser.BasicLinear(32, 32))
+    with fuser.autocast(recipe=recipes.NVFP4BlockScaling()):
+        plan = model.plan(torch.empty(5, 64), training=False)
+    assert [note.ops for note in plan.padding] == [(0,), (1,)]
 
 
 # -- a chip that multiplies the padded bytes -------------------------------------------
