@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fuser.errors import InputError, InputTypeError
-from fuser.formats import check_multiple
-from fuser.graph import OpGraph, Source
+from fuser.graph import Source
 from fuser.op import (
     COMPUTE_DTYPES,
     BasicOperation,
@@ -18,8 +16,6 @@ from fuser.op import (
     keyword_names,
     pipeline_arguments,
 )
-from fuser.plan_key import PlanKey
-from fuser.role_quantizers import role_format
 
 
 class Checks:
@@ -128,29 +124,6 @@ class Checks:
             )
         for index, (op, given) in enumerate(zip(self.ops, kwargs, strict=True)):
             check_keywords(f"Op {index} ({type(op).__name__})", op, given)
-
-    def block_sizes(self, graph: OpGraph, key: PlanKey) -> None:
-        """Name the op whose tensor does not divide into the blocks of its format.
-
-        Raises
-        ------
-        BlockSizeError
-        """
-        for i, op in enumerate(self.ops) if key.recipe is not None else ():
-            shapes = {"input": graph.line[i].shape, "grad_output": graph.line[i + 1].shape}
-            weight = getattr(op, "weight", None)
-            if isinstance(weight, torch.Tensor):
-                shapes["weight"] = tuple(weight.shape)
-            roles = {*op.quantizer_roles("forward"), *op.quantizer_roles("backward")}
-            for role in (role for role in shapes if role in roles):
-                assert key.recipe is not None
-                *leading, last = shapes[role]
-                quantized = role_format(key.recipe, role)
-                what = (
-                    f"op {i} ({type(op).__name__}) under {type(key.recipe).__name__} quantizes its "
-                    f"{role.replace('_', ' ')} of shape {tuple(shapes[role])}, and {quantized.name}"
-                )
-                check_multiple(what, math.prod(leading), last, quantized.multiple)
 
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each extra input from the caller, with a name that says which op takes it."""

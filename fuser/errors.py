@@ -15,10 +15,6 @@ class InputIndexError(InputError, IndexError):
     """An index names nothing that is there."""
 
 
-class BlockSizeError(InputError):
-    """A tensor does not divide into whole blocks of a number format."""
-
-
 class InputTypeError(FuserError, TypeError):
     """An argument is of the wrong kind altogether."""
 

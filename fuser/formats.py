@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fuser.errors import BlockSizeError, InputError
+from fuser.errors import InputError
 
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
@@ -50,8 +50,8 @@ class NumberFormat(NamedTuple):
 
     ``name`` is the format's, with its block geometry where there is a choice.
     ``block_size`` is the number of elements that share a scale of
-    ``scale_bytes`` bytes; 0 where the whole tensor does. Both dimensions must
-    be multiples of ``multiple``.
+    ``scale_bytes`` bytes; 0 where the whole tensor does. Data is padded with
+    zeros to multiples of ``multiple`` in both dimensions.
     """
 
     name: str
@@ -78,6 +78,11 @@ def ceil_div(n: int, divisor: int) -> int:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is not below ``n``."""
     return ceil_div(n, multiple) * multiple
+
+
+def padded_shape(m: int, k: int, multiple: int) -> tuple[int, int]:
+    """``[m, k]`` filled up to whole blocks: both sizes rounded up to a multiple."""
+    return round_up(m, multiple), round_up(k, multiple)
 
 
 def mxfp8_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
@@ -125,16 +130,16 @@ def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> t
 
 
 def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
-    """Refuse a tensor ``[m, k]`` that does not divide into whole blocks.
+    """Refuse a matrix ``[m, k]`` that does not divide into whole blocks; quantizers pad it before.
 
     Raises
     ------
-    BlockSizeError
+    InputError
         If M or K is not a multiple of ``multiple``; ``what`` names the format.
     """
     for name, where, size in (("M", "leading dimensions", m), ("K", "last dimension", k)):
         if size % multiple:
-            raise BlockSizeError(
+            raise InputError(
                 f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
             )

@@ -105,7 +105,7 @@ def quantized_linear(
     row = _native(x, weight)
     if row is None:
         return linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
-    y = row.run(x.operand("rowwise"), weight.operand("rowwise"), dtype, is_split, bias)
+    y = _product(row, x, "rowwise", weight, "rowwise", dtype, is_split, bias)
     return y if y.dim() == x.dim() else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -116,7 +116,7 @@ def quantized_dgrad(
     row = _native(dy, weight)
     if row is None:
         return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype))
-    dx = row.run(dy.operand("rowwise"), weight.operand("columnwise"), dtype, is_split, None)
+    dx = _product(row, dy, "rowwise", weight, "columnwise", dtype, is_split)
     return dx if dx.dim() == dy.dim() else dx.reshape(*dy.shape[:-1], weight.shape[1])
 
 
@@ -126,8 +126,8 @@ def quantized_wgrad(
     """``dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
     row = _native(dy, x)
     if row is None:
-        return wgrad(_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
-    return row.run(dy.operand("columnwise"), x.operand("columnwise"), dtype, is_split, None)
+        return wgrad(*_column_values(dy, x, dtype))
+    return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split)
 
 
 def quantized_wgrad_accumulate(
@@ -140,8 +140,7 @@ def quantized_wgrad_accumulate(
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
     if _native(dy, x) is None:
-        operands = (_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
-        wgrad_accumulate(main_grad, *operands)
+        wgrad_accumulate(main_grad, *_column_values(dy, x, dtype))
     else:
         main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split))
 
@@ -149,6 +148,46 @@ def quantized_wgrad_accumulate(
 def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
     """What one copy of a tensor stands for, which need not be what the other does."""
     return tensor.only(which).dequantize(dtype=dtype)
+
+
+def _column_values(
+    dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the columnwise copies stand for, as matrices with all rows that a GEMM contracts.
+
+    Rows that pad the last block are zeros, except after a Hadamard transform, which spreads the
+    rounding errors of a block over all of its rows.
+    """
+    a, b = _columns(dy, dtype), _columns(x, dtype)
+    if a.shape[0] != b.shape[0]:  # of two formats: at least one has zeros there
+        rows = min(a.shape[0], b.shape[0])
+        return a[:rows], b[:rows]
+    return a, b
+
+
+def _columns(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    values, k = tensor.only("columnwise").dequantize_padded(dtype), tensor.shape[-1]
+    return values if values.shape[1] == k else values[:, :k]
+
+
+def _product(
+    row: NativeGemm,
+    a: QuantizedTensor,
+    a_copy: str,
+    b: QuantizedTensor,
+    b_copy: str,
+    dtype: torch.dtype,
+    is_split: bool,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``a @ b.T (+ bias)`` of two copies, without the rows that pad their blocks."""
+    product = row.run(a.operand(a_copy), b.operand(b_copy), dtype, is_split, bias)
+    if a.format.multiple == 1:
+        return product
+    rows, columns = (
+        tensor._matrix()[which == "columnwise"] for tensor, which in ((a, a_copy), (b, b_copy))
+    )
+    return product[:rows, :columns]
 
 
 def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:

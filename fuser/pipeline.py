@@ -14,7 +14,7 @@ from fuser import precision
 from fuser.availability import warn_if_emulated
 from fuser.catalog import FUSIONS
 from fuser.checks import Checks
-from fuser.errors import BlockSizeError, InputError, InputTypeError, StateError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.executor import Run
 from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
@@ -23,6 +23,7 @@ from fuser.graph import OpGraph, extra_input_sources, returned_outputs, with_emi
 from fuser.graph_break import breaks_graph
 from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
+from fuser.padding import padding_notes
 from fuser.plan import FusionPlan
 from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
@@ -169,10 +170,6 @@ class OperationFuser:
         except RuntimeError:
             self.checks.device(input_, params, extra_inputs)
             raise
-        except BlockSizeError:
-            graph = self._graph(input_, extra_inputs, run.key.autocast_dtype)
-            self.checks.block_sizes(graph, run.key)
-            raise
 
     def _find_run(
         self,
@@ -202,16 +199,17 @@ class OperationFuser:
         """The plan that a call with such inputs would run; nothing runs.
 
         Tensors on the meta device stand for tensors on the parameters' device.
-        What kernels do about the layout of these tensors is noted in what is
-        returned, and not in what is kept.
+        What kernels do about the layout of these tensors, and what their padding
+        costs, is noted in what is returned, and not in what is kept.
         """
         self._find_parameters()
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
             run = self._plan_run(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
-        notes = layout_notes(graph, run.plan, input, extra_inputs)
-        return replace(run.plan, layout=notes) if notes else run.plan
+        layout = layout_notes(graph, run.plan, input, extra_inputs)
+        padding = padding_notes(graph, run.plan) if input.numel() else ()
+        return replace(run.plan, layout=layout, padding=padding)
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor

@@ -48,7 +48,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class LayoutNote:
-    """What kernels of a step do about a tensor that they cannot read by vectors of 16 bytes."""
+    """What a step does about a tensor: how it lies in memory, or that blocks do not divide it."""
 
     side: str
     ops: tuple[int, ...]
@@ -87,8 +87,9 @@ class FusionPlan:
     backward from the last op to the first, and empty where nothing needs a
     gradient. ``line_bytes[i]`` is what the main line carries into op ``i``, in
     bytes a token, and ``grad_line_bytes[i]`` what its gradient carries out of
-    it; the last entries are the output's. ``layout`` speaks of the tensors for
-    which the plan was asked, and is empty in one that is cached by its key.
+    it; the last entries are the output's. ``layout`` and ``padding`` speak of
+    the tensors for which the plan was asked, and are empty in one that is cached
+    by its key.
     ``modules`` are called between the pipelines of one plan for several, and
     not modelled.
     """
@@ -106,6 +107,7 @@ class FusionPlan:
     nominal_tokens: int
     layout: tuple[LayoutNote, ...] = ()
     modules: tuple[ModuleCall, ...] = ()
+    padding: tuple[LayoutNote, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -117,10 +119,14 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
-        if self.layout:
-            lines += ["", "inputs that kernels cannot read in 16-byte vectors"]
-        for note in self.layout:
-            lines.append(f"  {note.side:<8} {self._title(note)} over {span(note.ops)} {note.text}")
+        for heading, notes in (
+            ("inputs that kernels cannot read in 16-byte vectors", self.layout),
+            ("tensors that are padded to whole blocks", self.padding),
+        ):
+            lines += ["", heading] if notes else []
+            for note in notes:
+                title = f"{self._title(note)} over {span(note.ops)}"
+                lines.append(f"  {note.side:<8} {title} {note.text}")
         if self.refusals:
             lines += ["", "not used"]
         for refusal in self.refusals:
@@ -203,6 +209,7 @@ class FusionPlan:
             "unfused_forward": steps(self.unfused_forward),
             "unfused_backward": steps(self.unfused_backward),
             "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
+            "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
         }
 
@@ -302,6 +309,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         unfused_backward=moved(second.unfused_backward) + first.unfused_backward,
         refusals=first.refusals + moved(second.refusals),
         layout=first.layout + moved(second.layout),
+        padding=first.padding + moved(second.padding),
         line_bytes=first.line_bytes[:-1] + second.line_bytes,
         grad_line_bytes=first.grad_line_bytes[:-1] + second.grad_line_bytes,
     )

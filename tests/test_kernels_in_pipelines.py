@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -490,23 +491,25 @@ QUANTIZERS = (
 )
 
 
-def layer(fusions: Any) -> fuser.Sequential:
+def layer(fusions: Any, width: int = 32) -> fuser.Sequential:
     """Norms and activations in front of linears and behind them, with a residual."""
     ops = (
-        *(fuser.AddExtraInput(), fuser.MakeExtraOutput(), fuser.LayerNorm(32, dtype=BF16)),
-        *(fuser.Linear(32, 64, dtype=BF16), fuser.SwiGLU()),
-        *(fuser.Linear(32, 32, bias=False, dtype=BF16), fuser.RMSNorm(32, dtype=BF16)),
-        fuser.Linear(32, 32, bias=False, dtype=BF16),
+        *(fuser.AddExtraInput(), fuser.MakeExtraOutput(), fuser.LayerNorm(width, dtype=BF16)),
+        *(fuser.Linear(width, 2 * width, dtype=BF16), fuser.SwiGLU()),
+        *(fuser.Linear(width, width, bias=False, dtype=BF16), fuser.RMSNorm(width, dtype=BF16)),
+        fuser.Linear(width, width, bias=False, dtype=BF16),
     )
     return oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
 
 
-def trained(model: fuser.Sequential, recipe: Any) -> dict[str, torch.Tensor]:
+def trained(
+    model: fuser.Sequential, recipe: Any, shape: tuple[int, ...] = (2, 16, 32)
+) -> dict[str, torch.Tensor]:
     """Everything that training makes: outputs, gradients, state of delayed scaling in two steps."""
     found = {}
     for step in range(1 + isinstance(recipe, recipes.DelayedScaling)):
         torch.manual_seed(5)  # of stochastic rounding
-        x, extra = (leaf(random_tensor((2, 16, 32), BF16, 10 * step + k)) for k in range(2))
+        x, extra = (leaf(random_tensor(shape, BF16, 10 * step + k)) for k in range(2))
         with fuser.autocast(recipe=recipe):
             outputs = model(x, extra)
         results = oracles.backward(outputs, {"x": x, "extra": extra})
@@ -568,6 +571,26 @@ def test_the_extra_input_of_a_chain_gets_the_plain_gradient_where_the_main_one_i
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_shapes_that_no_block_divides_have_the_bits_of_a_plain_tensor_quantized(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On kernels, in calls that are launched, recorded and replayed."""
+    recipe, shape = RECIPES[name], (3, 7, 24)
+    with on_kernels():
+        model = layer(fuser.FUSIONS, 24)
+        found = [trained(copy.deepcopy(model), recipe, shape) for _ in range(4)]
+        for quantizer in QUANTIZERS:
+            monkeypatch.setattr(quantizer, "takes_values", False)
+        expected = trained(layer((), 24), recipe, shape)
+    for results in found:
+        for tensor, value in expected.items():
+            if tensor.endswith("bias"):
+                torch.testing.assert_close(results[tensor], value)
+            else:
+                assert torch.equal(results[tensor], value), tensor
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

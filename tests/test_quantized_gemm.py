@@ -10,6 +10,8 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fuser
 from fuser import gemm, native_gemm, pipeline
@@ -139,6 +141,26 @@ def test_native_products_equal_emulated_ones(
         # fp32 accumulation against fp64: a rounding of the second GEMM's input may flip.
         error = (native[name] - value).norm() / value.norm()
         assert error < 1e-2, name
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@given(*[st.integers(1, 300)] * 3)
+def test_native_products_of_any_shape_equal_emulated_ones(
+    recipe: Any, rows: int, a: int, b: int
+) -> None:
+    """Of one linear, so that no rounding comes between its GEMMs."""
+
+    def one() -> fuser.Sequential:
+        return oracles.randomize(fuser.Sequential(fuser.Linear(a, b)))
+
+    emulated = run(one(), recipe, rows)
+    with stand_in_for_hopper() as cores:
+        native = run(one(), recipe, rows)
+    assert len(cores.calls) == 3
+    for name, value in emulated.items():
+        assert native[name].shape == value.shape
+        torch.testing.assert_close(native[name], value, rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_a_bias_rides_on_the_gemm_of_blocks(hopper: StrictTensorCores) -> None:

@@ -45,9 +45,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def values(rows: int, seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def values(
+    rows: int, seed: int = 3, dtype: torch.dtype = torch.float32, k: int = K
+) -> torch.Tensor:
     """Rows of different magnitudes, so that a scale of other rows would show."""
-    x = oracles.random_tensor((rows, K), dtype, seed)
+    x = oracles.random_tensor((rows, k), dtype, seed)
     return x * 2.0 ** (torch.arange(rows)[:, None] % 7 - 3).to(dtype)
 
 
@@ -480,12 +482,22 @@ def test_new_zeros_are_quantized_where_only_rows_differ(quantizer: Any) -> None:
     )
     assert [copies(t) for t in plain] == [NONE] * 4
     assert copies(tensor.new_zeros((3, K))) == (BOTH if quantizer.format.multiple == 1 else NONE)
+    odd = quantizer(values(45))
+    assert copies(odd.new_zeros(odd.shape)) == BOTH
 
 
 # -- random sequences ----------------------------------------------------------------------
 
 Step = tuple[str, Callable[[torch.Tensor], torch.Tensor]]
 contiguous = torch.contiguous_format
+WIDTHS = st.sampled_from([K, 75])
+
+
+def row_counts(quantizer: Any) -> st.SearchStrategy[int]:
+    """Whole blocks, and any number."""
+    multiple = max(quantizer.format.multiple, 8)
+    whole = st.integers(1, 320 // multiple).map(lambda n: n * multiple)
+    return st.one_of(whole, st.integers(1, 320))
 
 
 def steps(draw: Any, shape: torch.Size) -> Step:
@@ -535,8 +547,7 @@ def _one(pieces: Any, pick: int) -> torch.Tensor:
 @given(data=st.data())
 def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data: Any) -> None:
     draw, quantizer = data.draw, QUANTIZERS[name]
-    multiple = max(quantizer.format.multiple, 8)
-    tensor: torch.Tensor = quantizer(values(multiple * draw(st.integers(1, 320 // multiple))))
+    tensor: torch.Tensor = quantizer(values(draw(row_counts(quantizer)), k=draw(WIDTHS)))
     tensor = draw(st.sampled_from([tensor, tensor.only("rowwise"), tensor.only("columnwise")]))
     # The values of each copy; which one a copy of the view has turns with every t().
     plain = {which: tensor.only(which).dequantize() for which in copies(tensor)}
@@ -563,8 +574,7 @@ def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data
 @given(data=st.data())
 def test_a_view_and_its_parent_never_disagree(name: str, data: Any) -> None:
     draw, quantizer = data.draw, QUANTIZERS[name]
-    multiple = max(quantizer.format.multiple, 8)
-    tensor = quantizer(values(multiple * draw(st.integers(1, 320 // multiple))))
+    tensor = quantizer(values(draw(row_counts(quantizer)), k=draw(WIDTHS)))
     views: list[tuple[torch.Tensor, list[Callable[[torch.Tensor], torch.Tensor]]]] = [(tensor, [])]
     turned: list[bool] = [False]
     for _ in range(draw(st.integers(1, 4))):

@@ -69,9 +69,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these.
-    BlockSizeError
-        If M or K is no multiple of 32.
+        If a tensor is none of these, or M or K is no multiple of 32.
     """
     what = "MXFP8 quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -112,9 +110,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these.
-    BlockSizeError
-        If M or K is no multiple of 32.
+        If a tensor is none of these, or M or K is no multiple of 32.
     """
     what = "MXFP8 dequantize"
     m, k = check_matrix(what, data)

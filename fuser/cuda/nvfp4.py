@@ -55,9 +55,7 @@ def hadamard_amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor is none of these.
-    BlockSizeError
-        If M or K is no multiple of 16.
+        If a tensor is none of these, or M or K is no multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
@@ -104,9 +102,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``offset`` is negative.
-    BlockSizeError
-        If M or K is no multiple of 16.
+        If a tensor is none of these, ``offset`` is negative, or M or K is no multiple of 16.
     """
     what = "NVFP4 quantize"
     producer = as_producer(what, x)
@@ -155,9 +151,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these.
-    BlockSizeError
-        If M or K is no multiple of 16.
+        If a tensor is none of these, or M or K is no multiple of 16.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)

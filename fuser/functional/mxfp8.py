@@ -6,7 +6,7 @@ import torch
 
 from fuser.cuda import mxfp8 as kernels
 from fuser.cuda.launch import kernels_take
-from fuser.formats import MXFP8_BLOCK, DType, mxfp8_scale_shape
+from fuser.formats import DType, mxfp8_scale_shape
 from fuser.functional.values import Values, buffer, matrix_of, or_torch, source_of
 from fuser.reference import mxfp8 as reference
 
@@ -58,8 +58,7 @@ def dequantize(
 ) -> torch.Tensor:
     """The values ``[M, K]`` of one copy in ``out_dtype``; see the reference."""
     out = torch.empty(data.shape, dtype=out_dtype, device=data.device)
-    # A view of some rows has a rowwise copy alone, and need not hold whole blocks of 32 rows.
-    if not kernels_take(out) or data.shape[0] % MXFP8_BLOCK:
+    if not kernels_take(out):
         return reference.dequantize(data, scale, dtype, out_dtype, columnwise=columnwise)
     kernels.dequantize(data, scale, dtype, out_dtype, columnwise=columnwise, out=out)
     return out

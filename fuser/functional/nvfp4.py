@@ -7,7 +7,7 @@ import torch
 from fuser.cuda import fp8_scaling as amax_kernels
 from fuser.cuda import nvfp4 as kernels
 from fuser.cuda.launch import kernels_take
-from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
+from fuser.formats import nvfp4_scale_shape
 from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
 from fuser.reference import nvfp4 as reference
 
@@ -37,7 +37,6 @@ def quantize(
             seed=seed,
         )
     m, k = matrix_of(x)
-    check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     if isinstance(x, torch.Tensor):
         x = rows_of(x)
     amaxes = torch.zeros(1 + hadamard, dtype=torch.float32, device=x.device)
@@ -80,8 +79,7 @@ def dequantize(
     rows, columns = data.shape[0], 2 * data.shape[1]
     shape = (columns, rows) if columnwise else (rows, columns)
     out = torch.empty(shape, dtype=out_dtype, device=data.device)
-    # A view of some rows has a rowwise copy alone, and need not hold whole blocks of 16 rows.
-    if not kernels_take(out) or rows % NVFP4_BLOCK:
+    if not kernels_take(out):
         return reference.dequantize(data, scale, amax, out_dtype, columnwise=columnwise)
     kernels.dequantize(data, scale, amax, out_dtype, columnwise=columnwise, out=out)
     return out

@@ -56,6 +56,11 @@ class QuantizedTensor(torch.Tensor):
     **Layout.** The buffers of a tensor that is no view are contiguous, with
     scales padded as ``formats`` says. Those of a view are strided, its scales
     have no padding along rows; :meth:`compact` lays them out as if it were none.
+
+    **Padding.** MXFP8 and NVFP4 data is in whole blocks: a tensor of another
+    shape is quantized with rows and columns of zeros after its own. Its shape
+    is that of the values, its buffers have the padding, :meth:`dequantize`
+    cuts it off.
     """
 
     buffer_names: ClassVar[tuple[str, ...]]
@@ -129,11 +134,14 @@ class QuantizedTensor(torch.Tensor):
     # -- what a format says -----------------------------------------------------
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as ``[M, K]``."""
+        """The values as ``[M, K]``, padded as the data is."""
         raise NotImplementedError
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each buffer of a tensor ``[m, k]`` that is no view."""
+        """The shape of each buffer of a tensor ``[m, k]`` that is no view.
+
+        A format of whole blocks pads both dimensions (``formats.padded_shape``).
+        """
         raise NotImplementedError
 
     def _row_units(self) -> dict[str, tuple[int, int]]:
@@ -161,8 +169,15 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values as a plain tensor of this shape, in ``dtype`` or the nominal one."""
-        rows = self.compact()._dequantize_rows(dtype or self.dtype)
+        rows = self.dequantize_padded(dtype or self.dtype)
+        if rows.numel() != self.numel():
+            m, k = self._matrix()
+            rows = rows[:m, :k].contiguous()
         return rows.view(self.shape)
+
+    def dequantize_padded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values as a matrix, with the rows and columns that fill up its last blocks."""
+        return self.compact()._dequantize_rows(dtype)
 
     @property
     def format(self) -> NumberFormat:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fuser.formats import ceil_div
+from fuser.formats import ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
 
 aten = torch.ops.aten
@@ -138,6 +138,10 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
     units = whole._row_units()
     for which in ("rowwise", "columnwise"):
         is_cut = whole._cuts(which, start, stop)
+        end = stop
+        if which == "columnwise" and stop == whole._matrix()[0]:
+            # Rows that pad the last block are part of it: a GEMM contracts them too.
+            end = round_up(stop, whole.format.multiple)
         for name in whole._names(which):
             buffer = parts[name]
             if is_cut:
@@ -145,7 +149,7 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
             elif buffer is not None and name in units:
                 dim, unit = units[name]
                 first = start // unit
-                parts[name] = buffer.narrow(dim, first, ceil_div(stop, unit) - first)
+                parts[name] = buffer.narrow(dim, first, ceil_div(end, unit) - first)
     return parts
 
 
@@ -192,11 +196,16 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 
 def _new_zeros(func: Any, tensor: QuantizedTensor, shape: list[int], **kwargs: Any) -> Any:
-    """Quantized zeros for as many rows as are asked for, if that is all that differs."""
+    """Quantized zeros for as many rows as are asked for, if that is all that differs.
+
+    Plain ones for a part of a block: a chunk of so many rows has lost a copy, and would be
+    quantized again.
+    """
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     zeros, quantizer = torch.zeros(shape, dtype=dtype, device=device), tensor._usage()
     is_like = dtype == tensor.dtype and zeros.shape[-1:] == tensor.shape[-1:]
-    is_taken = math.prod(shape[:-1]) % quantizer.format.multiple == 0
+    rows = math.prod(shape[:-1])
+    is_taken = rows % quantizer.format.multiple == 0 or rows == tensor._matrix()[0]
     return quantizer(zeros) if is_like and is_taken else zeros
 
 

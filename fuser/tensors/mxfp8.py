@@ -9,25 +9,27 @@ from typing import Any
 
 import torch
 
-from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, check_multiple, mxfp8_scale_shape
+from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, mxfp8_scale_shape, padded_shape
 from fuser.functional import mxfp8
-from fuser.functional.values import Values, matrix_of
+from fuser.functional.values import Values
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, whole_blocks
 
 
 class MXFP8Tensor(BlockScaledTensor):
     """MXFP8 bytes with E8M0 scales.
 
     Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each from
-    the original values; ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``,
-    E8M0 bytes padded as ``formats.mxfp8_scale_shape`` says.
+    the original values, M and K rounded up to multiples of 32;
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E8M0 bytes padded as
+    ``formats.mxfp8_scale_shape`` says.
     """
 
     has_independent_blocks = True
     _quantizer: MXFP8Quantizer
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        m, k = padded_shape(m, k, MXFP8_BLOCK)
         return {
             "_rowwise_data": (m, k),
             "_columnwise_data": (m, k),
@@ -86,7 +88,9 @@ class MXFP8Quantizer(Quantizer):
         return (self.fp8_dtype, self.with_2d_quantization)
 
     def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
-        check_multiple("MXFP8", *matrix_of(rows), MXFP8_BLOCK)
+        padded = whole_blocks(rows, MXFP8_BLOCK)
+        if padded is not None:
+            return self._buffers(padded)
         row, row_scale, col, col_scale = mxfp8.quantize(
             rows,
             self.fp8_dtype,

@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
-from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, check_multiple, nvfp4_scale_shape
+from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
 from fuser.functional import nvfp4
-from fuser.functional.values import Values, matrix_of
+from fuser.functional.values import Values
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, whole_blocks
 
 
 class NVFP4Tensor(BlockScaledTensor):
     """E2M1 pairs with E4M3 block scales and the tensor's amax.
 
     Buffers: ``_rowwise_data`` [M, K / 2] and ``_columnwise_data`` [K, M / 2]
-    uint8, low nibble first; ``_rowwise_scale_inv`` and
-    ``_columnwise_scale_inv``, E4M3 bytes padded as ``formats.nvfp4_scale_shape``
-    says; ``_amax_rowwise`` and ``_amax_columnwise`` [1] fp32.
+    uint8, low nibble first, M and K rounded up to multiples of 16;
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes padded as
+    ``formats.nvfp4_scale_shape`` says; ``_amax_rowwise`` and
+    ``_amax_columnwise`` [1] fp32.
     """
 
     buffer_names = (*BlockScaledTensor.buffer_names, "_amax_rowwise", "_amax_columnwise")
@@ -34,6 +35,7 @@ class NVFP4Tensor(BlockScaledTensor):
     _quantizer: NVFP4Quantizer
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        m, k = padded_shape(m, k, NVFP4_BLOCK)
         return {
             "_rowwise_data": (m, k // 2),
             "_columnwise_data": (k, m // 2),
@@ -100,7 +102,9 @@ class NVFP4Quantizer(Quantizer):
         return (self.with_2d_quantization, self.with_rht)
 
     def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
-        check_multiple("NVFP4", *matrix_of(rows), NVFP4_BLOCK)
+        padded = whole_blocks(rows, NVFP4_BLOCK)
+        if padded is not None:
+            return self._buffers(padded)
         seed = 0
         if self.stochastic_rounding:
             seed = int(torch.randint(2**31, (), device="cpu")) if self.seed is None else self.seed

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from fuser.cuda.launch import kernels_take
 from fuser.cuda.replay import replayed
 from fuser.errors import InputError
-from fuser.formats import NumberFormat
-from fuser.functional.values import Values
+from fuser.formats import NumberFormat, padded_shape
+from fuser.functional.values import Values, matrix_of, written
 from fuser.tensors.base import QuantizedTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -48,13 +50,15 @@ class Quantizer:
     def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
 
+        A format of whole blocks pads it with zeros inside; the result has the tensor's shape.
+
         Values that are not in memory are written quantized alone, by a
         quantizer that takes them.
 
         Raises
         ------
         InputError
-            If the format cannot take the shape, or the tensor holds no floating-point values.
+            If the tensor has no dimension, or holds no floating-point values.
         """
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
@@ -72,7 +76,7 @@ class Quantizer:
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
                 f"{source.dtype}; it takes floating-point tensors of one dimension or more."
             )
-        rows = source if source.dim() == 2 else source.reshape(-1, source.shape[-1])
+        rows = source if source.dim() == 2 else _rows(source)
         return self._made(self._buffers(rows), source)
 
     def _buffers(self, x: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
@@ -119,7 +123,10 @@ class Quantizer:
 
     # Typed so that a quantizer may take tensors alone.
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
-        """The buffers of a quantized ``[M, K]`` tensor, or of values of any shape, by name."""
+        """The buffers of a quantized ``[M, K]`` tensor, or of values of any shape, by name.
+
+        A format of whole blocks gives those of the padded matrix (:func:`whole_blocks`).
+        """
         raise NotImplementedError
 
     def encoding(self) -> tuple[Any, ...]:
@@ -160,3 +167,20 @@ class Quantizer:
     def unbound(self) -> Quantizer:
         """This quantizer as a tensor may carry it, without a process group."""
         return self
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    k = x.shape[-1]
+    return x.reshape(-1 if k else math.prod(x.shape[:-1]), k)
+
+
+def whole_blocks(x: torch.Tensor | Values, multiple: int) -> torch.Tensor | None:
+    """``x [M, K]`` with zeros after it, up to multiples in both dimensions; None if it has them.
+
+    Values that are not in memory are written plainly for it.
+    """
+    m, k = matrix_of(x)
+    if not (m % multiple or k % multiple):
+        return None
+    rows, columns = padded_shape(m, k, multiple)
+    return F.pad(written(x).view(m, k), (0, columns - k, 0, rows - m))

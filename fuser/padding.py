@@ -1,0 +1,61 @@
+"""Padding: what a plan's quantized tensors cost more where their blocks do not divide them.
+
+No plan depends on it: shapes are not part of a plan's key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from fuser.formats import padded_shape
+from fuser.graph import OpGraph
+from fuser.plan import FusionPlan, LayoutNote, Step, format_bytes
+from fuser.plan_key import Emission, TensorSpec
+
+NAMES = {"input": "input", "weight": "weight", "grad_output": "gradient of its output"}
+
+
+def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[LayoutNote, ...]:
+    """A note for each tensor that a step of ``plan`` pads to quantize it; ``graph`` is the call's.
+
+    The bytes are those of a copy with the padding, written and read; of the plain values before
+    it, where a kernel would have quantized them as it makes them; and of the longer result.
+    """
+    if plan.key.recipe is None:
+        return ()
+    graph.bind(plan.key)
+    notes = []
+    for side in ("forward", "backward"):
+        for step in plan.steps(side):
+            for name, spec, made, is_plain in _quantized(graph, side, step):
+                m, k = math.prod(spec.shape[:-1]), spec.shape[-1]
+                padded = padded_shape(m, k, made.format.multiple)
+                if padded == (m, k):
+                    continue
+                whole = TensorSpec(padded, spec.dtype)
+                more = 2 * (whole.nbytes + made.nbytes(whole) - made.nbytes(spec))
+                more += 0 if is_plain else 2 * spec.nbytes
+                text = (
+                    f"pads the {name} of shape {spec.shape} to {padded[0]} x {padded[1]} for "
+                    f"{made.format.name}: {format_bytes(more)} more."
+                )
+                notes.append(LayoutNote(side, step.ops, text))
+    return tuple(notes)
+
+
+def _quantized(
+    graph: OpGraph, side: str, step: Step
+) -> Iterator[tuple[str, TensorSpec, Emission, bool]]:
+    """What a step quantizes: its name, itself, how, and whether it is in memory before."""
+    for i in step.ops:
+        op = graph.ops[i]
+        dtype = graph.line[i + 1].dtype  # in which a linear computes
+        shapes = {"input": graph.line[i].shape, "grad_output": graph.line[i + 1].shape}
+        for role, made in op.quantizes(side, graph.key.window(i, i + 1)).items():
+            shape = shapes.get(role) or tuple(next(op.parameters()).shape)
+            yield NAMES[role], TensorSpec(shape, dtype), made, True
+    if step.emits is not None:
+        gap, name = (step.ops[-1] + 1, "output") if side == "forward" else (step.ops[0], "")
+        is_plain = step.kernel.endswith("quantize")  # a kernel of its own
+        yield name or "gradient of its input", graph.line[gap], step.emits, is_plain
