@@ -17,7 +17,7 @@ from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_take
 from fuser.cuda.norm_operands import takes
-from fuser.functional.values import Values, or_torch, rows_of
+from fuser.functional.values import Values, as_stored, or_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.tensors.base import QuantizedTensor
 
@@ -186,7 +186,7 @@ class _Norm(Values):
     ) -> None:
         self.x = _rows(x)
         self.extra = None if extra is None else _rows(extra)
-        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
         self.eps, self.zero_centered = eps, zero_centered
         self.shape, self.dtype, self.device = x.shape, dtype, x.device
         self.statistics = tuple(
@@ -274,7 +274,7 @@ class _NormBackward(Values):
     ) -> None:
         self.dy, self.x = _rows(dy), _rows(x)
         self.d_extra = None if d_extra is None else _rows(d_extra)
-        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
         self.statistics = statistics
         self.zero_centered = zero_centered
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
