@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -274,22 +274,21 @@ def plain(case: Case, given: Tensors) -> Tensors:
     if case.norm == "l2norm":
         y, rstd = reference.l2norm(z, case.eps)
         return {"y": y, "rstd": rstd, "dx": reference.l2norm_backward(given["dy"], z, rstd)}
-    gain = given["gamma"].float() + int(case.is_zero_centered)
+    gain, d_extra = given["gamma"].float() + int(case.is_zero_centered), given.get("d_extra")
     grads: tuple[torch.Tensor | None, ...]
     if case.norm == "rmsnorm":
         y, rstd = reference.rmsnorm(z, gain, case.eps, case.y)
         made = {"y": y, "rstd": rstd}
-        grads = reference.rmsnorm_backward(given["dy"], z, gain, rstd)
+        grads = reference.rmsnorm_backward(given["dy"], z, gain, rstd, d_extra=d_extra)
     else:
         y, mean, rstd = reference.layernorm(z, gain, given["beta"], case.eps, case.y)
         made = {"y": y, "mean": mean, "rstd": rstd}
-        grads = reference.layernorm_backward(given["dy"], z, gain, mean, rstd)
+        grads = reference.layernorm_backward(given["dy"], z, gain, mean, rstd, d_extra=d_extra)
     for name, grad in zip(("dx", "dgamma", "dbeta"), grads, strict=False):
         assert grad is not None
         made[name] = grad if name == "dx" else grad.to(case.parameter)
     if case.adds:
         made["z"] = z
-        made["dx"] = made["dx"] + given["d_extra"]
     return made
 
 
@@ -327,6 +326,25 @@ def assert_close_as_torch(got: Tensors, plain_torch: Tensors, truth: Tensors) ->
         limit = 2 * own + ROUNDINGS * truth[name].abs().max().item()
         error = (tensor.double() - truth[name]).abs().max().item()
         assert error <= limit, f"{name}: off by {error}, torch by {own}"
+
+
+def check_dx_is_rounded_once(case: Case, running: Running, device: str = "cpu") -> None:
+    """``d_extra`` is added in fp32, so that dx has the error of one rounding; two have more."""
+    given, alone = {**inputs_of(case, device), "extra": None}, replace(case, adds=False)
+    statistics = forward(alone, given, running)
+    d_extra = given["d_extra"].double()
+    truth = exact(alone, given)["dx"] + d_extra
+    fused = backward(case, given, statistics, running)["dx"]
+    in_steps = backward(alone, {**given, "d_extra": None}, statistics, running)["dx"]
+    in_steps = in_steps + given["d_extra"]
+
+    def error(dx: torch.Tensor) -> float:
+        return (dx.double() - truth).square().mean().sqrt().item()
+
+    once = error(truth.to(case.x))
+    # fp32 moves a few sums over the middle between two numbers.
+    assert error(fused) <= 1.01 * once
+    assert error(in_steps) > 1.1 * once
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from emulator import emulated, prepare
 from normalization_cases import (
+    BACKWARD_FEW,
     BF16,
     CASES,
     F16,
@@ -21,6 +22,7 @@ from normalization_cases import (
     Tensors,
     assert_close_as_torch,
     backward,
+    check_dx_is_rounded_once,
     exact,
     forward,
     inputs_of,
@@ -99,6 +101,13 @@ WAYS = (
     Case("rmsnorm", BF16, BF16, BF16, 5, 1040, adds=True, is_zero_centered=True),
     Case("layernorm", F32, BF16, F16, 5, 516, adds=True),
 )
+# Rows in registers, from shared memory, and in chunks.
+ADDING = (
+    Case("rmsnorm", BF16, BF16, BF16, 16, 512, adds=True),
+    Case("rmsnorm", F16, F16, F32, 3, 8 * BACKWARD_FEW + 8, adds=True),
+    Case("layernorm", BF16, BF16, F32, 40, 77, adds=True),
+    Case("layernorm", F16, F16, F16, 16, 264, adds=True, is_zero_centered=True),
+)
 
 
 @pytest.mark.parametrize("place", [{"offset": 1}, {"spacing": 3}, {"spacing": 64}], ids=str)
@@ -118,17 +127,29 @@ def test_where_tensors_lie_changes_no_bit(case: Case, place: dict[str, int]) -> 
 
 
 @pytest.mark.parametrize("case", WAYS, ids=str)
-def test_an_addition_in_front_or_behind_is_the_one_of_torch(case: Case) -> None:
+def test_a_sum_that_is_normalized_is_the_one_of_torch(case: Case) -> None:
     given, alone = inputs_of(case), replace(case, adds=False)
     fused = forward(case, given, running)
     given["x"] = given["x"] + given["extra"]
     assert same_bits(fused.pop("z"), given["x"])
     unfused = forward(alone, {**given, "extra": None}, running)
     assert all(same_bits(fused[name], unfused[name]) for name in fused)
-    grads = backward(case, given, fused, running)
-    grads_alone = backward(alone, {**given, "d_extra": None}, fused, running)
-    grads_alone["dx"] = grads_alone["dx"] + given["d_extra"]
-    assert all(same_bits(grads[name], grads_alone[name]) for name in grads)
+
+
+@pytest.mark.parametrize("case", ADDING, ids=str)
+def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
+    check_dx_is_rounded_once(case, running)
+
+
+def test_a_gradient_that_is_added_changes_no_bit_in_fp32_nor_of_the_parameters() -> None:
+    """There is one rounding in fp32 either way."""
+    case = WAYS[1]
+    given, alone = {**inputs_of(case), "extra": None}, replace(case, adds=False)
+    statistics = forward(alone, given, running)
+    grads = backward(case, given, statistics, running)
+    apart = backward(alone, {**given, "d_extra": None}, statistics, running)
+    apart["dx"] = apart["dx"] + given["d_extra"]
+    assert all(same_bits(grads[name], apart[name]) for name in grads)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
@@ -269,8 +290,8 @@ def test_an_amax_without_y_is_right_however_much_of_y_was_looked_at(case: Case) 
 
     if case.y == F16 and case.norm == "rmsnorm":
         overflowing = {**given, "gamma": torch.full_like(given["gamma"], 6e4)}
-        for before in (torch.zeros(1), torch.full((1,), 65504.0)):
-            assert measured(overflowing, before, has_y=False).isinf()
+        for before in (0.0, 65504.0, 1e30):
+            assert measured(overflowing, torch.full((1,), before), has_y=False).isinf()
     tensors = [name for name in ("x", "gamma", "beta") if given.get(name) is not None]
     for name in tensors:
         for value in (float("inf"), float("-inf"), float("nan")):

@@ -353,6 +353,28 @@ def test_under_autocast_equals_the_unfused_ops_within_the_rule(window: Window) -
     assert_no_worse_than_torch(*draws)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "window", [w for w in WINDOWS if w.fusion.startswith("BackwardAdd")], ids=str
+)
+def test_a_norms_gradient_and_another_are_added_before_they_are_rounded(
+    window: Window, dtype: torch.dtype
+) -> None:
+    """The error of one rounding; the ops alone round the norm's gradient too, and have more."""
+    fused, unfused = window.model(dtype), window.model(dtype, fusions=())
+    inputs = window.inputs(dtype, 1, leading=(1024,))
+    tensors = {"x": inputs[0], **params_of(fused)}
+    truth = run_formula(window.formula(fused), tensors, torch.float64)["gradient of x"]
+
+    def error(dx: torch.Tensor) -> float:
+        return (dx.double() - truth).square().mean().sqrt().item()
+
+    once = error(truth.to(dtype))
+    # fp32 moves a few sums over the middle between two numbers.
+    assert error(run(fused, leaves(inputs))["gradient of x"]) <= 1.01 * once
+    assert error(run(unfused, leaves(inputs))["gradient of x"]) > 1.1 * once
+
+
 # -- gradients that nobody asked for -----------------------------------------------
 
 

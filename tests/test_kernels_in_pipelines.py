@@ -141,6 +141,54 @@ def test_parameters_with_gaps_between_their_elements_give_the_same_results() -> 
         torch.testing.assert_close(actual, plain)
 
 
+def lazily_negated(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as a view of ``-x``, as the imaginary part of a conjugate is."""
+    return torch._neg_view(-x)
+
+
+NEGATED: dict[str, tuple[Any, int]] = {
+    "activation": (lambda: fuser.GELU(), 0),
+    "bias": (lambda: fuser.Sequential(fuser.Bias(32, dtype=BF16), fuser.GELU()), 0),
+    "extra input": (lambda: fuser.Sequential(fuser.AddExtraInput(), fuser.GELU()), 2),
+    "scales": (lambda: fuser.ScaledSwiGLU(), 1),
+    "norm": (lambda: fuser.LayerNorm(32, dtype=BF16), 0),
+    "sum and norm": (
+        lambda: fuser.Sequential(
+            fuser.AddExtraInput(), fuser.MakeExtraOutput(), fuser.RMSNorm(32, dtype=BF16)
+        ),
+        2,
+    ),
+    "quantized": (lambda: fuser.Sequential(fuser.GELU(), fuser.BasicLinear(32, 32, dtype=BF16)), 0),
+}
+
+
+@pytest.mark.parametrize("name", NEGATED)
+def test_a_tensor_that_torch_has_yet_to_negate_gives_the_same_results(
+    name: str, launched: list[str]
+) -> None:
+    """Main and extra inputs, parameters and gradients; the first calls are those that are kept."""
+    make, dims = NEGATED[name]
+
+    def run(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        op = oracles.randomize(make())
+        for parameter in op.parameters():
+            parameter.data = change(parameter.data)
+        x = change(random_tensor((32, 32), BF16, 1)).requires_grad_()
+        extras = [change(random_tensor((32, 32)[:dims], BF16, 2)).requires_grad_()] * (dims > 0)
+        with fuser.autocast(name == "quantized", recipe=recipes.Float8CurrentScaling()):
+            outputs = oracles.as_tuple(op(x, *extras))
+        grads = [change(random_tensor(y.shape, y.dtype, 3)) for y in outputs]
+        leaves = [x, *extras, *op.parameters()]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, grads)]
+
+    with on_kernels():
+        expected = [run(lambda x: x) for _ in range(3)][-1]
+        found = run(lazily_negated)
+    assert launched
+    for actual, plain in zip(found, expected, strict=True):
+        assert torch.equal(actual, plain)
+
+
 def test_dtypes_that_no_kernel_takes_run_in_torch(launched: list[str]) -> None:
     def run(op: Any, x: torch.Tensor, *extras: torch.Tensor) -> list[torch.Tensor | None]:
         op = oracles.randomize(op)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,11 @@ class Stage:
     """
 
     name: str
-    scalars: tuple[float, ...] = ()
+    # Stages are keys of what is launched: 0.0 is another scalar than -0.0, and a NaN is itself.
+    scalars: tuple[float, ...] = field(default=(), compare=False)
     interleave: int | None = None
     is_scaled: bool = False
+    _bits: bytes = field(init=False, repr=False, default=b"")
 
     def __post_init__(self) -> None:
         if not self.is_activation and self.name not in PLAIN:
@@ -93,6 +96,8 @@ class Stage:
             )
         if self.is_scaled and not self.is_activation:
             raise InputError(f"Stage {self.name} got is_scaled=True; only activations are scaled.")
+        bits = struct.pack(f"{count}d", *self.scalars)
+        object.__setattr__(self, "_bits", bits)
         if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
             raise InputError(f"A dropout got p={self.scalars[0]}; it is between 0 and 1.")
 

@@ -91,9 +91,7 @@ def rmsnorm(
         Written, with an ``extra`` alone; like ``x``, contiguous; None where nobody needs it.
     amax
         One fp32 that becomes the larger of itself and of the magnitudes in y, written or not; None
-        measures nothing. It must not be negative; NaN counts as larger than infinity. What it
-        holds before is an amax of such values, too: where that is above 65504, a y in fp16 that is
-        not written and overflows may go unseen.
+        measures nothing. It must not be negative; NaN counts as larger than infinity.
     y_dtype
         The dtype of a y that is measured and not written; None is that of ``x``.
 

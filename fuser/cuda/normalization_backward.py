@@ -66,9 +66,9 @@ def rmsnorm_backward(
     """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
 
     ``dx = (d_hat - x_hat * mean(d_hat * x_hat)) * rstd + d_extra`` and ``dgamma = sum(dy * x_hat)``
-    over the rows. dx is rounded to its dtype before and after ``d_extra`` is added, as it is where
-    another op adds it. dgamma is summed in fp32 in an order that depends on the shape and the
-    number of multiprocessors alone.
+    over the rows. ``d_extra`` is added in fp32, and the sum is rounded to the dtype of dx: one
+    rounding, where another op that adds it makes two. dgamma is summed in fp32 in an order that
+    depends on the shape and the number of multiprocessors alone.
 
     Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
     8, and besides writes and reads the workspace; without dx 2 less, and 2 more less without its

@@ -17,7 +17,7 @@ from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_take
 from fuser.cuda.norm_operands import takes
-from fuser.functional.values import Values, or_torch, rows_of
+from fuser.functional.values import Values, as_stored, or_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.tensors.base import QuantizedTensor
 
@@ -96,8 +96,8 @@ def rmsnorm_backward(
     """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None where not ``wanted``."""
     if not _takes(dy.dtype, x, d_extra):
         gain = _gain(gamma, zero_centered)
-        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted)
-        return _plus(dx, d_extra), _cast(dgamma, gamma)
+        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted, d_extra)
+        return dx, _cast(dgamma, gamma)
     norm = _NormBackward(dy, x, (gamma,), (rstd,), wanted[1:], zero_centered, d_extra)
     return norm.where(wanted[0]), norm.grads[0]
 
@@ -118,8 +118,9 @@ def layernorm_backward(
     """Gradients of ``x``, plus ``d_extra``, of ``gamma`` and of ``beta``; None where not wanted."""
     if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
         gain = _gain(gamma, zero_centered)
-        dx, dgamma, dbeta = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted)
-        return _plus(dx, d_extra), _cast(dgamma, gamma), _cast(dbeta, beta)
+        grads = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted, d_extra)
+        dx, dgamma, dbeta = grads
+        return dx, _cast(dgamma, gamma), _cast(dbeta, beta)
     parameters, statistics = (gamma, beta), (mean, rstd)
     norm = _NormBackward(dy, x, parameters, statistics, wanted[1:], zero_centered, d_extra)
     dgamma, dbeta = norm.grads
@@ -160,10 +161,6 @@ def _gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return gamma.float() + 1 if zero_centered else gamma.float()
 
 
-def _plus(dx: Wanted, added: Wanted) -> Wanted:
-    return dx if dx is None or added is None else dx.add_(added)  # dx is a fresh tensor
-
-
 def _cast(grad: Wanted, parameter: torch.Tensor) -> Wanted:
     return None if grad is None else grad.to(parameter.dtype)
 
@@ -189,7 +186,7 @@ class _Norm(Values):
     ) -> None:
         self.x = _rows(x)
         self.extra = None if extra is None else _rows(extra)
-        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
         self.eps, self.zero_centered = eps, zero_centered
         self.shape, self.dtype, self.device = x.shape, dtype, x.device
         self.statistics = tuple(
@@ -277,7 +274,7 @@ class _NormBackward(Values):
     ) -> None:
         self.dy, self.x = _rows(dy), _rows(x)
         self.d_extra = None if d_extra is None else _rows(d_extra)
-        self.parameters = tuple(parameter.contiguous() for parameter in parameters)
+        self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
         self.statistics = statistics
         self.zero_centered = zero_centered
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
@@ -307,11 +304,12 @@ class _NormBackward(Values):
             backward: Any = (reference.rmsnorm_backward, reference.layernorm_backward)[
                 len(self.parameters) - 1
             ]
-            dx, *grads = backward(self.dy, self.x, gain, *self.statistics, wanted)
+            read = (self.dy, self.x, gain, *self.statistics)
+            dx, *grads = backward(*read, wanted, self.d_extra)
         for out, found in zip(self.grads, grads, strict=True):
             if out is not None and found is not None:
                 out.copy_(found)
-        return (dx if self.d_extra is None else dx.add_(self.d_extra)).view(self.shape)
+        return dx.view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
         self._measure(amax=out)

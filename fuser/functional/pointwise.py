@@ -16,7 +16,7 @@ from fuser.cuda.arguments import Producer
 from fuser.cuda.chain import Stage, Stages
 from fuser.cuda.launch import kernels_take
 from fuser.errors import KernelUnavailable
-from fuser.functional.values import Values
+from fuser.functional.values import Values, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
 from fuser.reference.activation import Functor
@@ -79,7 +79,7 @@ def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -
     """``functor(x) * scales[..., None]``; see the reference."""
     if not _takes(x):
         return reference.scaled_activation(functor, x, scales)
-    return _Forward(stages_of(functor, is_scaled=True), x, (scales.contiguous(),))
+    return _Forward(stages_of(functor, is_scaled=True), x, (as_stored(scales).contiguous(),))
 
 
 def scaled_activation_backward(
@@ -95,7 +95,7 @@ def scaled_activation_backward(
         return reference.scaled_activation_backward(
             functor, dy, x, scales, wants_dscales=wants_dscales
         )
-    operand = scales.contiguous()
+    operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
     stages = stages_of(functor, is_scaled=True)
     return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
@@ -115,7 +115,9 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
 
 def bias(x: torch.Tensor, addend: torch.Tensor) -> Result:
     """``x + addend``, of one dtype."""
-    return _Forward((_BIAS,), x, (addend.contiguous(),)) if _takes(x) else x + addend
+    if not _takes(x):
+        return x + addend
+    return _Forward((_BIAS,), x, (as_stored(addend).contiguous(),))
 
 
 def bias_backward(dy: torch.Tensor, size: int) -> tuple[Result, torch.Tensor]:
@@ -211,6 +213,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as a kernel reads it; a copy where it must be."""
     if isinstance(x, QuantizedTensor):
         x = x.dequantize()
+    x = as_stored(x)
     return x if reads_in_place(x) else x.contiguous()
 
 

@@ -135,7 +135,16 @@ def are_rows(x: torch.Tensor) -> bool:
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``x [M, K]`` with neighbours in a row next to each other; a copy where they are not."""
+    x = as_stored(x)
     return x if are_rows(x) else x.contiguous()
+
+
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with the values that its memory has, which a kernel reads; else a copy.
+
+    torch negates lazily: the imaginary part of a conjugate is a view with a bit that says so.
+    """
+    return x.resolve_neg() if x.is_neg() else x
 
 
 def matrix_of(x: torch.Tensor | Values) -> tuple[int, int]:

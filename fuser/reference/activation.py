@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -41,8 +42,10 @@ class Functor:
     """
 
     name: str
-    scalars: tuple[float, ...] = ()
+    # Functors are keys: 0.0 is another scalar than -0.0.
+    scalars: tuple[float, ...] = field(default=(), compare=False)
     interleave: int | None = None
+    _bits: bytes = field(init=False, repr=False, default=b"")
 
     def __post_init__(self) -> None:
         must_be_positive = self.scalars[: _POSITIVE_SCALARS.get(self.name, 0)]
@@ -51,6 +54,8 @@ class Functor:
                 f"{self.name} got scalars {self.scalars}; all must be finite and the first "
                 f"{len(must_be_positive)} positive."
             )
+        bits = struct.pack(f"{len(self.scalars)}d", *self.scalars)
+        object.__setattr__(self, "_bits", bits)
         if self.interleave is not None and self.interleave <= 0:
             raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
 

@@ -24,8 +24,12 @@ def rmsnorm_backward(
     gain: torch.Tensor,
     rstd: torch.Tensor,
     wanted: tuple[bool, bool] = (True, True),
+    d_extra: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``x`` (in its dtype) and of ``gain`` (fp32); None where not ``wanted``."""
+    """Gradients of ``x`` (in its dtype) and of ``gain`` (fp32); None where not ``wanted``.
+
+    ``d_extra``, shaped like x, is added to the gradient of ``x`` before that is rounded.
+    """
     x_hat = x.float() * rstd
     dy = dy.float()
     dx = d_gain = None
@@ -34,7 +38,7 @@ def rmsnorm_backward(
     if wanted[0]:
         d_hat = dy * gain
         dx = (d_hat - x_hat * (d_hat * x_hat).mean(-1, keepdim=True)) * rstd
-        dx = dx.to(x.dtype)
+        dx = _plus(dx, d_extra).to(x.dtype)
     return dx, d_gain
 
 
@@ -53,12 +57,16 @@ def layernorm_backward(
     mean: torch.Tensor,
     rstd: torch.Tensor,
     wanted: tuple[bool, bool, bool] = (True, True, True),
+    d_extra: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``x`` (its dtype), ``gain`` and ``bias`` (fp32); None where not ``wanted``."""
+    """Gradients of ``x`` (its dtype), ``gain`` and ``bias`` (fp32); None where not ``wanted``.
+
+    ``d_extra``, shaped like x, is added to the gradient of ``x`` before that is rounded.
+    """
     dx, d_gain, d_bias = torch.ops.aten.native_layer_norm_backward(
         dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, list(wanted)
     )
-    return dx.to(x.dtype) if wanted[0] else None, d_gain, d_bias
+    return _plus(dx, d_extra).to(x.dtype) if wanted[0] else None, d_gain, d_bias
 
 
 def l2norm(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,3 +80,8 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> t
     """Gradient of ``x``, in x's dtype."""
     dy, x_hat = dy.float(), x.float() * rnorm
     return ((dy - x_hat * (dy * x_hat).sum(-1, keepdim=True)) * rnorm).to(x.dtype)
+
+
+def _plus(dx: torch.Tensor, d_extra: torch.Tensor | None) -> torch.Tensor:
+    """The sum in fp32, in the memory of ``dx``, which is fp32 and nobody else's."""
+    return dx if d_extra is None else dx.add_(d_extra)

@@ -18,6 +18,7 @@ from normalization_cases import (
     Tensors,
     assert_close_as_torch,
     backward,
+    check_dx_is_rounded_once,
     exact,
     forward,
     inputs_of,
@@ -55,6 +56,13 @@ def test_forward_and_backward_are_as_exact_as_torch(case: Case) -> None:
     assert_close_as_torch(got, plain_torch, exact(case, given))
     if case.adds:
         assert same_bits(got["z"], plain_torch["z"])
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in GPU_CASES if case.adds and case.x is not F32], ids=str
+)
+def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
+    check_dx_is_rounded_once(case, running, "cuda")
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -22,7 +22,7 @@ struct Forward {
 
 // What |y| stays below in a thread's columns, from the largest |z| there: gain and shift are the same
 // in every row, so that a row which cannot raise the amax need not be normalized to know it.
-template <class Norm>
+template <class Norm, class Out>
 struct Bound {
     // Rounding adds up to 2^-8 of a bf16, and half a subnormal to an fp16.
     static constexpr float kSlack = 1.01f, kLeast = 1e-7f;
@@ -35,11 +35,11 @@ struct Bound {
         : gain(kSlack * __uint_as_float(largest_gain)),
           shift(fmaf(kSlack, __uint_as_float(largest_shift), kLeast)) {}
 
-    // NaN and infinity stay below nothing.
+    // NaN, infinity and what overflows stay below nothing.
     __device__ __forceinline__ bool is_below(float amax, float largest_z, float mean,
                                              float rstd) const {
         const float difference = Norm::kCentered ? largest_z + fabsf(mean) : largest_z;
-        return fmaf(difference * rstd, gain, shift) < amax;
+        return fmaf(difference * rstd, gain, shift) < fminf(amax, kLargestFinite<Out>);
     }
 };
 
@@ -133,7 +133,7 @@ struct ForwardRow {
     }
 
     // Of the thread's columns, in rows of one chunk.
-    __device__ __forceinline__ Bound<Norm> bound() const {
+    __device__ __forceinline__ Bound<Norm, Out> bound() const {
         unsigned largest_gain = 0, largest_shift = 0;
         const ChunkColumns columns(0, sizes.columns);
 #pragma unroll 1
@@ -150,7 +150,7 @@ struct ForwardRow {
                 }
             }
         }
-        return Bound<Norm>(largest_gain, largest_shift);
+        return Bound<Norm, Out>(largest_gain, largest_shift);
     }
 
     __device__ __forceinline__ float largest_z() const {
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 
     RowSums<1> row_sums{scratch};
     using Row = ForwardRow<Norm, T, Out, kIsInRegisters, kWrites>;
     constexpr bool kHasBound = kIsInRegisters && !kWrites;
-    Bound<Norm> bound(0u, 0u);
+    Bound<Norm, Out> bound(0u, 0u);
     if (kHasBound && a.amax != nullptr) {
         bound = Row(a, sizes, 0).bound();
     }

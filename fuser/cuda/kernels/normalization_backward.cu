@@ -72,15 +72,12 @@ struct RowVector {
     }
 
     // (d_hat - means[1] - x_hat means[0]) rstd
-    template <class T>
-    __device__ __forceinline__ Packed<T, kCount> dx(const float (&means)[kSums],
-                                                    float rstd) const {
-        float values[kCount];
+    __device__ __forceinline__ void dx(const float (&means)[kSums], float rstd,
+                                       float (&values)[kCount]) const {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             values[i] = dx_of<Norm>(x_hat[i], d_hat[i], means, rstd);
         }
-        return packed<T>(values);
     }
 };
 
@@ -257,10 +254,12 @@ struct BackwardColumns {
             if constexpr (!kKeeps) {
                 read(stage, v, statistics);
             }
-            Packed<T, kCount> dx = vectors[kKeeps ? v : 0].template dx<T>(means, statistics.rstd);
+            float values[kCount];
+            vectors[kKeeps ? v : 0].dx(means, statistics.rstd, values);
             if (a.d_extra != nullptr) {
-                dx = added(dx, read_packed<T, kCount>(stages.extra(stage, v)));
+                add_packed(values, read_packed<T, kCount>(stages.extra(stage, v)));
             }
+            const Packed<T, kCount> dx = packed<T>(values);
             if (a.dx != nullptr) {
                 store_packed(target + v * columns.step, dx);
             }
@@ -304,8 +303,9 @@ struct BackwardColumns {
 
 }  // namespace fuser
 
-// d_hat = dy gain; dx = (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)) rstd + d_extra, without the
-// first mean for an RMSNorm; partials of sum(dy x_hat) and sum(dy), over the rows of each block.
+// d_hat = dy gain; dx = (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)) rstd + d_extra, rounded once
+// and without the first mean for an RMSNorm; partials of sum(dy x_hat) and sum(dy), over the rows of
+// each block.
 template <class Norm, class T, class Dy, int kVectors>
 __global__ void __launch_bounds__(512, 1)
     fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
@@ -406,12 +406,14 @@ __global__ void __launch_bounds__(512, 2)
             }
             read(columns);
             if (a.needs_values()) {
-                Packed<T, kCount> dx = vector.template dx<T>(sums, statistics.rstd);
+                float values[kCount];
+                vector.dx(sums, statistics.rstd, values);
                 if (a.d_extra != nullptr) {
                     const T* extra = start_of(a.d_extra, row, sizes.extra_stride);
                     load_chunk(extra, columns, sizes.is_aligned, x);
-                    dx = added(dx, x[0]);
+                    add_packed(values, x[0]);
                 }
+                const Packed<T, kCount> dx = packed<T>(values);
                 if (a.dx != nullptr) {
                     T* target = start_of(a.dx, row, sizes.columns) + columns.first;
                     store_vector(target, left, sizes.is_aligned, dx);

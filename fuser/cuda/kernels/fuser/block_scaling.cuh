@@ -5,20 +5,13 @@
 
 namespace fuser {
 
-// What a scale becomes that overflows fp32: the largest finite T.
-template <class T>
-constexpr float kLargestFinite = kFloatMax;
-template <>
-constexpr float kLargestFinite<bf16> = 3.38953138925153547590e38f;
-template <>
-constexpr float kLargestFinite<fp16> = 65504.0f;
-
 struct BlockScaling {
     unsigned eps;  // bits of a float: a smaller amax counts as this
     int pow2;
 
     template <class E, class T>
     __device__ __forceinline__ float scale(unsigned amax) const {
+        // A scale that overflows fp32 becomes the largest finite T.
         return scale_from_amax(amax, E::kMax, pow2, eps, kLargestFinite<T>);
     }
     __device__ __forceinline__ float inverse(float scale) const {

@@ -222,7 +222,7 @@ __device__ __forceinline__ Patch<Out> produced(
 template <class Norm, class T, class Out, class P, bool kAligned>
 constexpr int kFewerBlocks<NormProducer<Norm, T, Out, P, kAligned>> = Norm::kCentered ? 2 : 1;
 
-// dx from dy and the statistics of both passes; kAdds: plus d_extra, rounded before and after.
+// dx from dy and the statistics of both passes; kAdds: plus d_extra, before it is rounded to T.
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
 struct NormBackwardProducer {
     using Element = T;
@@ -286,7 +286,6 @@ struct NormBackwardProducer {
                     dx[k] = dx_of<Norm>(x_hat, d_hat, row_means, row_rstd);
                 }
                 if constexpr (kAdds) {
-                    round_run<T>(dx);
 #pragma unroll
                     for (int k = 0; k < kPatch; ++k) {
                         dx[k] = add_rn(dx[k], extras[i][k]);

@@ -101,6 +101,15 @@ __device__ __forceinline__ Packed<T, kCount> added(const Packed<T, kCount>& a,
     return sum;
 }
 
+// Add elements to fp32 numbers that are not rounded to T yet.
+template <class T, int kCount>
+__device__ __forceinline__ void add_packed(float (&x)[kCount], const Packed<T, kCount>& y) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        x[i] = add_rn(x[i], y[i]);
+    }
+}
+
 // The largest magnitude among the first `count` elements, as the bits of T: integers put NaN above
 // infinity and see subnormals, which fmaxf flushes.
 template <class T, int kCount>

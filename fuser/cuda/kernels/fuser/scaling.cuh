@@ -13,6 +13,12 @@ namespace fuser {
 constexpr unsigned kInfinity = 0x7f800000u;
 constexpr unsigned kNan = 0x7fc00000u;
 constexpr float kFloatMax = 3.40282346638528859812e38f;
+template <class T>
+constexpr float kLargestFinite = kFloatMax;
+template <>
+constexpr float kLargestFinite<bf16> = 3.38953138925153547590e38f;
+template <>
+constexpr float kLargestFinite<fp16> = 65504.0f;
 constexpr unsigned kWarp = 0xffffffffu;
 
 // ---- elements of 8 bits ----
@@ -101,7 +107,8 @@ __device__ __forceinline__ unsigned largest(unsigned word) {
     }
 }
 
-// The maximum of a warp's `bits` into `*amax`, once per warp. Order does not change a maximum.
+// The maximum of a warp's `bits` into `*amax`, by one of its threads or more. Order does not change
+// a maximum.
 __device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
     const unsigned most = __reduce_max_sync(kWarp, bits);
     if (threadIdx.x % 32 == 0 && most > *static_cast<volatile unsigned*>(amax)) {

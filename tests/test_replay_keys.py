@@ -1,0 +1,12 @@
+"""What is remembered of a launch is told from every other one: each field, two values in turn."""
+
+from __future__ import annotations
+
+import pytest
+from pipeline_kernels import on_kernels
+from replay_cases import Pair, check, pairs
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=str)
+def test_calls_that_differ_in_one_field_get_their_own_launches(pair: Pair) -> None:
+    check(pair, on_kernels)
