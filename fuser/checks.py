@@ -13,7 +13,6 @@ from fuser.formats import check_multiple
 from fuser.graph import OpGraph, Source
 from fuser.op import COMPUTE_DTYPES, BasicOperation, default_device, keyword_names
 from fuser.plan_key import PlanKey
-from fuser.role_quantizers import role_format
 
 
 class Checks:
@@ -141,7 +140,7 @@ class Checks:
             for role in (role for role in shapes if role in roles):
                 assert key.recipe is not None
                 *leading, last = shapes[role]
-                quantized = role_format(key.recipe, role)
+                quantized = op.quantizer_format(key.recipe, role)
                 what = (
                     f"op {i} ({type(op).__name__}) under {type(key.recipe).__name__} quantizes its "
                     f"{role.replace('_', ' ')} of shape {tuple(shapes[role])}, and {quantized.name}"
