@@ -628,8 +628,14 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled; a copy asks it anew.
-        asked_anew = {"_quantizers": None, "_made_quantizers": {}, "_last_recipe": None}
-        return {**super().__getstate__(), "_captured": False, **asked_anew, "_quantizer_views": {}}
+        return {
+            **super().__getstate__(),
+            "_captured": False,
+            "_quantizers": None,
+            "_made_quantizers": {},
+            "_last_recipe": None,
+            "_quantizer_views": {},
+        }
 
 
 @functools.cache
