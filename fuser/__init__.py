@@ -1,9 +1,7 @@
 """fuser: pipelines of basic operations, planned on a graph and run fused."""
 
-import sys as _sys
-
 from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
-from fuser import modules, recipe
+from fuser import modules, ops, recipe
 from fuser.availability import (
     is_fp8_available,
     is_fp8_block_scaling_available,
@@ -43,6 +41,25 @@ from fuser.basic_ops import (
     SwiGLU,
 )
 from fuser.catalog import FUSIONS
+from fuser.compatibility import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8TensorStorage,
+    MXFP8Quantizer,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4TensorStorage,
+    QuantizedTensorStorage,
+    checkpoint,
+    deinterleave_glu_tensor,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    interleave_glu_tensor,
+    is_bf16_available,
+)
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.formats import DType
 from fuser.fused_ops import Linear
@@ -56,25 +73,17 @@ from fuser.pipeline import (
 from fuser.plan import FusionPlan, Refusal, Step
 from fuser.plan_key import PlanKey
 from fuser.precision import autocast, quantized_model_init
+from fuser.recipe import QuantizerRole
 from fuser.sequential import Sequential
 from fuser.tensors import (
-    Float8BlockQuantizer,
     Float8BlockwiseQTensor,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
     Float8Tensor,
-    MXFP8Quantizer,
     MXFP8Tensor,
-    NVFP4Quantizer,
     NVFP4Tensor,
     QuantizedTensor,
     Quantizer,
 )
 from fuser.version import __version__
-
-# A script written for te.ops finds the same names under ``fuser.ops``.
-ops = _sys.modules[__name__]
-_sys.modules[__name__ + ".ops"] = ops
 
 __all__ = [
     "Activation",
@@ -89,9 +98,11 @@ __all__ = [
     "FUSIONS",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8Tensor",
+    "Float8TensorStorage",
     "FusedOperation",
     "FuserError",
     "FusibleOperation",
@@ -107,9 +118,11 @@ __all__ = [
     "Linear",
     "MXFP8Quantizer",
     "MXFP8Tensor",
+    "MXFP8TensorStorage",
     "MakeExtraOutput",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "NVFP4TensorStorage",
     "OperationContext",
     "OperationFuser",
     "PlanKey",
@@ -117,7 +130,9 @@ __all__ = [
     "QGELU",
     "Quantize",
     "QuantizedTensor",
+    "QuantizedTensorStorage",
     "Quantizer",
+    "QuantizerRole",
     "RMSNorm",
     "ReGLU",
     "ReLU",
@@ -137,6 +152,13 @@ __all__ = [
     "SwiGLU",
     "__version__",
     "autocast",
+    "checkpoint",
+    "deinterleave_glu_tensor",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "interleave_glu_tensor",
+    "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",

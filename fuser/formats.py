@@ -25,21 +25,43 @@ FP8_BLOCK_SCALE_ALIGNMENT = 4
 
 
 class DType(enum.Enum):
-    """An element type of quantized data.
+    """An element type: those that data is quantized to, and plain ones.
 
-    ``max`` is its largest finite value. ``torch_dtype`` is the type that its bytes are viewed as;
-    for E2M1, which torch cannot compute with, that is the storage itself: uint8, two values a
-    byte, the low nibble first.
+    ``torch_dtype`` is the type that its bytes are viewed as; for E2M1, which torch cannot compute
+    with, that is the storage itself: uint8, two values a byte, the low nibble first.
     """
 
+    kByte = ("uint8", None, torch.uint8)
+    kInt32 = ("int32", None, torch.int32)
+    kInt64 = ("int64", None, torch.int64)
+    kFloat32 = ("float32", None, torch.float32)
+    kFloat16 = ("float16", None, torch.float16)
+    kBFloat16 = ("bfloat16", None, torch.bfloat16)
     kFloat8E4M3 = ("E4M3", 448.0, torch.float8_e4m3fn)
     kFloat8E5M2 = ("E5M2", 57344.0, torch.float8_e5m2)
     kFloat4E2M1 = ("E2M1", 6.0, torch.uint8)
 
-    def __init__(self, label: str, largest: float, torch_dtype: torch.dtype) -> None:
+    def __init__(self, label: str, largest: float | None, torch_dtype: torch.dtype) -> None:
         self.label = label
-        self.max = largest
+        self._largest = largest
         self.torch_dtype = torch_dtype
+
+    @property
+    def max(self) -> float:
+        """The largest finite value of a type that data is quantized to.
+
+        Raises
+        ------
+        InputError
+            If it is a plain type.
+        """
+        if self._largest is None:
+            quantized = ", ".join(dtype.name for dtype in DType if dtype._largest is not None)
+            raise InputError(
+                f"DType.{self.name} is a plain type, and no tensor is quantized to it; the "
+                f"formats are {quantized}."
+            )
+        return self._largest
 
     # Enum's own is a function of Python, and plans and launches are looked up by formats.
     __hash__ = object.__hash__

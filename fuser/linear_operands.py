@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fuser.errors import StateError
+from fuser.formats import NumberFormat
 from fuser.native_gemm import NativeGemm, native_gemm
 from fuser.plan_key import Emission, PlanKey
-from fuser.role_quantizers import role_format
+from fuser.recipe import Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
 
 # -- planning ---------------------------------------------------------------------
 
+FormatOf = Callable[[Recipe, str], NumberFormat]
+"""The format in which a linear quantizes what has a role, under a recipe."""
 
-def operands_of(side: str, key: PlanKey) -> dict[str, Emission]:
+
+def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Emission]:
     """How the GEMMs of one linear read what it quantizes on ``side``, by role; {} for nothing.
 
     ``key`` is narrowed to the linear, whose first parameter is its weight.
@@ -33,12 +38,12 @@ def operands_of(side: str, key: PlanKey) -> dict[str, Emission]:
             "weight": (True, wants_dgrad and is_quantized_backward),
         }
     return {
-        role: Emission(role_format(recipe, role), rowwise, columnwise)
+        role: Emission(format_of(recipe, role), rowwise, columnwise)
         for role, (rowwise, columnwise) in copies.items()
     }
 
 
-def native_row(a: str, b: str, key: PlanKey) -> NativeGemm | None:
+def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm | None:
     """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
     assert key.recipe is not None
     (op,) = key.ops[:1]
@@ -47,13 +52,13 @@ def native_row(a: str, b: str, key: PlanKey) -> NativeGemm | None:
         "weight": op.params[0].format,
         "grad_output": None if op.grad_output is None else op.grad_output.format,
     }
-    formats = [arrives[role] or role_format(key.recipe, role) for role in (a, b)]
+    formats = [arrives[role] or format_of(key.recipe, role) for role in (a, b)]
     return native_gemm(formats[0], formats[1], key.arch)
 
 
-def gemm_name(name: str, a: str, b: str, key: PlanKey) -> str:
+def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> str:
     """``name``, such as ``"dgrad mm"``, with what multiplies the two roles' tensors."""
-    row = native_row(a, b, key)
+    row = native_row(a, b, key, format_of)
     if row is None:
         return f"{name} (emulated)"
     return f"{name.removesuffix('mm')}{row.name} (native)"

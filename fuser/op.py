@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
+from fuser.formats import NumberFormat
 from fuser.functional.values import Values, kernels_run_on, written
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
@@ -27,7 +28,16 @@ from fuser.tensors import QuantizedTensor, Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
+# An op keeps the quantizers of that many recipes: of as many as a pipeline keeps plans.
+MAX_RECIPES = 256
+
+_RUNNING_METHODS = (
+    *("op_forward", "op_backward", "fuser_forward", "fuser_backward"),
+    *("pre_first_fuser_forward", "pre_fuser_forward"),
+)
+
 Grads = Iterable[torch.Tensor | None]
+_ByPlace = dict[tuple[str, int, str], Quantizer]
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -178,6 +188,11 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     # What runs the op when it is called alone; not part of its state, so that a copy makes its own.
     __slots__ = ("_runner",)
     _runner: Any
+    # Makes of a quantizer what code outside this library is handed: called with the quantizer, and
+    # with what was made before for the same place, or None. The package sets it.
+    quantizer_view: ClassVar[Callable[[Any, Any], Any]] = staticmethod(lambda value, before: value)
+    is_external: ClassVar[bool] = False
+    """Whether code outside this library runs in the op's forward or backward."""
 
     register_forward_pre_hook = noting("register_forward_pre_hook")
     register_forward_hook = noting("register_forward_hook")
@@ -189,6 +204,12 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         super().__setattr__(name, value)
         if name in ("forward", "__class__"):
             module_calls.change()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        methods = (getattr(cls, name, None) for name in _RUNNING_METHODS)
+        modules = {getattr(method, "__module__", None) or __name__ for method in methods}
+        cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
 
     @property
     @abc.abstractmethod
@@ -256,6 +277,10 @@ class BasicOperation(FusibleOperation):
     # The pipeline module sets this to its class; ops are on a lower floor.
     pipeline_class: ClassVar[Callable[..., Any]]
 
+    name: str = ""
+    """What a custom recipe's factory is told to tell ops apart; anybody may set it."""
+    module_type: str = ""
+    """The kind of op that such a factory is told."""
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     takes_floating_extras: bool = False
@@ -286,8 +311,17 @@ class BasicOperation(FusibleOperation):
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
         self._registered_names: list[str] = []
-        # The recipe of the last forward that had one, and what it gave.
-        self._quantizers: tuple[Recipe, dict[tuple[str, int, str], Quantizer]] | None = None
+        # What the recipe asked last gave, and every recipe.
+        self._quantizers: tuple[Recipe, _ByPlace] | None = None
+        self._made_quantizers: dict[Recipe, _ByPlace] = {}
+        # For code outside this library: the recipe of the last forward, what it was handed.
+        self._last_recipe: Recipe | None = None
+        self._quantizer_views: dict[tuple[str, int], Any] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "get_quantizer" in cls.__dict__:  # holds for what this library asks, too
+            cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
 
     @property
     def is_fused_op(self) -> bool:
@@ -377,7 +411,8 @@ class BasicOperation(FusibleOperation):
         roles = self.quantizer_roles(mode)
         if key.recipe is None or not roles:
             return None
-        return Emission(role_format(key.recipe, roles[0]), rowwise=True, columnwise=True)
+        form = self.quantizer_format(key.recipe, roles[0])
+        return Emission(form, rowwise=True, columnwise=True)
 
     def num_quantizers(self, mode: str) -> int:
         """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
@@ -390,21 +425,62 @@ class BasicOperation(FusibleOperation):
             return ("grad_output",) * count
         return ("input", *["weight"] * (count - 1)) if count else ()
 
-    def get_quantizer(
+    def quantizer_format(self, recipe: Recipe, role: str) -> NumberFormat:
+        """The format in which this op quantizes what has such a role."""
+        if not isinstance(recipe, CustomRecipe):
+            return role_format(recipe, role)
+        modes = ("forward", "backward")
+        at = next(
+            (mode, self.quantizer_roles(mode).index(role))
+            for mode in modes
+            if role in self.quantizer_roles(mode)
+        )
+        return self._made_quantizer(recipe, *at).format
+
+    def quantizer_value(
         self, mode: str, index: int, device: torch.device | None = None
     ) -> Quantizer | None:
-        """Quantizer ``index`` of ``mode``: of the recipe in force, or outside one the last.
+        """Quantizer ``index`` of ``mode`` as ops of this library use it; None outside an autocast.
 
-        None before the first forward under a recipe, and in what a pipeline
-        runs under none. Delayed scaling's state is made on ``device``, that of
+        A frozen value. Delayed scaling's state is made on ``device``, that of
         the op's parameters if it is None.
         """
         recipe = current_recipe()
+        return None if recipe is None else self._quantizer_under(recipe, mode, index, device)
+
+    def _quantizer_value_of_view(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        given = self.get_quantizer(mode, index)
+        return given and given.with_usage(rowwise=given.rowwise, columnwise=given.columnwise)
+
+    def get_quantizer(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        """Quantizer ``index`` of ``mode`` for code outside this library; None where there is none.
+
+        It can be changed, by ``set_usage`` for one, and is the same object at the next call; what
+        this library quantizes does not follow it. Outside every autocast it is the quantizer of
+        the op's last forward, and None in what a pipeline runs. ``device`` is as in
+        :meth:`quantizer_value`.
+        """
+        recipe = current_recipe()
         if recipe is None:
-            return self._last_quantizer(mode, index)
-        kept = self._quantizers
-        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
-            kept = self._quantizers = (recipe, {})
+            value = self._last_quantizer(mode, index)
+            if value is None:
+                return None
+        else:
+            value = self._quantizer_under(recipe, mode, index, device)
+        before = self._quantizer_views.get((mode, index))
+        view: Quantizer = type(self).quantizer_view(value, before)
+        self._quantizer_views[mode, index] = view
+        return view
+
+    def _quantizer_under(
+        self, recipe: Recipe, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer:
+        if self.__dict__["_last_recipe"] is not recipe:
+            self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
         if isinstance(recipe, DelayedScaling):
             if device is None:
                 # An op's own come first; torch's iterator looks through all modules below.
@@ -416,22 +492,32 @@ class BasicOperation(FusibleOperation):
             if state is None:
                 state = self._delayed.setdefault(mode, DelayedScales(mode))
             return state.quantizer(recipe, dtypes, index, device)
+        return self._made_quantizer(recipe, mode, index)
+
+    def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:
+        kept = self._quantizers
+        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
+            made_for = self._made_quantizers
+            if len(made_for) >= MAX_RECIPES:
+                made_for.pop(next(iter(made_for)))
+            kept = self._quantizers = (recipe, made_for.setdefault(recipe, {}))
         role = self.quantizer_roles(mode)[index]
         made = kept[1].get((mode, index, role))
         if made is None:
-            # A custom recipe's factory is asked once for each quantizer of an op.
-            made = kept[1].setdefault((mode, index, role), make_quantizer(recipe, role))
+            # A custom recipe's factory is asked once for each quantizer of an op: plans rely on it.
+            made = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
+            made = kept[1].setdefault((mode, index, role), made)
         return made
 
     def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """What :meth:`get_quantizer` gave last; None in what a pipeline runs."""
-        if self._quantizers is None or _is_in_plan():
+        """The quantizer of the last forward under a recipe; None in what a pipeline runs."""
+        recipe = self._last_recipe
+        if recipe is None or _is_in_plan():
             return None
-        recipe, made = self._quantizers
         if isinstance(recipe, DelayedScaling):
             state = self._delayed.get(mode)
             return None if state is None else state.last_quantizer(index)
-        return made.get((mode, index, self.quantizer_roles(mode)[index]))
+        return self._made_quantizer(recipe, mode, index)
 
     def get_input_quantizer(self) -> Any | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
@@ -645,7 +731,14 @@ class BasicOperation(FusibleOperation):
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled; a copy asks it anew.
-        return {**super().__getstate__(), "_captured": False, "_quantizers": None}
+        return {
+            **super().__getstate__(),
+            "_captured": False,
+            "_quantizers": None,
+            "_made_quantizers": {},
+            "_last_recipe": None,
+            "_quantizer_views": {},
+        }
 
 
 QUANTIZER_ARGUMENTS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")

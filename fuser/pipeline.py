@@ -249,13 +249,11 @@ class OperationFuser:
         slots = ParameterSlots(self.basic_ops, self.num_extra_inputs)
         for index in slots.computed:
             op = self.basic_ops[index]
-            if op._forward_pre_hooks and op._pipeline is not self:
+            if op._forward_pre_hooks and len(self.basic_ops) > 1:
                 raise StateError(
                     f"Op {index} ({type(op).__name__}) has a parameter that a hook computes before "
-                    "each call of the op, and it runs here as part of a pipeline, without its "
-                    "hooks. Register such hooks (prune, weight_norm) before the Sequential's first "
-                    "call, and on an op that stands in it by itself, as BasicLinear and Bias do in "
-                    "the place of a Linear."
+                    "each call of the op, and this pipeline of several ops runs it without its "
+                    "hooks. Call it through a Sequential, which sees hooks."
                 )
         if slots.places != self._slots.places:
             self._slots = slots

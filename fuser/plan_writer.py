@@ -66,6 +66,7 @@ class PlanWriter:
             "plain": _plain,
             "marked": _marked,
             "no_kwargs": _NO_KWARGS,
+            "view": FusibleOperation.quantizer_view,
         }
         recipe = key.recipe
         constants = {} if recipe is None else {"split_accumulators": recipe.split_accumulators}
@@ -108,6 +109,8 @@ class PlanWriter:
         add("    try:")
         for number, (op, indices) in enumerate(steps):
             add(f"        step = {number}  # {type(op).__name__}")
+            if op.is_external:
+                self._add_recipe(indices)
             self.titles[f"forward{number}"] = _title("forward", op, indices)
             if _is_plain(op, "forward"):
                 self._add_plain_forward(number, op, indices[0])
@@ -133,8 +136,15 @@ class PlanWriter:
         results = (produced, self._each("c{i}, "), saved, ends, specs)
         add(f"    return x, {', '.join(f'({each})' for each in results)}")
 
+    def _add_recipe(self, indices: tuple[int, ...]) -> None:
+        """Tell ops under which recipe they run, for code that asks them for quantizers later."""
+        self.names["recipe"] = self.key.recipe
+        for i in indices:
+            self.names[f"state{i}"] = self.ops[i].__dict__
+            self.lines.append(f"        state{i}['_last_recipe'] = recipe")
+
     def _add_plain_forward(self, number: int, op: BasicOperation, i: int) -> None:
-        before, after = self._quantizers((i,))
+        before, after = self._quantizers(op, (i,))
         # An op that takes no keywords is not given an empty dict: that costs 0.2 us.
         own = f", **(kwargs[{i}] if kwargs else {{}})" if keyword_names(type(op)) != () else ""
         self.names[f"forward{number}"] = op.op_forward
@@ -145,7 +155,7 @@ class PlanWriter:
         ]
 
     def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
-        before, after = self._quantizers(indices)
+        before, after = self._quantizers(op, indices)
         extras = ", ".join(self._extra_inputs(op, i, indices) for i in indices)
         given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
         none = ", ".join(["no_kwargs"] * len(indices))
@@ -360,31 +370,38 @@ class PlanWriter:
                     name = "dout{}_{}".format(*source.place)
                     self.lines.append(f"        {name} = total({name}, din{i}_{k})")
 
-    def _quantizers(self, indices: tuple[int, ...]) -> tuple[str, str]:
+    def _quantizers(self, op: FusibleOperation, indices: tuple[int, ...]) -> tuple[str, str]:
         """What the neighbours want: of the gradient before, of the value after."""
-        return self._wanted_grad(indices[0]), self._wanted_input(indices[-1] + 1)
+        wanted = self._wanted_grad(indices[0]), self._wanted_input(indices[-1] + 1)
+        if not op.is_external:
+            return wanted
+        before, after = ("None" if w == "None" else f"view({w}, None)" for w in wanted)
+        return before, after
 
     def _wanted_input(self, index: int) -> str:
         """The quantizer in which an op wants its input."""
         if self.key.recipe is None or index == len(self.ops):
             return "None"
-        op = self.ops[index]
-        getter = f"op{index}.get_input_quantizer()"
-        if not op.num_quantizers("forward"):
-            return getter  # an op that others wrote may have its own
-        return _narrowed(getter, op.wanted_input(self.key.window(index, index + 1)))
+        return self._wanted(index, "forward", "get_input_quantizer", "wanted_input")
 
     def _wanted_grad(self, index: int) -> str:
         """The quantizer in which the op before wants the gradient of this op's input."""
-        before = index - 1
-        wants_any = before >= 0 and self.key.ops[index].input_requires_grad
+        wants_any = index > 0 and self.key.ops[index].input_requires_grad
         if self.key.recipe is None or not wants_any:
             return "None"
-        op = self.ops[before]
-        getter = f"op{before}.get_grad_output_quantizer()"
-        if not op.num_quantizers("backward"):
-            return getter
-        return _narrowed(getter, op.wanted_grad_output(self.key.window(before, index)))
+        return self._wanted(
+            index - 1, "backward", "get_grad_output_quantizer", "wanted_grad_output"
+        )
+
+    def _wanted(self, index: int, mode: str, getter: str, question: str) -> str:
+        op = self.ops[index]
+        # An op that others wrote may have its own, and number none.
+        is_others = getattr(type(op), getter) is not getattr(BasicOperation, getter)
+        quantizer = f"{getter}()" if is_others else f"quantizer_value({mode!r}, 0)"
+        if not op.num_quantizers(mode):
+            return f"op{index}.{quantizer}" if is_others else "None"
+        wanted = getattr(op, question)(self.key.window(index, index + 1))
+        return _narrowed(f"op{index}.{quantizer}", wanted)
 
     def _checked(
         self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]

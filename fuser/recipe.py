@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from fuser.errors import InputError, InputTypeError
 
@@ -14,13 +15,20 @@ BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 
 
+class FormatRange(NamedTuple):
+    """The largest finite values of a format, in forward and in backward."""
+
+    max_fwd: float
+    max_bwd: float
+
+
 class Format(enum.Enum):
     """FP8 and FP4 number formats; HYBRID is E4M3 in forward and E5M2 in backward."""
 
-    E2M1 = "E2M1"
-    E4M3 = "E4M3"
-    E5M2 = "E5M2"
-    HYBRID = "HYBRID"
+    E2M1 = FormatRange(6, 6)
+    E4M3 = FormatRange(448, 448)
+    E5M2 = FormatRange(57344, 57344)
+    HYBRID = FormatRange(448, 57344)
 
 
 FP8_FORMATS = (Format.E4M3, Format.HYBRID)
@@ -32,6 +40,48 @@ class MMParams:
     """Matrix multiplication options of one GEMM."""
 
     use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How the tensors of one role are quantized: inputs, weights or output gradients.
+
+    Parameters
+    ----------
+    power_2_scale
+        FP8 scales are powers of two.
+    amax_epsilon
+        An amax below it counts as it; finite and not negative.
+    random_hadamard_transform, stochastic_rounding, fp4_2d_quantization
+        Of NVFP4: transform columnwise copies; round at random; one scale for
+        16x16 elements.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+    follows_recipe: bool = field(default=False, init=False, repr=False, compare=False)
+    """Whether the recipe made it from its other fields, and makes it anew when those change."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.amax_epsilon < math.inf:
+            raise InputError(
+                f"QParams got amax_epsilon {self.amax_epsilon}; it is finite and not negative."
+            )
+
+    def __repr__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.repr and getattr(self, f.name) != f.default
+        ]
+        return f"QParams({', '.join(changed)})"
+
+
+FP8_PARAMS = ("power_2_scale", "amax_epsilon")
+NVFP4_PARAMS = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
 
 
 def _backward_override_from_environment() -> str | None:
@@ -53,6 +103,8 @@ class Recipe:
         the original unquantized operands) or ``"dequantized"`` (backward uses
         the dequantized operands of the forward). The default is read from the
         environment variable ``NVTE_BACKWARD_OVERRIDE`` when the recipe is built.
+    fp8_dpa, fp8_mha
+        Quantized attention: False, as there is no attention here.
 
     Raises
     ------
@@ -64,12 +116,21 @@ class Recipe:
     backward_override: str | None = field(
         default_factory=_backward_override_from_environment, kw_only=True
     )
+    # Only one value is accepted, so there is nothing to compare.
+    fp8_dpa: bool = field(default=False, kw_only=True, repr=False, compare=False)
+    fp8_mha: bool = field(default=False, kw_only=True, repr=False, compare=False)
 
     accepts_backward_override: ClassVar[bool] = True
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {}
     """The values that a field takes, where not every one of its type."""
+    absent: ClassVar[dict[str, str]] = {}
+    """Why a field takes its default alone."""
+    taken_params: ClassVar[tuple[str, ...]] = ()
+    """The fields of QParams that the recipe's quantizers have."""
 
     def __post_init__(self) -> None:
+        self._refuse_absent()
+        self._complete_params()
         for name, values in self.accepted.items():
             if getattr(self, name) not in values:
                 listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)
@@ -95,6 +156,42 @@ class Recipe:
                 f"the recipes that accept one are {', '.join(accepting)}."
             )
 
+    def _refuse_absent(self) -> None:
+        attention = "there is no attention in fuser"
+        reasons = {"fp8_dpa": attention, "fp8_mha": attention, **self.absent}
+        for name, reason in reasons.items():
+            given, default = getattr(self, name), getattr(type(self), name)
+            if given != default:
+                raise InputError(
+                    f"{type(self).__name__} got {name}={given!r}; {reason}, so it takes "
+                    f"{default!r} alone."
+                )
+
+    # -- parameters of the quantizers ------------------------------------------
+
+    def default_params(self) -> dict[str, QParams]:
+        """The parameters of each role's quantizer that follow from other fields, by field."""
+        return {}
+
+    def _complete_params(self) -> None:
+        """Fill in the parameters that were not given, and refuse what no quantizer here has."""
+        for name, default in self.default_params().items():
+            given = getattr(self, name)
+            if given is None:
+                given = getattr(type(self), name)  # a subclass may name its own
+            if given is None or given.follows_recipe:
+                object.__setattr__(default, "follows_recipe", True)
+                given = default
+            for param in fields(QParams):
+                is_taken = not param.compare or param.name in self.taken_params
+                if not is_taken and getattr(given, param.name) != param.default:
+                    raise InputError(
+                        f"{type(self).__name__} got {name} with {param.name}="
+                        f"{getattr(given, param.name)!r}; its quantizers have "
+                        f"{' and '.join(self.taken_params)}."
+                    )
+            object.__setattr__(self, name, given)
+
     @property
     def quantizes_backward(self) -> bool:
         """Whether backward runs quantized; under an override it does not."""
@@ -106,6 +203,7 @@ class Recipe:
             f"{f.name}={getattr(value, 'name', repr(value))}"
             for f in fields(self)
             if (value := getattr(self, f.name)) != (None if f.default is MISSING else f.default)
+            and not getattr(value, "follows_recipe", False)
         ]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -123,29 +221,40 @@ class Recipe:
         )
         return fprop, dgrad, wgrad
 
-    def delayed(self) -> bool:
+    @classmethod
+    def delayed(cls) -> bool:
         """Whether this is delayed scaling."""
-        return isinstance(self, DelayedScaling)
+        return issubclass(cls, DelayedScaling)
 
-    def float8_current_scaling(self) -> bool:
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
         """Whether this is FP8 current scaling."""
-        return isinstance(self, Float8CurrentScaling)
+        return issubclass(cls, Float8CurrentScaling)
 
-    def mxfp8(self) -> bool:
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        """Whether this is FP8 with one scale a tensor, delayed or current."""
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def mxfp8(cls) -> bool:
         """Whether this is MXFP8 block scaling."""
-        return isinstance(self, MXFP8BlockScaling)
+        return issubclass(cls, MXFP8BlockScaling)
 
-    def float8_block_scaling(self) -> bool:
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
         """Whether this is FP8 scaling in blocks of 128."""
-        return isinstance(self, Float8BlockScaling)
+        return issubclass(cls, Float8BlockScaling)
 
-    def nvfp4(self) -> bool:
+    @classmethod
+    def nvfp4(cls) -> bool:
         """Whether this is NVFP4 block scaling."""
-        return isinstance(self, NVFP4BlockScaling)
+        return issubclass(cls, NVFP4BlockScaling)
 
-    def custom(self) -> bool:
+    @classmethod
+    def custom(cls) -> bool:
         """Whether this recipe takes its quantizers from the user."""
-        return isinstance(self, CustomRecipe)
+        return issubclass(cls, CustomRecipe)
 
 
 @dataclass(frozen=True)
@@ -161,9 +270,15 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str = "max"
     reduce_amax: bool = True
+    scaling_factor_compute_algo: Callable[..., Any] | None = field(
+        default=None, kw_only=True, repr=False, compare=False
+    )
     backward_override: str | None = field(default=None, kw_only=True)
 
     accepts_backward_override: ClassVar[bool] = False
+    absent: ClassVar[dict[str, str]] = {
+        "scaling_factor_compute_algo": "scales are set by the one formula for all tensors at once"
+    }
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
         "amax_compute_algo": ("max", "most_recent"),
@@ -172,15 +287,28 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale a tensor, from that tensor's own amax."""
+    """FP8 with one scale a tensor, from that tensor's own amax.
+
+    ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad``
+    are the :class:`QParams` of inputs, weights and output gradients; what is
+    not given follows from ``use_power_2_scales``.
+    """
 
     use_power_2_scales: bool = False
     fp8_format: Format = Format.HYBRID
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
+
+    def default_params(self) -> dict[str, QParams]:
+        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+        return {name: QParams(power_2_scale=self.use_power_2_scales) for name in names}
 
 
 @dataclass(frozen=True)
@@ -189,8 +317,10 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
+    margin: int = field(default=0, kw_only=True, repr=False, compare=False)
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    absent: ClassVar[dict[str, str]] = {"margin": "scales of MXFP8 follow from amaxes alone"}
 
 
 @dataclass(frozen=True)
@@ -199,6 +329,9 @@ class Float8BlockScaling(Recipe):
 
     At most one of the three dims is 2: no GEMM multiplies two operands of
     128x128 blocks, and each of the three meets the other two.
+    ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad``
+    are as in :class:`Float8CurrentScaling`; what is not given follows from
+    ``use_f32_scales``.
     """
 
     use_f32_scales: bool = False
@@ -209,6 +342,9 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
@@ -216,6 +352,11 @@ class Float8BlockScaling(Recipe):
         "w_block_scaling_dim": (1, 2),
         "grad_block_scaling_dim": (1, 2),
     }
+    taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
+
+    def default_params(self) -> dict[str, QParams]:
+        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+        return {name: QParams(power_2_scale=not self.use_f32_scales) for name in names}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,18 +371,92 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 scale."""
+    """NVFP4: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 scale.
+
+    ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad``
+    are the :class:`QParams` of inputs, weights and output gradients; what is
+    not given follows from the three ``disable_`` fields.
+    ``row_scaled_activation`` is False and ``nvfp4_4over6`` ``"none"``: there
+    are no kernels for others.
+    """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = field(default=False, kw_only=True, repr=False, compare=False)
+    nvfp4_4over6: str = field(default="none", kw_only=True, repr=False, compare=False)
+    nvfp4_4over6_e4m3_use_256: str = field(default="all", kw_only=True, repr=False, compare=False)
+    nvfp4_4over6_err_mode: str = field(default="MAE", kw_only=True, repr=False, compare=False)
+    fp4_format: Format = field(default=Format.E2M1, kw_only=True, repr=False, compare=False)
+    fp8_format: Format = field(default=Format.E4M3, kw_only=True, repr=False, compare=False)
+    fp4_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp4_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp4_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    absent: ClassVar[dict[str, str]] = {
+        "row_scaled_activation": "NVFP4 here has one fp32 scale a tensor, not one a row",
+        "nvfp4_4over6": "blocks are scaled to 6 here, and not tried with 4",
+    }
+    # The scopes and the error of 4over6 mean nothing while it is off.
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "nvfp4_4over6_e4m3_use_256": ("none", "weights", "activations", "all"),
+        "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+        "fp4_format": (Format.E2M1,),
+        "fp8_format": (Format.E4M3,),
+    }
+    taken_params: ClassVar[tuple[str, ...]] = NVFP4_PARAMS
+
+    def default_params(self) -> dict[str, QParams]:
+        rht = not self.disable_rht
+        return {
+            "fp4_quant_fwd_inp": QParams(random_hadamard_transform=rht),
+            "fp4_quant_fwd_weight": QParams(fp4_2d_quantization=not self.disable_2d_quantization),
+            "fp4_quant_bwd_grad": QParams(
+                random_hadamard_transform=rht,
+                stochastic_rounding=not self.disable_stochastic_rounding,
+            ),
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizerRole:
+    """What the factory of a :class:`CustomRecipe` is asked a quantizer for.
+
+    Parameters
+    ----------
+    module_type
+        The kind of op: ``"linear"``, or empty where it is of no kind.
+    tensor_type
+        ``"input"``, ``"weight"`` or ``"grad_output"``. A role is equal to this
+        string, and to another role with the same contents.
+    name
+        The op's own ``name``, empty where it has none.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return self.tensor_type == other
+        if not isinstance(other, QuantizerRole):
+            return NotImplemented
+        mine = (self.module_type, self.tensor_type, self.name)
+        return mine == (other.module_type, other.tensor_type, other.name)
+
+    def __hash__(self) -> int:
+        return hash(self.tensor_type)
+
+    def __str__(self) -> str:
+        return self.tensor_type
 
 
 @dataclass(frozen=True)
 class CustomRecipe(Recipe):
-    """Quantizers from the user: ``qfactory(role)`` returns one for each role.
+    """Quantizers from the user: ``qfactory(role)`` returns one for a :class:`QuantizerRole`.
 
-    Roles are ``"input"``, ``"weight"`` and ``"grad_output"``.
+    It is called once for each quantizer of an op.
     """
 
     qfactory: Callable[..., Any] | None = None
@@ -250,8 +465,9 @@ class CustomRecipe(Recipe):
         super().__post_init__()
         if not callable(self.qfactory):
             raise InputTypeError(
-                "CustomRecipe needs qfactory=, a function of the role ('input', 'weight' or "
-                f"'grad_output') that returns a Quantizer; got {self.qfactory!r}."
+                "CustomRecipe needs qfactory=, a function of the QuantizerRole (tensor_type "
+                "'input', 'weight' or 'grad_output') that returns a Quantizer; got "
+                f"{self.qfactory!r}."
             )
         try:
             hash(self.qfactory)

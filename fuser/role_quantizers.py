@@ -14,6 +14,8 @@ from fuser.recipe import (
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    QParams,
+    QuantizerRole,
     Recipe,
 )
 from fuser.tensors import (
@@ -32,8 +34,12 @@ def fp8_dtype(recipe_format: Format, role: str) -> DType:
     return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
 
 
-def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
+def make_quantizer(
+    recipe: Recipe, role: str, *, module_type: str = "linear", name: str = ""
+) -> Quantizer:
     """The quantizer that ``recipe`` means for an ``"input"``, ``"weight"`` or ``"grad_output"``.
+
+    ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe.
 
     Raises
     ------
@@ -45,24 +51,29 @@ def make_quantizer(recipe: Recipe, role: str) -> Quantizer:
         return _make_quantizer(recipe, role)
     # Not cached: the factory may give every op a quantizer of its own.
     assert recipe.qfactory is not None  # the recipe has looked
-    quantizer = recipe.qfactory(role)
+    quantizer = recipe.qfactory(QuantizerRole(module_type, role, name))
     if not isinstance(quantizer, Quantizer):
         raise InputError(f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer.")
-    return quantizer
+    # The factory's own may change later; what it is now counts.
+    return quantizer.with_usage(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
 
 
 @functools.lru_cache(maxsize=1024)
 def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
-    if isinstance(recipe, Float8CurrentScaling):
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype(recipe.fp8_format, role), force_pow_2_scales=recipe.use_power_2_scales
-        )
     if isinstance(recipe, MXFP8BlockScaling):
         return MXFP8Quantizer(
             fp8_dtype(recipe.fp8_format, role),
             with_2d_quantization=recipe.enable_2d_quantization and role == "weight",
         )
+    if isinstance(recipe, Float8CurrentScaling):
+        params = _params(recipe, role, "fp8")
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype(recipe.fp8_format, role),
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
+        )
     if isinstance(recipe, Float8BlockScaling):
+        params = _params(recipe, role, "fp8")
         dims = {
             "input": recipe.x_block_scaling_dim,
             "weight": recipe.w_block_scaling_dim,
@@ -70,20 +81,28 @@ def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
         }
         return Float8BlockQuantizer(
             fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=not recipe.use_f32_scales,
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
             block_scaling_dim=dims[role],
         )
     if isinstance(recipe, NVFP4BlockScaling):
+        params = _params(recipe, role, "fp4")
         return NVFP4Quantizer(
-            with_2d_quantization=role == "weight" and not recipe.disable_2d_quantization,
-            with_rht=role != "weight" and not recipe.disable_rht,
-            stochastic_rounding=(role == "grad_output" and not recipe.disable_stochastic_rounding),
+            with_2d_quantization=params.fp4_2d_quantization,
+            with_rht=params.random_hadamard_transform,
+            stochastic_rounding=params.stochastic_rounding,
         )
     raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
 
 
+def _params(recipe: Recipe, role: str, prefix: str) -> QParams:
+    names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
+    params: QParams = getattr(recipe, f"{prefix}_quant_{names[role]}")
+    return params
+
+
 def role_format(recipe: Recipe, role: str) -> NumberFormat:
-    """The format that ``recipe`` means for such a role."""
+    """The format that ``recipe``, which is not custom, means for such a role."""
     if isinstance(recipe, DelayedScaling):
         return NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
-    return make_quantizer(recipe, role).format
+    return _make_quantizer(recipe, role).format

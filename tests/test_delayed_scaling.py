@@ -1,5 +1,4 @@
-"""Delayed scaling over many steps: other recipes, histories and checkpoints on the way, one autocast
-around all of them."""
+"""Delayed scaling over many steps: other recipes, histories, checkpoints, one autocast for all."""
 
 from __future__ import annotations
 

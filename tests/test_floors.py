@@ -76,6 +76,8 @@ FLOORS = (
     ("doctor.py", 16),
     ("sequential.py", 17),
     ("modules/*.py", 18),
+    ("compatibility/*.py", 18),
+    ("ops/*.py", 18),
     ("__init__.py", 19),
     ("__main__.py", 19),
 )

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+from typing import Any
+
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 
 import fuser
 from fuser import modules
 from fuser import recipe as recipes
+from fuser.modules import layers
 
 
 def x_of(*shape: int) -> torch.Tensor:
@@ -86,3 +93,243 @@ def test_a_layer_keeps_quantized_weights_across_microbatches() -> None:
     assert all(torch.equal(y, plain) for y in outputs)
     linears = [op.members[0] for op in layer.ops if isinstance(op, fuser.Linear)]
     assert all(linear._kept_weight is not None for linear in linears)
+
+
+# -- parameters under the names of te's layers --------------------------------------------
+
+LAYERS = {
+    "Linear": (lambda **options: modules.Linear(64, 96, **options), ("weight", "bias")),
+    "LayerNormLinear": (
+        lambda **options: modules.LayerNormLinear(64, 96, **options),
+        ("layer_norm_weight", "layer_norm_bias", "weight", "bias"),
+    ),
+    "RMSNormLinear": (
+        lambda **options: modules.LayerNormLinear(64, 96, normalization="RMSNorm", **options),
+        ("layer_norm_weight", "weight", "bias"),
+    ),
+    "LayerNormMLP": (
+        lambda **options: modules.LayerNormMLP(64, 96, activation="swiglu", **options),
+        (
+            *("layer_norm_weight", "layer_norm_bias"),
+            *("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+        ),
+    ),
+}
+every_layer = pytest.mark.parametrize(("make", "names"), LAYERS.values(), ids=LAYERS)
+
+
+@every_layer
+def test_parameters_have_the_names_of_tes_layers(make: Any, names: tuple[str, ...]) -> None:
+    layer = make()
+    assert tuple(name for name, _ in layer.named_parameters()) == names
+    assert tuple(layer.state_dict()) == (*names, "_extra_state")
+    assert all(getattr(layer, name) is layer._parameters[name] for name in names)
+    outer = torch.nn.Sequential(layer)
+    assert [name for name, _ in outer.named_parameters()] == [f"0.{name}" for name in names]
+
+
+@every_layer
+def test_a_layer_without_biases_has_none(make: Any, names: tuple[str, ...]) -> None:
+    layer = make(bias=False)
+    biases = [name for name in names if name in ("bias", "fc1_bias", "fc2_bias")]
+    assert biases
+    assert all(getattr(layer, name) is None for name in biases)
+    assert set(layer.state_dict()) == {*names, "_extra_state"} - {*biases}
+
+
+@every_layer
+def test_state_goes_from_layer_to_layer(make: Any, names: tuple[str, ...]) -> None:
+    layer, other = oracles.randomize(make()), make()
+    other.load_state_dict(layer.state_dict())
+    x = x_of(32, 64)
+    assert torch.equal(layer(x), other(x))
+
+
+@every_layer
+def test_state_without_extra_state_or_with_that_of_another_library_loads(
+    make: Any, names: tuple[str, ...]
+) -> None:
+    layer, other = oracles.randomize(make()), make()
+    state = layer.state_dict()
+    del state["_extra_state"]
+    other.load_state_dict(state)
+    foreign = torch.tensor(list(b"pickled"), dtype=torch.uint8)
+    for extra in (foreign, io.BytesIO(b"pickled"), None):
+        other.load_state_dict({**state, "_extra_state": extra})
+    assert torch.equal(layer(x_of(32, 64)), other(x_of(32, 64)))
+
+
+@every_layer
+def test_state_saved_of_the_ops_of_a_layer_loads(make: Any, names: tuple[str, ...]) -> None:
+    layer, other = oracles.randomize(make()), make()
+    state = {f"0.ops.{name}": value for name, value in layer.ops.state_dict().items()}
+    torch.nn.Sequential(other).load_state_dict(state)
+    assert torch.equal(layer(x_of(32, 64)), other(x_of(32, 64)))
+
+
+def test_delayed_scaling_goes_on_where_the_saved_layer_stopped() -> None:
+    recipe = recipes.DelayedScaling(amax_history_len=3)
+
+    def step(layer: Any, seed: int) -> torch.Tensor:
+        x = oracles.random_tensor((32, 64), torch.float32, seed)
+        with fuser.autocast(recipe=recipe):
+            y = layer(x)
+        y.sum().backward()
+        return y.detach()
+
+    layer = oracles.randomize(modules.LayerNormMLP(64, 96))
+    for seed in range(3):
+        step(layer, seed)
+    for saved in (layer.state_dict(), {f"ops.{k}": v for k, v in layer.ops.state_dict().items()}):
+        other = modules.LayerNormMLP(64, 96)
+        other.load_state_dict(copy.deepcopy(saved))
+        twin = copy.deepcopy(layer)
+        for seed in range(3, 6):
+            assert torch.equal(step(other, seed), step(twin, seed))
+
+
+@every_layer
+def test_every_parameter_of_a_layer_gets_the_gradient_of_its_formula(
+    make: Any, names: tuple[str, ...]
+) -> None:
+    layer = oracles.randomize(make())
+    x = x_of(5, 64)
+    layer(x).square().sum().backward()
+    for name in names:
+        assert getattr(layer, name).grad is not None
+    plain = {name: getattr(layer, name).detach().clone().requires_grad_() for name in names}
+    h = x.detach()
+    if "layer_norm_bias" in names:
+        h = F.layer_norm(h, (64,), plain["layer_norm_weight"], plain["layer_norm_bias"])
+    elif "layer_norm_weight" in names:
+        h = F.rms_norm(h, (64,), plain["layer_norm_weight"], 1e-5)
+    if "weight" in names:
+        h = F.linear(h, plain["weight"], plain["bias"])
+    else:
+        a, b = F.linear(h, plain["fc1_weight"], plain["fc1_bias"]).chunk(2, -1)
+        h = F.linear(F.silu(a) * b, plain["fc2_weight"], plain["fc2_bias"])
+    h.square().sum().backward()
+    for name in names:
+        torch.testing.assert_close(
+            getattr(layer, name).grad, plain[name].grad, rtol=1e-4, atol=1e-3
+        )
+
+
+def test_a_replaced_parameter_is_the_one_that_is_used() -> None:
+    layer = oracles.randomize(modules.LayerNormLinear(64, 96))
+    x = x_of(5, 64)
+    layer(x)
+    layer.weight = torch.nn.Parameter(torch.zeros(96, 64))
+    layer.bias = torch.nn.Parameter(torch.ones(96))
+    y = layer(x)
+    assert torch.equal(y, torch.ones(5, 96))
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    halved = torch.func.functional_call(layer, {"bias": torch.full((96,), 0.5)}, (x,))
+    assert torch.equal(halved, torch.full((5, 96), 0.5))
+    assert torch.equal(layer(x), torch.ones(5, 96))
+
+
+@pytest.mark.parametrize("convert", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_trains_apart(convert: Any) -> None:
+    layer = oracles.randomize(modules.LayerNormMLP(64, 96))
+    twin = convert(layer)
+    x = x_of(5, 64)
+    assert torch.equal(layer(x), twin(x))
+    with torch.no_grad():
+        twin.fc1_weight.zero_()
+    assert not torch.equal(layer(x), twin(x))
+    twin(x).sum().backward()
+    assert twin.fc2_weight.grad is not None
+    assert layer.fc2_weight.grad is None
+
+
+def test_a_layer_moves_to_another_dtype_and_back_from_meta() -> None:
+    layer = modules.LayerNormMLP(64, 96).to(torch.bfloat16)
+    assert layer(x_of(5, 64).bfloat16()).dtype is torch.bfloat16
+    empty = modules.LayerNormMLP(64, 96, device="meta").to_empty(device="cpu")
+    empty.reset_parameters()
+    assert torch.equal(empty.layer_norm_weight, torch.ones(64))
+    assert empty.fc1_weight.std() > 0
+    assert torch.isfinite(empty(x_of(5, 64))).all()
+
+
+def test_eval_reaches_the_ops() -> None:
+    layer = modules.Linear(64, 64)
+    assert not any(op.training for op in layer.eval().ops)
+    assert all(op.training for op in layer.train().ops)
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_an_init_method_initialises_the_weights(is_quantized: bool) -> None:
+    def init(value: float) -> Any:
+        return lambda weight: torch.nn.init.constant_(weight, value)
+
+    with fuser.quantized_model_init(enabled=is_quantized, recipe=recipes.Float8CurrentScaling()):
+        layer = modules.LayerNormMLP(
+            64, 96, init_method=init(0.5), output_layer_init_method=init(0.25)
+        )
+    for _ in range(2):
+        for weight, value in ((layer.fc1_weight, 0.5), (layer.fc2_weight, 0.25)):
+            assert isinstance(weight, fuser.QuantizedTensor) == is_quantized
+            plain = weight.dequantize() if is_quantized else weight
+            assert torch.equal(plain, torch.full_like(plain, value))
+        layer.reset_parameters()
+
+
+def test_a_parametrized_layer_is_refused_with_the_parameters_name() -> None:
+    layer = modules.Linear(64, 64)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", torch.nn.Identity())
+    with pytest.raises(fuser.StateError, match=r"Linear has no parameter 'weight' any more"):
+        layer(x_of(5, 64))
+
+
+@pytest.mark.parametrize("make", [make for make, _ in LAYERS.values()], ids=LAYERS)
+@pytest.mark.parametrize(
+    "option",
+    ["return_bias", "tp_size", "parameters_split", "delay_wgrad_compute", "ub_overlap_ag"],
+)
+def test_what_a_layer_lacks_is_accepted_off_and_refused_on(make: Any, option: str) -> None:
+    default, _ = layers.OFF[option]
+    make(**{option: default, "ub_name": "qkv"})
+    with pytest.raises(fuser.InputError, match=rf"got {option}=.*takes {default!r} alone"):
+        make(**{option: 2})
+    with pytest.raises(TypeError, match="'colour'"):
+        make(colour="red")
+
+
+def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:
+    for options in (
+        {"params_dtype": torch.bfloat16, "fuse_wgrad_accumulation": True},
+        {"dtype": torch.bfloat16, "accumulate_into_main_grad": True},
+    ):
+        layer = modules.LayerNormMLP(64, 96, 1e-3, **options)
+        assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+        assert layer.ops[0].eps == 1e-3
+        assert all(op.members[0]._accumulate_into_main_grad for op in layer.ops[1::2])
+    with pytest.raises(fuser.InputError, match="names of one thing"):
+        modules.Linear(4, 4, dtype=torch.float32, params_dtype=torch.float16)
+    with pytest.raises(fuser.InputError, match="fp8_output=True"):
+        modules.Linear(4, 4)(torch.ones(2, 4), fp8_output=True)
+    clamped = modules.LayerNormMLP(
+        64, 96, activation="clamped_swiglu", activation_params={"limit": 2.0}
+    )
+    assert clamped.ops[2].functor.scalars[0] == 2.0
+
+
+def test_a_factory_is_told_the_layers_name() -> None:
+    roles: set[tuple[str, str]] = set()
+
+    def factory(role: Any) -> Any:
+        roles.add((role.module_type, role.name))
+        return fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3)
+
+    block = torch.nn.Sequential(
+        modules.LayerNormMLP(64, 64, name="mlp"),
+        modules.Linear(64, 64, name="head"),
+        modules.LayerNormMLP(64, 64),
+    )
+    with fuser.autocast(recipe=recipes.CustomRecipe(qfactory=factory)):
+        block(x_of(32, 64))
+    names = ("mlp.fc1", "mlp.fc2", "head", "fc1", "fc2")
+    assert roles == {("linear", name) for name in names}

@@ -14,19 +14,21 @@ import pytest
 import torch
 
 import fuser
-from fuser import DType
+from fuser import DType, tensors
 from fuser import recipe as recipes
 
 QUANTIZERS = {
-    "current": fuser.Float8CurrentScalingQuantizer(),
-    "current-pow2": fuser.Float8CurrentScalingQuantizer(DType.kFloat8E5M2, force_pow_2_scales=True),
-    "mxfp8": fuser.MXFP8Quantizer(),
-    "mxfp8-2d": fuser.MXFP8Quantizer(with_2d_quantization=True),
-    "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
-    "block-2d": fuser.Float8BlockQuantizer(),
-    "nvfp4": fuser.NVFP4Quantizer(),
-    "nvfp4-2d": fuser.NVFP4Quantizer(with_2d_quantization=True),
-    "nvfp4-hadamard": fuser.NVFP4Quantizer(with_rht=True),
+    "current": tensors.Float8CurrentScalingQuantizer(),
+    "current-pow2": tensors.Float8CurrentScalingQuantizer(
+        DType.kFloat8E5M2, force_pow_2_scales=True
+    ),
+    "mxfp8": tensors.MXFP8Quantizer(),
+    "mxfp8-2d": tensors.MXFP8Quantizer(with_2d_quantization=True),
+    "block-1d": tensors.Float8BlockQuantizer(block_scaling_dim=1),
+    "block-2d": tensors.Float8BlockQuantizer(),
+    "nvfp4": tensors.NVFP4Quantizer(),
+    "nvfp4-2d": tensors.NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4-hadamard": tensors.NVFP4Quantizer(with_rht=True),
 }
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 

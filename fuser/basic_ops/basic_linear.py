@@ -62,6 +62,7 @@ class BasicLinear(BasicOperation):
 
     parameter_names = ("weight",)
     emits_quantized = ("forward", "backward")
+    module_type = "linear"
 
     def __init__(
         self,
@@ -143,14 +144,14 @@ class BasicLinear(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,) = key.ops
         if side == "forward":
-            return ("mm" if key.recipe is None else gemm_name("mm", "input", "weight", key),)
+            return ("mm" if key.recipe is None else self._gemm_name("mm", "input", "weight", key),)
         wanted = {
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
         is_plain = key.recipe is None or not key.recipe.quantizes_backward
         return tuple(
-            name if is_plain else gemm_name(name, *roles, key)
+            name if is_plain else self._gemm_name(name, *roles, key)
             for name, roles in wanted.items()
             if roles
         )
@@ -162,7 +163,7 @@ class BasicLinear(BasicOperation):
             "weight": op.params[0].format is not None,
             "grad_output": op.grad_output is not None,
         }
-        operands = operands_of(side, key)
+        operands = operands_of(side, key, self.quantizer_format)
         return {role: operand for role, operand in operands.items() if not arrives[role]}
 
     def wanted_input(self, key: PlanKey) -> Emission | None:
@@ -172,10 +173,13 @@ class BasicLinear(BasicOperation):
             return None  # a dtype that must be cast first is quantized here
         if recipe.backward_override == "high_precision":
             return None  # backward wants the original, which a quantizing producer would hide
-        return operands_of("forward", key)["input"]
+        return operands_of("forward", key, self.quantizer_format)["input"]
 
     def wanted_grad_output(self, key: PlanKey) -> Emission | None:
-        return operands_of("backward", key).get("grad_output")
+        return operands_of("backward", key, self.quantizer_format).get("grad_output")
+
+    def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
+        return gemm_name(name, a, b, key, self.quantizer_format)
 
     # -- what fused ops ask ---------------------------------------------------
 
@@ -183,7 +187,7 @@ class BasicLinear(BasicOperation):
         """Why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
         compute = self._compute_dtype(key)
         if key.recipe is not None:
-            row = native_row("input", "weight", key)
+            row = native_row("input", "weight", key, self.quantizer_format)
             if row is None:
                 return "the quantized GEMM is emulated here, and has no epilogue."
             if compute == torch.float32:
@@ -273,8 +277,8 @@ class BasicLinear(BasicOperation):
         # Without an override backward reads columnwise copies.
         x_columnwise = wants_wgrad and override is None
         weight_columnwise = wants_dgrad and override is None
-        input_quantizer = self.get_quantizer("forward", 0)
-        weight_quantizer = self.get_quantizer("forward", 1)
+        input_quantizer = self.quantizer_value("forward", 0)
+        weight_quantizer = self.quantizer_value("forward", 1)
         assert input_quantizer is not None
         assert weight_quantizer is not None
         qx = quantized(input_, dtype, input_quantizer, rowwise=True, columnwise=x_columnwise)
@@ -299,7 +303,7 @@ class BasicLinear(BasicOperation):
                 if wants_dgrad and not weight_is_own:
                     kept[1] = one_copy(qw, which, weight_quantizer)
             if override is None:
-                ctx.grad_output_quantizer = self.get_quantizer("backward", 0)
+                ctx.grad_output_quantizer = self.quantizer_value("backward", 0)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 

@@ -80,10 +80,10 @@ class Quantize(BasicOperation):
         if not ctx.has_recipe:
             return input_
         if self._quantize_backward and ctx.backward_override is None:
-            ctx.grad_output_quantizer = self.get_quantizer("backward", 0, input_.device)
+            ctx.grad_output_quantizer = self.quantizer_value("backward", 0, input_.device)
         if not self._quantize_forward or isinstance(input_, QuantizedTensor):
             return input_
-        quantizer = self.get_quantizer("forward", 0, input_.device)
+        quantizer = self.quantizer_value("forward", 0, input_.device)
         assert quantizer is not None
         output = _for_reader(quantizer, next_op_input_quantizer)(input_)
         if ctx.backward_override == "high_precision":

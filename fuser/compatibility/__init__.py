@@ -1,0 +1,43 @@
+"""Names that scripts of te.ops expect, beside what is the same here; nothing else imports them."""
+
+from fuser.compatibility.functions import (
+    checkpoint,
+    deinterleave_glu_tensor,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    interleave_glu_tensor,
+    is_bf16_available,
+)
+from fuser.compatibility.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+from fuser.tensors import Float8BlockwiseQTensor as Float8BlockwiseQTensorStorage
+from fuser.tensors import Float8Tensor as Float8TensorStorage
+from fuser.tensors import MXFP8Tensor as MXFP8TensorStorage
+from fuser.tensors import NVFP4Tensor as NVFP4TensorStorage
+from fuser.tensors import QuantizedTensor as QuantizedTensorStorage
+
+__all__ = [
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8TensorStorage",
+    "MXFP8Quantizer",
+    "MXFP8TensorStorage",
+    "NVFP4Quantizer",
+    "NVFP4TensorStorage",
+    "QuantizedTensorStorage",
+    "checkpoint",
+    "deinterleave_glu_tensor",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_default_recipe",
+    "interleave_glu_tensor",
+    "is_bf16_available",
+]

@@ -1,0 +1,126 @@
+"""Functions of te that are other names, or other arguments, of what is here."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from fuser.errors import InputError
+from fuser.precision import autocast, quantized_model_init
+from fuser.recipe import Recipe
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of an ``autocast`` that is given none."""
+    recipe = autocast().recipe
+    assert recipe is not None
+    return recipe
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any | None = None,
+) -> autocast:
+    """Deprecated: ``autocast``, whose ``recipe`` and ``amax_reduction_group`` had other names."""
+    _warn_of_new_name("fp8_autocast", "autocast")
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """Deprecated: ``quantized_model_init``."""
+    _warn_of_new_name("fp8_model_init", "quantized_model_init")
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def _warn_of_new_name(old: str, new: str) -> None:
+    warnings.warn(f"fuser.{old} is now fuser.{new}.", DeprecationWarning, stacklevel=3)
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Whether the current device computes in bf16; CPUs do, and GPUs from capability 8.0 on.
+
+    With ``return_reason`` a second value says why not; it is empty where it does.
+    """
+    reason = ""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        if major < 8:
+            reason = f"bf16 needs compute capability 8.0; the current device has {major}.{minor}."
+    return (not reason, reason) if return_reason else not reason
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = True,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``torch.utils.checkpoint.checkpoint``: compute ``function`` again in backward.
+
+    A recomputation runs under the recipe of its forward without this function,
+    too. ``tp_group`` means nothing unless saved activations are distributed.
+    Further keywords are those of torch's function, and of ``function``.
+
+    Raises
+    ------
+    InputError
+        If saved activations are to be distributed, or random states tracked.
+    """
+    if distribute_saved_activations:
+        raise InputError(
+            "checkpoint got distribute_saved_activations=True; activations are kept on the rank "
+            "that computed them."
+        )
+    if get_rng_state_tracker is not None:
+        raise InputError(
+            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; torch's own random "
+            "states alone are restored when a function is computed again."
+        )
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """Weight or bias of a linear before a gated unit, for one with ``glu_interleave_size``.
+
+    ``tensor`` is ``[2 n, ...]``: rows of the gate, then rows of the linear
+    part. The result has the same rows in blocks of ``interleave_size``, of the
+    gate and of the linear part in turn.
+
+    Raises
+    ------
+    InputError
+        If the rows do not divide into such blocks.
+    """
+    _check_interleave(tensor, interleave_size)
+    halves = tensor.reshape(2, -1, interleave_size, *tensor.shape[1:])
+    return halves.transpose(0, 1).reshape(tensor.shape).contiguous()
+
+
+def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """The inverse of :func:`interleave_glu_tensor`; raises as that does."""
+    _check_interleave(tensor, interleave_size)
+    blocks = tensor.reshape(-1, 2, interleave_size, *tensor.shape[1:])
+    return blocks.transpose(0, 1).reshape(tensor.shape).contiguous()
+
+
+def _check_interleave(tensor: torch.Tensor, interleave_size: int) -> None:
+    rows = tensor.shape[0] if tensor.dim() else 0
+    if interleave_size <= 0 or not tensor.dim() or rows % (2 * interleave_size):
+        raise InputError(
+            f"A tensor of shape {tuple(tensor.shape)} cannot be interleaved in blocks of "
+            f"{interleave_size}: its first dimension must be a multiple of twice a positive size."
+        )

@@ -1,0 +1,360 @@
+"""Quantizers that can be changed, as scripts of te.ops change them, with a frozen one inside.
+
+Ops, plans, caches and tensors hold values: frozen, equal by contents. A script calls ``set_usage``
+on the quantizer that it made, or on the one that its op or a neighbour gave it. The classes here
+take those calls. What quantizes is :meth:`ChangeableQuantizer.value`, a value of the contents of
+that moment, so a change reaches no one who was handed a value before.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from fuser import tensors
+from fuser.errors import InputError
+from fuser.formats import DType
+from fuser.functional.values import Values
+from fuser.op import FusibleOperation, default_device
+from fuser.tensors import QuantizedTensor, Quantizer
+
+_VALUE_OF: dict[type, type[Quantizer]] = {}
+"""The class of values for each class here."""
+_CHANGEABLE: dict[type[Quantizer], type[ChangeableQuantizer]] = {}
+
+
+class _CountsValues(type):
+    """A value is an instance of the class that makes changeable ones of its kind."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type.__instancecheck__(_VALUE_OF.get(cls, cls), instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return type.__subclasscheck__(_VALUE_OF.get(cls, cls), subclass)
+
+
+class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
+    """A quantizer with attributes that may be set; equal to values of the same contents.
+
+    A class of the user that extends one of these computes by its own methods,
+    on a copy of itself in the place of a value.
+    """
+
+    internal: bool = False
+    """Accepted: every quantized tensor here is a tensor of torch."""
+    optimize_for_gemm: bool = False
+    """Accepted: a GEMM finds the layout of scales that it reads."""
+    with_amax_reduction: bool = False
+    amax_reduction_group: Any = None
+    _is_value = False
+
+    def value(self) -> Quantizer:
+        """The frozen quantizer of these contents."""
+        if self._is_value:
+            return self
+        made: Quantizer | None = self.__dict__.get("_value")
+        if made is None:
+            value_class = _VALUE_OF.get(type(self))
+            if value_class is None:
+                made = copy.copy(self)
+                made.__dict__["_is_value"] = True
+            else:
+                contents = {f.name: getattr(self, f.name) for f in fields(value_class)}
+                made = value_class(**contents)
+            # Two threads may both make one; ``setdefault`` picks the one that both get.
+            made = self.__dict__.setdefault("_value", made)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        for derived in [name for name in self.__dict__ if _is_derived(type(self), name)]:
+            del self.__dict__[derived]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = self.__dict__.items()
+        return {
+            name: value
+            for name, value in own
+            if name != "_made_from" and not _is_derived(type(self), name)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) not in _VALUE_OF:
+            return super().__eq__(other)
+        return self.value() == (other.value() if type(other) in _VALUE_OF else other)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.value()) if type(self) in _VALUE_OF else super().__hash__()
+
+    # -- quantizing -------------------------------------------------------------
+
+    def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
+        value = self.value()
+        if isinstance(value, ChangeableQuantizer):
+            return Quantizer.__call__(value, tensor)
+        if self.with_amax_reduction:
+            return value.bound_to(self.amax_reduction_group)(tensor)  # type: ignore[arg-type]
+        return value(tensor)
+
+    def quantize(
+        self,
+        tensor: torch.Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> QuantizedTensor:
+        """Quantize ``tensor``, into ``out`` if that is given.
+
+        Raises
+        ------
+        InputError
+            If ``dtype`` is another than the tensor's, or as :meth:`update_quantized`.
+        """
+        if dtype not in (None, tensor.dtype):
+            raise InputError(
+                f"{type(self).__name__}.quantize got dtype {dtype} for a tensor of {tensor.dtype}; "
+                "a quantized tensor has the dtype of what it was made from: convert that first."
+            )
+        return self(tensor) if out is None else self.update_quantized(tensor, out)
+
+    def update_quantized(
+        self,
+        src: torch.Tensor,
+        dst: QuantizedTensor,
+        *,
+        noop_flag: torch.Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Quantize ``src`` into the memory of ``dst``, with the copies that ``dst`` has.
+
+        Where ``noop_flag``, a tensor of one element, is not zero, ``dst`` stays
+        as it is. Returns ``dst``.
+
+        Raises
+        ------
+        InputError
+            If ``dst`` has another shape, or bytes that mean something else.
+        """
+        usage = {"rowwise": dst._has("rowwise"), "columnwise": dst._has("columnwise")}
+        maker = self.value().with_usage(**usage)
+        is_alike = type(dst) is maker.tensor_class and (
+            dst._quantizer.encoding() == maker.encoding()
+        )
+        if not is_alike or dst.shape != src.shape:
+            raise InputError(
+                f"{self} cannot write a tensor of shape {tuple(src.shape)} into {dst}: shape and "
+                "format must be the same."
+            )
+        with torch.no_grad():
+            fresh = maker(src.to(device=dst.device))
+            if noop_flag is not None:
+                keeps = noop_flag.reshape(()).to(device=dst.device) != 0
+                before = dst.compact().buffers()
+                for name, buffer in fresh.buffers().items():
+                    kept = before[name]
+                    if buffer is not None and kept is not None:
+                        buffer.copy_(torch.where(keeps, kept, buffer))
+            dst.copy_(fresh)
+        return dst
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> QuantizedTensor:
+        """A quantized tensor of zeros, to be written to."""
+        zeros = torch.zeros(tuple(shape), dtype=dtype, device=default_device(device))
+        made = self.value().unbound()(zeros)
+        if pin_memory:
+            made = made.pin_memory()  # type: ignore[assignment]
+        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether calling the quantizer with such a tensor succeeds."""
+        if not (inp.dim() and inp.is_floating_point()):
+            return False
+        multiple, last = self.value().format.multiple, inp.shape[-1]
+        rows = inp.numel() // last if last else 0
+        return last % multiple == 0 and rows % multiple == 0
+
+    # -- what it makes ----------------------------------------------------------
+
+    def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
+        """A value for other copies."""
+        value = self.value()
+        if isinstance(value, ChangeableQuantizer):
+            return Quantizer.with_usage(value, rowwise=rowwise, columnwise=columnwise)
+        return value.with_usage(rowwise=rowwise, columnwise=columnwise)
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Make other copies from now on; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies are made: ``rowwise`` and ``columnwise``."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise}
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether the rowwise copy is made; may be set."""
+        return self.rowwise
+
+    @rowwise_usage.setter
+    def rowwise_usage(self, usage: bool) -> None:
+        setattr(self, "rowwise", usage)  # noqa: B010 - read-only of a value
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Whether the columnwise copy is made; may be set."""
+        return self.columnwise
+
+    @columnwise_usage.setter
+    def columnwise_usage(self, usage: bool) -> None:
+        setattr(self, "columnwise", usage)  # noqa: B010 - read-only of a value
+
+    @property
+    def dtype(self) -> DType:
+        """The element type that it quantizes to."""
+        return self.value().format.element
+
+    def copy(self) -> ChangeableQuantizer:
+        """Another one with the same contents."""
+        return copy.copy(self)
+
+
+def _is_derived(cls: type, name: str) -> bool:
+    """Whether an instance keeps under ``name`` what follows from its contents."""
+    if name in ("_value", "_family", "_is_value"):
+        return True
+    return isinstance(getattr(cls, name, None), functools.cached_property)
+
+
+_Class = TypeVar("_Class", bound=type[ChangeableQuantizer])
+
+
+def _changeable(value_class: type[Quantizer]) -> Callable[[_Class], _Class]:
+    def register(cls: _Class) -> _Class:
+        _VALUE_OF[cls], _CHANGEABLE[value_class] = value_class, cls
+        cls.takes_values, cls.replay_key = value_class.takes_values, value_class.replay_key  # type: ignore[method-assign]
+        cls.__doc__ = value_class.__doc__
+        return cls
+
+    return register
+
+
+@_changeable(tensors.Float8Quantizer)
+class Float8Quantizer(ChangeableQuantizer, tensors.Float8Quantizer):
+    pass
+
+
+@_changeable(tensors.Float8CurrentScalingQuantizer)
+class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentScalingQuantizer):
+    def __init__(
+        self,
+        fp8_dtype: DType = DType.kFloat8E4M3,
+        device: Any = None,
+        *,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        use_existing_amax: bool = False,
+        **options: Any,
+    ) -> None:
+        if use_existing_amax:
+            raise InputError(
+                "Float8CurrentScalingQuantizer got use_existing_amax=True; it has no amax of its "
+                "own, and finds that of the tensor at every call."
+            )
+        tensors.Float8CurrentScalingQuantizer.__init__(self, fp8_dtype, device, **options)
+        if with_amax_reduction:
+            self.with_amax_reduction = True
+            self.amax_reduction_group = amax_reduction_group
+
+
+@_changeable(tensors.MXFP8Quantizer)
+class MXFP8Quantizer(ChangeableQuantizer, tensors.MXFP8Quantizer):
+    pass
+
+
+@_changeable(tensors.Float8BlockQuantizer)
+class Float8BlockQuantizer(ChangeableQuantizer, tensors.Float8BlockQuantizer):
+    pass
+
+
+@_changeable(tensors.NVFP4Quantizer)
+class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
+    def __init__(
+        self,
+        fp4_dtype: DType = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        **options: Any,
+    ) -> None:
+        if fp4_dtype is not DType.kFloat4E2M1:
+            raise InputError(
+                f"NVFP4Quantizer got fp4_dtype {fp4_dtype}; the elements of NVFP4 are "
+                "DType.kFloat4E2M1."
+            )
+        if with_amax_reduction:
+            raise InputError(
+                "NVFP4Quantizer got with_amax_reduction=True; amaxes of NVFP4 are not reduced over "
+                "a group yet."
+            )
+        # With a transform the columnwise amax is that of the transformed values, which is what
+        # ``with_post_rht_amax`` asks for; without one it means nothing.
+        tensors.NVFP4Quantizer.__init__(
+            self,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            with_2d_quantization=with_2d_quantization,
+            with_rht=with_rht,
+            stochastic_rounding=stochastic_rounding,
+            **options,
+        )
+
+
+# -- what scripts are handed ---------------------------------------------------------
+
+
+def changeable(value: Any, before: Any = None) -> Any:
+    """A changeable quantizer of the contents of ``value``; None, and a user's own, as they are.
+
+    ``before`` is what was handed out earlier in the same place: it is handed
+    out again for the same value, and keeps its usage for another.
+    """
+    cls = _CHANGEABLE.get(type(value))
+    if cls is None:
+        return value
+    if isinstance(before, ChangeableQuantizer) and before.__dict__.get("_made_from") is value:
+        return before
+    made = cls.__new__(cls)
+    made.__dict__.update({f.name: getattr(value, f.name) for f in fields(value)})
+    if isinstance(before, ChangeableQuantizer):
+        made.set_usage(rowwise=before.rowwise, columnwise=before.columnwise)
+    made.__dict__["_made_from"] = value
+    return made
+
+
+def _quantizer_of(tensor: QuantizedTensor) -> Any:
+    """A changeable quantizer of the tensor's contents; a change does not reach the tensor."""
+    return changeable(tensor._quantizer)
+
+
+FusibleOperation.quantizer_view = staticmethod(changeable)
+QuantizedTensor._get_quantizer = _quantizer_of  # type: ignore[attr-defined]

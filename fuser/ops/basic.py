@@ -1,0 +1,3 @@
+"""The basic ops, as in ``te.ops.basic``."""
+
+from fuser.basic_ops import *  # noqa: F403

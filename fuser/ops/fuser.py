@@ -1,0 +1,15 @@
+"""Pipelines and registered fusions, as in ``te.ops.fuser``."""
+
+from fuser.pipeline import (
+    OperationFuser,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
