@@ -113,15 +113,17 @@ class BasicLinear(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Initialise the weight as torch.nn.Linear does; makes it first if it is on meta."""
-        weight = self.weight
+        weight = fresh = self.weight
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
             data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            self.weight = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
+            fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.weight = initialised_weight(self.weight, self._init)
+            torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+        fresh = initialised_weight(fresh, self._init)
+        if fresh is not weight:
+            self.renew("weight", fresh)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:

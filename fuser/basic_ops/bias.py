@@ -70,10 +70,7 @@ class Bias(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Set the bias to zero; makes it first if it is on meta."""
-        if self.bias.is_meta:
-            data = torch.empty_like(self.bias, device=default_device(None))
-            self.bias = torch.nn.Parameter(data, requires_grad=self.bias.requires_grad)
-        torch.nn.init.zeros_(self.bias)
+        self.initialise("bias", torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
         if self.bias.is_meta:
