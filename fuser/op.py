@@ -116,6 +116,33 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return chosen
 
 
+def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bool = False) -> None:
+    """Refuse sharding that an op cannot do: this version runs on one rank.
+
+    ``op`` is its name, ``mode`` None, ``"column"`` or ``"row"``, and ``sequence`` whether the
+    sequence is to be sharded too, which a mode decides how.
+
+    Raises
+    ------
+    InputError
+    """
+    if mode not in (None, "column", "row"):
+        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
+    if mode is None:
+        if sequence:
+            raise InputError(
+                f"{op} got sequence_parallel=True and no tensor_parallel_mode, which says what is "
+                "gathered or scattered; it is 'column' or 'row'."
+            )
+        return
+    ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        raise InputError(
+            f"{op} was asked for {mode} tensor parallelism over {ranks} ranks; this version of "
+            "fuser runs on one."
+        )
+
+
 class OperationContext:
     """What one basic op keeps between one forward and its backward.
 

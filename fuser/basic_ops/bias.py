@@ -15,6 +15,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_parallelism,
     default_device,
     default_dtype,
     emit,
@@ -34,7 +35,13 @@ class Bias(BasicOperation):
     device, dtype
         Of the bias, shape ``[size]``, initialised to zero.
     tensor_parallel, tensor_parallel_group
-        Accepted for compatibility; this version runs on one rank.
+        Sharding over a process group. This version runs on one rank, where it
+        means nothing.
+
+    Raises
+    ------
+    InputError
+        On a size that is not positive, or more than one rank.
     """
 
     saves_input = False
@@ -54,6 +61,7 @@ class Bias(BasicOperation):
         super().__init__()
         if size <= 0:
             raise InputError(f"Bias got size {size}; it must be positive.")
+        check_parallelism("Bias", "column" if tensor_parallel else None, tensor_parallel_group)
         self.size = size
         self.tensor_parallel = tensor_parallel
         self.tensor_parallel_group = tensor_parallel_group
