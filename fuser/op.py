@@ -129,6 +129,33 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return chosen
 
 
+def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bool = False) -> None:
+    """Refuse sharding that an op cannot do: this version runs on one rank.
+
+    ``op`` is its name, ``mode`` None, ``"column"`` or ``"row"``, and ``sequence`` whether the
+    sequence is to be sharded too, which a mode decides how.
+
+    Raises
+    ------
+    InputError
+    """
+    if mode not in (None, "column", "row"):
+        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
+    if mode is None:
+        if sequence:
+            raise InputError(
+                f"{op} got sequence_parallel=True and no tensor_parallel_mode, which says what is "
+                "gathered or scattered; it is 'column' or 'row'."
+            )
+        return
+    ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        raise InputError(
+            f"{op} was asked for {mode} tensor parallelism over {ranks} ranks; this version of "
+            "fuser runs on one."
+        )
+
+
 class OperationContext:
     """What one basic op keeps between one forward and its backward.
 
@@ -384,6 +411,50 @@ class BasicOperation(FusibleOperation):
         # torch's own order changes when a parameter is deleted and set again.
         if name not in self._registered_names:
             self._registered_names.append(name)
+
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+        """Fill parameter ``name`` in place; one on meta is made first, on the default device.
+
+        Raises
+        ------
+        StateError
+            As :meth:`renew`.
+        """
+        parameter = getattr(self, name)
+        if not parameter.is_meta:
+            fill(parameter)
+            return
+        data = torch.empty_like(parameter, device=default_device(None))
+        fresh = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+        fill(fresh)
+        self.renew(name, fresh)
+
+    def renew(self, name: str, fresh: torch.nn.Parameter) -> None:
+        """Give parameter ``name`` the contents of ``fresh``; it stays the object that it is.
+
+        An optimizer that was made before goes on with it, and it keeps its attributes.
+
+        Raises
+        ------
+        StateError
+            If a graph or a hook holds the parameter, or a hook computes it.
+        """
+        old = self._parameters.get(name)
+        why = "it is computed by a hook"
+        if old is not None and not old._backward_hooks and not old._post_accumulate_grad_hooks:
+            fresh.__dict__.update({**old.__dict__, **fresh.__dict__})
+            try:
+                torch.utils.swap_tensors(old, fresh)  # type: ignore[no-untyped-call]
+                return
+            except RuntimeError as error:
+                why = f"something holds it, such as the graph of a call on meta ({error})"
+        elif old is not None:
+            why = "it has hooks"
+        raise StateError(
+            f"{type(self).__name__} cannot give its parameter {name!r} new contents in place: "
+            f"{why}. Call model.to_empty(device=...) and then reset_parameters() of its ops before "
+            "an optimizer, a graph or a hook is given the parameters."
+        )
 
     # -- quantizers -----------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from typing import Any
@@ -304,7 +305,7 @@ def test_arguments_of_other_libraries_are_accepted() -> None:
     fuser.L2Normalization(eps=1e-6, seq_length=128, micro_batch_size=2)
     fuser.RMSNorm(8, sm_margin={"forward": 4, "backward": 4, "inference": 0})
     fuser.LayerNorm(8, sm_margin=4)
-    fuser.ScaledSwiGLU(activation_recompute_in_mlp=True)
+    fuser.ScaledSwiGLU(activation_recompute_in_mlp=False)
     fuser.Bias(8, tensor_parallel=True, tensor_parallel_group=None)
     fuser.BasicLinear(8, 8, tensor_parallel_mode="column", sequence_parallel=True)
 
@@ -381,6 +382,17 @@ def test_situglu_refuses_a_beta_that_is_not_finite_and_positive(
         (lambda: fuser.BasicLinear(4, -1), "out_features=-1"),
         (lambda: fuser.Linear(4, 0), "out_features=0"),
         (lambda: fuser.BasicLinear(4, 4, tensor_parallel_mode="diagonal"), "'diagonal'"),
+        (lambda: fuser.BasicLinear(4, 4, sequence_parallel=True), "no tensor_parallel_mode"),
+        (lambda: fuser.Linear(4, 4, sequence_parallel=True), "no tensor_parallel_mode"),
+        *(
+            (functools.partial(op, activation_recompute_in_mlp=True), f"{op.__name__} got .*MLP")
+            for op in (
+                fuser.ScaledSwiGLU,
+                fuser.ScaledSReLU,
+                fuser.ScaledSiTUGLU,
+                fuser.ScaledClampedQGeGLU,
+            )
+        ),
         (lambda: fuser.Bias(0), "size 0"),
         (lambda: fuser.LayerNorm(0), "normalized_shape 0"),
         (lambda: fuser.RMSNorm((4, 0)), r"\(4, 0\)"),
@@ -397,6 +409,23 @@ def test_situglu_refuses_a_beta_that_is_not_finite_and_positive(
 )
 def test_an_argument_that_cannot_be_used_is_a_sentence_with_its_value(make: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: fuser.BasicLinear(4, 4, tensor_parallel_mode="row"), "BasicLinear .* 2 ranks"),
+        (lambda: fuser.Bias(4, tensor_parallel=True), "Bias .* 2 ranks"),
+    ],
+)
+def test_sharding_over_several_ranks_is_refused(
+    make: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    with pytest.raises(fuser.InputError, match=said):
         make()
 
 

@@ -465,6 +465,75 @@ def test_a_frozen_parameter_on_meta_stays_frozen(make: Callable[..., torch.nn.Mo
     assert kinds(op, "requires_grad") == {False}
 
 
+@every_maker
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["", "quantized"])
+def test_an_optimizer_made_before_the_first_forward_trains_a_deferred_model(
+    make: Callable[..., torch.nn.Module], recipe: Any
+) -> None:
+    with fuser.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+        if recipe is not None:
+            deferred = fuser.Linear(32, 32, device="meta")
+        else:
+            deferred = make(device="meta")
+    held = list(deferred.parameters())
+    for number, parameter in enumerate(held):
+        parameter.number = number
+    optimizer = torch.optim.SGD(held, lr=0.5)
+    x = tensor() if recipe is None else random_tensor((32, 32), FP32, 1)
+    with torch.no_grad():
+        before = deferred(x)
+    deferred(x).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert not torch.equal(deferred(x), before)
+    assert all(a is b for a, b in zip(held, deferred.parameters(), strict=True))
+    assert [parameter.number for parameter in deferred.parameters()] == list(range(len(held)))
+    assert all(isinstance(parameter, torch.nn.Parameter) for parameter in held)
+
+
+def test_a_parameter_that_two_ops_share_on_meta_is_made_once_and_stays_shared() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(N, N, device="meta"), fuser.BasicLinear(N, N))
+    model[1].weight = model[0].weight
+    y = model(tensor())
+    assert model[0].weight is model[1].weight
+    weight = model[0].weight.detach()
+    torch.testing.assert_close(y, tensor() @ weight.T @ weight.T)
+
+
+def test_resetting_a_quantized_weight_keeps_the_parameter() -> None:
+    with fuser.quantized_model_init(recipe=fuser.recipe.Float8CurrentScaling()):
+        linear = fuser.BasicLinear(N, N)
+    weight, before = linear.weight, linear.weight.dequantize().clone()
+    linear.reset_parameters()
+    assert linear.weight is weight
+    assert not torch.equal(weight.dequantize(), before)
+
+
+@every_maker
+def test_a_parameter_on_meta_that_has_hooks_is_refused_with_the_way_out(
+    make: Callable[..., torch.nn.Module],
+) -> None:
+    model = fuser.Sequential(make(device="meta"))
+    seen: list[torch.Tensor] = []
+    first = next(model.parameters())
+    handle = first.register_hook(seen.append)
+    with pytest.raises(fuser.StateError, match=r"has hooks.*to_empty.*reset_parameters"):
+        model(tensor())
+    assert next(model.parameters()) is first
+    handle.remove()
+    assert model(tensor()).shape == (4, N)
+
+
+def test_a_parameter_on_meta_that_a_graph_holds_is_refused_with_the_way_out() -> None:
+    linear = fuser.BasicLinear(N, N, device="meta")
+    graph = linear(tensor().to("meta"))
+    view = linear.weight.view(-1)
+    with pytest.raises(fuser.StateError, match=r"'weight' new contents.*to_empty"):
+        linear(tensor())
+    del graph, view
+    assert linear(tensor()).shape == (4, N)
+
+
 def test_parameters_are_deferred_to_the_default_device(
     default_device: Callable[[str], None],
 ) -> None:
@@ -500,6 +569,7 @@ def test_a_meta_input_gives_meta_shapes_and_makes_nothing(device: str) -> None:
         assert y.dtype == FP32
     assert kinds(model, "is_meta") == {True}
     if device == "cpu":
+        del y, made  # whose graph holds the parameters that are made now
         y, _ = model(tensor())
         assert kinds(model, "is_meta") == {False}
         assert y.shape == (4, 3)

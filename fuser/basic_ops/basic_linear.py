@@ -26,6 +26,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_parallelism,
     default_device,
     default_dtype,
     emit,
@@ -47,7 +48,8 @@ class BasicLinear(BasicOperation):
         Of the weight, shape ``[out_features, in_features]``. On the meta
         device the weight is made at the first forward, on the default device.
     tensor_parallel_mode, tensor_parallel_group, sequence_parallel
-        Sharding over a process group. This version runs on one rank.
+        Sharding over a process group. This version runs on one rank, where the
+        modes mean nothing.
     rng_state_tracker_function
         Returns an object whose ``fork()`` is the context in which the weight
         is initialised.
@@ -57,7 +59,8 @@ class BasicLinear(BasicOperation):
     Raises
     ------
     InputError
-        On a feature size that is not positive, or an unknown parallel mode.
+        On a feature size that is not positive, an unknown parallel mode or more
+        than one rank, or ``sequence_parallel`` without a mode.
     """
 
     parameter_names = ("weight",)
@@ -83,12 +86,14 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear got in_features={in_features} and out_features={out_features}; "
                 "both must be positive."
             )
-        _check_parallelism(tensor_parallel_mode, tensor_parallel_group)
+        check_parallelism(
+            "BasicLinear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel
+        )
         self.in_features = in_features
         self.out_features = out_features
         self.tensor_parallel_mode = tensor_parallel_mode
         self.tensor_parallel_group = tensor_parallel_group
-        self.sequence_parallel = sequence_parallel and tensor_parallel_mode is not None
+        self.sequence_parallel = sequence_parallel
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
@@ -114,15 +119,17 @@ class BasicLinear(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Initialise the weight as torch.nn.Linear does; makes it first if it is on meta."""
-        weight = self.weight
+        weight = fresh = self.weight
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
             data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            self.weight = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
+            fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
-            torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.weight = initialised_weight(self.weight, self._init)
+            torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+        fresh = initialised_weight(fresh, self._init)
+        if fresh is not weight:
+            self.renew("weight", fresh)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
@@ -469,16 +476,3 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
-
-
-def _check_parallelism(mode: str | None, group: Any | None) -> None:
-    if mode not in (None, "column", "row"):
-        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
-    if mode is None or not torch.distributed.is_initialized():
-        return
-    ranks = torch.distributed.get_world_size(group)
-    if ranks > 1:
-        raise InputError(
-            f"BasicLinear was asked for {mode} tensor parallelism over {ranks} ranks; "
-            "this version of fuser runs on one."
-        )

@@ -15,6 +15,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_parallelism,
     default_device,
     default_dtype,
     emit,
@@ -34,7 +35,13 @@ class Bias(BasicOperation):
     device, dtype
         Of the bias, shape ``[size]``, initialised to zero.
     tensor_parallel, tensor_parallel_group
-        Accepted for compatibility; this version runs on one rank.
+        Sharding over a process group. This version runs on one rank, where it
+        means nothing.
+
+    Raises
+    ------
+    InputError
+        On a size that is not positive, or more than one rank.
     """
 
     saves_input = False
@@ -54,6 +61,7 @@ class Bias(BasicOperation):
         super().__init__()
         if size <= 0:
             raise InputError(f"Bias got size {size}; it must be positive.")
+        check_parallelism("Bias", "column" if tensor_parallel else None, tensor_parallel_group)
         self.size = size
         self.tensor_parallel = tensor_parallel
         self.tensor_parallel_group = tensor_parallel_group
@@ -70,10 +78,7 @@ class Bias(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Set the bias to zero; makes it first if it is on meta."""
-        if self.bias.is_meta:
-            data = torch.empty_like(self.bias, device=default_device(None))
-            self.bias = torch.nn.Parameter(data, requires_grad=self.bias.requires_grad)
-        torch.nn.init.zeros_(self.bias)
+        self.initialise("bias", torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
         if self.bias.is_meta:

@@ -28,6 +28,8 @@ from fuser.plan_key import PlanKey, TensorSpec
 class _Normalization(BasicOperation):
     """What LayerNorm and RMSNorm share: gamma, the normalized shape, the compute dtype."""
 
+    parameter_names: tuple[str, ...] = ("weight",)
+
     def __init__(
         self,
         normalized_shape: Iterable[int] | int,
@@ -67,21 +69,16 @@ class _Normalization(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Set the gain to one and the bias to zero; makes them first if they are on meta."""
-        self._reset(list(self.named_parameters(recurse=False)))
+        self._reset(self.parameter_names)
 
-    def _reset(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-        for name, parameter in parameters:
-            if parameter.is_meta:
-                data = torch.empty_like(parameter, device=default_device(None))
-                parameter = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
-                setattr(self, name, parameter)
+    def _reset(self, names: Iterable[str]) -> None:
+        for name in names:
             is_gain_of_one = name == "weight" and not self.zero_centered_gamma
-            torch.nn.init.constant_(parameter, 1.0 if is_gain_of_one else 0.0)
+            self.initialise(name, torch.nn.init.ones_ if is_gain_of_one else torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
         # Only what is still on meta: the rest may have come from a checkpoint.
-        named = list(self.named_parameters(recurse=False))
-        self._reset([(name, parameter) for name, parameter in named if parameter.is_meta])
+        self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -288,8 +285,6 @@ class RMSNorm(_Normalization):
     Statistics are fp32, over the last dimensions. Parameters as in
     :class:`LayerNorm`; there is no beta.
     """
-
-    parameter_names = ("weight",)
 
     def __init__(
         self,

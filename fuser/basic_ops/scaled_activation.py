@@ -35,6 +35,12 @@ class ScaledActivation(BasicOperation):
         The activation that is scaled.
     activation_recompute_in_mlp
         Whether a fused grouped MLP may recompute this activation in backward.
+        There is none in this version, and True is refused.
+
+    Raises
+    ------
+    InputError
+        On ``activation_recompute_in_mlp=True``.
     """
 
     parameter_names = ()
@@ -46,6 +52,12 @@ class ScaledActivation(BasicOperation):
     def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         self.functor = functor
+        if activation_recompute_in_mlp:
+            raise InputError(
+                f"{type(self).__name__} got activation_recompute_in_mlp=True, which is for the "
+                "fused grouped MLP; this version of fuser has none. Leave it False: the input is "
+                "saved, and backward computes the activation from it."
+            )
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
     def output_spec(
