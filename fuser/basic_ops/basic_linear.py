@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
 from fuser.errors import InputError, StateError
@@ -90,8 +93,8 @@ class BasicLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
-        # Of the first microbatch: the weight, what its quantized form was made for, and that.
-        self._kept_weight: tuple[torch.Tensor, Any, QuantizedTensor] | None = None
+        # Of the first microbatch, by the weight: what its quantized form was made for, and that.
+        self._kept_weight: WeakTensorKeyDictionary | None = None
         self.weight: torch.nn.Parameter
         self.register_parameter(
             "weight",
@@ -310,24 +313,25 @@ class BasicLinear(BasicOperation):
     ) -> QuantizedTensor:
         """The quantized weight; the one of the first microbatch for those that follow.
 
-        A weight that torch saw changing since is quantized anew, whatever the caller says.
+        A weight that is seen to have changed since is quantized anew, whatever the caller says.
         """
-        if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
+        if isinstance(weight, QuantizedTensor):
+            return weight
+        if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
         version = None if weight.is_inference() else weight._version
         # Delayed scaling has another scale, and so another quantizer, in a recomputation.
         is_delayed = isinstance(quantizer, Float8Quantizer)
         how = quantizer.encoding() if is_delayed else quantizer
-        made_for = (version, weight.data_ptr(), dtype, how)
-        kept = self._kept_weight
-        is_kept = kept is not None and kept[0] is weight and kept[1] == made_for
-        if is_kept and (recomputed_conditions() is not None or not is_first_microbatch):
-            assert kept is not None
-            usage = kept[2]._usage()
-            if usage.columnwise or not columnwise:
-                return kept[2]
+        made_for = (version, optimizer_steps(), weight.data_ptr(), dtype, how)
+        kept = self._kept_weight.get(weight) if self._kept_weight else None  # type: ignore[no-untyped-call]
+        if kept is not None and kept[0] == made_for:
+            made: QuantizedTensor = kept[1]
+            is_taken = recomputed_conditions() is not None or not is_first_microbatch
+            if is_taken and (made._has("columnwise") or not columnwise):
+                return made
         made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
-        self._kept_weight = (weight, made_for, made)
+        self._kept_weight = WeakTensorKeyDictionary({weight: (made_for, made)})
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -374,7 +378,11 @@ class BasicLinear(BasicOperation):
 
         ``is_first_microbatch`` is for a caller that runs several microbatches
         between two changes of the weight: True quantizes the weight and keeps
-        it, False takes the kept one, and None quantizes at every call.
+        it, False takes the kept one, and None quantizes at every call. False
+        quantizes anew after a step of any ``torch.optim.Optimizer``, and after
+        a write that torch counts (``weight._version``) or that moved the
+        weight. Writes through ``weight.data`` and kernels called by hand, such
+        as ``torch._fused_adam_``, are not seen: say True after them.
         """
         y = self.matmul(ctx, input_, is_first_microbatch=is_first_microbatch)
         return emit(y, next_op_input_quantizer)
@@ -449,6 +457,28 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
+
+
+_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+@functools.cache
+def _register_step_count() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def optimizer_steps() -> int:
+    """Steps of optimizers since this was first asked.
+
+    Fused optimizers write to parameters without raising their version.
+    """
+    _register_step_count()
+    return _steps
 
 
 def _check_parallelism(mode: str | None, group: Any | None) -> None:
