@@ -522,6 +522,35 @@ def test_what_is_quantized_as_it_is_made_has_the_bits_of_a_plain_tensor_quantize
     assert in_backward <= made or not recipe.quantizes_backward
 
 
+@pytest.mark.parametrize("through_channel", [False, True])
+def test_the_extra_input_of_a_chain_gets_the_plain_gradient_where_the_main_one_is_quantized(
+    through_channel: bool,
+) -> None:
+    """Both gradients of a sum are the same; the linear before reads its own quantized."""
+
+    def run(fusions: Any) -> tuple[dict[str, torch.Tensor], set[Any]]:
+        torch.manual_seed(5)
+        add = fuser.AddExtraInput()
+        ops = [fuser.Linear(32, 32, bias=False, dtype=BF16), add, fuser.GELU()]
+        extras = [leaf(random_tensor((32, 32), BF16, 2))]
+        if through_channel:
+            add.set_extra_input_channel(0, "x")
+            made = fuser.MakeExtraOutput()
+            ops.insert(0, made.set_extra_output_channel(0, "x", output_to_caller=False))
+            extras = []
+        model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+        with fuser.autocast(recipe=RECIPES["mxfp8"]):
+            found = oracles.run_module(model, leaf(random_tensor((32, 32), BF16, 1)), extras)
+        return found, {step.fusion for step in model.plans[0].backward}
+
+    with on_kernels():
+        (expected, _), (found, fused) = run(()), run((PointwiseChain,))
+    assert "PointwiseChain" in fused
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation(
     recipe: Any,
