@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, StateError
+from fuser.formats import DType
 from fuser.functional.values import Values, kernels_run_on, written
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_recipe
@@ -364,15 +365,7 @@ class BasicOperation(FusibleOperation):
         if kept is None or (kept[0] is not recipe and kept[0] != recipe):
             kept = self._quantizers = (recipe, {})
         if isinstance(recipe, DelayedScaling):
-            if device is None:
-                # An op's own come first; torch's iterator looks through all modules below.
-                own = (p for p in self._parameters.values() if p is not None)
-                parameter = next(itertools.chain(own, self.parameters()), None)
-                device = default_device(None) if parameter is None else parameter.device
-            dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
-            state = self._delayed.get(mode)
-            if state is None:
-                state = self._delayed.setdefault(mode, DelayedScales(mode))
+            state, dtypes, device = self._delayed_state(mode, recipe, device)
             return state.quantizer(recipe, dtypes, index, device)
         role = self.quantizer_roles(mode)[index]
         made = kept[1].get((mode, index, role))
@@ -380,6 +373,21 @@ class BasicOperation(FusibleOperation):
             # A custom recipe's factory is asked once for each quantizer of an op.
             made = kept[1].setdefault((mode, index, role), make_quantizer(recipe, role))
         return made
+
+    def _delayed_state(
+        self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
+    ) -> tuple[DelayedScales, list[DType], torch.device]:
+        """Delayed scaling's state for ``mode``; the formats under ``recipe``; where it belongs."""
+        if device is None:
+            # An op's own come first; torch's iterator looks through all modules below.
+            own = (p for p in self._parameters.values() if p is not None)
+            parameter = next(itertools.chain(own, self.parameters()), None)
+            device = default_device(None) if parameter is None else parameter.device
+        dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
+        state = self._delayed.get(mode)
+        if state is None:
+            state = self._delayed.setdefault(mode, DelayedScales(mode))
+        return state, dtypes, device
 
     def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """What :meth:`get_quantizer` gave last; None in what a pipeline runs."""

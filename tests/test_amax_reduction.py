@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from pathlib import Path
+from typing import Any
 
 import oracles
 import pytest
@@ -17,8 +19,11 @@ from fuser.recipe import DelayedScaling
 RANKS = 2
 
 
-def train(rank: int, folder: str, reduce_amax: bool, has_group: bool) -> None:
-    """Two steps on this rank's data; the state and the amaxes it saw go into a file."""
+def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: bool) -> None:
+    """Two steps on this rank's data; the state and the amaxes it saw go into a file.
+
+    With an autocast around each step, or where ``is_outer`` around all.
+    """
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",
@@ -32,22 +37,30 @@ def train(rank: int, folder: str, reduce_amax: bool, has_group: bool) -> None:
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
     x = oracles.random_tensor((16, 32), torch.float32, 10 + rank) * (1 + rank)
     dy = oracles.random_tensor((16, 32), torch.float32, 20 + rank) * (1 + rank)
-    for _ in range(2):
-        with fuser.autocast(recipe=recipe, amax_reduction_group=group):
-            y = model(x)
-        y.backward(dy)
-    with torch.no_grad():  # evaluation on one rank alone reduces nothing, and does not wait
-        if rank == 0:
-            with fuser.autocast(recipe=recipe, amax_reduction_group=group):
-                model(x)
+
+    def autocast(is_entered: bool) -> Any:
+        context = fuser.autocast(recipe=recipe, amax_reduction_group=group)
+        return context if is_entered else contextlib.nullcontext()
+
+    with autocast(is_outer):
+        for _ in range(2):
+            with autocast(not is_outer):
+                y = model(x)
+            y.backward(dy)
+            # Evaluation on one rank alone reduces nothing, and does not wait.
+            with torch.no_grad(), autocast(not is_outer):
+                if rank == 0:
+                    model(x)
     states = {name: value for name, value in model.state_dict().items() if "_extra_state" in name}
     torch.save({"states": states, "amax": x.abs().max()}, f"{folder}/rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(folder: Path, reduce_amax: bool, has_group: bool = False) -> list[dict[str, torch.Tensor]]:
-    arguments = (str(folder), reduce_amax, has_group)
+def run(
+    folder: Path, reduce_amax: bool, has_group: bool = False, is_outer: bool = False
+) -> list[dict[str, Any]]:
+    arguments = (str(folder), reduce_amax, has_group, is_outer)
     torch.multiprocessing.spawn(train, arguments, nprocs=RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
 
@@ -58,8 +71,9 @@ def scales(state: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
-def test_every_rank_has_the_scales_of_the_largest_amax(tmp_path: Path) -> None:
-    first, second = run(tmp_path, reduce_amax=True, has_group=True)
+@pytest.mark.parametrize("is_outer", [False, True])
+def test_every_rank_has_the_scales_of_the_largest_amax(tmp_path: Path, is_outer: bool) -> None:
+    first, second = run(tmp_path, reduce_amax=True, has_group=True, is_outer=is_outer)
     linears = [name for name, state in first["states"].items() if state.numel()]
     assert len(linears) == 2
     for name in linears:

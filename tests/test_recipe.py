@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import pickle
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -375,6 +376,150 @@ def test_a_recipe_of_one_thread_is_not_seen_by_another() -> None:
         thread.start()
         thread.join()
     assert seen == [None]
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutine", "async generator"])
+def test_autocast_refuses_to_decorate_what_runs_after_its_call(kind: str) -> None:
+    def generator() -> Iterator[None]:
+        yield
+
+    async def coroutine() -> None:
+        pass
+
+    async def asynchronous() -> AsyncIterator[None]:
+        yield
+
+    function = {"generator": generator, "coroutine": coroutine}.get(kind, asynchronous)
+    with pytest.raises(fuser.InputTypeError, match=f"cannot decorate .*{function.__name__}"):
+        fuser.autocast(recipe=MXFP8BlockScaling())(function)
+
+
+def _suspended(recipe: Recipe) -> Iterator[Recipe | None]:
+    """A generator that has entered an autocast, and is not done."""
+
+    def inside() -> Iterator[Recipe | None]:
+        with fuser.autocast(recipe=recipe):
+            yield current_recipe()
+
+    generator = inside()
+    assert next(generator) is recipe
+    return generator
+
+
+def test_a_generator_that_ends_late_takes_its_own_autocast_back_and_no_other() -> None:
+    outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
+    generator = _suspended(outer)
+    with fuser.autocast(recipe=inner):
+        generator.close()  # type: ignore[attr-defined]
+        assert current_recipe() is inner
+    assert current_recipe() is None
+
+
+def test_generators_that_end_in_another_order_leave_no_recipe() -> None:
+    recipes = [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
+    generators = [_suspended(recipe) for recipe in recipes]
+    for k, left in ((1, recipes[2]), (2, recipes[0]), (0, None)):
+        generators[k].close()  # type: ignore[attr-defined]
+        assert current_recipe() is left
+
+
+def test_an_autocast_left_in_another_thread_changes_nothing_there() -> None:
+    generator = contextvars.copy_context().run(_suspended, Float8CurrentScaling())
+    seen: list[Recipe | None] = []
+
+    def other() -> None:
+        own = MXFP8BlockScaling()
+        with fuser.autocast(recipe=own):
+            generator.close()  # type: ignore[attr-defined]
+            seen.append(current_recipe())
+        seen.append(current_recipe())
+
+    # What it has entered stays entered here, so that is a context of its own.
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert isinstance(seen[0], MXFP8BlockScaling)
+    assert seen[1] is None
+
+
+def test_both_contexts_have_the_default_recipe() -> None:
+    from fuser.precision import default_recipe
+
+    assert default_recipe() == DelayedScaling()
+    with fuser.autocast():
+        assert current_recipe() == default_recipe()
+    with fuser.quantized_model_init():
+        weight = fuser.Linear(32, 32).weight
+    assert type(weight) is fuser.Float8Tensor
+    with fuser.quantized_model_init(recipe=default_recipe()):
+        assert type(fuser.Linear(32, 32).weight._quantizer) is type(weight._quantizer)
+
+
+# -- the quantizers of an op --------------------------------------------------------
+
+
+EVERY_KIND = (
+    DelayedScaling(amax_history_len=2),
+    Float8CurrentScaling(),
+    MXFP8BlockScaling(),
+    Float8BlockScaling(),
+    NVFP4BlockScaling(),
+    CustomRecipe(lambda role: fuser.MXFP8Quantizer()),
+)
+
+
+@pytest.mark.parametrize("recipe", EVERY_KIND, ids=lambda recipe: type(recipe).__name__)
+def test_outside_autocast_an_op_gives_the_quantizers_it_used_last(recipe: Recipe) -> None:
+    op = fuser.BasicLinear(32, 32)
+    asked = [("forward", 0), ("forward", 1), ("backward", 0)]
+    assert [op.get_quantizer(*which) for which in asked] == [None] * 3
+    x = torch.randn(32, 32, requires_grad=True)
+    with fuser.autocast(recipe=Float8CurrentScaling(use_power_2_scales=True)):
+        op(x).sum().backward()
+    with fuser.autocast(recipe=recipe):
+        op(x).sum().backward()
+        expected = [op.get_quantizer(*which) for which in asked]
+    assert [op.get_quantizer(*which) for which in asked] == expected
+    assert (op.get_input_quantizer(), op.get_grad_output_quantizer()) == (expected[0], expected[2])
+    with fuser.autocast(enabled=False):
+        assert op.get_quantizer("forward", 0) == expected[0]
+    if recipe.delayed():
+        scale = op.get_quantizer("forward", 0).scale  # type: ignore[union-attr]
+        assert torch.equal(scale, 448 / x.detach().abs().max().reshape(1))
+
+
+class Asking(fuser.BasicOperation):
+    """An op that quantizes wherever it is given a quantizer, and notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def num_quantizers(self, mode: str) -> int:
+        return 1
+
+    def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.given.append(self.get_quantizer("forward", 0))
+        return input_.clone()
+
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+        self.given.append(self.get_quantizer("backward", 0))
+        return grad_output, ()
+
+
+def test_a_pipeline_outside_autocast_asks_no_op_for_the_last_quantizer() -> None:
+    asking, linear = Asking(), fuser.Linear(32, 32)
+    alone, before = fuser.Sequential(asking), fuser.Sequential(asking, linear)
+    x = torch.randn(32, 32, requires_grad=True)
+    plain = before(x)
+    with fuser.autocast(recipe=MXFP8BlockScaling()):
+        before(x).sum().backward()
+    assert asking.given[1] == asking.get_quantizer("forward", 0) is not None
+    asking.given.clear()
+    again = before(x)
+    alone(again).sum().backward()
+    assert torch.equal(again, plain)
+    assert asking.given == [None] * 4
 
 
 def test_every_recipe_content_is_planned_once(pipeline: fuser.OperationFuser) -> None:

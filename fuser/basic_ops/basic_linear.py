@@ -36,6 +36,8 @@ from fuser.op import (
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_parameter_init, initialised_weight, recomputed_conditions
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.role_quantizers import make_quantizer
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 
@@ -123,7 +125,9 @@ class BasicLinear(BasicOperation):
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-        self.weight = initialised_weight(self.weight, self._init)
+        if self._init is not None:
+            quantizer = self._parameter_quantizer(self._init.recipe)
+            self.weight = initialised_weight(self.weight, self._init, quantizer)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
@@ -303,6 +307,29 @@ class BasicLinear(BasicOperation):
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
+    def _parameter_quantizer(self, recipe: Recipe) -> Quantizer:
+        """What a weight that is quantized as a parameter carries."""
+        if not isinstance(recipe, DelayedScaling):
+            return make_quantizer(recipe, "weight")
+        state, dtypes, device = self._delayed_state("forward", recipe)
+        state.prepare(recipe, dtypes, device)
+        quantizer = state.parameter_quantizer(1)
+        assert quantizer is not None
+        return quantizer
+
+    def _bind(self, weight: QuantizedTensor) -> None:
+        """Have a delayed-scaling weight carry the scales of this op's state.
+
+        A copied or loaded op, or one on another device, has another state.
+        """
+        carried, state = weight._quantizer, self._delayed.get("forward")
+        if state is None or not isinstance(carried, Float8Quantizer):
+            return
+        own = state.parameter_quantizer(1)
+        if own is not None and carried.scale is not own.scale:
+            usage = {"rowwise": carried.rowwise, "columnwise": carried.columnwise}
+            weight._quantizer = own.with_usage(**usage)
+
     def _quantized_weight(
         self,
         weight: torch.Tensor,
@@ -316,6 +343,8 @@ class BasicLinear(BasicOperation):
         A weight that is seen to have changed since is quantized anew, whatever the caller says.
         """
         if isinstance(weight, QuantizedTensor):
+            if self._init is not None and isinstance(self._init.recipe, DelayedScaling):
+                self._bind(weight)
             return weight
         if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
