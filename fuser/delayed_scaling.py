@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,7 @@ class DelayedScales:
         self.amax_history = torch.empty(0, 0, dtype=torch.float32, device="cpu")
         self._recipe: DelayedScaling | None = None
         self._quantizers: list[Float8Quantizer] = []
+        self._of_parameters: dict[int, Float8Quantizer] = {}
         self._identity = _Identity()
         # Regions whose forward may be recomputed, and ran with the scales of now.
         self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
@@ -70,9 +72,7 @@ class DelayedScales:
 
         In evaluation and in a recomputation of the forward it reads alone.
         """
-        is_other = (
-            recipe is not self._recipe and recipe != self._recipe
-        ) or device != self.scale.device
+        is_other = self._is_other(recipe, device)
         again = recomputed_conditions()
         is_reading = again is not None or _is_evaluating.get()
         if again is not None and again.region is not None and self.mode == "forward":
@@ -83,8 +83,7 @@ class DelayedScales:
             scale = self._scale_under(recipe, dtypes)
             return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
         if is_other:
-            with torch.inference_mode(False):  # the state outlives an inference region
-                self._prepare(recipe, dtypes, device)
+            self._prepare(recipe, dtypes, device)
         quantizer = self._quantizers[index]
         if self.mode == "backward":
             return quantizer
@@ -96,6 +95,31 @@ class DelayedScales:
             if region.may_be_recomputed:
                 self._regions.add(region)
         return quantizer
+
+    def parameter_quantizer(self, index: int) -> Float8Quantizer | None:
+        """What parameter ``index`` carries; None as long as the state is for no recipe.
+
+        A write to the parameter, such as an optimizer's, is quantized with the
+        scale of then and recorded in the step that runs. Values that the scale
+        cannot hold, say of a checkpoint, are not cut off.
+        """
+        if not self._quantizers:
+            return None
+        made = self._of_parameters.get(index)
+        if made is None:
+            made = self._of_parameters[index] = replace(self._quantizers[index], saturates=False)
+        return made
+
+    def prepare(
+        self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
+    ) -> None:
+        """Make the state for ``recipe`` on ``device``, if it is not."""
+        if self._is_other(recipe, device):
+            self._prepare(recipe, dtypes, device)
+
+    def _is_other(self, recipe: DelayedScaling, device: torch.device) -> bool:
+        is_same = recipe is self._recipe or recipe == self._recipe
+        return not is_same or device != self.scale.device
 
     def last_quantizer(self, index: int) -> Quantizer | None:
         """The quantizer that was last asked for, with the scale of now; None before the first."""
@@ -110,25 +134,27 @@ class DelayedScales:
         come yet.
         """
         count = len(dtypes)
-        if not self.scale.numel():
-            self.scale = torch.ones(count, dtype=torch.float32, device=device)
-            self.amax_history = torch.zeros(
-                recipe.amax_history_len, count, dtype=torch.float32, device=device
-            )
-        elif self.scale.numel() != count:
+        if self.scale.numel() not in (0, count):
             raise InputError(
                 f"Delayed scaling's state is of {self.scale.numel()} tensors, and the op that "
                 f"holds it quantizes {count} in its {self.mode}."
             )
-        else:
-            self._leave_past_scale()
-            self.scale = self._scale_under(recipe, dtypes).to(device)
-            self.amax_history = _resized(self.amax_history, recipe.amax_history_len).to(device)
-        self._quantizers = [
-            Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
-            for i, dtype in enumerate(dtypes)
-        ]
-        self._max = _maxima(dtypes, device)
+        with torch.inference_mode(False):  # the state outlives an inference region
+            if self.scale.numel():
+                self._leave_past_scale()
+                self.scale = self._scale_under(recipe, dtypes).to(device)
+                history = _resized(self.amax_history, recipe.amax_history_len)
+                self.amax_history = history.to(device)
+            else:
+                options: dict[str, Any] = {"dtype": torch.float32, "device": device}
+                self.scale = torch.ones(count, **options)
+                self.amax_history = torch.zeros(recipe.amax_history_len, count, **options)
+            self._quantizers = [
+                Float8Quantizer(self.scale[i : i + 1], self.amax_history[0, i : i + 1], dtype)
+                for i, dtype in enumerate(dtypes)
+            ]
+            self._max = _maxima(dtypes, device)
+        self._of_parameters = {}
         self._recipe = recipe
 
     def _scale_under(self, recipe: DelayedScaling, dtypes: Sequence[DType]) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
-from fuser.formats import NumberFormat
+from fuser.formats import DType, NumberFormat
 from fuser.functional.values import Values, kernels_run_on, written
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
@@ -553,15 +553,7 @@ class BasicOperation(FusibleOperation):
         if self.__dict__["_last_recipe"] is not recipe:
             self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
         if isinstance(recipe, DelayedScaling):
-            if device is None:
-                # An op's own come first; torch's iterator looks through all modules below.
-                own = (p for p in self._parameters.values() if p is not None)
-                parameter = next(itertools.chain(own, self.parameters()), None)
-                device = default_device(None) if parameter is None else parameter.device
-            dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
-            state = self._delayed.get(mode)
-            if state is None:
-                state = self._delayed.setdefault(mode, DelayedScales(mode))
+            state, dtypes, device = self._delayed_state(mode, recipe, device)
             return state.quantizer(recipe, dtypes, index, device)
         return self._made_quantizer(recipe, mode, index)
 
@@ -579,6 +571,21 @@ class BasicOperation(FusibleOperation):
             made = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
             made = kept[1].setdefault((mode, index, role), made)
         return made
+
+    def _delayed_state(
+        self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
+    ) -> tuple[DelayedScales, list[DType], torch.device]:
+        """Delayed scaling's state for ``mode``; the formats under ``recipe``; where it belongs."""
+        if device is None:
+            # An op's own come first; torch's iterator looks through all modules below.
+            own = (p for p in self._parameters.values() if p is not None)
+            parameter = next(itertools.chain(own, self.parameters()), None)
+            device = default_device(None) if parameter is None else parameter.device
+        dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
+        state = self._delayed.get(mode)
+        if state is None:
+            state = self._delayed.setdefault(mode, DelayedScales(mode))
+        return state, dtypes, device
 
     def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
         """The quantizer of the last forward under a recipe; None in what a pipeline runs."""

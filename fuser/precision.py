@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fuser.errors import InputError, InputTypeError
-from fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from fuser.role_quantizers import make_quantizer
-from fuser.tensors import QuantizedTensor
+from fuser.errors import InputTypeError
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 def default_recipe() -> Recipe:
@@ -265,27 +264,21 @@ def quantized_model_init(
     enabled
         Off where False, also inside another region.
     recipe
-        ``Float8CurrentScaling()`` if None. Delayed scaling has no scale for a
-        weight before its first step, and is refused. Under a
-        ``backward_override`` weights have their rowwise copy alone, which is
-        all that such a backward reads; a later backward without the override
-        quantizes the other copy from the weight's values at every step.
+        :func:`default_recipe` if None. Under
+        :class:`~fuser.recipe.DelayedScaling` the initial weights are quantized
+        with scale 1, which leaves small ones few bits or none, and written
+        weights, such as an optimizer's, with the scale that earlier weights
+        gave; a write records its amax for the step that follows. A write with
+        values that its scale cannot hold has the scale of its own amax instead.
+        Under a ``backward_override`` weights have their rowwise copy alone,
+        which is all that such a backward reads; a later backward without the
+        override quantizes the other copy from the weight's values at every step.
     preserve_high_precision_init_val
         Keep the initial values on the CPU, for an optimizer's master weights:
         ``weight.get_high_precision_init_val()`` gives them, and
         ``weight.clear_high_precision_init_val()`` frees them.
-
-    Raises
-    ------
-    InputError
-        If ``recipe`` is DelayedScaling.
     """
-    recipe = recipe or Float8CurrentScaling()
-    if enabled and isinstance(recipe, DelayedScaling):
-        raise InputError(
-            "quantized_model_init got DelayedScaling, which has no scale for a weight before its "
-            "first step; use Float8CurrentScaling or a block-scaled recipe."
-        )
+    recipe = recipe or default_recipe()
     chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None
     token = _parameter_init.set(chosen)
     try:
@@ -295,16 +288,14 @@ def quantized_model_init(
 
 
 def initialised_weight(
-    weight: torch.nn.Parameter, init: ParameterInit | None
+    weight: torch.nn.Parameter, init: ParameterInit, quantizer: Quantizer
 ) -> torch.nn.Parameter:
-    """``weight``, or its quantized stand-in for a linear that was made under ``init``."""
-    if init is None:
-        return weight
-    quantizer = make_quantizer(init.recipe, "weight")
+    """The stand-in for ``weight`` of a linear made under ``init``, quantized by ``quantizer``."""
     # Under an override nothing reads the columnwise copy. Without one, it is made here: not every
     # format can make it from the other.
     quantizer = quantizer.with_usage(rowwise=True, columnwise=init.recipe.quantizes_backward)
     quantized = quantizer(weight.detach())
+    quantized._quantizer = quantizer  # of delayed scaling one that records what is written
     parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     if init.preserve_high_precision_init_val:
         assert isinstance(parameter, QuantizedTensor)

@@ -1,4 +1,4 @@
-"""Delayed scaling over many steps: other recipes, histories, checkpoints, one autocast for all."""
+"""Delayed scaling over many steps: other recipes, loaded states, one autocast around all."""
 
 from __future__ import annotations
 

@@ -596,7 +596,7 @@ def test_what_is_quantized_as_it_is_made_has_the_bits_of_a_plain_tensor_quantize
 def test_the_extra_input_of_a_chain_gets_the_plain_gradient_where_the_main_one_is_quantized(
     through_channel: bool,
 ) -> None:
-    """Both operands of a sum have the same gradient; the linear before reads it quantized."""
+    """Both gradients of a sum are the same; the linear before reads its own quantized."""
 
     def run(fusions: Any) -> tuple[dict[str, torch.Tensor], set[Any]]:
         torch.manual_seed(5)

@@ -23,7 +23,6 @@ from test_quantized_tensors import (
 
 import fuser
 from fuser import recipe as recipes
-from fuser.role_quantizers import make_quantizer
 
 
 def values(seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -199,7 +198,7 @@ def test_a_state_dict_loads_strictly_into_any_format(source: str, target: str) -
     assert loaded[0].weight is weight
     assert weight._version > version
     given = model[0].weight.detach()
-    if source == target:
+    if {source, target} <= {"delayed", "current"} or source == target:  # one format
         assert same_buffers(weight, given)
     else:
         assert same_buffers(weight, weight._quantizer(given))
@@ -223,9 +222,8 @@ def test_a_checkpoint_with_one_copy_loads_into_a_model_with_both(make: Any) -> N
     model, loaded = quantized_linear(make), quantized_linear(make)
     model[0].weight.update_usage(columnwise_usage=False)
     loaded.load_state_dict(model.state_dict())
-    assert same_buffers(
-        loaded[0].weight, make_quantizer(make(), "weight")(model[0].weight.detach())
-    )
+    weight = loaded[0].weight
+    assert same_buffers(weight, weight._quantizer(model[0].weight.detach()))
 
 
 @every_recipe

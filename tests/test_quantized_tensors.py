@@ -238,6 +238,7 @@ def test_writing_in_place_quantizes_again(quantizer: Any) -> None:
 # -- parameters --------------------------------------------------------------------------
 
 MAKERS = {
+    "delayed": recipes.DelayedScaling,
     "current": recipes.Float8CurrentScaling,
     "mxfp8": recipes.MXFP8BlockScaling,
     "block": recipes.Float8BlockScaling,
@@ -301,14 +302,6 @@ def test_initial_values_can_be_kept() -> None:
     assert torch.equal(kept, exact)
     weight.clear_high_precision_init_val()
     assert weight.get_high_precision_init_val() is None
-
-
-def test_delayed_scaling_cannot_make_parameters() -> None:
-    with (
-        pytest.raises(fuser.InputError, match="no scale for a weight"),
-        fuser.quantized_model_init(recipe=recipes.DelayedScaling()),
-    ):
-        pass
 
 
 def test_a_quantized_parameter_without_autocast_computes_with_its_values() -> None:

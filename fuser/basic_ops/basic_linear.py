@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
 from fuser.errors import InputError, StateError
@@ -34,6 +37,8 @@ from fuser.op import (
 )
 from fuser.plan_key import Emission, PlanKey, TensorSpec
 from fuser.precision import current_parameter_init, initialised_weight, recomputed_conditions
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.role_quantizers import make_quantizer
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 
@@ -97,8 +102,8 @@ class BasicLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
-        # Of the first microbatch: the weight, what its quantized form was made for, and that.
-        self._kept_weight: tuple[torch.Tensor, Any, QuantizedTensor] | None = None
+        # Of the first microbatch, by the weight: what its quantized form was made for, and that.
+        self._kept_weight: WeakTensorKeyDictionary | None = None
         self.weight: torch.nn.Parameter
         self.register_parameter(
             "weight",
@@ -127,9 +132,16 @@ class BasicLinear(BasicOperation):
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
-        fresh = initialised_weight(fresh, self._init)
+        fresh = self.as_parameter(fresh)
         if fresh is not weight:
             self.renew("weight", fresh)
+
+    def as_parameter(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        """``weight``; quantized if the op was made under ``quantized_model_init``."""
+        if self._init is None:
+            return weight
+        quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
+        return initialised_weight(weight, self._init, quantizer)
 
     def pre_first_fuser_forward(self) -> None:
         if self.weight.is_meta:
@@ -314,6 +326,29 @@ class BasicLinear(BasicOperation):
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
+    def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
+        """What a weight on ``device`` that is quantized as a parameter carries."""
+        if not isinstance(recipe, DelayedScaling):
+            return make_quantizer(recipe, "weight")
+        state, dtypes, device = self._delayed_state("forward", recipe, device)
+        state.prepare(recipe, dtypes, device)
+        quantizer = state.parameter_quantizer(1)
+        assert quantizer is not None
+        return quantizer
+
+    def _bind(self, weight: QuantizedTensor) -> None:
+        """Have a delayed-scaling weight carry the scales of this op's state.
+
+        A copied or loaded op, or one on another device, has another state.
+        """
+        carried, state = weight._quantizer, self._delayed.get("forward")
+        if state is None or not isinstance(carried, Float8Quantizer):
+            return
+        own = state.parameter_quantizer(1)
+        if own is not None and carried.scale is not own.scale:
+            usage = {"rowwise": carried.rowwise, "columnwise": carried.columnwise}
+            weight._quantizer = own.with_usage(**usage)
+
     def _quantized_weight(
         self,
         weight: torch.Tensor,
@@ -324,24 +359,27 @@ class BasicLinear(BasicOperation):
     ) -> QuantizedTensor:
         """The quantized weight; the one of the first microbatch for those that follow.
 
-        A weight that torch saw changing since is quantized anew, whatever the caller says.
+        A weight that is seen to have changed since is quantized anew, whatever the caller says.
         """
-        if is_first_microbatch is None or isinstance(weight, QuantizedTensor):
+        if isinstance(weight, QuantizedTensor):
+            if self._init is not None and isinstance(self._init.recipe, DelayedScaling):
+                self._bind(weight)
+            return weight
+        if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
         version = None if weight.is_inference() else weight._version
         # Delayed scaling has another scale, and so another quantizer, in a recomputation.
         is_delayed = isinstance(quantizer, Float8Quantizer)
         how = quantizer.encoding() if is_delayed else quantizer
-        made_for = (version, weight.data_ptr(), dtype, how)
-        kept = self._kept_weight
-        is_kept = kept is not None and kept[0] is weight and kept[1] == made_for
-        if is_kept and (recomputed_conditions() is not None or not is_first_microbatch):
-            assert kept is not None
-            usage = kept[2]._usage()
-            if usage.columnwise or not columnwise:
-                return kept[2]
+        made_for = (version, optimizer_steps(), weight.data_ptr(), dtype, how)
+        kept = self._kept_weight.get(weight) if self._kept_weight else None  # type: ignore[no-untyped-call]
+        if kept is not None and kept[0] == made_for:
+            made: QuantizedTensor = kept[1]
+            is_taken = recomputed_conditions() is not None or not is_first_microbatch
+            if is_taken and (made._has("columnwise") or not columnwise):
+                return made
         made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
-        self._kept_weight = (weight, made_for, made)
+        self._kept_weight = WeakTensorKeyDictionary({weight: (made_for, made)})
         return made
 
     def __getstate__(self) -> dict[str, Any]:
@@ -398,7 +436,11 @@ class BasicLinear(BasicOperation):
 
         ``is_first_microbatch`` is for a caller that runs several microbatches
         between two changes of the weight: True quantizes the weight and keeps
-        it, False takes the kept one, and None quantizes at every call.
+        it, False takes the kept one, and None quantizes at every call. False
+        quantizes anew after a step of any ``torch.optim.Optimizer``, and after
+        a write that torch counts (``weight._version``) or that moved the
+        weight. Writes through ``weight.data`` and kernels called by hand, such
+        as ``torch._fused_adam_``, are not seen: say True after them.
         """
         y = self.matmul(ctx, input_, is_first_microbatch=is_first_microbatch)
         return emit(y, next_op_input_quantizer)
@@ -476,3 +518,25 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
+
+
+_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
+
+
+@functools.cache
+def _register_step_count() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def optimizer_steps() -> int:
+    """Steps of optimizers since this was first asked.
+
+    Fused optimizers write to parameters without raising their version.
+    """
+    _register_step_count()
+    return _steps

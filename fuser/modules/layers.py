@@ -12,7 +12,6 @@ from fuser import basic_ops, fused_ops
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan import FusionPlan
-from fuser.precision import initialised_weight
 from fuser.sequential import Sequential
 from fuser.tensors import QuantizedTensor
 
@@ -160,7 +159,7 @@ class _Layer(torch.nn.Module):
             context = tracker().fork() if tracker is not None else contextlib.nullcontext()
             with context, torch.no_grad():
                 init_method(weight)
-            linear.weight = self._parameters[name] = initialised_weight(weight, linear._init)
+            linear.weight = self._parameters[name] = linear.as_parameter(weight)
 
     # -- parameters and state ---------------------------------------------------
 

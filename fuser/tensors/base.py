@@ -310,7 +310,9 @@ class QuantizedTensor(torch.Tensor):
         source = self.compact()
         changed = {n: None if b is None else change(b) for n, b in source.buffers().items()}
         device = next(b.device for b in changed.values() if b is not None)
-        return type(self)(changed, self.shape, dtype or self.dtype, device, self._quantizer)
+        # What is written to a copy is no step of the training of this one.
+        quantizer = self._quantizer.unbound()
+        return type(self)(changed, self.shape, dtype or self.dtype, device, quantizer)
 
     def _alias(self) -> QuantizedTensor:
         """Another tensor of the same buffers."""
@@ -441,7 +443,7 @@ class QuantizedTensor(torch.Tensor):
             tuple(self.shape),
             self.dtype,
             self.device,
-            self._quantizer,
+            self._quantizer.unbound(),
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )

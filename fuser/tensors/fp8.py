@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -142,6 +143,9 @@ class Float8Quantizer(Quantizer):
         quantizers are equal if they hold the same state.
     fp8_dtype
         E4M3 or E5M2.
+    saturates
+        What becomes of a tensor with values that the scale cannot hold: they
+        are cut off, or where False, the tensor gets the scale of its own amax.
     """
 
     scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
@@ -149,6 +153,7 @@ class Float8Quantizer(Quantizer):
     fp8_dtype: DType = DType.kFloat8E4M3
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
+    saturates: bool = field(default=True, kw_only=True)
 
     tensor_class = Float8Tensor
     takes_values = True
@@ -164,12 +169,13 @@ class Float8Quantizer(Quantizer):
         return hash(self._contents())
 
     def _contents(self) -> tuple[Any, ...]:
-        return (id(self.scale), id(self.amax), self.fp8_dtype, self.rowwise, self.columnwise)
+        usage = (self.rowwise, self.columnwise)
+        return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
     def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         data, transpose, scale_inv = fp8_scaling.quantize_delayed(
             rows,
-            self.scale,
+            self.scale if self.saturates else self._scale_that_holds(rows),
             self.fp8_dtype,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
@@ -177,8 +183,15 @@ class Float8Quantizer(Quantizer):
         )
         return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
 
+    def _scale_that_holds(self, rows: torch.Tensor | Values) -> torch.Tensor:
+        amax = fp8_scaling.amax(rows)
+        largest = self.fp8_dtype.max / amax
+        return torch.where((amax < math.inf) & (largest < self.scale), largest, self.scale)
+
     @functools.cached_property
     def replay_key(self) -> Hashable | None:
+        if not self.saturates:
+            return None  # it does more than launch
         return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
