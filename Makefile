@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--steps 200"
+# make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--seconds 20"
 DEMO_FLAGS ?=
 RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 

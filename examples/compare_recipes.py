@@ -167,7 +167,7 @@ class AllRuns:
     """A bar over the steps of all runs with the time left; where there is none, a line a run."""
 
     def __init__(self, runs: int, steps: int) -> None:
-        self.bar = make_bar(runs * steps)
+        self.bar = make_bar(runs * steps, unit="step")
         self.runs, self.done, self.name = runs, 0, ""
         self.started = time.perf_counter()
         self.loss = math.nan
@@ -178,7 +178,7 @@ class AllRuns:
         if self.bar is not None:
             self.bar.set_description(name)
 
-    def advanced(self) -> None:
+    def advanced(self, done: float) -> None:
         """One more step was taken."""
         if self.bar is not None:
             self.bar.update()
@@ -382,6 +382,7 @@ def parse(argv: list[str] | None) -> tuple[Options, list[str]]:
         description="Train the demo's model under every recipe and backward override.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.add_argument("--steps", type=int, default=DEFAULTS.steps, help="training steps of a run")
     add_training_options(parser, DEFAULTS)
     parser.add_argument("--recipes", nargs="+", choices=names, default=names, help="which of them")
     given = vars(parser.parse_args(argv))

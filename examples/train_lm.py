@@ -1,10 +1,12 @@
 """Train a byte-level language model whose feed-forward blocks are fuser pipelines.
 
 The text is the Python standard library's own source, which every machine has.
-The same steps are then trained with plain torch modules, from the same weights
-and on the same batches, and the two runs are compared.
+It takes the steps that fit into a minute, or into ``--seconds``. The first of them
+are then taken with plain torch modules, from the same weights and on the same
+batches, and the losses of the two runs are compared.
 
     python examples/train_lm.py
+    python examples/train_lm.py --seconds 20
     python examples/train_lm.py --device cuda --dtype bfloat16 --width 1024 --heads 16
 """
 
@@ -19,11 +21,15 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
+
+# torch's threads wait for one another asleep, not spinning: where other programs keep the
+# cores busy, a step is then several times faster. Read when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +59,15 @@ VALIDATION_BATCHES = 16
 REPORTS = 20
 REPORTS_PER_VALIDATION = 2
 
+# The training time, unless the command line gives one or gives the steps.
+SECONDS = 60.0
+# The learning rate rises over this part of the training.
+WARMUP = 0.1
+# Later the losses of two runs differ because training magnifies rounding.
+COMPARED_STEPS = 100
+# On a GPU the plain run takes at least this part of the steps, for its speed.
+SPEED_PART = 0.2
+
 RECIPES = {
     "none": None,
     "current": fuser.recipe.Float8CurrentScaling,
@@ -72,11 +87,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Options:
     """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
 
-    ``recipe`` quantizes the linears of the feed-forward blocks in training and
-    validation; sampling, whose windows have any length, is not quantized.
+    A run takes ``steps`` or, where ``seconds`` is given, the steps that fit into so
+    much time with their validations. ``recipe`` quantizes the linears of the feed-forward
+    blocks in training and validation; sampling, whose windows have any length, is
+    not quantized.
     """
 
     steps: int = 1000
+    seconds: float | None = None
     layers: int = 3
     width: int = 160
     heads: int = 5
@@ -158,9 +176,9 @@ def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
 
 
 def training_batches(text: torch.Tensor, options: Options) -> Iterator[Batch]:
-    """One batch a step, at random places; the same ones for the same seed."""
+    """One batch a step without end, at random places; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(options.seed)
-    for _ in range(options.steps):
+    while True:
         starts = torch.randint(
             len(text) - options.context, (options.batch_size,), generator=generator
         )
@@ -277,12 +295,14 @@ def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
 class Run:
     """What one training run measured; losses are in nats a byte.
 
-    ``losses`` has one entry a step, ``validation`` is by steps taken, ``rates``
-    holds the tokens a second of each report.
+    ``losses`` and ``learning_rates`` have one entry a step, ``validation`` is by steps
+    taken and empty in a run that only compares, ``rates`` holds the tokens a second of
+    each report.
     """
 
     name: str
     losses: list[float] = field(default_factory=list)
+    learning_rates: list[float] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
 
@@ -292,44 +312,93 @@ class Run:
         return max(self.rates)
 
 
+class Schedule:
+    """How much of a run is done after a step, and the learning rate of each step."""
+
+    reports = REPORTS
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.started = time.perf_counter()
+
+    def done(self, step: int) -> float:
+        """The part of the run that is done after ``step`` steps, or by now; 1 ends it."""
+        if self.options.seconds is None:
+            return step / self.options.steps
+        return min(1.0, (time.perf_counter() - self.started) / self.options.seconds)
+
+    def learning_rate(self, step: int) -> float:
+        """That of a step which is about to be taken."""
+        return learning_rate(self.done(step), self.options)
+
+
+class FirstSteps(Schedule):
+    """The first steps of another run, at the learning rates that it had."""
+
+    # Each covers about as many steps as a report of a run of which these are SPEED_PART.
+    reports = math.ceil(SPEED_PART * REPORTS)
+
+    def __init__(self, learning_rates: Sequence[float]) -> None:
+        self.learning_rates = learning_rates
+
+    def done(self, step: int) -> float:
+        return step / len(self.learning_rates)
+
+    def learning_rate(self, step: int) -> float:
+        return self.learning_rates[step - 1]
+
+
 def train(
     name: str,
     model: LanguageModel,
     corpus: Corpus,
     options: Options,
     progress: Reporter | None = None,
+    learning_rates: Sequence[float] | None = None,
 ) -> Run:
-    """Train ``model`` in place and report on the way, to a :class:`Progress` if to nobody else."""
+    """Train ``model`` in place and report on the way, to a :class:`Progress` if to nobody else.
+
+    ``learning_rates`` are those of another run: its first steps are taken again, as
+    many as there are rates, without validation.
+    """
     run = Run(name)
-    progress = progress or Progress(name, options.steps)
+    progress = progress or Progress(name)
     optimizer = make_optimizer(model, options)
     # float16 gradients underflow unless the loss is scaled up.
     scaler = torch.amp.GradScaler(options.device, enabled=options.dtype == "float16")
-    report_every = math.ceil(options.steps / REPORTS)
+    schedule = Schedule(options) if learning_rates is None else FirstSteps(learning_rates)
 
     def validate(step: int) -> None:
-        run.validation[step] = validation_loss(model, corpus.validation, options)
-        progress.validated(step, run.validation[step])
+        if learning_rates is None:
+            run.validation[step] = validation_loss(model, corpus.validation, options)
+            progress.validated(step, run.validation[step])
 
     validate(0)
     losses: list[torch.Tensor] = []
+    reported = 0
     started = time.perf_counter()
     for step, batch in enumerate(training_batches(corpus.training, options), start=1):
+        run.learning_rates.append(schedule.learning_rate(step))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, options)
+            group["lr"] = run.learning_rates[-1]
         losses.append(training_step(model, batch, optimizer, scaler, options))
-        progress.advanced()
-        is_last = step == options.steps
-        if not is_last and step % report_every:
+        done = schedule.done(step)
+        progress.advanced(done)
+        # A division may round a whole number of parts down.
+        part = int(done * schedule.reports + 1e-9)
+        if part == reported:
             continue
+        reported = part
         # Reading losses waits for the device, so it happens once a report.
         run.losses += torch.stack(losses).tolist()
         seconds = time.perf_counter() - started
         run.rates.append(len(losses) * batch[0].numel() / seconds)
         progress.reported(step, statistics.fmean(run.losses[-len(losses) :]), run.rates[-1])
         losses.clear()
-        if is_last or step % (report_every * REPORTS_PER_VALIDATION) == 0:
+        if done == 1 or len(run.rates) % REPORTS_PER_VALIDATION == 0:
             validate(step)
+        if done == 1:
+            break
         started = time.perf_counter()
     progress.close()
     return run
@@ -371,13 +440,18 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-def learning_rate(step: int, options: Options) -> float:
-    """Linear warmup over a tenth of the steps, then a cosine down to a tenth of the peak."""
-    warmup = math.ceil(options.steps / 10)
-    if step <= warmup:
-        return options.learning_rate * step / warmup
-    done = (step - warmup) / (options.steps - warmup)
-    return options.learning_rate * (0.55 + 0.45 * math.cos(math.pi * done))
+def learning_rate(done: float, options: Options) -> float:
+    """Linear warmup over a tenth of the training, then a cosine down to a tenth of the peak.
+
+    ``done`` is the part of the training that is over; a first step in a time has a
+    little behind it too, so that it is not taken in vain.
+    """
+    done = max(done, WARMUP / 100)
+    if done <= WARMUP:
+        return options.learning_rate * done / WARMUP
+    return options.learning_rate * (
+        0.55 + 0.45 * math.cos(math.pi * (done - WARMUP) / (1 - WARMUP))
+    )
 
 
 @torch.no_grad()
@@ -396,8 +470,8 @@ def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> f
 class Reporter(Protocol):
     """What :func:`train` tells of its progress."""
 
-    def advanced(self) -> None:
-        """One more step was taken."""
+    def advanced(self, done: float) -> None:
+        """One more step was taken; so much of the run is done, 1 at its end."""
 
     def reported(self, step: int, loss: float, rate: float) -> None:
         """The mean training loss since the last report, and tokens a second."""
@@ -409,35 +483,41 @@ class Reporter(Protocol):
         """The run is over."""
 
 
-def make_bar(steps: int) -> Any:
+def make_bar(total: float, **options: Any) -> Any:
     """A tqdm bar on a terminal; None where tqdm is missing or stdout is no terminal."""
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
-            return tqdm(total=steps, unit="step", file=sys.stdout, dynamic_ncols=True)
+            return tqdm(total=total, file=sys.stdout, dynamic_ncols=True, **options)
     return None
 
 
 class Progress:
-    """A bar for one run, or lines where there is none."""
+    """A bar for one run with the time left, or lines where there is none."""
 
-    def __init__(self, name: str, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, name: str) -> None:
+        self.done = 0.0
+        self.started = time.perf_counter()
         print(f"\nTraining with {name} feed-forward blocks:")
-        self.bar = make_bar(steps)
+        self.bar = make_bar(
+            1.0, bar_format="{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
+        )
 
-    def advanced(self) -> None:
+    def advanced(self, done: float) -> None:
         """One more step was taken."""
         if self.bar is not None:
-            self.bar.update()
+            self.bar.update(done - self.done)
+        self.done = done
 
     def reported(self, step: int, loss: float, rate: float) -> None:
         """Show the mean training loss since the last report, and tokens a second."""
         if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
-        else:
-            print(f"{self._at(step)}loss {loss:.4f}  {rate:>10,.0f} tokens/s", flush=True)
+            self.bar.set_postfix_str(f"step {step}, loss {loss:.3f}, {rate:,.0f} tokens/s")
+            return
+        left = (time.perf_counter() - self.started) * (1 - self.done) / self.done
+        line = f"{self._at(step)}loss {loss:.4f}  {rate:>10,.0f} tokens/s"
+        print(f"{line}  {left:>5.0f} s left", flush=True)
 
     def validated(self, step: int, loss: float) -> None:
         """Show the validation loss, in both of its units."""
@@ -449,7 +529,7 @@ class Progress:
             print(line, flush=True)
 
     def _at(self, step: int) -> str:
-        return f"  step {step:>{len(str(self.steps))}}/{self.steps}  "
+        return f"  {self.done:>4.0%}  step {step:>5}  "
 
     def close(self) -> None:
         """The run is over."""
@@ -494,37 +574,63 @@ def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPla
 
 
 def loss_differences(runs: Sequence[Run]) -> list[float]:
-    """How far apart the training losses of two runs are, at each step."""
+    """How far apart the training losses of two runs are, at each step that both took."""
     fused, plain = runs
-    return [abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=True)]
+    return [abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=False)]
 
 
-def print_results(runs: Sequence[Run]) -> None:
-    """A row for each run and, of two, how far apart they are."""
-    print("\n          validation loss, nats/byte    bits/byte")
-    print("blocks         before         after         after     tokens/s")
-    for run in runs:
-        before, *_, after = run.validation.values()
+def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options) -> None:
+    """What the run learned and the plan saves and, of two runs, how far apart they are."""
+    before, *_, after = runs[0].validation.values()
+    print(
+        f"\nResults of {counted(len(runs[0].losses), 'step')} with fuser blocks\n"
+        f"  validation loss   {before:.4f} nats/byte before, {after:.4f} after "
+        f"({after / math.log(2):.4f} bits/byte)"
+    )
+    for side in ("forward", "backward"):
+        fused, unfused = plan.steps(side), plan.steps(side, fused=False)
         print(
-            f"{run.name:<7}{before:>14.4f}{after:>14.4f}{after / math.log(2):>14.4f}"
-            f"{run.tokens_per_second:>13,.0f}"
+            f"  {f'{side} plan':<17} {counted(len(fused), 'step')} instead of {len(unfused)}, "
+            f"{bytes_moved(fused)} a token and block instead of {bytes_moved(unfused)}"
         )
     if len(runs) == 2:
-        fused, plain = runs
-        differences = loss_differences(runs)
-        largest = max(differences)
-        early = math.ceil(len(differences) / 10)
-        begin = "the first step" if early == 1 else f"the first {early} steps"
-        until = max(differences[:early])
-        ratio = fused.tokens_per_second / plain.tokens_per_second
+        print_comparison(runs)
+    if options.device == "cpu":
         print(
-            f"\nLargest loss difference: {largest:.1e} nats/byte, at step "
-            f"{differences.index(largest) + 1} of {len(differences)}; "
-            f"in {begin} {f'{until:.1e}' if until else 'none'}.\n"
-            "The two round in different places (and a --recipe quantizes the first), and training "
-            "magnifies any rounding.\n"
-            f"Speed: fuser runs at {ratio:.2f}x the tokens/s of plain."
+            "\nA CPU shows the losses and the plan, not the speed: fuser's kernels are for GPUs, "
+            "and here\ntorch does their work. With --device cuda the speed is compared too."
         )
+    elif len(runs) == 2:
+        fused_rate, plain_rate = (run.tokens_per_second for run in runs)
+        print(
+            f"\nSpeed on {torch.cuda.get_device_name()}: fuser {fused_rate:,.0f} tokens/s, plain "
+            f"{plain_rate:,.0f}; {fused_rate / plain_rate:.2f}x."
+        )
+
+
+def bytes_moved(steps: Iterable[fuser.plan.Step]) -> str:
+    """The bytes that the steps of a plan move through memory for a token, for people."""
+    return fuser.plan.format_bytes(sum(step.bytes_per_token for step in steps))
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 step`` or ``2 steps``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def print_comparison(runs: Sequence[Run]) -> None:
+    """How far apart the training losses of two runs are, and why they are not equal."""
+    differences = loss_differences(runs)
+    largest, count = max(differences), len(differences)
+    rounding = torch.finfo(torch.float32).eps * max(runs[1].losses)
+    print(
+        f"\nThe first {counted(count, 'step')} with plain torch blocks, from the same weights on "
+        "the same batches\n"
+        f"  largest difference of the training losses: {largest:.1e} nats/byte, at step "
+        f"{differences.index(largest) + 1}\n"
+        f"  (float32 rounds a loss by up to {rounding / 2:.1e}; the two runs round in different "
+        "places, a --recipe\n  quantizes the first one, and training magnifies what differs)"
+    )
 
 
 def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> None:
@@ -545,11 +651,11 @@ def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> Non
 
 
 def write_losses(path: Path, runs: Sequence[Run]) -> None:
-    """The training loss of every step as CSV, a column a run."""
+    """The training loss of every step as CSV, a column a run, empty after its last step."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", *(run.name for run in runs)])
-        losses = zip(*(run.losses for run in runs), strict=True)
+        losses = zip_longest(*(run.losses for run in runs), fillvalue="")
         rows.writerows([step, *row] for step, row in enumerate(losses, start=1))
 
 
@@ -565,34 +671,27 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
 
     figure = Figure(figsize=(8, 4 + len(runs)), layout="constrained")
     heights = [3, 1][: len(runs)]
-    panels = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    losses = panels[0]
-    steps = range(1, len(runs[0].losses) + 1)
-    losses.plot(steps, runs[0].losses, color="tab:blue", lw=0.5, alpha=0.3)
-    # Equal runs lie on top of each other, so the first is broad and the second thin.
-    looks = [("tab:blue", 5.0, 0.5, "o", 8), ("tab:red", 1.0, 1.0, "x", 6)]
-    for run, (color, width, alpha, marker, size) in zip(runs, looks, strict=False):
-        losses.plot(
-            steps,
-            smoothed(run.losses),
-            color=color,
-            lw=width,
-            alpha=alpha,
-            label=f"{run.name}, training",
-        )
-        losses.plot(
-            list(run.validation),
-            list(run.validation.values()),
-            marker,
-            color=color,
-            ms=size,
-            label=f"{run.name}, validation",
-        )
+    panels = figure.subplots(len(runs), squeeze=False, height_ratios=heights)[:, 0]
+    losses, run = panels[0], runs[0]
+    steps = range(1, len(run.losses) + 1)
+    losses.plot(steps, run.losses, color="tab:blue", lw=0.5, alpha=0.4)
+    losses.plot(steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training")
+    losses.plot(
+        list(run.validation),
+        list(run.validation.values()),
+        "o",
+        color="tab:blue",
+        label=f"{run.name}, validation",
+    )
+    for plain in runs[1:]:
+        first = range(1, len(plain.losses) + 1)
+        label = f"{plain.name}, training, first {len(plain.losses)}"
+        losses.plot(first, plain.losses, color="tab:red", lw=0.5, label=label)
     figure.suptitle("Byte-level language model of the Python standard library")
     losses.set_ylabel("loss (nats/byte)")
     # Above the panels, where no curve runs.
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
-    losses.legend(ncols=2 * len(runs), fontsize="small", **above)
+    losses.legend(ncols=1 + len(runs), fontsize="small", **above)
     bits = losses.secondary_yaxis(
         "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
     )
@@ -600,15 +699,16 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     bits.spines.right.set_visible(False)
     if len(runs) == 2:
         differences = loss_differences(runs)
-        panels[1].plot(steps, differences, ".", color="gray", ms=2, label="each step")
+        first = range(1, len(differences) + 1)
+        panels[1].plot(first, differences, ".", color="gray", ms=2, label="each step")
         largest = list(accumulate(differences, max))
-        panels[1].plot(steps, largest, color="black", lw=1, label="largest so far")
+        panels[1].plot(first, largest, color="black", lw=1, label="largest so far")
         if largest[-1] > 0:
             panels[1].set_yscale("log")
         panels[1].set_ylabel("difference\n(nats/byte)")
         panels[1].legend(ncols=2, fontsize="small", **above)
-    panels[-1].set_xlabel("step")
     for panel in panels:
+        panel.set_xlabel("step")
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -631,6 +731,11 @@ def parse(argv: list[str] | None) -> Options:
         description="Train a language model out of fuser pipelines on Python's own source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, default=SECONDS, help="training time")
+    length.add_argument(
+        "--steps", type=int, default=argparse.SUPPRESS, help="training steps, in place of a time"
+    )
     add_training_options(parser, default)
     add = parser.add_argument
     add("--recipe", choices=tuple(RECIPES), default=default.recipe, help="low precision")
@@ -646,13 +751,15 @@ def parse(argv: list[str] | None) -> Options:
     add("--temperature", type=float, default=default.temperature, help="of sampling")
     add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")
     add("--sample-bytes", type=int, default=default.sample_bytes, help="bytes to sample")
-    return checked(parser, Options(**vars(parser.parse_args(argv))))
+    given = vars(parser.parse_args(argv))
+    if "steps" in given:
+        given["seconds"] = None
+    return checked(parser, Options(**given))
 
 
 def add_training_options(parser: argparse.ArgumentParser, default: Options) -> None:
-    """The options of every training run: sizes, device and where results go."""
+    """The options of every training run but its length: sizes, device, where results go."""
     add = parser.add_argument
-    add("--steps", type=int, default=default.steps, help="training steps")
     add("--layers", type=int, default=default.layers, help="transformer layers")
     add("--width", type=int, default=default.width, help="features of the residual stream")
     add("--heads", type=int, default=default.heads, help="attention heads")
@@ -682,6 +789,8 @@ def problem_with(options: Options) -> str | None:
         value = getattr(options, name)
         if value < 1:
             return f"--{name.replace('_', '-')} is {value}; it must be at least 1."
+    if options.seconds is not None and not 0 < options.seconds < math.inf:
+        return f"--seconds is {options.seconds:g}; it must be positive and finite."
     size, left_over = divmod(options.width, options.heads)
     if left_over or size % 2:
         return (
@@ -706,7 +815,7 @@ def problem_with(options: Options) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, sample, train again without fuser, compare; returns the exit status."""
+    """Train, sample, take the first steps again without fuser, compare; returns the exit status."""
     options = parse(argv)
     corpus = library_corpus(options)
     if corpus is None:
@@ -724,11 +833,20 @@ def main(argv: list[str] | None = None) -> int:
     text = sample(model, options).decode(errors="replace")
     print(f"\nThe model continues {options.prompt!r} by {options.sample_bytes} bytes:\n\n{text}")
     if options.compare:
-        runs.append(train("plain", plain, corpus, options))
+        again = runs[0].learning_rates[: compared_steps(len(runs[0].losses), options)]
+        runs.append(train("plain", plain, corpus, options, learning_rates=again))
 
-    print_results(runs)
+    print_results(runs, plan, options)
     write_results(options.out, runs, plan)
     return 0
+
+
+def compared_steps(steps: int, options: Options) -> int:
+    """How many of the steps plain torch takes: for the losses a few, for a GPU's speed more."""
+    needed = COMPARED_STEPS
+    if options.device != "cpu":
+        needed = max(needed, math.ceil(SPEED_PART * steps))
+    return min(steps, needed)
 
 
 if __name__ == "__main__":

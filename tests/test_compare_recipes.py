@@ -171,7 +171,7 @@ def test_a_terminal_gets_one_bar_over_all_runs() -> None:
         progress = compare_recipes.AllRuns(runs=2, steps=1)
         for name in ("mxfp8 none", "nvfp4 none"):
             progress.start(name)
-            progress.advanced()
+            progress.advanced(1.0)
             progress.reported(1, 2.5, 1000.0)
             progress.validated(1, 2.25)
             progress.close()
