@@ -86,6 +86,10 @@ def srelu(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) * torch.relu(x)
 
 
+def tanh_srelu(scale: float) -> Formula:
+    return lambda x: torch.square(scale * torch.tanh(torch.relu(x) / scale))
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
@@ -225,6 +229,14 @@ ACTIVATIONS = (
 
 SCALED_ACTIVATIONS = (
     Case("ScaledSReLU", _plain(fuser.ScaledSReLU), scaled(srelu), (7,), "rows"),
+    Case(
+        "ScaledTanhSReLU",
+        _plain(fuser.ScaledTanhSReLU, tanh_clamp_scale=1.5),
+        scaled(tanh_srelu(1.5)),
+        (7,),
+        "rows",
+        2.0,
+    ),
     Case("ScaledSwiGLU", _plain(fuser.ScaledSwiGLU), scaled(gated(silu)), (10,), "rows"),
     Case(
         "ScaledSwiGLU-interleaved-3",

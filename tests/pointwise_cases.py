@@ -25,7 +25,11 @@ from fuser.cuda.pointwise import (
 from fuser.reference import chain as reference
 from fuser.reference.dropout import dropout_mask
 
-SCALARS = {"situglu": (4.0, 25.0), "clamped_swiglu": (1.5, 1.702, 1.0)}
+SCALARS = {
+    "situglu": (4.0, 25.0),
+    "clamped_swiglu": (1.5, 1.702, 1.0),
+    "tanh_srelu": (1.5,),
+}
 
 # name -> the formula in plain torch, differentiable, given scalars and interleave
 FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
@@ -34,6 +38,7 @@ FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
     "relu": lambda scalars, width: torch.relu,
     "srelu": lambda scalars, width: oracles.srelu,
     "silu": lambda scalars, width: oracles.silu,
+    "tanh_srelu": lambda scalars, width: oracles.tanh_srelu(*scalars),
     "glu": lambda scalars, width: oracles.gated(torch.sigmoid, width),
     "geglu": lambda scalars, width: oracles.gated(oracles.gelu, width),
     "qgeglu": lambda scalars, width: oracles.gated(oracles.qgelu, width),

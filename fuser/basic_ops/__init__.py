@@ -31,6 +31,7 @@ from fuser.basic_ops.scaled_activation import (
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
+    ScaledTanhSReLU,
 )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "ScaledSReLU",
     "ScaledSiTUGLU",
     "ScaledSwiGLU",
+    "ScaledTanhSReLU",
     "SiLU",
     "SiTUGLU",
     "SwiGLU",

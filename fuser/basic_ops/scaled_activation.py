@@ -137,6 +137,25 @@ class ScaledSReLU(ScaledActivation):
         super().__init__(Functor("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
+class ScaledTanhSReLU(ScaledActivation):
+    """``(s tanh(max(x, 0) / s))^2 * scales``: a squared ReLU below a soft bound of ``s^2``.
+
+    Parameters
+    ----------
+    tanh_clamp_scale
+        ``s``; finite and positive, else InputError.
+    """
+
+    def __init__(
+        self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
+    ) -> None:
+        super().__init__(
+            Functor("tanh_srelu", (float(tanh_clamp_scale),)),
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+        )
+        self.tanh_clamp_scale = float(tanh_clamp_scale)
+
+
 class ScaledSwiGLU(ScaledActivation):
     """``silu(a) b * scales``; arguments as in ``SwiGLU``."""
 

@@ -21,6 +21,7 @@ UNARY = {
     "relu": ("ReLU", 0),
     "srelu": ("SReLU", 0),
     "silu": ("SiLU", 0),
+    "tanh_srelu": ("TanhSReLU", 1),
 }
 GATED = {
     "glu": ("GLU", 0),
@@ -379,7 +380,7 @@ def _scalars(stage: Stage) -> tuple[Any, ...]:
         (p,) = stage.scalars
         scale = 1 / (1 - p) if p < 1 else 0.0
         return float32(scale), np.uint32(min(round(p * 2**32), 2**32 - 1))
-    if stage.name == "situglu":
+    if stage.name in ("situglu", "tanh_srelu"):
         return tuple(float32(v) for beta in stage.scalars for v in (beta, 1 / beta))
     return tuple(map(float32, stage.scalars))
 

@@ -24,7 +24,7 @@ QGELU_ALPHA = 1.702
 
 
 # How many of a function's leading scalars must be positive.
-_POSITIVE_SCALARS = {"situglu": 2, "clamped_swiglu": 1}
+_POSITIVE_SCALARS = {"situglu": 2, "clamped_swiglu": 1, "tanh_srelu": 1}
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ _GELU = _Function(
     functools.partial(F.gelu, approximate="tanh"),
     functools.partial(_gelu_backward, approximate="tanh"),
 )
+_QGELU = _qgelu(QGELU_ALPHA)
 _RELU = _Function(torch.relu, lambda dy, x: _threshold_backward(dy, x, 0))
 _SILU = _Function(F.silu, _silu_backward)
 _SRELU = _Function(lambda x: torch.relu(x).square(), _srelu_backward)
@@ -163,19 +164,31 @@ def _clamped_linear(limit: float, offset: float) -> _Function:
     )
 
 
-_UNARY = {
-    "gelu": _GELU,
-    "qgelu": _qgelu(QGELU_ALPHA),
-    "relu": _RELU,
-    "srelu": _SRELU,
-    "silu": _SILU,
+def _soft_clipped_srelu(beta: float) -> _Function:
+    """(beta tanh(max(x, 0) / beta))^2."""
+
+    def backward(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        t = torch.tanh(torch.relu(x) / beta)
+        return dy * (2 * beta * t * (1 - t * t))
+
+    return _Function(lambda x: (beta * torch.tanh(torch.relu(x) / beta)).square(), backward)
+
+
+# name -> the function, given the scalars
+_UNARY: dict[str, Callable[..., _Function]] = {
+    "gelu": lambda: _GELU,
+    "qgelu": lambda: _QGELU,
+    "relu": lambda: _RELU,
+    "srelu": lambda: _SRELU,
+    "silu": lambda: _SILU,
+    "tanh_srelu": _soft_clipped_srelu,
 }
 
 # name -> (function of the gate, function of the linear part), given the scalars
 _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
     "glu": lambda: (_SIGMOID, _IDENTITY),
     "geglu": lambda: (_GELU, _IDENTITY),
-    "qgeglu": lambda: (_UNARY["qgelu"], _IDENTITY),
+    "qgeglu": lambda: (_QGELU, _IDENTITY),
     "reglu": lambda: (_RELU, _IDENTITY),
     "sreglu": lambda: (_SRELU, _IDENTITY),
     "swiglu": lambda: (_SILU, _IDENTITY),
@@ -240,7 +253,7 @@ def scaled_activation_backward(
 def _forward_fp32(functor: Functor, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     if not functor.is_gated:
-        return _UNARY[functor.name].forward(x)
+        return _UNARY[functor.name](*functor.scalars).forward(x)
     gate, linear = _halves(functor, x)
     gate_function, linear_function = _GATED[functor.name](*functor.scalars)
     y = gate_function.forward(gate) * linear_function.forward(linear)
@@ -250,7 +263,7 @@ def _forward_fp32(functor: Functor, x: torch.Tensor) -> torch.Tensor:
 def _backward_fp32(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
     if not functor.is_gated:
-        return _UNARY[functor.name].backward(dy, x)
+        return _UNARY[functor.name](*functor.scalars).backward(dy, x)
     # Both gradients are written into one tensor: joining two would move them again.
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     gate, linear = _halves(functor, x)

@@ -177,6 +177,20 @@ struct SreluFunction : Smooth {
     }
 };
 
+// (beta tanh(max(x, 0) / beta))^2, with scalars beta and 1 / beta. MUFU: 2, 2.
+struct SoftClippedSreluFunction : Smooth {
+    __device__ __forceinline__ static float value(float x, const float* scalars) {
+        const Ratio t = tanh_ratio(__fmul_rn(ReluFunction::value(x, scalars), scalars[1]));
+        const float clipped = __fdividef(__fmul_rn(scalars[0], t.numerator), t.denominator);
+        return __fmul_rn(clipped, clipped);
+    }
+    __device__ __forceinline__ static Point at(float x, const float* scalars) {
+        const Point t = tanh_at(__fmul_rn(ReluFunction::value(x, scalars), scalars[1]));
+        const float clipped = __fmul_rn(scalars[0], t.value);
+        return {__fmul_rn(clipped, clipped), __fmul_rn(__fmul_rn(2.0f, clipped), t.slope)};
+    }
+};
+
 // MUFU: 2, 2.
 template <class T>
 struct SigmoidFunction : Smooth {
@@ -339,6 +353,9 @@ template <class T>
 using SReLU = Unary<SreluFunction>;
 template <class T>
 using SiLU = Unary<SiluFunction<T>>;
+// Scalars beta, 1 / beta.
+template <class T>
+using TanhSReLU = Unary<SoftClippedSreluFunction, 2>;
 template <class T>
 using GLU = Gated<SigmoidFunction<T>, IdentityFunction>;
 template <class T>
