@@ -25,7 +25,16 @@ from fuser.picture import (
     text_width,
     wrap,
 )
-from fuser.plan import FusionPlan, Refusal, Step, format_bytes, format_time, renderers, span
+from fuser.plan import (
+    FusionPlan,
+    ModuleCall,
+    Refusal,
+    Step,
+    format_bytes,
+    format_time,
+    renderers,
+    span,
+)
 
 PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}
 
@@ -39,6 +48,8 @@ OP_HEIGHT = 32.0
 END = 52.0  # "input", "grad output" and the like beside a row
 STUB = 44.0  # the least length of the arrow between that and the row
 LANE = 18.0  # one level of channels above a row
+MODULE_ARROW = 18.0  # beside the box of a module that is called between pipelines
+AS_MODULE = "called as a module"
 REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 
 
@@ -138,7 +149,7 @@ class _Layout:
         self.width = max(MIN_ROW, *(self._row_width(ops) for ops in self.rows))
         self.x: list[float] = []
         for ops in self.rows:
-            self.x.append(MARGIN + END + self.stub)
+            self.x.append(MARGIN + END + self.stub + self._modules_width(ops.start))
             for i in ops[1:]:
                 self.x.append(self.x[-1] + self.widths[i - 1] + self.gaps[i])
 
@@ -171,7 +182,12 @@ class _Layout:
         if all(op - 1 in self._step(side, op).ops for side in self.sides):
             return 16.0
         labels = [label for side in self.sides for label in self._gap_labels(side, op)]
-        return max(text_width(label, SMALL) for label in labels) + 2 * PAD + 16
+        label = max(text_width(label, SMALL) for label in labels)
+        return label + 2 * PAD + 16 + self._modules_width(op)
+
+    def _modules_width(self, gap: int) -> float:
+        """Room for modules that are called before op ``gap``, with an arrow for each."""
+        return sum(_module_width(call) + MODULE_ARROW for call in self.plan.modules_before(gap))
 
     def _gap_labels(self, side: str, gap: int) -> list[str]:
         bytes_a_token, *formats = self.plan.gap_labels(side, gap)
@@ -184,6 +200,7 @@ class _Layout:
             needs = [text_width(word, SMALL, mono=True) for word in _kernels(step)]
             needs.append(text_width(_cost(step), SMALL))
             needs.append(text_width(step.fusion or "", 8.0, bold=True))
+            needs.append(text_width(AS_MODULE, SMALL) if self._is_module(step) else 0.0)
             self._widen(widths, step.ops, max(needs))
         return widths
 
@@ -209,7 +226,11 @@ class _Layout:
 
     def _row_width(self, ops: range) -> float:
         inner = sum(self.widths[i] for i in ops) + sum(self.gaps[i] for i in ops[1:])
-        return inner + 2 * (END + self.stub)
+        return inner + 2 * (END + self.stub) + self._modules_width(ops.start) + self._tail(ops)
+
+    def _tail(self, ops: range) -> float:
+        """Room for the modules after the last op; others stand before the next row's first."""
+        return self._modules_width(ops.stop) if ops.stop == len(self.plan.ops) else 0.0
 
     def _rows(self) -> list[range]:
         """Where to wrap: few rows, of about equal width, that cut few windows."""
@@ -234,7 +255,7 @@ class _Layout:
         return rows
 
     def _row_right(self, ops: range) -> float:
-        return self.x[ops[-1]] + self.widths[ops[-1]] + self.stub
+        return self.x[ops[-1]] + self.widths[ops[-1]] + self.stub + self._tail(ops)
 
     def _step(self, side: str, op: int) -> Step:
         """The step that runs ``op``; an empty one where nothing does."""
@@ -286,6 +307,8 @@ class _Layout:
         kinds = {_kind(op) for op in plan.ops}
         entries = [(kind, kind, f"{kind} edge") for kind in COLORS if kind in kinds]
         entries += [("no kernel", "paper", "faint")] * has_light
+        has_modules = any(not call.ops for call in plan.modules)
+        entries += [("other module, not modelled", "paper", "muted")] * has_modules
         entries += [("fused window", "window", "window edge")] * any(
             step.fusion for step in self.steps
         )
@@ -359,7 +382,14 @@ class _Layout:
         if step.kernel and is_first:
             bottom += 9.5
             self._text(middle, bottom, _cost(step), color="muted", align="center")
+        if is_first and side == "forward" and self._is_module(step):
+            bottom += 9.5
+            self._text(middle, bottom, AS_MODULE, color="muted", align="center")
         return bottom
+
+    def _is_module(self, step: Step) -> bool:
+        """Whether a step is of an op that is called as a module."""
+        return any(set(step.ops) <= set(call.ops) for call in self.plan.modules)
 
     def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
         x, width, kind = self.x[op], self.widths[op], _kind(self.plan.ops[op])
@@ -383,9 +413,9 @@ class _Layout:
             is_inside = i - 1 in self._step(side, i).ops
             if is_inside and ops.start < i < ops.stop:
                 left, right = left - PAD, right + PAD
-            points = ((left + 1, y), (right - 1, y))
             color = "muted" if is_inside else "ink"
-            self._line(*(points[::-1] if grad else points), color=color, arrow=True)
+            left, right = self._draw_modules(i, ops, left, right, y, bool(grad))
+            self._arrow(left, right, y, bool(grad), color)
             if not is_inside:
                 for offset, label in zip((-4, 10), self._gap_labels(side, i), strict=False):
                     self._text((left + right) / 2, y + offset, label, align="center")
@@ -395,6 +425,31 @@ class _Layout:
             if i == ops.stop:
                 name = f"{grad}output" if i == count else f"op {i}"
                 self._text(stop + 4, y + 2.5, name, color="muted")
+
+    def _arrow(self, left: float, right: float, y: float, is_back: bool, color: str) -> None:
+        points = ((left + 1, y), (right - 1, y))
+        self._line(*(points[::-1] if is_back else points), color=color, arrow=True)
+
+    def _draw_modules(
+        self, gap: int, ops: range, left: float, right: float, y: float, is_back: bool
+    ) -> tuple[float, float]:
+        """Draw the modules before op ``gap``; returns what they leave for an arrow with bytes.
+
+        It has what enters the op, so it comes after them; at the end it comes before them.
+        """
+        is_end = gap == len(self.plan.ops)
+        calls = self.plan.modules_before(gap) if is_end or gap < ops.stop else []
+        x = end = right - self._modules_width(gap) if is_end else left
+        for call in calls:
+            width = _module_width(call)
+            arrow = x + width if is_end else x
+            self._arrow(arrow, arrow + MODULE_ARROW, y, is_back, "ink")
+            box, tip = x + (0 if is_end else MODULE_ARROW), f"{call.name}: {call.reason}"
+            self._box(box, y - OP_HEIGHT / 2, width, OP_HEIGHT, "paper", "muted", 4.0, tip)
+            style = {"size": 8.5, "color": "muted", "align": "center", "tip": tip}
+            self._text(box + width / 2, y + 5, call.name, **style)
+            x += width + MODULE_ARROW
+        return (left, end) if is_end else (x, right)
 
     # channels, extra inputs and outputs
 
@@ -492,6 +547,10 @@ class _Layout:
             y += 9
             self._text(start, y, line)
         return low, high, y + 3
+
+
+def _module_width(call: ModuleCall) -> float:
+    return max(text_width(printable(call.name), 8.5) + 18, 62.0)
 
 
 def _kind(op: str) -> str:

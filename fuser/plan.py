@@ -111,7 +111,14 @@ class FusionPlan:
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
-        lines += _wrapped("  ", [f"{i} {name}" for i, name in enumerate(self.ops)])
+        names = []
+        for i, name in enumerate((*self.ops, None)):
+            names += [f"[{module.name}]" for module in self.modules_before(i)]
+            names += [] if name is None else [f"{i} {name}"]
+        lines += _wrapped("  ", names)
+        for (reason,), calls in _grouped(self.modules, "reason").items():
+            called = (f"{c.name} over {span(c.ops)}" if c.ops else f"[{c.name}]" for c in calls)
+            lines.append(f"  called as a module ({reason}): {', '.join(dict.fromkeys(called))}")
         lines += [
             f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels
         ]
@@ -129,9 +136,13 @@ class FusionPlan:
                 lines.append(f"  {note.side:<8} {title} {note.text}")
         if self.refusals:
             lines += ["", "not used"]
-        for refusal in self.refusals:
-            where = span(refusal.ops)
-            lines.append(f"  {refusal.side:<8} {refusal.fusion} over {where}: {refusal.reason}")
+        refusals = _grouped(self.refusals, "side", "fusion", "reason")
+        for (side, fusion, reason), alike in refusals.items():
+            spans = [span(refusal.ops) for refusal in alike]
+            where, below = ", ".join(spans), []
+            if len(where) > 40:
+                where, below = f"{len(spans)} windows", _wrapped(" " * 11, spans)
+            lines += [f"  {side:<8} {fusion} over {where}: {reason}", *below]
         lines += [
             "",
             f"Modelled for {self.nominal_tokens} tokens: every kernel moves its tensors once, at "
@@ -140,6 +151,8 @@ class FusionPlan:
         ]
         if any("(emulated)" in step.kernel for step in self.forward + self.backward):
             lines.append("An emulated product also dequantizes its operands, which is not counted.")
+        if any(not call.ops for call in self.modules):
+            lines.append("Modules in brackets are not counted.")
         return "\n".join(lines)
 
     def _title(self, note: LayoutNote) -> str:
@@ -170,6 +183,10 @@ class FusionPlan:
             *_columns([heading, *rows]),
             f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
+
+    def modules_before(self, op: int) -> list[ModuleCall]:
+        """The modules that are called between op ``op - 1`` and op ``op``, and are no ops."""
+        return [call for call in self.modules if call.before == op and not call.ops]
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
         """What is on the main line before op ``gap``, or on its gradient: bytes, and format."""
@@ -208,6 +225,7 @@ class FusionPlan:
             "backward": steps(self.backward),
             "unfused_forward": steps(self.unfused_forward),
             "unfused_backward": steps(self.unfused_backward),
+            "modules": [{**vars(call), "ops": list(call.ops)} for call in self.modules],
             "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
@@ -227,16 +245,35 @@ class FusionPlan:
                     name = _quoted(f"{op} {self.ops[op]}")
                     lines.append(f"    {prefix}{op} [label={name}];")
                 lines.append("  }")
-            order = [op for step in steps for op in _in_run_order(step, side)]
-            for source, target in pairwise(order):
-                gap = max(source, target)
-                label = _quoted("\n".join(self.gap_labels(side, gap)))
-                lines.append(f"  {prefix}{source} -> {prefix}{target} [label={label}];")
+            for source, target, gap in self._edges(side):
+                label = "" if gap is None else _quoted("\n".join(self.gap_labels(side, gap)))
+                lines.append(f"  {source} -> {target}" + (f" [label={label}];" if label else ";"))
+            for number, call in enumerate(self.modules):
+                if not call.ops and steps:
+                    name = _quoted(call.name)
+                    lines.append(f"  {prefix}m{number} [label={name}, style=dashed];")
         for channel in self.channels:
             label = _quoted(channel.name)
             lines.append(f"  f{channel.producer} -> f{channel.consumer} [label={label}];")
         lines.append("}")
         return "\n".join(lines)
+
+    def _edges(self, side: str) -> list[tuple[str, str, int | None]]:
+        """The arrows of the main line in DOT, each with the gap whose bytes it carries, if any."""
+        covered = sorted(op for step in self.steps(side) for op in step.ops)
+        nodes: list[tuple[str, int | None]] = []
+        for op in (*covered, len(self.ops)) if covered else ():
+            nodes += [
+                (f"{side[0]}m{number}", None)
+                for number, call in enumerate(self.modules)
+                if call.before == op and not call.ops
+            ]
+            nodes += [(f"{side[0]}{op}", op)] if op < len(self.ops) else []
+        edges = []
+        for (source, before), (target, after) in pairwise(nodes):
+            gap = len(self.ops) if after is None and before == len(self.ops) - 1 else after
+            edges.append((source, target, gap) if side == "forward" else (target, source, gap))
+        return edges if side == "forward" else edges[::-1]
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
         """Draw the plan into ``path``: ``.svg``, ``.png`` or ``.html``. Returns the path.
@@ -319,6 +356,14 @@ def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:
     return tuple(i + by for i in ops)
 
 
+def _grouped(items: Iterable[Any], *names: str) -> dict[tuple[Any, ...], list[Any]]:
+    """``items`` by the values of those attributes, in the order of their first."""
+    groups: dict[tuple[Any, ...], list[Any]] = {}
+    for item in items:
+        groups.setdefault(tuple(getattr(item, name) for name in names), []).append(item)
+    return groups
+
+
 def _time(steps: Iterable[Step]) -> float:
     return sum(step.microseconds for step in steps)
 
@@ -327,10 +372,6 @@ def _total(steps: tuple[Step, ...]) -> str:
     moved = format_bytes(sum(step.bytes_per_token for step in steps))
     noun = "step" if len(steps) == 1 else "steps"
     return f"{len(steps)} {noun}, {moved} a token, {format_time(_time(steps))}"
-
-
-def _in_run_order(step: Step, side: str) -> tuple[int, ...]:
-    return step.ops if side == "forward" else step.ops[::-1]
 
 
 def _last_op(step: Step, side: str) -> int:

@@ -127,6 +127,18 @@ def extra_tensors_plan():
     return model.plan(X, X.new_empty(8).requires_grad_(), X)
 
 
+def split_plan():
+    """Modules before, between and after pipelines, and ops that are called as modules."""
+    ops = mlp_ops()
+    for op in ops[2:4]:
+        op.register_forward_hook(print)
+    torch_modules = [torch.nn.Identity(), torch.nn.Dropout(0.1), torch.nn.Tanh(), torch.nn.ReLU()]
+    identity, dropout, tanh, relu = torch_modules
+    return fuser.Sequential(
+        identity, *ops[:2], dropout, *ops[2:4], dropout, tanh, *ops[4:], relu, tanh
+    ).plan(X)
+
+
 def quantized_plan():
     layers = [(fuser.RMSNorm(64), fuser.Linear(64, 256), fuser.GELU()) for _ in range(4)]
     ops = [
@@ -147,6 +159,7 @@ PLANS = [
     mixed_dtypes_plan,
     many_refusals_plan,
     extra_tensors_plan,
+    split_plan,
 ]
 each_plan = pytest.mark.parametrize("make_plan", PLANS)
 
@@ -355,6 +368,43 @@ def test_extra_tensors_of_the_caller_are_shown(tmp_path):
     assert texts.count("extra input") == 2
     assert texts.count("grad of extra input") == 2
     assert texts.count("extra output") == 1
+
+
+@pytest.mark.parametrize("make_plan", [split_plan, lambda: split_plan_of_blocks(6)])
+def test_modules_between_pipelines_are_boxes_in_their_place(make_plan):
+    plan = make_plan()
+    picture = lay_out(plan)
+    boxes = op_boxes(picture)
+    calls = [call for call in plan.modules if not call.ops]
+    for name in {call.name for call in calls}:
+        count = sum(call.name == name for call in calls)
+        assert len(boxes[name]) == 2 * count  # forward and backward
+        assert all(box.fill == "paper" for box in boxes[name])
+    # From left to right, row by row: what runs, in its order.
+    names = {text.string for text in picture.items if isinstance(text, Text)}
+    texts = [
+        text
+        for text in picture.items
+        if isinstance(text, Text) and text.align == "center" and text.size == 8.5
+    ]
+    rows = sorted({text.y for text in texts})[::2]
+    drawn = [text.string for y in rows for text in sorted(texts, key=lambda t: t.x) if text.y == y]
+    expected = []
+    for i in range(len(plan.ops) + 1):
+        expected += [call.name for call in calls if call.before == i]
+        expected += plan.ops[i : i + 1]
+    assert drawn == expected
+    assert ("called as a module" in names) == any(call.ops for call in plan.modules)
+    assert "other module, not modelled" in names
+
+
+def split_plan_of_blocks(count):
+    """So many blocks with a module in each that they do not fit into one row."""
+    modules = []
+    for block in range(count):
+        ops = mlp_ops(f"residual {block}")
+        modules += [*ops[:4], torch.nn.Dropout(0.1), *ops[4:]]
+    return fuser.Sequential(*modules).plan(X)
 
 
 def test_long_pipelines_are_wrapped_and_no_op_is_lost():

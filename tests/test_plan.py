@@ -474,8 +474,100 @@ def test_plans_of_several_pipelines_are_merged_with_running_indices() -> None:
         for refusal in part.refusals
     }
     nodes, _, _ = parsed_dot(plan.to_dot())
-    assert len(nodes) == 2 * len(plan.ops)
+    assert len(nodes) == 2 * (len(plan.ops) + 2)
     assert "14 ops" in str(plan)
+
+
+def split_by_modules() -> fuser.Sequential:
+    """A block whose channel passes modules and hooked ops, with modules at both ends."""
+    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False)
+    add = fuser.AddExtraInput().set_extra_input_channel(0, "residual")
+    model = fuser.Sequential(
+        torch.nn.Identity(),
+        make,
+        fuser.RMSNorm(8),
+        torch.nn.Dropout(0.1),
+        fuser.Linear(8, 16),
+        fuser.SwiGLU(),
+        torch.nn.Dropout(0.2),
+        torch.nn.Tanh(),
+        add,
+        torch.nn.ReLU(),
+    )
+    model[4].register_forward_hook(print)
+    model[5].register_forward_hook(print)
+    return model
+
+
+def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> None:
+    plan = split_by_modules().plan(torch.empty(2, 8, device="meta", requires_grad=True))
+    assert plan.ops == (
+        "MakeExtraOutput",
+        "RMSNorm",
+        "BasicLinear",
+        "Bias",
+        "SwiGLU",
+        "AddExtraInput",
+    )
+    calls = [(call.name, call.before, call.ops) for call in plan.modules]
+    assert calls == [
+        ("Identity", 0, ()),
+        ("Dropout", 2, ()),
+        ("Linear", 2, (2, 3)),
+        ("SwiGLU", 4, (4,)),
+        ("Dropout", 5, ()),
+        ("Tanh", 5, ()),
+        ("ReLU", 6, ()),
+    ]
+    assert plan.channels == (Channel("residual", 0, 5),)
+    text = str(plan)
+    line = " ".join(text.splitlines()[1:3])
+    places = [
+        line.index(name) for name in ("[Identity]", "0 Make", "1 RMS", "[Dropout]", "2 Basic")
+    ]
+    assert places == sorted(places)
+    assert line.index("4 SwiGLU") < line.rindex("[Dropout]") < line.index("[Tanh]")
+    assert line.index("[Tanh]") < line.index("5 Add") < line.index("[ReLU]")
+    assert line.count("[Dropout]") == 2
+    assert (
+        "called as a module (it is no operation of fuser): [Identity], [Dropout], [Tanh], [ReLU]"
+        in text
+    )
+    assert "called as a module (it has hooks): Linear over 2-3, SwiGLU over 4" in text
+    assert "channel 'residual': op 0 to op 5" in text
+    assert "Modules in brackets are not counted." in text
+    data = json.loads(json.dumps(plan.to_dict()))
+    found = (fuser.plan.ModuleCall(**{**m, "ops": tuple(m["ops"])}) for m in data["modules"])
+    assert tuple(found) == plan.modules
+
+
+def test_dot_has_modules_on_the_main_line_both_ways() -> None:
+    plan = split_by_modules().plan(torch.empty(2, 8, device="meta", requires_grad=True))
+    dot = plan.to_dot()
+    forward = re.findall(r"  (f\w+) -> (f\w+)", dot)
+    line = [source for source, target in forward if (source, target) != ("f0", "f5")]
+    assert line == ["fm0", "f0", "f1", "fm1", "f2", "f3", "f4", "fm4", "fm5", "f5"]
+    backward = re.findall(r"  (b\w+) -> (b\w+)", dot)
+    assert [(t.replace("b", "f"), s.replace("b", "f")) for s, t in backward][::-1] == [
+        pair for pair in forward if pair != ("f0", "f5")
+    ]
+    for number, name in ((0, "Identity"), (1, "Dropout"), (5, "Tanh"), (6, "ReLU")):
+        assert f'fm{number} [label="{name}"' in dot
+
+
+def test_refusals_that_say_the_same_are_printed_once_with_their_windows() -> None:
+    layers = [op for _ in range(24) for op in (fuser.Linear(8, 16), fuser.SwiGLU())]
+    plan = fuser.Sequential(*layers).plan(torch.empty(2, 8, device="meta"))
+    text = str(plan)
+    alike: dict[tuple[str, str, str], list[tuple[int, ...]]] = {}
+    for refusal in plan.refusals:
+        alike.setdefault((refusal.side, refusal.fusion, refusal.reason), []).append(refusal.ops)
+    assert max(map(len, alike.values())) == 24
+    for (_, fusion, reason), windows in alike.items():
+        assert len(re.findall(rf"{fusion} over [\w, -]+: {re.escape(reason)}", text)) == 1
+        for ops in windows:
+            assert re.search(rf"\b{ops[0]}(-{ops[-1]})?\b", text[text.index("not used") :])
+    assert all(len(line) < 130 for line in text.splitlines())
 
 
 def test_running_a_mixed_model_uses_the_plans_it_was_shown() -> None:
