@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import linecache
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
@@ -369,6 +370,27 @@ def test_checkpointing_a_block_with_extras_changes_nothing(use_reentrant: bool) 
         grads = [p.grad.clone() for p in model.parameters()]
         results.append([*outputs, x.grad, extra.grad, *grads])
     assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_selective_checkpointing_may_keep_what_a_gemm_returns(recipe: Any, fusions: Any) -> None:
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [*GEMMS, aten.linear.default]
+    )
+    ops = (fuser.Linear(32, 32), fuser.AddExtraInput(), fuser.Linear(32, 32), fuser.GELU())
+    ops += (fuser.BasicLinear(32, 32), fuser.ConstantScale(2.0), fuser.AddExtraInput())
+    model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+    leaves = [*inputs((32, 32), (32, 32), (32, 32)), *model.parameters()]
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            return model(*given)
+
+    expected = gradients([run(*leaves[:3])], leaves)
+    y = checkpoint(run, *leaves[:3], use_reentrant=False, context_fn=contexts)
+    assert_same(gradients([y], leaves), expected, rtol=0, atol=0)
 
 
 def test_a_copy_made_between_forward_and_backward_is_independent() -> None:
