@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -78,6 +78,26 @@ def refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:
     raise StateError(
         f"The backward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned no "
         "gradient for its input, and ops before it need one."
+    )
+
+
+TRANSFORMS = {
+    "Grad": "torch.func.grad, vjp, jacrev or hessian: use torch.autograd.grad, or backward()",
+    "Vmap": "torch.func.vmap: give it the whole batch, whose leading dimensions are rows to it",
+    "Jvp": "torch.func.jvp or jacfwd: use torch.autograd.functional.vjp, or a torch module here",
+}
+"""Transforms of torch.func that no pipeline can be under, and what to do instead."""
+
+
+def refuse_transform() -> NoReturn:
+    """Name the transform under which a pipeline was called; that of forward_ad if there is none."""
+    what = "torch.autograd.forward_ad: use backward mode, or a torch module here"
+    if torch._C._are_functorch_transforms_active():
+        kind = torch._C._functorch.peek_interpreter_stack().key().name
+        what = TRANSFORMS.get(kind, f"torch.func's {kind}: call it outside")
+    raise StateError(
+        "A fuser pipeline runs fused operations with a backward of their own, which torch cannot "
+        f"transform. It was called under {what}."
     )
 
 

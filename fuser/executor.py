@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fuser import precision
-from fuser.blame import refuse_other_kinds
+from fuser.blame import refuse_other_kinds, refuse_transform
 from fuser.delayed_scaling import (
     DelayedScales,
     end_with_backward,
@@ -21,6 +22,7 @@ from fuser.delayed_scaling import (
     record_until_backward_ends,
 )
 from fuser.errors import StateError
+from fuser.functional.values import kernels_run_on
 from fuser.graph import Source
 from fuser.op import BasicOperation
 from fuser.plan import FusionPlan
@@ -61,6 +63,7 @@ class Run:
         self.plan = plan
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
+        self.runs_kernels = kernels_run_on(key.device)
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
         self.key = key
         self.ops = ops
@@ -95,9 +98,17 @@ class Run:
         """Run forward; under autograd if anything needs a gradient."""
         result: torch.Tensor | tuple[torch.Tensor, ...]
         if self.needs_backward:
-            apply = _checked_apply if _is_functorch_active() else _direct_apply
-            result = apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
+            if _is_functorch_active():
+                refuse_transform()
+            try:
+                result = _apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
+            except NotImplementedError:  # torch's, for an input with a forward-mode derivative
+                if forward_ad._current_level >= 0:
+                    refuse_transform()
+                raise
             return result
+        if self.runs_kernels and (_is_functorch_active() or forward_ad._current_level >= 0):
+            refuse_transform()
         forward = self.in_ranges[0] if _is_profiled() else self.forward
         if self.is_delayed and not _is_grad_enabled() and not is_checkpointed_forward():
             with evaluation():
@@ -231,13 +242,12 @@ class _PipelineFunction(torch.autograd.Function):
             raise
 
 
-# torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and is
-# used only under one of those: it says what it has to say.
+# torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and none of those is
+# allowed here.
 _is_grad_enabled = torch.is_grad_enabled
 _is_profiled = torch._C._autograd._profiler_enabled
 _is_functorch_active = torch._C._are_functorch_transforms_active
-_checked_apply: Callable[..., Any] = _PipelineFunction.apply
-_direct_apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
+_apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
 
 # At every backward torch's node works out anew that the class has a ``backward``
 # and no ``vjp``: 2.5 us for a constant. Its node calls ours directly instead.

@@ -769,7 +769,7 @@ class BasicOperation(FusibleOperation):
     def get_extra_state(self) -> torch.Tensor:
         """Delayed scaling's state as a plain fp32 tensor; empty and uint8 where there is none."""
         if not any(state.scale.numel() for state in self._delayed.values()):
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         states = (self._delayed.get(mode, DelayedScales(mode)) for mode in ("forward", "backward"))
         return torch.cat([state.packed() for state in states])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import linecache
 import threading
@@ -14,9 +15,11 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from pipeline_kernels import on_kernels
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
 from fuser.op import BasicOperation, FusedOperation, OperationContext
@@ -369,6 +372,27 @@ def test_checkpointing_a_block_with_extras_changes_nothing(use_reentrant: bool) 
         grads = [p.grad.clone() for p in model.parameters()]
         results.append([*outputs, x.grad, extra.grad, *grads])
     assert_same(*results)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_selective_checkpointing_may_keep_what_a_gemm_returns(recipe: Any, fusions: Any) -> None:
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [*GEMMS, aten.linear.default]
+    )
+    ops = (fuser.Linear(32, 32), fuser.AddExtraInput(), fuser.Linear(32, 32), fuser.GELU())
+    ops += (fuser.BasicLinear(32, 32), fuser.ConstantScale(2.0), fuser.AddExtraInput())
+    model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+    leaves = [*inputs((32, 32), (32, 32), (32, 32)), *model.parameters()]
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            return model(*given)
+
+    expected = gradients([run(*leaves[:3])], leaves)
+    y = checkpoint(run, *leaves[:3], use_reentrant=False, context_fn=contexts)
+    assert_same(gradients([y], leaves), expected, rtol=0, atol=0)
 
 
 def test_a_copy_made_between_forward_and_backward_is_independent() -> None:
@@ -851,15 +875,60 @@ def test_backward_may_run_in_another_thread_than_forward() -> None:
 # -- torch's transforms ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transform", [torch.func.vmap, lambda f: torch.func.grad(f)])
-def test_a_functorch_transform_is_refused_by_torch_and_leaves_the_model_as_it_was(
-    transform: Any,
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        (torch.func.vmap, "vmap"),
+        (torch.func.grad, "grad"),
+        (torch.func.jacrev, "grad"),
+        (lambda f: lambda x: torch.func.vjp(f, x), "grad"),
+        (lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), "jvp"),
+    ],
+    ids=["vmap", "grad", "jacrev", "vjp", "jvp"],
+)
+def test_a_functorch_transform_is_refused_by_name_and_leaves_the_model_as_it_was(
+    transform: Any, said: str
 ) -> None:
     model, (x,) = mlp(), inputs((3, 8))
     expected = model(x)
-    with pytest.raises(RuntimeError, match="setup_context"):
+    with pytest.raises(fuser.StateError, match=rf"torch\.func\.{said}.*: (use|give)"):
         transform(lambda x: model(x).sum())(x)
     assert_same([model(x)], [expected])
+
+
+def with_tangent(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """The forward-mode derivative of ``model`` at ``x`` by ``x``."""
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+    assert tangent is not None
+    return tangent
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_forward_mode_is_refused_or_right(wanted: bool) -> None:
+    model, (x,) = mlp(), inputs((3, 8), requires_grad=False)
+    if wanted:
+        with pytest.raises(fuser.StateError, match="forward_ad: use backward mode"):
+            with_tangent(model, x)
+        return
+    model.requires_grad_(False)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(8, 12), torch.nn.GELU("tanh"), torch.nn.Linear(12, 8)
+    )
+    with torch.no_grad():
+        for own, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+            own.copy_(theirs)
+    plain.requires_grad_(False)
+    torch.testing.assert_close(with_tangent(model, x), with_tangent(plain, x))
+
+
+def test_where_kernels_run_no_transform_is_allowed_that_they_would_not_see() -> None:
+    model, (x,) = mlp().requires_grad_(False), inputs((3, 8), requires_grad=False)
+    with on_kernels():
+        for call in (with_tangent, lambda model, x: torch.func.vmap(model)(x)):
+            with pytest.raises(fuser.StateError, match=r"forward_ad|torch\.func\.vmap"):
+                call(model, x)
+        model(x)
 
 
 # -- torch.compile ---------------------------------------------------------------------------------

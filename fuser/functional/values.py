@@ -13,7 +13,7 @@ from fuser.cuda import launch, module
 from fuser.cuda.arguments import Producer
 from fuser.errors import KernelUnavailable
 
-_ON_CPU = torch.empty(0)
+_ON_CPU = torch.empty(0, device="cpu")
 
 
 class Values:

@@ -13,12 +13,14 @@ from fuser.op import FusedOperation, OperationContext, emit
 from fuser.plan_key import PlanKey
 from fuser.window import Optional
 
+_count_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 class ForwardLinearBiasAdd(FusedOperation):
     """``y = x @ weight.T + bias + extra``: without a bias one GEMM with ``beta = 1``.
 
     With a bias, that is the GEMM's epilogue, and the extra input is added to
-    the GEMM's output in place.
+    the GEMM's output, in place where nobody else may hold that.
     """
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)
@@ -68,5 +70,7 @@ class ForwardLinearBiasAdd(FusedOperation):
             x, weight = linear.operands(basic_op_ctxs[0], input_)
             return emit(gemm.linear_add(x, weight, extra), next_op_input_quantizer), ((), ())
         bias = self.members[1].addend(basic_op_ctxs[1])
-        y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]).add_(extra)
+        y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
+        # A dispatch mode may have kept the GEMM's result, as selective checkpointing does.
+        y = y + extra if _count_dispatch_modes() else y.add_(extra)
         return emit(y, next_op_input_quantizer), ((), (), ())

@@ -44,7 +44,7 @@ def decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
     """FP8 bytes to fp32. A table, since torch's conversion on a CPU is four times slower."""
     if not data.is_cpu:
         return data.view(dtype.torch_dtype).float()
-    table = torch.arange(256, dtype=torch.uint8).view(dtype.torch_dtype).float()
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype.torch_dtype).float()
     return table.index_select(0, data.flatten().int()).view(data.shape)
 
 
