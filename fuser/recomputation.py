@@ -124,7 +124,7 @@ class _Codes:
             (self.reentrant_backward, ("ctx",)),
         ):
             for name in names:
-                (code.co_varnames + code.co_freevars).index(name)
+                (code.co_varnames + code.co_cellvars + code.co_freevars).index(name)
 
 
 @functools.cache

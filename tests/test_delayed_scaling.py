@@ -143,15 +143,17 @@ def test_an_amax_that_is_no_number_changes_no_scale() -> None:
     assert torch.isfinite(state(model).scale).all()
 
 
-def test_a_backward_after_another_format_began_has_the_scale_of_its_own() -> None:
-    """A forward under HYBRID, a step under E4M3, then the backward of the first."""
+@pytest.mark.parametrize("kind", ["plain", "checkpointed"])
+def test_a_backward_after_another_format_began_has_the_scale_of_its_own(kind: str) -> None:
+    """A forward under one recipe, a step under another, then the backward of the first."""
     model, twin = linear(), linear()
     for one in (model, twin):
         step(one, HYBRID, 50.0, 1)
         step(one, HYBRID, 50.0, 1)
     x, dy = (tensor(1) * 50).requires_grad_(), tensor(101) * 50
-    y = run(model, HYBRID, x)
-    step(model, E4M3, 50.0, 2)
+    with fuser.autocast(recipe=HYBRID):
+        y = model(x) if kind == "plain" else checkpoint(model, x, use_reentrant=False)
+    step(model, dataclasses.replace(E4M3, margin=2), 50.0, 2)
     y.backward(dy)
     expected = step(twin, HYBRID, 50.0, 1)
     assert torch.equal(x.grad, expected["dx"])

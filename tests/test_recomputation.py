@@ -567,6 +567,9 @@ def test_evaluation_leaves_training_as_it_is() -> None:
         model(x)
     with torch.inference_mode():
         run(model, DELAYED, x)
+    for use_reentrant in (False, True):
+        with torch.no_grad():
+            run(model, DELAYED, x.requires_grad_(), use_reentrant=use_reentrant)
     assert equal(states(model), before)
 
 
