@@ -50,6 +50,7 @@ FAULTS = {
         *("sum_in_any_order", "leave_before_barrier", "two_barriers", "divergent_shuffle"),
         *("shuffle_beyond_the_block", "shuffle_outside_the_mask", "spin", "trap"),
         *("read_copies<0>", "read_copies<1>", "copy_over"),
+        *("sum_again<1>", "sum_again<2>", "read_stages<1>", "read_stages<2>"),
     )
 }
 prepare(*FEATURES.values(), *FAULTS.values())
@@ -301,7 +302,7 @@ def test_a_thousand_threads_take_many_steps_quickly() -> None:
     run("steps", Launch((1,), (1024,)), y, int32(50), written=(y,))
     seconds = time.perf_counter() - start
     assert torch.equal(y, (torch.arange(1024, dtype=torch.int32) + 50) % 1024)
-    # Twice 102400 steps; 0.1 s on an idle machine.
+    # Three times 102400 steps; 0.1 s on an idle machine.
     assert seconds < 5
 
 
@@ -471,6 +472,18 @@ def test_an_unwritten_output_that_is_read_is_found() -> None:
 def test_a_missing_barrier_and_shared_memory_that_nobody_wrote_are_found(name: str) -> None:
     y = torch.zeros(64, dtype=torch.int32)
     fault("argument 0 .* not the same", name, Launch((1,), (64,)), y)
+
+
+@pytest.mark.parametrize("threads", [64, 96])
+def test_a_buffer_that_takes_no_turn_is_found_when_warps_run_ahead(threads: int) -> None:
+    """Between its barriers a warp meets its lanes, where threads that run in step wait for all."""
+    x, y = integers(8, 32), torch.zeros(threads, dtype=torch.int32)
+    launch, rounds = Launch((2,), (threads,)), int32(8)
+    run("sum_again<2>", launch, y, rounds, written=(y,))
+    run("read_stages<2>", launch, x, y, rounds, written=(y,))
+    words = "argument 0 .* not the same when a warp runs to its next barrier"
+    fault(words, "sum_again<1>", launch, y, rounds)
+    fault(words.replace("0", "1"), "read_stages<1>", launch, x, y, rounds)
 
 
 def test_a_sum_in_any_order_has_to_be_allowed() -> None:

@@ -224,7 +224,11 @@ SHARED = re.compile(
 
 
 def _rewritten(path: Path) -> str:
-    text = path.read_text(encoding="utf-8")
+    return _rewritten_text(path, path.read_text(encoding="utf-8"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _rewritten_text(path: Path, text: str) -> str:
     for included in INCLUDE.findall(text):
         if not included.startswith("fuser/") and included not in CUDA_HEADERS:
             raise KernelError(

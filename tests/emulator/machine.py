@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +18,19 @@ import torch
 
 from emulator import compile as compilation
 from emulator.errors import KernelError
-from emulator.worker import Argument, Buffer, Request, Worker
+from emulator.worker import SCHEDULES, Argument, Buffer, Request, Worker
 from fuser.cuda import launch as launching
 from fuser.cuda import module
 from fuser.cuda.arguments import Encoded, Struct, encode
 from fuser.cuda.launch import Kernel, Launch
 
 # Bytes that a kernel has not written and must not read. In every floating-point format the first
-# makes a NaN and the second a number near 1, which arithmetic changes.
-POISONS = (0xFF, 0x3F)
+# makes a NaN and the second a number near 1, which arithmetic changes. One for each schedule.
+POISONS = (0xFF, 0x3F, 0xFF)
 # What a block can have at most on any GPU so far (compute capability 9.0 and 10.0).
 MAX_SHARED_BYTES = 227 * 1024
+
+WARP = 32
 
 # Compiling takes 0.3 s, and 0.1 s more for each kernel; several processes share a large source.
 TOGETHER = 8
@@ -58,15 +61,16 @@ def emulated(
 ) -> Iterator[None]:
     """Inside, kernels take CPU tensors and run on the CPU; the test is skipped where they cannot.
 
-    Every launch runs twice, the second time with blocks and threads in the opposite order and
-    other garbage in unwritten memory; the results of the first run stay. What is an error:
+    Every launch runs three times: with blocks and threads in order, in the opposite order with
+    other garbage in unwritten memory, and warp by warp, each to its next barrier before another
+    one starts. The results of the first run stay. What is an error:
 
     - an access outside a tensor's bytes or outside shared memory; a vector access at an address
       that is no multiple of its size; a write between the elements of a strided tensor;
     - arguments that do not fit the kernel's parameters in number, size or kind;
     - a barrier or warp collective that waits forever, or is reached at two places at once;
     - bits that depend on the order of threads, on unwritten outputs or on shared memory that
-      nobody has written: a missing barrier, mostly;
+      nobody has written: a missing barrier, mostly, or a second buffer that takes no turn;
     - bytes of ``written`` that no launch writes;
     - a kernel of fuser that the compile check does not know.
 
@@ -207,7 +211,7 @@ def memories(args: Sequence[Any]) -> list[Memory]:
 
 @dataclass
 class Emulator(launching.Machine):
-    """Runs launches in the worker, and compares two runs of each."""
+    """Runs launches in the worker, and compares the runs of each."""
 
     sources: Path
     deterministic: bool
@@ -232,7 +236,7 @@ class Emulator(launching.Machine):
         memory = memories(args)
         request = self._request(kernel, launch, args, encoded, memory)
         try:
-            self._run_twice(request, memory)
+            self._run_by_schedules(request, memory)
         except KernelError as error:
             raise KernelError(f"{kernel.symbol} ({launch}): {error}") from None
 
@@ -270,38 +274,41 @@ class Emulator(launching.Machine):
             ),
         )
 
-    def _run_twice(self, request: Request, memory: list[Memory]) -> None:
+    def _run_by_schedules(self, request: Request, memory: list[Memory]) -> None:
         masks = [m.elements() for m in memory]
         unwritten = [m.unwritten(self.outputs) for m in memory]
         results = []
-        for backwards, poison in enumerate(POISONS):
+        # Threads of one warp run in the same order warp by warp.
+        count = len(SCHEDULES) - (math.prod(request.block) <= WARP)
+        for schedule, poison in enumerate(POISONS[:count]):
             poisoned = []
             for buffer, mask, not_yet in zip(request.buffers, masks, unwritten, strict=True):
                 contents = np.frombuffer(bytearray(buffer.contents), dtype=np.uint8)
                 contents[~mask | not_yet] = poison
                 poisoned.append(Buffer(buffer.argument, contents.tobytes(), buffer.address))
             sent = Request(**{**vars(request), "buffers": tuple(poisoned)})
-            answer = _worker.run(sent, bool(backwards), poison)
+            answer = _worker.run(sent, schedule, poison)
             results.append([np.frombuffer(buffer, dtype=np.uint8) for buffer in answer])
-        for m, mask, not_yet, first, second in zip(memory, masks, unwritten, *results, strict=True):
-            between = ~mask & ((first != POISONS[0]) | (second != POISONS[1]))
+        for m, mask, not_yet, *runs in zip(memory, masks, unwritten, *results, strict=True):
+            untouched = [run == poison for run, poison in zip(runs, POISONS, strict=False)]
+            between = ~mask & ~np.logical_and.reduce(untouched)
             if between.any():
                 raise KernelError(
                     f"{_where(between)} between the elements of argument {m.argument} "
                     f"{_shown(m.tensors[0])} written."
                 )
-            left = not_yet & (first == POISONS[0]) & (second == POISONS[1])
-            differs = mask & ~left & (first != second)
-            if differs.any() and self.deterministic:
-                raise KernelError(
-                    f"{_where(differs)} of argument {m.argument} {_shown(m.tensors[0])} not the "
-                    "same when threads run in the opposite order and unwritten memory holds "
-                    "another garbage."
-                )
+            left = not_yet & np.logical_and.reduce(untouched)
+            for run, how in zip(runs[1:], SCHEDULES[1:], strict=False):
+                differs = mask & ~left & (runs[0] != run)
+                if differs.any() and self.deterministic:
+                    raise KernelError(
+                        f"{_where(differs)} of argument {m.argument} {_shown(m.tensors[0])} not "
+                        f"the same when {how}."
+                    )
             for output in self.outputs:
                 here, there = _overlap(m, output)
                 output.unwritten[there] &= left[here]
-            np.copyto(m.bytes(), first, where=mask)
+            np.copyto(m.bytes(), runs[0], where=mask)
 
 
 def _argument(arg: Any, encoded: Encoded, memory: list[Memory]) -> Argument:

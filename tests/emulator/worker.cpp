@@ -124,11 +124,14 @@ struct Memory {
     char* begin = nullptr;
 };
 
+// In which order threads run; worker.py says it in words.
+enum Schedule { kInOrder, kBackwards, kWarpByWarp };
+
 struct Launch {
     unsigned long long number = 0;
     std::string name;
     const Entry* entry = nullptr;
-    bool reversed = false;
+    Schedule schedule = kInOrder;
     unsigned char poison = 0;
     std::vector<Memory> buffers;
     std::vector<void*> arguments;
@@ -143,6 +146,7 @@ struct Launch {
 Launch* running = nullptr;
 unsigned thread_count = 0;
 unsigned at_barrier = 0;
+unsigned barriers = 0;  // that the block is past
 int barrier_predicates = 0;
 int barrier_result = 0;
 
@@ -343,7 +347,50 @@ void print_threads(const std::vector<unsigned>& numbers) {
     die();
 }
 
-void run_block() {
+// A thread to its next barrier or collective, then the next thread.
+void run_in_step() {
+    for (bool progress = true; progress;) {
+        progress = false;
+        for (unsigned i = 0; i < thread_count; ++i) {
+            Thread& thread = threads[running->schedule == kBackwards ? thread_count - 1 - i : i];
+            if (thread.state == State::kReady) {
+                resume(thread);
+                progress = true;
+            }
+        }
+    }
+}
+
+// All threads of a warp to their next barrier or collective, but not past a barrier of the block.
+bool run_warp(unsigned warp) {
+    const unsigned turn = barriers;
+    bool progress = false;
+    for (unsigned number = 32 * warp; number < 32 * warp + 32 && number < thread_count; ++number) {
+        if (barriers == turn && threads[number].state == State::kReady) {
+            resume(threads[number]);
+            progress = true;
+        }
+    }
+    return progress;
+}
+
+// A warp to its next barrier, through collectives, then the next warp. Between two barriers warps go
+// up or down, so that each is ahead of each other one sooner or later.
+void run_warp_by_warp(unsigned long long block) {
+    const unsigned warps = (thread_count + 31) / 32;
+    for (bool progress = true; progress;) {
+        progress = false;
+        const unsigned turn = barriers;
+        const bool goes_down = (barriers + block) % 2 == 1;
+        for (unsigned i = 0; i < warps && barriers == turn; ++i) {
+            while (barriers == turn && run_warp(goes_down ? warps - 1 - i : i)) {
+                progress = true;
+            }
+        }
+    }
+}
+
+void run_block(unsigned long long block) {
     for (const Memory& memory : running->shared) {
         std::memset(memory.data, running->poison, memory.bytes);
     }
@@ -352,15 +399,11 @@ void run_block() {
     }
     at_barrier = 0;
     barrier_predicates = 0;
-    for (bool progress = true; progress;) {
-        progress = false;
-        for (unsigned i = 0; i < thread_count; ++i) {
-            Thread& thread = threads[running->reversed ? thread_count - 1 - i : i];
-            if (thread.state == State::kReady) {
-                resume(thread);
-                progress = true;
-            }
-        }
+    barriers = 0;
+    if (running->schedule == kWarpByWarp) {
+        run_warp_by_warp(block);
+    } else {
+        run_in_step();
     }
     for (unsigned number = 0; number < thread_count; ++number) {
         if (threads[number].state != State::kReturned) {
@@ -373,11 +416,11 @@ void run_grid() {
     thread_count = blockDim.x * blockDim.y * blockDim.z;
     const unsigned long long blocks = 1ull * gridDim.x * gridDim.y * gridDim.z;
     for (unsigned long long i = 0; i < blocks; ++i) {
-        const unsigned long long block = running->reversed ? blocks - 1 - i : i;
+        const unsigned long long block = running->schedule == kBackwards ? blocks - 1 - i : i;
         blockIdx.x = static_cast<unsigned>(block % gridDim.x);
         blockIdx.y = static_cast<unsigned>(block / gridDim.x % gridDim.y);
         blockIdx.z = static_cast<unsigned>(block / gridDim.x / gridDim.y);
-        run_block();
+        run_block(block);
     }
 }
 
@@ -420,8 +463,12 @@ int block_barrier(Site site, bool predicate) {
     barrier_result = barrier_predicates;
     at_barrier = 0;
     barrier_predicates = 0;
+    ++barriers;
     for (unsigned number = 0; number < thread_count; ++number) {
         threads[number].state = State::kReady;
+    }
+    if (running->schedule == kWarpByWarp) {
+        suspend();  // which warp is the first is not for the last to come to say
     }
     return barrier_result;
 }
@@ -451,7 +498,7 @@ void copy_later(void* shared, const void* global, std::size_t bytes) {
     }
     Copy copy{static_cast<char*>(shared), {}, bytes, current->closed_groups};
     std::memcpy(copy.bytes, global, bytes);
-    if (running->reversed) {
+    if (running->schedule != kInOrder) {
         std::memset(shared, running->poison, bytes);
         current->copies.push_back(copy);
     } else {
@@ -602,7 +649,7 @@ void serve_launch(unsigned seconds) {
     gridDim = read_dim3();
     blockDim = read_dim3();
     launch.dynamic_bytes = static_cast<std::size_t>(read_number());
-    launch.reversed = read_number() != 0;
+    launch.schedule = static_cast<Schedule>(read_number());
     launch.poison = static_cast<unsigned char>(read_number());
 
     const std::size_t buffers = static_cast<std::size_t>(read_number());

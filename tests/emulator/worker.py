@@ -24,6 +24,13 @@ from emulator.errors import KernelError
 SECONDS = 60
 """How long one run of a kernel may take."""
 
+SCHEDULES = (
+    "threads run in order",
+    "threads run in the opposite order and unwritten memory holds another garbage",
+    "a warp runs to its next barrier before another one starts",
+)
+"""In what order threads run, as ``worker.cpp`` numbers them."""
+
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=0:quarantine_size_mb=8:color=never",
     "UBSAN_OPTIONS": "color=never:print_stacktrace=1",
@@ -69,10 +76,10 @@ class Request:
     buffers: tuple[Buffer, ...] = field(repr=False)
     arguments: tuple[Argument, ...] = field(repr=False)
 
-    def message(self, backwards: bool, poison: int) -> bytes:
+    def message(self, schedule: int, poison: int) -> bytes:
         """The bytes to send. ``poison`` fills shared memory before every block."""
         parts = [_text(str(self.library)), _text(self.symbol)]
-        shape = (*self.grid, *self.block, self.shared_bytes, backwards, poison)
+        shape = (*self.grid, *self.block, self.shared_bytes, schedule, poison)
         parts += [_numbers(*shape, len(self.buffers))]
         for buffer in self.buffers:
             parts += [_numbers(buffer.argument, len(buffer.contents), buffer.address % 256)]
@@ -94,8 +101,8 @@ class Worker:
         self._reports = tempfile.TemporaryFile()  # noqa: SIM115
         atexit.register(self.stop)
 
-    def run(self, request: Request, backwards: bool, poison: int) -> list[bytearray]:
-        """The buffers after a run, blocks and threads from the last to the first if backwards.
+    def run(self, request: Request, schedule: int, poison: int) -> list[bytearray]:
+        """The buffers after a run by a :data:`SCHEDULES` index.
 
         Raises
         ------
@@ -106,7 +113,7 @@ class Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(request.message(backwards, poison))
+            process.stdin.write(request.message(schedule, poison))
             process.stdin.flush()
         except BrokenPipeError:
             pass

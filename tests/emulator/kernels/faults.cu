@@ -125,3 +125,50 @@ extern "C" __global__ void fuser_copy_over(const uint4* x, uint4* y) {
     y[threadIdx.x] = staged[threadIdx.x];
     fuser::wait_for_copies<0>();
 }
+
+// ---- warps that are ahead of others by less than a barrier ----
+
+// Sums over the block, again and again: what a warp writes for the next sum, after its shuffles, may
+// be there before another warp has read this one. Two buffers take turns.
+template <int kBuffers>
+__global__ void fuser_sum_again(int* y, int rounds) {
+    __shared__ int scratch[2][32];
+    const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int x = threadIdx.x;
+    for (int i = 0; i < rounds; ++i) {
+        int* row = scratch[i % kBuffers];
+        for (int offset = 16; offset > 0; offset /= 2) {
+            x += __shfl_xor_sync(0xffffffffu, x, offset);
+        }
+        if (threadIdx.x % 32 == 0) {
+            row[warp] = x % 1000;
+        }
+        __syncthreads();
+        for (int w = 0; w < warps; ++w) {
+            x += row[w] * (w + 1);
+        }
+        x %= 1000;
+    }
+    y[threadIdx.x] = x;
+}
+
+// The first warp writes what all read before it writes again, which takes two stages.
+template <int kStages>
+__global__ void fuser_read_stages(const int* x, int* y, int rounds) {
+    __shared__ int stages[2][32];
+    const int lane = threadIdx.x % 32;
+    int total = 0;
+    for (int i = 0; i < rounds; ++i) {
+        int* stage = stages[i % kStages];
+        int next = x[32 * i + lane];
+        for (int offset = 16; offset > 0; offset /= 2) {
+            next = max(next, __shfl_xor_sync(0xffffffffu, next, offset));
+        }
+        if (threadIdx.x < 32) {
+            stage[lane] = next;
+        }
+        __syncthreads();
+        total += (i + 1) * stage[lane];
+    }
+    y[threadIdx.x] = total;
+}

@@ -53,8 +53,8 @@ const Meeting& meet(Site site, unsigned mask, std::uint64_t value);
 unsigned lane();
 
 // Copies that the thread does not wait for, in groups that it closes, until at most `left` of its
-// groups are under way. Of the two runs of a launch they land at once in one, and as late as they
-// may in the other; meanwhile garbage is where they will be.
+// groups are under way. In the first run of a launch they land at once, in the others as late as
+// they may; meanwhile garbage is where they will be.
 void copy_later(void* shared, const void* global, std::size_t bytes);
 void close_copies();
 void wait_for_copies(unsigned left);
