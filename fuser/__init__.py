@@ -15,6 +15,7 @@ from fuser.basic_ops import (
     QGEGLU,
     QGELU,
     Activation,
+    AdaptiveLayerNorm,
     AddExtraInput,
     BasicLinear,
     Bias,
@@ -88,6 +89,7 @@ from fuser.version import __version__
 
 __all__ = [
     "Activation",
+    "AdaptiveLayerNorm",
     "AddExtraInput",
     "BasicLinear",
     "BasicOperation",

@@ -16,6 +16,7 @@ from fuser.basic_ops.activation import (
     SReLU,
     SwiGLU,
 )
+from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
 from fuser.basic_ops.add_extra_input import AddExtraInput
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.bias import Bias
@@ -41,6 +42,7 @@ __all__ = [
     "QGEGLU",
     "QGELU",
     "Activation",
+    "AdaptiveLayerNorm",
     "AddExtraInput",
     "BasicLinear",
     "Bias",

@@ -85,3 +85,39 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> t
 def _plus(dx: torch.Tensor, d_extra: torch.Tensor | None) -> torch.Tensor:
     """The sum in fp32, in the memory of ``dx``, which is fp32 and nobody else's."""
     return dx if d_extra is None else dx.add_(d_extra)
+
+
+def adaptive_layernorm(
+    x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(x - mean) * rstd * (1 + scale) + shift`` in ``dtype``; with mean and rstd, fp32.
+
+    ``x`` is ``[before, B, after, n]``, ``scale`` and ``shift`` are ``[B, n]``.
+    """
+    x_hat, mean, rstd = torch.native_layer_norm(x.float(), x.shape[-1:], None, None, eps)
+    gain, bias = 1 + scale.float(), shift.float()
+    return torch.addcmul(bias.unsqueeze(1), x_hat, gain.unsqueeze(1)).to(dtype), mean, rstd
+
+
+def adaptive_layernorm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    wanted: tuple[bool, bool, bool] = (True, True, True),
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of ``x`` (its dtype), ``scale`` and ``shift`` (fp32); None where not ``wanted``."""
+    dy, x32 = dy.float(), x.float()
+    dx = d_scale = d_shift = None
+    if wanted[0]:
+        d_hat = dy * (1 + scale.float()).unsqueeze(1)
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            d_hat, x32, x.shape[-1:], mean, rstd, None, None, [True, False, False]
+        )
+        dx = dx.to(x.dtype)
+    if wanted[1]:
+        d_scale = (dy * (x32 - mean) * rstd).sum((0, 2))
+    if wanted[2]:
+        d_shift = dy.sum((0, 2))
+    return dx, d_scale, d_shift

@@ -1,0 +1,152 @@
+"""AdaptiveLayerNorm: a layer norm with a scale and a shift for every sample."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.linear_operands import plain
+from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
+from fuser.plan_key import PlanKey, TensorSpec
+from fuser.reference import normalization as reference
+
+
+class AdaptiveLayerNorm(BasicOperation):
+    """``y = (x - mean) / sqrt(variance + eps) * (1 + scale) + shift``, as diffusion models do.
+
+    Statistics are over the last dimension, in fp32, as is the rest until the
+    result is rounded, once. The extra inputs ``scale`` and ``shift`` have the
+    shape ``[batch, hidden_size]``, or the rank of x with ones between, and
+    receive gradients. There are no parameters. It runs in torch on every device.
+
+    Parameters
+    ----------
+    hidden_size
+        Last dimension of the input.
+    eps
+        Added to the variance; finite and not negative.
+    batch_dim
+        Which dimension of the input counts samples; all others but the last
+        share a sample's scale and shift.
+
+    Raises
+    ------
+    InputError
+        If ``hidden_size`` is not positive, ``eps`` or ``batch_dim`` negative.
+    """
+
+    num_extra_inputs = 2
+    takes_floating_extras = True
+    emits_quantized = ("forward", "backward")
+
+    def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
+        super().__init__()
+        if hidden_size < 1 or not 0 <= eps < math.inf or batch_dim < 0:
+            raise InputError(
+                f"AdaptiveLayerNorm got hidden_size {hidden_size}, eps {eps} and batch_dim "
+                f"{batch_dim}; the size is positive, eps finite, and neither of both is negative."
+            )
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.batch_dim = batch_dim
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, eps={self.eps}, batch_dim={self.batch_dim}"
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        self._check_shapes(spec.shape, *(extra.shape for extra in extras))
+        return TensorSpec(spec.shape, autocast or spec.dtype)
+
+    def saved_bytes(self, spec: TensorSpec) -> int:
+        return 2 * 4 * math.prod(spec.shape[:-1])
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        if side == "forward":
+            return ("layer_norm", "addcmul")
+        (op,) = key.ops
+        scale, shift = op.extra_inputs
+        wanted = {
+            "mul": op.input_requires_grad,
+            "layer_norm_backward": op.input_requires_grad,
+            "mul_sum": scale.requires_grad,
+            "sum": shift.requires_grad,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        ctx: Any = basic_op_ctxs[0]
+        ((scale, shift),) = basic_op_extra_inputs
+        self._check_shapes(input_.shape, scale.shape, shift.shape)
+        x = plain(input_, input_.dtype)
+        rows, batch = self._rows(x), (x.shape[self.batch_dim], self.hidden_size)
+        gain, bias = (plain(t, t.dtype).reshape(batch) for t in (scale, shift))
+        dtype = ctx.autocast_dtype or x.dtype
+        y, mean, rstd = reference.adaptive_layernorm(rows, gain, bias, self.eps, dtype)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, gain, mean, rstd)
+            # What a channel brings is made in the pipeline, where autograd marks nothing.
+            ctx.wants = tuple(
+                tensor.requires_grad or k in self._input_channels
+                for k, tensor in enumerate((scale, shift))
+            )
+            ctx.extras = tuple((tensor.shape, tensor.dtype) for tensor in (scale, shift))
+        return emit(y.view(x.shape), next_op_input_quantizer), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        ctx: Any = basic_op_ctxs[0]
+        x, gain, mean, rstd = ctx.saved_tensors
+        rows, dy = self._rows(x), self._rows(plain(grad_output, grad_output.dtype))
+        wanted = (ctx.input_requires_grad, *ctx.wants)
+        dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, wanted)
+        shaped = tuple(
+            None if grad is None else grad.to(dtype).view(shape)
+            for grad, (shape, dtype) in zip(grads, ctx.extras, strict=True)
+        )
+        return None if dx is None else emit_grad(dx.view(x.shape), ctx), [()], [shaped]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as ``[before, batch, after, hidden_size]``."""
+        before, after = x.shape[: self.batch_dim], x.shape[self.batch_dim + 1 : -1]
+        batch = x.shape[self.batch_dim]
+        return x.reshape(math.prod(before), batch, math.prod(after), self.hidden_size)
+
+    def _check_shapes(
+        self, x: tuple[int, ...], scale: tuple[int, ...], shift: tuple[int, ...]
+    ) -> None:
+        rank = max(2, self.batch_dim + 2)
+        if len(x) < rank or x[-1] != self.hidden_size:
+            raise InputError(
+                f"AdaptiveLayerNorm got an input of shape {tuple(x)}; it has {rank} dimensions or "
+                f"more, of which {self.batch_dim} counts samples and the last is "
+                f"{self.hidden_size}."
+            )
+        short = (x[self.batch_dim], self.hidden_size)
+        long = tuple(n if i in (self.batch_dim, len(x) - 1) else 1 for i, n in enumerate(x))
+        for name, shape in (("scale", scale), ("shift", shift)):
+            if tuple(shape) not in (short, long):
+                raise InputError(
+                    f"AdaptiveLayerNorm got a {name} of shape {tuple(shape)} for an input of shape "
+                    f"{tuple(x)} with samples along dimension {self.batch_dim}; it takes {short} "
+                    f"or {long}."
+                )
