@@ -15,6 +15,7 @@ from fuser.errors import InputError
 from fuser.formats import NumberFormat
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.wrapper import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -55,6 +56,8 @@ class Quantizer:
         ------
         InputError
             If the format cannot take the shape, or the tensor holds no floating-point values.
+
+        Differentiable: the gradient passes as it is, in the dtype of ``tensor``.
         """
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
@@ -62,10 +65,11 @@ class Quantizer:
             if self.takes_values:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
-        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        if source.requires_grad and (
-            torch.is_grad_enabled() or _is_dynamo_compiling() or self.replay_key is None
-        ):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
+            return quantized
+        source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
+        if source.requires_grad and (_is_dynamo_compiling() or self.replay_key is None):
             source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
@@ -160,3 +164,16 @@ class Quantizer:
     def unbound(self) -> Quantizer:
         """This quantizer as a tensor may carry it, without a process group."""
         return self
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantize; the gradient passes as it is, in the dtype of what was quantized."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        ctx.dtype = tensor.dtype
+        return quantizer(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(ctx.dtype), None
