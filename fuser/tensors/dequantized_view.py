@@ -96,7 +96,10 @@ class DequantizedView(WrapperTensor):
     ) -> DequantizedView:
         path, dtype, offset = constants
         like = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, strides, offset)
-        return DequantizedView(parts["_root"], path, like)
+        # A graph's copy of the tensor: a write to it would not reach the tensor itself.
+        root = parts["_root"]._alias()
+        root._is_read_only = True
+        return DequantizedView(root, path, like)
 
 
 def follow(path: tuple[Step, ...], values: torch.Tensor) -> torch.Tensor:
