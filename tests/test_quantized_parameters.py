@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,20 +85,103 @@ def same_bytes(a: Iterable[torch.Tensor | None], b: Iterable[torch.Tensor | None
     )
 
 
+@every_recipe
+def test_a_quantized_parameter_of_any_module_is_converted_with_its_bytes(make: Any) -> None:
+    """Also one that a foreign module holds, or shares with an op."""
+    model = quantized_linear(make)
+    weight = model[0].weight
+    weight.grad = torch.ones(32, 64)
+    foreign = torch.nn.Module()
+    foreign.model, foreign.tied = model, weight
+    foreign.own = torch.nn.Linear(64, 32)
+    foreign.own.weight = torch.nn.Parameter(weight.detach().clone())
+    before = bytes_of(weight)
+    for convert, dtype in (
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.type(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.to(torch.ones(1, dtype=torch.float16)), torch.float16),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to("cpu", torch.float32), torch.float32),
+    ):
+        with torch.no_grad():
+            convert(foreign)
+        assert foreign.tied is model[0].weight is weight
+        for one in (weight, foreign.own.weight):
+            assert one.dtype is dtype
+            assert same_bytes(bytes_of(one), before)
+        assert weight.grad.dtype is dtype
+
+
+CONVERSIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype]] = {
+    "float": (lambda t: t.float(), torch.float32),
+    "half": (lambda t: t.half(), torch.float16),
+    "bfloat16": (lambda t: t.bfloat16(), torch.bfloat16),
+    "double": (lambda t: t.double(), torch.float64),
+    "to(dtype)": (lambda t: t.to(torch.float32), torch.float32),
+    "to(dtype=)": (lambda t: t.to(dtype=torch.float16, copy=True), torch.float16),
+    "to(device, dtype)": (lambda t: t.to("cpu", torch.float32, True), torch.float32),
+    "to(other)": (lambda t: t.to(torch.ones(1, dtype=torch.float16)), torch.float16),
+    "to(integers)": (lambda t: t.to(torch.int32), torch.int32),
+    "int": (lambda t: t.int(), torch.int32),
+    "to(fp8)": (lambda t: t.to(torch.float8_e4m3fn), torch.float8_e4m3fn),
+    "type(dtype)": (lambda t: t.type(torch.float16), torch.float16),
+    "type_as": (lambda t: t.type_as(torch.ones(1, dtype=torch.float32)), torch.float32),
+}
+
+
 @every_quantizer
-def test_a_conversion_is_a_copy_with_another_nominal_dtype(quantizer: Any) -> None:
+@pytest.mark.parametrize(("convert", "dtype"), CONVERSIONS.values(), ids=CONVERSIONS)
+def test_a_tensor_that_is_converted_to_a_dtype_is_a_plain_copy(
+    convert: Any, dtype: torch.dtype, quantizer: Any
+) -> None:
     tensor = quantizer(values())
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        other = tensor.to(dtype)
-        assert same_buffers(other, tensor)
-        assert torch.equal(other.dequantize(), tensor.dequantize(dtype=dtype))
-        assert other.dequantize().dtype is dtype
     before = tensor.dequantize()
-    tensor.to(torch.float16).zero_()
-    assert torch.equal(tensor.dequantize(), before)
-    for dtype in (torch.int32, torch.float8_e4m3fn):
-        assert not isinstance(tensor.to(dtype), fuser.QuantizedTensor)
-    assert torch.equal(tensor.to(torch.int32), before.to(torch.int32))
+    for one in (tensor, tensor[:64], tensor.view(2, 32, 96)):
+        plain = convert(one)
+        assert type(plain) is torch.Tensor
+        assert plain.dtype is dtype
+        assert torch.equal(plain.float(), before.view(one.shape).to(dtype).float())
+        plain.zero_()
+        assert torch.equal(tensor.dequantize(), before)
+
+
+@every_quantizer
+def test_master_weights_of_a_quantized_parameter_take_small_updates(quantizer: Any) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(quantizer(values(dtype=dtype)))
+        with torch.no_grad():  # as an optimizer's step is
+            copies = weight.detach().float().clone(), weight.float(), weight.to(torch.float32)
+        for master in copies:
+            before = master.clone()
+            for _ in range(100):
+                master.sub_(1e-4)
+            torch.testing.assert_close(
+                before - master, torch.full_like(master, 0.01), rtol=1e-3, atol=1e-5
+            )
+
+
+@every_quantizer
+def test_a_conversion_to_another_device_keeps_the_bytes(quantizer: Any) -> None:
+    tensor = quantizer(values())
+    for moved in (
+        tensor.to("cpu"),
+        tensor.cpu(),
+        tensor.to("cpu", copy=True),
+        tensor.to(device="cpu"),
+    ):
+        assert same_buffers(moved, tensor)
+    assert tensor.type() == "torch.FloatTensor"
+
+
+def test_torch_autocast_computes_with_the_values() -> None:
+    weight = torch.nn.Parameter(QUANTIZERS["mxfp8"](values()))
+    x = values(5)[:3]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.nn.functional.linear(x, weight)
+    expected = torch.nn.functional.linear(x.bfloat16(), weight.dequantize(dtype=torch.bfloat16))
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    assert weight.grad.dtype is torch.float32
 
 
 @every_quantizer
@@ -180,6 +265,70 @@ def test_an_optimizer_step_is_that_on_the_values_quantized_again(
     assert not any(isinstance(s, fuser.QuantizedTensor) for s in state)
 
 
+# -- gradients ---------------------------------------------------------------------------
+
+
+@every_quantizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_quantized_tensor_is_that_of_what_was_quantized(
+    dtype: torch.dtype, quantizer: Any
+) -> None:
+    x, factor = values(dtype=dtype).requires_grad_(), values(5, dtype=torch.float32)
+    tensor = quantizer(x)
+    assert isinstance(tensor, fuser.QuantizedTensor)
+    assert tensor.requires_grad
+    (tensor * factor).sum().backward()
+    assert x.grad.dtype is dtype
+    assert torch.equal(x.grad, factor.to(dtype))
+    x.grad = None
+    # Also through views, through another quantization, and of a quantized tensor.
+    (quantizer(tensor[:, :32].contiguous().repeat(1, 3)) * factor).sum().backward()
+    torch.testing.assert_close(
+        x.grad[:, :32], factor.view(64, 3, 32).sum(1).to(dtype), rtol=2e-2, atol=2e-2
+    )
+    assert not x.grad[:, 32:].any()
+    with torch.no_grad():
+        assert not quantizer(x).requires_grad
+    assert not quantizer(x.detach()).requires_grad
+
+
+@every_quantizer
+@pytest.mark.parametrize(
+    "plain",
+    [
+        lambda w: w.dequantize(),
+        lambda w: w.dequantize(dtype=torch.float32),
+        lambda w: w.float(),
+        lambda w: w.to(torch.float32),
+        lambda w: w.to("cpu", torch.bfloat16),
+        lambda w: w[:, :].dequantize(),
+        lambda w: w.view(-1).dequantize(dtype=torch.float32).view(64, 96),
+    ],
+)
+def test_the_gradient_of_values_goes_to_the_quantized_parameter(plain: Any, quantizer: Any) -> None:
+    weight = torch.nn.Parameter(quantizer(values(dtype=torch.bfloat16)))
+    found = plain(weight)
+    expected = weight.detach().dequantize()
+    torch.testing.assert_close(found.to(torch.bfloat16), expected, rtol=2**-8, atol=0)
+    found.float().square().sum().backward()
+    assert weight.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(weight.grad, 2 * expected, rtol=2**-7, atol=0)
+    for without in (plain(weight.detach()), torch.no_grad()(plain)(weight)):
+        assert not without.requires_grad
+
+
+@every_recipe
+def test_a_penalty_on_the_values_of_a_weight_adds_to_its_gradient(make: Any) -> None:
+    model = quantized_linear(make)
+    weight = model[0].weight
+    x = oracles.random_tensor((32, 64), torch.float32, 1)
+    (model(x).sum() + weight.dequantize().square().sum()).backward()
+    together, weight.grad = weight.grad, None
+    model(x).sum().backward()
+    expected = weight.grad + 2 * weight.detach().dequantize()
+    torch.testing.assert_close(together, expected)
+
+
 # -- checkpoints -------------------------------------------------------------------------
 
 
@@ -259,6 +408,161 @@ def test_a_copied_model_trains_apart(duplicate: Any, make: Any) -> None:
     assert not twin[0].weight.dequantize().any()
 
 
+class Setting:
+    """Something that a user hangs on a parameter."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setting)
+
+
+def saved_and_loaded(model: torch.nn.Module) -> torch.nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: torch.nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@every_recipe
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded]
+)
+def test_a_copied_parameter_keeps_what_was_set_on_it(duplicate: Any, make: Any) -> None:
+    model = quantized_linear(make, preserve_high_precision_init_val=True)
+    weight = model[0].weight
+    weight.mark, weight.main_grad = Setting(), torch.ones(32, 64)
+    twin = duplicate(model)[0].weight
+    assert isinstance(twin, torch.nn.Parameter)
+    assert twin.mark == Setting()
+    assert torch.equal(twin.main_grad, weight.main_grad)
+    kept = twin.get_high_precision_init_val()
+    assert torch.equal(kept, weight.get_high_precision_init_val())
+    assert kept is not weight.get_high_precision_init_val()
+
+
+@every_recipe
+def test_a_state_dict_has_nothing_in_it_that_was_set_on_parameters(
+    make: Any, tmp_path: Any
+) -> None:
+    model = quantized_linear(make, preserve_high_precision_init_val=True)
+    model[0].weight.mark, model[0].weight.main_grad = Setting(), torch.ones(32, 64)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)["0.basic_ops.0.weight"]
+    assert same_buffers(loaded, model[0].weight.detach())
+    assert loaded.get_high_precision_init_val() is None
+    assert not hasattr(loaded, "main_grad")
+
+
+@every_recipe
+def test_inference_mode_reads_copies_views_and_writes_parameters(make: Any) -> None:
+    model = quantized_linear(make)
+    weight = model[0].weight
+    expected = weight.dequantize().detach()
+    with torch.inference_mode():
+        assert same_buffers(model.state_dict()["0.basic_ops.0.weight"], weight.detach())
+        assert same_buffers(weight.to("cpu", copy=True), weight)
+        for view in (
+            lambda t: t[3:5],
+            lambda t: t.chunk(2)[1],
+            lambda t: t.chunk(2, 1)[1],
+            lambda t: t.reshape(-1),
+            lambda t: t.t(),
+            lambda t: t.contiguous(),
+            lambda t: t.data,
+        ):
+            assert torch.equal(values_of(view(weight)), view(expected))
+        x = oracles.random_tensor((32, 64), torch.float32, 1)
+        torch.testing.assert_close(model(x), x @ expected.T + model[0].bias)
+        copy = weight.clone()
+        for one in (weight, copy):
+            one[:, 3].zero_()
+            one[5].zero_()
+            assert not values_of(one)[:, 3].any()
+            assert not values_of(one)[5].any()
+            assert values_of(one).any()
+    assert not weight.is_inference()
+    assert not weight.detach().is_inference()
+    model(x.clone()).sum().backward()  # no inference tensor is left in the model
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if isinstance(tensor, fuser.QuantizedTensor) else tensor
+
+
+# -- shared memory and storages ------------------------------------------------------------
+
+
+def negate(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.neg_()
+        model[0].weight[:, 0].zero_()
+
+
+@every_recipe
+def test_a_model_in_shared_memory_is_written_to_by_another_process(make: Any) -> None:
+    model = quantized_linear(make)
+    weight = model[0].weight
+    weight.mark = "by the caller"
+    assert not weight.is_shared()
+    assert model.share_memory() is model
+    assert model[0].weight is weight
+    assert weight.is_shared()
+    assert weight[3:5].is_shared()
+    assert weight[:, 3].is_shared()
+    assert weight.mark == "by the caller"
+    expected = -weight.dequantize().detach()
+    expected[:, 0] = 0
+    process = torch.multiprocessing.get_context("fork").Process(target=negate, args=(model,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert torch.equal(weight.dequantize(), expected)
+
+
+@every_quantizer
+def test_a_quantized_tensor_goes_through_a_queue(quantizer: Any) -> None:
+    queue = torch.multiprocessing.get_context("fork").SimpleQueue()
+    tensor = quantizer(values())
+    expected = tensor.dequantize()
+    for one in (tensor, tensor[:32], tensor[:, 3]):
+        queue.put(one)
+        found = queue.get()
+        assert type(found) is (
+            type(one) if isinstance(one, fuser.QuantizedTensor) else torch.Tensor
+        )
+        assert torch.equal(values_of(found), values_of(one))
+    assert torch.equal(tensor.dequantize(), expected)
+
+
+def test_a_quantized_tensor_has_an_empty_storage_and_no_address() -> None:
+    tensor = QUANTIZERS["current"](values())
+    for one in (tensor, tensor[3:5], tensor[:, 3]):
+        storage = one.untyped_storage()
+        assert (storage.nbytes(), storage.tolist(), bytes(storage)) == (0, [], b"")
+        storage.share_memory_()
+        with pytest.raises(fuser.StateError, match=r"no memory.*dequantize"):
+            one.data_ptr()
+    assert (tensor.nbytes, tensor.element_size()) == (64 * 96 * 4, 4)
+
+
+@every_recipe
+def test_safetensors_saves_and_loads_values_and_says_how(make: Any, tmp_path: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, path = quantized_linear(make), tmp_path / "model.safetensors"
+    for save in (
+        lambda: safetensors.save_model(model, path),
+        lambda: safetensors.save_file(model.state_dict(), path),
+    ):
+        with pytest.raises(fuser.StateError, match=r"save_file\(\{name: t.dequantize\(\)"):
+            save()
+    safetensors.save_file({k: values_of(t) for k, t in model.state_dict().items()}, path)
+    again = quantized_linear(make)
+    with torch.no_grad():
+        again[0].weight.zero_()
+    safetensors.load_model(again, path)
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
 # -- what a tensor holds on to ---------------------------------------------------------------
 
 
@@ -303,6 +607,55 @@ def graph_nodes(node: Any) -> list[Any]:
 
 
 RECIPES: dict[str, Callable[[], Any]] = {**MAKERS, "delayed": recipes.DelayedScaling}
+
+
+@every_quantizer
+def test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written(quantizer: Any) -> None:
+    def one() -> Any:
+        tensor, source = quantizer(values()), values()
+        tensor.high_precision_source = source
+        assert tensor.high_precision_source is source
+        return tensor, weakref.ref(source)
+
+    for write in (
+        lambda t: t.zero_(),
+        lambda t: t.quantize_(values(5)),
+        lambda t: t[:, :3].zero_(),
+        lambda t: t[3:5].zero_(),
+        lambda t: t.detach().zero_(),
+        lambda t: t.copy_(quantizer(values(5))),
+    ):
+        tensor, source = one()
+        write(tensor)
+        assert tensor.high_precision_source is None
+    for keep in (
+        lambda t: t.detach(),
+        lambda t: t.only("rowwise"),
+        lambda t: t.detach()[:, :3],  # as torch's do, other views keep the tensor itself
+        lambda t: t.detach()[:32],
+        lambda t: t.clone(),
+        lambda t: t.to("cpu", copy=True),
+        lambda t: pickle.loads(pickle.dumps(t)),
+        lambda t: t.data,
+    ):
+        tensor, source = one()
+        kept = keep(tensor)
+        del tensor
+        assert source() is None
+        assert kept is not None
+
+
+@every_quantizer
+def test_a_view_keeps_the_bytes_of_its_parent_alone(quantizer: Any) -> None:
+    for view in (lambda t: t[:, :3], lambda t: t[:32], lambda t: t.t(), lambda t: t.view(-1)[5]):
+        x = values().requires_grad_()
+        tensor = quantizer(x)
+        held = weakref.ref(tensor), weakref.ref(x)
+        part = view(tensor.detach())
+        expected = values_of(part).clone()
+        del tensor, x
+        assert [ref() for ref in held] == [None, None]
+        assert torch.equal(values_of(part), expected)
 
 
 @pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)

@@ -19,7 +19,7 @@ from fuser.cuda.launch import kernels_take
 from fuser.cuda.norm_operands import takes
 from fuser.functional.values import Values, as_stored, or_torch, rows_of
 from fuser.reference import normalization as reference
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.wrapper import WrapperTensor
 
 Result = torch.Tensor | Values
 Wanted = torch.Tensor | None
@@ -153,7 +153,7 @@ def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    return rows_of(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+    return rows_of(x.dequantize() if isinstance(x, WrapperTensor) else x)
 
 
 def _gain(gamma: torch.Tensor, zero_centered: bool) -> torch.Tensor:

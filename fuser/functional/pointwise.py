@@ -21,7 +21,7 @@ from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
 from fuser.reference.activation import Functor
 from fuser.reference.dropout import dropout as reference_dropout
-from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.wrapper import WrapperTensor
 
 Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]
@@ -211,7 +211,7 @@ def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """``x`` as a kernel reads it; a copy where it must be."""
-    if isinstance(x, QuantizedTensor):
+    if isinstance(x, WrapperTensor):
         x = x.dequantize()
     x = as_stored(x)
     return x if reads_in_place(x) else x.contiguous()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ import torch
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.native_gemm import Operand
+from fuser.tensors.wrapper import WrapperTensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class RowsOf:
     is_turned: bool = False
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(WrapperTensor):
     """Base of the quantized tensors.
 
     Its dtype is the nominal one, in which it was given and is dequantized.
@@ -38,20 +40,33 @@ class QuantizedTensor(torch.Tensor):
     ``select``, ``as_strided``, another shape of the leading dimensions) is a
     quantized tensor whose buffers are views of the parent's: bytes, scales, and
     the scale or amax that a whole tensor shares. A copy whose blocks the rows
-    cut is dropped; where none is left, the view is a plain tensor, a copy. So
-    it is with any other view; ``t()`` stays quantized where both copies hold the
-    same values and one is stored as the other's transpose.
+    cut is dropped. Where none is left, and for every other view (columns,
+    elements, a diagonal), the view is a ``DequantizedView``: it is not
+    quantized, reads the values that its parent has at that moment, and writes
+    to it. ``t()`` stays quantized where both copies hold the same values and one
+    is stored as the other's transpose.
 
     **Writes.** A write through a view reaches its parent, and every view of it.
     Rows that hold whole blocks, in a format whose blocks need nothing else of
     the tensor, are quantized alone: what was there is replaced and the rest
     keeps its bytes. Otherwise the whole parent is quantized again with the new
-    rows, as after any in-place operation on it.
+    values, as after any in-place operation on it. In a format with one scale for
+    the whole tensor, a NaN or an infinity makes that scale 1: the other values
+    are still there, rounded as the format rounds values of their size. An
+    operation that changes the shape in place (``t_``, ``resize_``) is refused.
 
-    **Conversions.** ``to(dtype)``, ``half()`` and the like copy bytes and scales
-    as they are and change the nominal dtype, so that a converted module keeps
-    its quantized parameters and runs in its new dtype. High-precision values,
-    such as master weights, come from :meth:`dequantize`.
+    **Gradients.** :meth:`dequantize` and a call of a quantizer are differentiable:
+    the gradient passes as it is.
+
+    **Conversions.** ``to(dtype)``, ``float()``, ``half()`` and the like give a plain
+    tensor, a copy, also for the nominal dtype: ``w.detach().float()`` are master
+    weights. ``to(device)`` keeps bytes and scales as they are. So does the
+    conversion of a *module*, ``module.to(dtype)`` or ``module.half()``, which
+    changes the nominal dtype of its quantized parameters and lets it run in that.
+
+    **Memory.** ``share_memory_()`` and pickling work on the buffers, and a pickled
+    parameter keeps the attributes that were set on it. :meth:`data_ptr` is
+    refused: no address has the values.
 
     **Layout.** The buffers of a tensor that is no view are contiguous, with
     scales padded as ``formats`` says. Those of a view are strided, its scales
@@ -69,15 +84,12 @@ class QuantizedTensor(torch.Tensor):
     columnwise_names: ClassVar[tuple[str, ...]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
-    # Filled by tensors/dispatch.py, which stands on this file.
-    _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
-
     _quantizer: Any  # a Quantizer; that class stands on this file
     _view_of: RowsOf | None = None
     _is_read_only = False
     _high_precision_init_val: torch.Tensor | None = None
-    high_precision_source: torch.Tensor | None = None
-    """What the tensor was quantized from, for a backward that wants that; gone once written to."""
+    # What it was quantized from, and its version then.
+    _source: tuple[torch.Tensor, int | None] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -107,6 +119,7 @@ class QuantizedTensor(torch.Tensor):
             dtype=dtype,
             device=device,
             requires_grad=requires_grad,
+            storage_size=0,
         )
         for name in cls.buffer_names:
             setattr(self, name, buffers.get(name))
@@ -114,15 +127,6 @@ class QuantizedTensor(torch.Tensor):
         if view_of is not None:
             self._view_of = view_of
         return self
-
-    # torch asks this for every function; answered below autograd, in dispatch.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return cls._dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         usage = [u for u in ("rowwise", "columnwise") if self._has(u)]
@@ -167,8 +171,20 @@ class QuantizedTensor(torch.Tensor):
         """The buffers by name; None for a copy that was not made."""
         return {name: getattr(self, name) for name in self.buffer_names}
 
+    def _memory(self) -> list[torch.Tensor]:
+        return [buffer for buffer in self.buffers().values() if buffer is not None]
+
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of this shape, in ``dtype`` or the nominal one."""
+        """The values as a plain tensor of this shape, in ``dtype`` or the nominal one.
+
+        Differentiable: the gradient passes as it is, in the nominal dtype.
+        """
+        if self.requires_grad and torch.is_grad_enabled():
+            values: torch.Tensor = _Dequantize.apply(self, dtype)  # type: ignore[no-untyped-call]
+            return values
+        return self._values(dtype)
+
+    def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         rows = self.dequantize_padded(dtype or self.dtype)
         if rows.numel() != self.numel():
             m, k = self._matrix()
@@ -178,6 +194,23 @@ class QuantizedTensor(torch.Tensor):
     def dequantize_padded(self, dtype: torch.dtype) -> torch.Tensor:
         """The values as a matrix, with the rows and columns that fill up its last blocks."""
         return self.compact()._dequantize_rows(dtype)
+
+    @property
+    def high_precision_source(self) -> torch.Tensor | None:
+        """What the tensor was quantized from, for a backward that wants that.
+
+        None if that was not kept, or after a write to the tensor or a view of it.
+        """
+        if self._source is None or self._source[1] != self._version_now():
+            return None
+        return self._source[0]
+
+    @high_precision_source.setter
+    def high_precision_source(self, value: torch.Tensor | None) -> None:
+        self._source = None if value is None else (value, self._version_now())
+
+    def _version_now(self) -> int | None:
+        return None if self.is_inference() else self._version
 
     @property
     def format(self) -> NumberFormat:
@@ -337,8 +370,19 @@ class QuantizedTensor(torch.Tensor):
         the place of each, and what hangs on a parameter is to survive that.
         """
         if len(source.__dict__) > len(self.__dict__):
-            own = (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only", "_is_param")
-            self.__dict__.update({k: v for k, v in source.__dict__.items() if k not in own})
+            self.__dict__.update(source._attributes())
+
+    def _attributes(self) -> dict[str, Any]:
+        """What somebody set on this tensor."""
+        own = (
+            *self.buffer_names,
+            "_quantizer",
+            "_view_of",
+            "_is_read_only",
+            "_is_param",
+            "_source",
+        )
+        return {k: v for k, v in self.__dict__.items() if k not in own}
 
     # -- writes -----------------------------------------------------------------
 
@@ -350,13 +394,13 @@ class QuantizedTensor(torch.Tensor):
         StateError
             If this tensor came from :meth:`only` or :meth:`compact`, and is there to be read.
         """
-        source = tensor.to(dtype=self.dtype, device=self.device).expand(self.shape)
+        source = tensor.detach().to(dtype=self.dtype, device=self.device).expand(self.shape)
         if self._can_be_written_alone():
             self._write(self._usage()(source))
             return self
         assert self._view_of is not None
         root = self._view_of.root
-        values = root.dequantize()
+        values = root._values()
         values.as_strided(self.shape, *geometry(self.shape, self._view_of)).copy_(source)
         root.quantize_(values)
         self._was_written()
@@ -391,10 +435,8 @@ class QuantizedTensor(torch.Tensor):
         self._was_written()
 
     def _was_written(self) -> None:
-        """Let caches, and autograd, see that the contents are others; torch's own writes do."""
-        self.high_precision_source = None
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
+        self._source = None
+        super()._was_written()
 
     def _cuts(self, which: str, start: int, stop: int) -> bool:
         """Whether rows ``start`` to ``stop`` cut a block of the named copy."""
@@ -426,10 +468,53 @@ class QuantizedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        fresh = value if isinstance(value, type(self)) else self._usage()(value)
+        fresh = value if isinstance(value, type(self)) else self._usage()(value.detach())
         torch.Tensor.data.__set__(self, fresh)  # type: ignore[attr-defined]
-        for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only"):
+        for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only", "_source"):
             setattr(self, name, getattr(fresh, name))
+
+    # -- conversions --------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As for any tensor; a plain copy if a dtype is named, also the nominal one.
+
+        A tensor that torch converts as a part of a module stays quantized.
+        """
+        asked = {name: value for name, value in kwargs.items() if name != "copy"}
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **asked)
+        if dtype is None or is_module_conversion():
+            return super().to(*args, **kwargs)
+        moved = self if device is None else super().to(device=device, non_blocking=non_blocking)
+        assert isinstance(moved, QuantizedTensor)
+        is_value = dtype.is_floating_point
+        plain = moved.dequantize(dtype=dtype) if is_value else moved.dequantize().to(dtype)
+        return plain if memory_format is None else plain.to(memory_format=memory_format)
+
+    def float(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """:meth:`to` fp32."""
+        return self.to(torch.float32, *args, **kwargs)
+
+    def half(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """:meth:`to` fp16."""
+        return self.to(torch.float16, *args, **kwargs)
+
+    def bfloat16(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """:meth:`to` bf16."""
+        return self.to(torch.bfloat16, *args, **kwargs)
+
+    def double(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """:meth:`to` fp64."""
+        return self.to(torch.float64, *args, **kwargs)
+
+    def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As for any tensor; :meth:`to` if a ``torch.dtype`` is given."""
+        if isinstance(dtype, torch.dtype):
+            return self.to(dtype, *args, **kwargs)
+        return super().type(dtype, *args, **kwargs)
+
+    def type_as(self, other: torch.Tensor) -> torch.Tensor:
+        """:meth:`to` the dtype and device of ``other``."""
+        return self.to(other)
 
     # -- as something to be written down ------------------------------------------
 
@@ -447,7 +532,9 @@ class QuantizedTensor(torch.Tensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
-        return rebuild, state
+        # Those of a parameter alone: a state_dict, whose tensors are none, is to be plain data.
+        attributes = self._attributes() if isinstance(self, torch.nn.Parameter) else None
+        return rebuild, (*state, attributes) if attributes else state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo or not self.is_leaf:
@@ -526,16 +613,49 @@ def rebuild(
     quantizer: Any,
     requires_grad: bool,
     is_parameter: bool = False,
+    attributes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
     present = (b.device for b in buffers.values() if b is not None)
-    tensor = cls(buffers, shape, dtype, next(present, device), quantizer, requires_grad)
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+    tensor: torch.Tensor = cls(
+        buffers, shape, dtype, next(present, device), quantizer, requires_grad
+    )
+    if is_parameter:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    tensor.__dict__.update(attributes or {})
+    return tensor
 
 
 # ``torch.load(weights_only=True)`` may build quantized tensors and quantizers,
 # which are plain data; each class adds itself.
 torch.serialization.add_safe_globals([rebuild, DType, torch.device])
+
+
+class _Dequantize(torch.autograd.Function):
+    """Dequantize; the gradient passes as it is, in the nominal dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(ctx.dtype), None
+
+
+def is_module_conversion() -> bool:
+    """Whether ``torch.nn.Module`` converts its parameters at this moment.
+
+    It calls the conversion on each (``t.half()``, ``t.to(...)``) and says nothing about why, for
+    modules of any kind, so the calls on the stack are asked.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.nn.Module._apply.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def geometry(shape: Sequence[int], view: RowsOf | None) -> tuple[Sequence[int], int]:

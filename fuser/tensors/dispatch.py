@@ -5,15 +5,21 @@ Anything else is answered from a dequantized copy.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from fuser.errors import StateError
 from fuser.formats import ceil_div, round_up
-from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
+from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
+from fuser.tensors.dequantized_view import DequantizedView, Step, follow
+from fuser.tensors.wrapper import WrapperTensor
 
 aten = torch.ops.aten
 
@@ -22,75 +28,162 @@ NOMINAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, some of which are quantized."""
+    """``func(*args, **kwargs)``, some of which are quantized, or views of what is."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    elif func.is_view and isinstance(args[0], QuantizedTensor):
+    if func.is_view and isinstance(args[0], WrapperTensor):
         return _view(func, *args, **kwargs)
     if func._schema.is_mutable:
         return _mutate(func, args, kwargs)
     return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
 
-QuantizedTensor._dispatch = staticmethod(dispatch)
+WrapperTensor._dispatch = staticmethod(dispatch)
 
 
 def _plain(value: Any) -> Any:
-    return value.dequantize() if isinstance(value, QuantizedTensor) else value
+    return value._values() if isinstance(value, WrapperTensor) else value
+
+
+# -- in-place operations ---------------------------------------------------------
 
 
 def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place op: run it on dequantized copies and quantize what it wrote to."""
-    originals: list[tuple[QuantizedTensor, torch.Tensor]] = []
-
-    def plain(value: Any, is_written: bool) -> Any:
-        if not isinstance(value, QuantizedTensor):
-            return value
-        copy = value.dequantize()
-        if is_written:
-            originals.append((value, copy))
-        return copy
-
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+    targets = [
+        value
+        for name in written
+        for value in tree_leaves(named.get(name))
+        if isinstance(value, WrapperTensor)
+    ]
+    if targets and torch.Tag.inplace_view in func.tags:
+        raise StateError(
+            f"{func} would change the shape or memory of {_named(targets[0])} in place, which "
+            "cannot be done to a quantized tensor; use the form that returns a new tensor."
+        )
+    sharing = Counter(map(_memory_of, targets))
+    # What is quantized with its new values: a target, or all of the tensor that it is a view of.
+    # The latter by memory, so that several parts of one tensor are written together.
+    alone: list[tuple[QuantizedTensor, torch.Tensor]] = []
+    whole: dict[int, tuple[QuantizedTensor, torch.Tensor]] = {}
+    back: dict[int, tuple[WrapperTensor, torch.Tensor]] = {}
+
+    def plain(value: Any, is_written: bool) -> Any:
+        if not isinstance(value, WrapperTensor):
+            return value
+        if not is_written:
+            return value._values()
+        memory = _memory_of(value)
+        if isinstance(value, QuantizedTensor) and sharing[memory] == 1:
+            copy = value._values()
+            alone.append((value, copy))
+        else:
+            root, path = _place(value)
+            if memory not in whole:
+                whole[memory] = root, root._values()
+            copy = follow(path, whole[memory][1])
+        back[id(copy)] = value, copy
+        return copy
+
     converted = {
         name: tree_map(lambda v, w=name in written: plain(v, w), value)
         for name, value in named.items()
     }
     positional = [converted.pop(a.name) for a in func._schema.arguments[: len(args)]]
     result = func(*positional, **converted)
-    for target, copy in originals:
-        target.quantize_(copy)
-    back = {id(copy): target for target, copy in originals}
-    return tree_map(lambda v: back.get(id(v), v), result)
+    for target, copy in back.values():
+        if copy.shape != target.shape:
+            raise StateError(f"{func} gives shape {tuple(copy.shape)} to {_named(target)}.")
+    for quantized, values in (*alone, *whole.values()):
+        quantized.quantize_(values)
+    for target, _ in back.values() if whole else ():
+        target._was_written()
+    return tree_map(lambda v: back[id(v)][0] if id(v) in back else v, result)
+
+
+def _place(value: WrapperTensor) -> tuple[QuantizedTensor, tuple[Step, ...]]:
+    """The quantized tensor that ``value`` is or is a view of, and how to get there from it."""
+    if isinstance(value, DequantizedView):
+        return value._root, value._path
+    assert isinstance(value, QuantizedTensor)
+    view = value._view_of
+    if view is None:
+        return value, ()
+    strides, offset = geometry(value.shape, view)
+    step = functools.partial(torch.as_strided, size=value.shape, stride=strides)
+    return view.root, (functools.partial(step, storage_offset=offset),)
+
+
+def _named(value: WrapperTensor) -> str:
+    return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+
+
+def _memory_of(value: WrapperTensor) -> int:
+    """The same for all that shares bytes."""
+    return id(_place(value)[0]._memory()[0])
 
 
 # -- views ---------------------------------------------------------------------
 
 
-def _view(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    """A view, or a list of them: quantized if of whole rows, else of a dequantized copy."""
+def _view(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
+    """A view, or a list of them: quantized if of whole rows, else one that reads and writes."""
+    if func in _LAZY_SIGNS:
+        raise StateError(
+            f"{func} of {_named(tensor)} is not supported: dequantize or clone it first."
+        )
+    if torch.is_inference_mode_enabled():
+        # Here torch has not taken compound operations (`to`, `reshape`, `chunk`) apart.
+        result = func.decompose(tensor, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
     # Lies in memory as the tensor would, were it plain.
-    shadow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if tensor._view_of is not None:
-        shadow = shadow.as_strided(tensor.shape, *geometry(tensor.shape, tensor._view_of))
+    shadow = torch.empty(0, dtype=tensor.dtype, device="meta").as_strided(
+        tensor.shape, *_geometry(tensor)
+    )
     seen = func(shadow, *args, **kwargs)
-    is_one = isinstance(seen, torch.Tensor)
-    views = [_view_at(tensor, one) for one in ([seen] if is_one else seen)]
-    if any(view is None for view in views):
-        # Its offset counts from the start of the memory, which is the parent's.
-        source = _whole(tensor) if func is aten.as_strided.default else tensor
-        plain = func(source.dequantize(), *args, **kwargs)
-        plains = [plain] if is_one else plain
-        views = [p if view is None else view for view, p in zip(views, plains, strict=True)]
-    return views[0] if is_one else views
+    with _inference_as(tensor):
+        if isinstance(seen, torch.Tensor):
+            return _view_at(tensor, seen, lambda values: func(values, *args, **kwargs))
+
+        def one_of(index: int) -> Step:
+            return lambda values: func(values, *args, **kwargs)[index]
+
+        return [_view_at(tensor, one, one_of(index)) for index, one in enumerate(seen)]
 
 
-def _view_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | None:
-    """The view that lies in memory as ``seen``, a view of the shadow.
+def _view_at(tensor: WrapperTensor, seen: torch.Tensor, step: Step) -> WrapperTensor:
+    """The view that lies in memory as ``seen``, a view of the shadow; ``step`` makes it of values.
+
+    Quantized if it can be.
+    """
+    rows = _rows_at(tensor, seen) if isinstance(tensor, QuantizedTensor) else None
+    if rows is not None:
+        return rows
+    root, path = _place(tensor)
+    return DequantizedView(root._alias() if root is tensor else root, (*path, step), seen)
+
+
+def _geometry(tensor: WrapperTensor) -> tuple[Any, int]:
+    if isinstance(tensor, QuantizedTensor):
+        return geometry(tensor.shape, tensor._view_of)
+    return tensor.stride(), int(tensor.storage_offset())
+
+
+def _inference_as(tensor: WrapperTensor) -> contextlib.AbstractContextManager[Any]:
+    """Where views are made: one of a tensor that is no inference tensor is none either."""
+    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
+
+
+def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | None:
+    """The quantized view that lies in memory as ``seen``, a view of the shadow.
 
     None if it is not of whole rows of the tensor that is viewed, or cuts the
     blocks of every copy.
@@ -156,21 +249,32 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
 # -- handlers: return NotImplemented to fall back to dequantizing ------------------------
 
 
-def _alias(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    alias = tensor._alias()
+def _alias(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
+    if not torch.is_inference_mode_enabled():
+        alias = tensor._alias()
+    else:
+        with _inference_as(tensor):
+            alias = tensor._alias()
     alias._take_attributes(tensor)
     return alias
 
 
-def _clone(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-    return tensor._like(torch.clone)
+def _clone(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
+    return tensor._like(torch.clone) if isinstance(tensor, QuantizedTensor) else NotImplemented
 
 
-def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
-    """Bytes and scales are left alone: another dtype is another nominal one."""
+def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
+    """Another device gets bytes and scales as they are; another dtype, values.
+
+    A part of a module keeps its bytes: another dtype is another nominal one.
+    """
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
     dtype = kwargs.get("dtype") or tensor.dtype
     device = kwargs.get("device") or tensor.device
-    if dtype not in NOMINAL_DTYPES:
+    if dtype not in NOMINAL_DTYPES or (dtype != tensor.dtype and not is_module_conversion()):
         return NotImplemented
     non_blocking = kwargs.get("non_blocking", False)
     copy = tensor._like(
@@ -181,8 +285,10 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
 
 
 def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, WrapperTensor):
+        return target.copy_(_plain(source), non_blocking)
     if not isinstance(target, QuantizedTensor):
-        return target.copy_(source.dequantize(), non_blocking)
+        return NotImplemented
     exchanges_bytes = (
         type(source) is type(target)
         and source.shape == target.shape
@@ -195,12 +301,14 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
     return target.quantize_(_plain(source))
 
 
-def _new_zeros(func: Any, tensor: QuantizedTensor, shape: list[int], **kwargs: Any) -> Any:
+def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
     """Quantized zeros for as many rows as are asked for, if that is all that differs.
 
     Plain ones for a part of a block: a chunk of so many rows has lost a copy, and would be
     quantized again.
     """
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     zeros, quantizer = torch.zeros(shape, dtype=dtype, device=device), tensor._usage()
     is_like = dtype == tensor.dtype and zeros.shape[-1:] == tensor.shape[-1:]
@@ -209,19 +317,23 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, shape: list[int], **kwargs: A
     return quantizer(zeros) if is_like and is_taken else zeros
 
 
-def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any) -> Any:
-    return all(b is None or b.is_pinned() for b in tensor.buffers().values())
+def _is_pinned(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
+    return all(buffer.is_pinned() for buffer in tensor._memory())
 
 
-def _pin_memory(func: Any, tensor: QuantizedTensor, *args: Any) -> Any:
+def _pin_memory(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
+    if not isinstance(tensor, QuantizedTensor):
+        return NotImplemented
     return tensor._like(lambda buffer: buffer.pin_memory())
 
 
-def _record_stream(func: Any, tensor: QuantizedTensor, stream: Any) -> None:
-    for buffer in tensor.buffers().values():
-        if buffer is not None:
-            buffer.record_stream(stream)
+def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:
+    for buffer in tensor._memory():
+        buffer.record_stream(stream)
 
+
+# What torch marks on a tensor and does when it is read; a wrapper has no such mark.
+_LAZY_SIGNS = (aten._conj.default, aten._neg_view.default)
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,

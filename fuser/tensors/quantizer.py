@@ -17,6 +17,7 @@ from fuser.errors import InputError
 from fuser.formats import NumberFormat, padded_shape
 from fuser.functional.values import Values, matrix_of, written
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.wrapper import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
@@ -55,6 +56,8 @@ class Quantizer:
         Values that are not in memory are written quantized alone, by a
         quantizer that takes them.
 
+        Differentiable: the gradient passes as it is, in the dtype of ``tensor``.
+
         Raises
         ------
         InputError
@@ -66,10 +69,11 @@ class Quantizer:
             if self.takes_values:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
-        source = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        if source.requires_grad and (
-            torch.is_grad_enabled() or _is_dynamo_compiling() or self.replay_key is None
-        ):
+        if tensor.requires_grad and torch.is_grad_enabled():
+            quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
+            return quantized
+        source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
+        if source.requires_grad and (_is_dynamo_compiling() or self.replay_key is None):
             source = source.detach()
         if not (source.dim() and source.is_floating_point()):
             raise InputError(
@@ -184,3 +188,16 @@ def whole_blocks(x: torch.Tensor | Values, multiple: int) -> torch.Tensor | None
         return None
     rows, columns = padded_shape(m, k, multiple)
     return F.pad(written(x).view(m, k), (0, columns - k, 0, rows - m))
+
+
+class _Quantize(torch.autograd.Function):
+    """Quantize; the gradient passes as it is, in the dtype of what was quantized."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
+        ctx.dtype = tensor.dtype
+        return quantizer(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(ctx.dtype), None

@@ -1,0 +1,107 @@
+"""Views of a quantized tensor that cannot be quantized themselves, such as columns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.wrapper import WrapperTensor
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DequantizedView(WrapperTensor):
+    """A view of a quantized tensor that is no run of whole rows: columns, elements, a diagonal.
+
+    It is as a view of a plain tensor is. A read dequantizes the quantized tensor
+    at that moment; an in-place write dequantizes it, writes, and quantizes all
+    of it again. What is computed from a view is a plain tensor, and so is a clone.
+
+    Parameters
+    ----------
+    root
+        The quantized tensor, no view itself.
+    path
+        The view operations that lead from ``root``'s values to those of the view.
+    like
+        A tensor of the view's shape, strides, offset and dtype.
+    """
+
+    _root: QuantizedTensor
+    _path: tuple[Step, ...]
+
+    @staticmethod
+    def __new__(
+        cls: type[DequantizedView],
+        root: QuantizedTensor,
+        path: tuple[Step, ...],
+        like: torch.Tensor,
+    ) -> DequantizedView:
+        self: DequantizedView = torch.Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=root.device,
+            storage_size=0,
+        )
+        self._root = root
+        self._path = path
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self._values()!r}, of {self._root!r})"
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor of this shape, in ``dtype`` or the view's own."""
+        return self.clone() if dtype in (None, self.dtype) else self.to(dtype)
+
+    def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        values = follow(self._path, self._root._values())
+        return values if dtype is None else values.to(dtype)
+
+    def _memory(self) -> list[torch.Tensor]:
+        return self._root._memory()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # What is written down alone is a tensor of its own, as it is for rows.
+        alone = self._alone()
+        reduced: tuple[Any, ...] = alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return reduced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._alone()
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def _alone(self) -> torch.Tensor:
+        values = self._values().clone()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(values, self.requires_grad)
+        return values.requires_grad_(self.requires_grad)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """The quantized tensor, and the rest as a constant, for ``torch.compile``."""
+        return ["_root"], (self._path, self.dtype, int(self.storage_offset()))
+
+    @staticmethod
+    def __tensor_unflatten__(
+        parts: dict[str, Any], constants: tuple[Any, ...], shape: Any, strides: Any
+    ) -> DequantizedView:
+        path, dtype, offset = constants
+        like = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, strides, offset)
+        # A graph's copy of the tensor: a write to it would not reach the tensor itself.
+        root = parts["_root"]._alias()
+        root._is_read_only = True
+        return DequantizedView(root, path, like)
+
+
+def follow(path: tuple[Step, ...], values: torch.Tensor) -> torch.Tensor:
+    """``values`` seen through the view operations of ``path``, one after another."""
+    return functools.reduce(lambda seen, step: step(seen), path, values)
