@@ -180,7 +180,7 @@ class Grouping:
         return (
             self.version is module_calls.version
             and self._has_global_hooks == has_global_hooks()
-            and all(why_called(op) == reason for op, reason in self._lone)
+            and (not self._lone or all(why_called(op) == reason for op, reason in self._lone))
         )
 
     def __len__(self) -> int:
@@ -197,7 +197,10 @@ class Grouping:
     @property
     def num_extra_inputs(self) -> int:
         """How many extra inputs the caller gives."""
-        return self._checks.num_extra_inputs + sum(len(nested.inputs) for nested in self._nested)
+        count = self._checks.num_extra_inputs
+        if self._nested:
+            count += sum(len(nested.inputs) for nested in self._nested)
+        return count
 
     @property
     def num_extra_outputs(self) -> int:
@@ -232,7 +235,8 @@ class Grouping:
         """The ops that take extra inputs from the caller, for messages."""
         takers = self._checks.extra_input_takers()
         for nested in self._nested:
-            takers += [f"{taker} of a nested {self.name}" for taker in nested.grouping._takers()]
+            inner = nested.grouping
+            takers += [f"{taker} of a nested {inner.name}" for taker in inner._takers()]
         return takers
 
     # -- running --------------------------------------------------------------

@@ -86,6 +86,15 @@ class Sequential(torch.nn.Sequential):
     def __iadd__(self, other: Iterable[torch.nn.Module]) -> Sequential:
         return self.extend(other)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, torch.nn.Module):
+            self._grouping = _UNGROUPED  # which may hold the module that was there
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._grouping = _UNGROUPED
+
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines hold ops by reference; a copy builds its own.
         state = {**self.__dict__, "_grouping": _UNGROUPED}

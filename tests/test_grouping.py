@@ -746,6 +746,36 @@ def test_what_was_called_is_freed_without_the_collector(
     del plans
 
 
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda model: model.__delitem__(1),
+        lambda model: model.pop(1),
+        lambda model: model.__setitem__(1, fuser.GELU()),
+        lambda model: model.__delitem__(slice(1, None)),
+        lambda model: setattr(model, "1", fuser.GELU()),
+    ],
+    ids=["del", "pop", "set", "del-slice", "setattr"],
+)
+def test_a_removed_op_is_freed_at_once(remove: Any, no_collector: None) -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.Linear(N, N), fuser.SiLU())
+    model(leaf())
+    weight = weakref.ref(model[1].weight)
+    remove(model)
+    assert weight() is None
+    model(leaf())
+
+
+def test_a_plan_keeps_no_model_alive(no_collector: None) -> None:
+    model = block(torch.nn.Identity())
+    plan = model.plan(leaf())
+    model(leaf())
+    weight = weakref.ref(model[2].weight)
+    del model
+    assert weight() is None
+    assert len(plan.ops) == 8
+
+
 def test_an_op_and_what_runs_it_alone_have_one_state() -> None:
     op, x = fuser.BasicLinear(N, N), leaf()
     op(x)
