@@ -24,8 +24,10 @@ def say_why(
 
     An op that fails by itself on a wrong shape need not look at it at every call.
     """
+    if isinstance(error, FuserError):
+        return
     spec: TensorSpec | None = TensorSpec(tuple(x.shape), x.dtype)
-    for op in windows[step] if not isinstance(error, FuserError) else ():
+    for op in windows[step]:
         if spec is None or op.num_extra_inputs:
             return
         spec = op.output_spec(spec, (), autocast)
@@ -72,6 +74,13 @@ def check_result(
         if isinstance(result, (tuple, list)):
             found = f"{found} of {len(result)}"
         raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
+
+
+def refuse_no_output(op: FusibleOperation, indices: tuple[int, ...]) -> None:
+    raise StateError(
+        f"The forward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned None and "
+        "no output."
+    )
 
 
 def refuse_dropped(op: FusibleOperation, indices: tuple[int, ...]) -> None:

@@ -65,7 +65,11 @@ class Checks:
                     f"The {what} must be a tensor; got {type(value).__name__} ({value!r:.60})."
                 )
         if input_.dim() == 0:
-            raise InputError("The input has no dimensions; it needs at least one.")
+            index = next(i for i, op in enumerate(self.ops) if not op.takes_scalars)
+            raise InputError(
+                f"The input has no dimensions, and op {index} ({type(self.ops[index]).__name__}) "
+                "needs at least one."
+            )
         if input_.shape[-1] == 0:
             raise InputError(
                 f"The input has shape {tuple(input_.shape)}; its last dimension must not be empty."

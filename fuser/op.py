@@ -310,6 +310,8 @@ class BasicOperation(FusibleOperation):
     """The kind of op that such a factory is told."""
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    takes_scalars: bool = False
+    """Whether the main input may have no dimensions; the op is then handed a shape of [1]."""
     takes_floating_extras: bool = False
     """Whether extra inputs must be in one of the dtypes that pipelines run in."""
     saves_input: bool = True

@@ -147,7 +147,7 @@ class OperationFuser:
 
         ``is_placed`` where it is settled what a recomputation runs under.
         """
-        if not self._is_started:
+        if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
         if precision.is_autocast_used and not is_placed:
             again = conditions_of_forward(self.basic_ops)
@@ -157,6 +157,8 @@ class OperationFuser:
         try:
             params, signature = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
+            if self._takes_scalar(input_):
+                return self._run_scalar(input_, extra_inputs, kwargs)
             self._find_parameters()  # one may have gone to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
             params, signature = self._slots.read(input_, extra_inputs, _registered)
@@ -170,6 +172,21 @@ class OperationFuser:
         except RuntimeError:
             self.checks.device(input_, params, extra_inputs)
             raise
+
+    def _takes_scalar(self, input_: Any) -> bool:
+        """Whether ``input_`` is a tensor without dimensions, which the ops all take."""
+        is_scalar = isinstance(input_, torch.Tensor) and input_.dim() == 0
+        return is_scalar and all(op.takes_scalars for op in self.basic_ops)
+
+    def _run_scalar(
+        self,
+        input_: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        kwargs: list[dict[str, Any]] | None,
+    ) -> Output:
+        """:meth:`run` for tensors without dimensions, with one more dimension in here."""
+        result = self.run(input_[None], tuple(map(_with_dimension, extra_inputs)), kwargs)
+        return tuple(t[0] for t in result) if isinstance(result, tuple) else result[0]
 
     def _find_run(
         self,
@@ -202,6 +219,8 @@ class OperationFuser:
         What kernels do about the layout of these tensors, and what their padding
         costs, is noted in what is returned, and not in what is kept.
         """
+        if self._takes_scalar(input):
+            input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
         self._find_parameters()
         params = self._slots.tensors()
         with torch.set_grad_enabled(training):
@@ -385,6 +404,10 @@ def _check_fusion(fusion: Any) -> None:
 
 def _format(tensor: torch.Tensor) -> NumberFormat | None:
     return tensor.format if isinstance(tensor, QuantizedTensor) else None
+
+
+def _with_dimension(value: Any) -> Any:
+    return value[None] if isinstance(value, torch.Tensor) else value
 
 
 def _keep(table: dict[Any, Run], key: Any, run: Run) -> None:

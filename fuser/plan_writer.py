@@ -14,7 +14,13 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fuser.blame import check_result, refuse_dropped, refuse_param_grads, say_why
+from fuser.blame import (
+    check_result,
+    refuse_dropped,
+    refuse_no_output,
+    refuse_param_grads,
+    say_why,
+)
 from fuser.errors import StateError
 from fuser.graph import Source
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
@@ -116,6 +122,9 @@ class PlanWriter:
                 self._add_plain_forward(number, op, indices[0])
             else:
                 self._add_forward(number, op, indices)
+            if not _is_ours(op):
+                self.names[f"no_output{number}"] = functools.partial(refuse_no_output, op, indices)
+                add(f"        if x is None: no_output{number}()")
         windows = [[self.ops[i] for i in indices] for _, indices in steps]
         self.names["say_why"] = functools.partial(say_why, windows, self.key.autocast_dtype)
         self._add_result_check("forward", steps)
@@ -353,8 +362,7 @@ class PlanWriter:
 
         Those of the library ask their contexts.
         """
-        is_ours = type(op).__module__.startswith(f"{__package__}.")
-        return name if is_ours or not self.saving else f"marked({name}, {wanted})"
+        return name if _is_ours(op) or not self.saving else f"marked({name}, {wanted})"
 
     def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> str:
         return _tuple(
@@ -369,6 +377,24 @@ class PlanWriter:
                 if source.producer is not None and source.producer not in indices:
                     name = "dout{}_{}".format(*source.place)
                     self.lines.append(f"        {name} = total({name}, din{i}_{k})")
+
+    def _needed_outputs(self, indices: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Extra outputs of a step of these ops that something outside of it reads."""
+        return [
+            (i, k)
+            for i, k in self.places
+            if i in indices and self._reader(i, k, outside_of=indices)
+        ]
+
+    def _reader(self, i: int, k: int, outside_of: tuple[int, ...] = ()) -> str:
+        """What reads extra output ``k`` of op ``i``, for a message; empty for nothing."""
+        if (i, k) in self.returned:
+            return "the caller"
+        for reader, row in enumerate(self.sources):
+            reads = any(s.producer is not None and s.place == (i, k) for s in row)
+            if reads and reader not in outside_of:
+                return f"op {reader} ({type(self.ops[reader]).__name__})"
+        return ""
 
     def _quantizers(self, op: FusibleOperation, indices: tuple[int, ...]) -> tuple[str, str]:
         """What the neighbours want: of the gradient before, of the value after."""
@@ -407,6 +433,7 @@ class PlanWriter:
         self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]
     ) -> str:
         """The name of a function that checks one row of tensors for each basic op."""
+        needed = self._needed_outputs(indices) if what == "extra outputs" else ()
 
         def checked(given: Iterable[Iterable[Any] | None]) -> list[tuple[Any, ...]]:
             rows = [tuple(row or ()) for row in given]
@@ -416,6 +443,12 @@ class PlanWriter:
                     f"{type(op).__name__} stands for ops {indices[0]} to {indices[-1]}, which have "
                     f"{counts} {what}, and returned {[len(row) for row in rows]}."
                 )
+            for i, k in needed:
+                if rows[i - indices[0]][k] is None:
+                    raise StateError(
+                        f"{type(op).__name__} returned None for extra output {k} of op {i} "
+                        f"({type(self.ops[i]).__name__}), which {self._reader(i, k)} reads."
+                    )
             return rows
 
         name = f"checked{len(self.names)}"
@@ -438,6 +471,11 @@ def _context_class(**constants: Any) -> type[OperationContext]:
     """
     bare = {"__slots__": (), "__init__": object.__init__}
     return type("OperationContext", (OperationContext,), bare | constants)
+
+
+def _is_ours(op: FusibleOperation) -> bool:
+    """Whether the class of ``op`` is one of the library's."""
+    return type(op).__module__.startswith(f"{__package__}.")
 
 
 def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:

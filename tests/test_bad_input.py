@@ -942,6 +942,53 @@ def test_an_op_that_returns_a_wrong_number_of_tensors_is_refused_with_the_number
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+class _Withholding(fuser.FusedOperation):
+    """Runs the forward of a scale and a MakeExtraOutput, and returns no extra output."""
+
+    window = (fuser.ConstantScale, fuser.MakeExtraOutput)
+    side = "forward"
+
+    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return 2 * input_, [(), (None,)]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("goes_to", ["the caller", "op 2 (AddExtraInput)"])
+def test_an_extra_output_that_is_none_is_refused_with_its_reader(
+    goes_to: str, training: bool
+) -> None:
+    make, add = fuser.MakeExtraOutput(), fuser.AddExtraInput()
+    if goes_to != "the caller":
+        make.set_extra_output_channel(0, "x", output_to_caller=False)
+        add.set_extra_input_channel(0, "x")
+    model = fuser.Sequential(fuser.ConstantScale(2.0), make, add, fusions=(_Withholding,))
+    extras = [X] if goes_to == "the caller" else []
+    with torch.set_grad_enabled(training), pytest.raises(fuser.StateError) as caught:
+        model(X, *extras)
+    assert_sentence(
+        caught.value, ("_Withholding", "None", "extra output 0 of op 1 (MakeExtraOutput)", goes_to)
+    )
+
+
+@pytest.mark.parametrize("after", [[], [fuser.GELU()]], ids=["last", "first"])
+@pytest.mark.parametrize("extras", [0, 1])
+def test_an_op_that_returns_no_output_is_named(after: list[Any], extras: int) -> None:
+    class Forgetful(Silent):
+        num_extra_outputs = extras
+
+        def op_forward(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+        def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().fuser_forward(*args, **kwargs) if not extras else (None, [(X,)])
+
+    for training in (True, False):
+        model = fuser.Sequential(fuser.Bias(8), Forgetful(), *after)
+        with torch.set_grad_enabled(training), pytest.raises(fuser.StateError) as caught:
+            model(X)
+        assert_sentence(caught.value, ("Forgetful", "ops 1 to 1", "None"))
+
+
 @pytest.mark.parametrize("missing", ["forward", "backward"])
 @pytest.mark.parametrize("extras", [0, 1])
 def test_an_op_without_a_method_says_which_one(missing: str, extras: int) -> None:

@@ -636,6 +636,60 @@ def test_inputs_may_lie_anyhow_in_memory(how: str) -> None:
     assert_same(gradients(outputs, leaves), gradients(expected, leaves), rtol=1e-4, atol=1e-4)
 
 
+SCALARS: list[Any] = [
+    lambda: [fuser.ConstantScale(3.0)],
+    lambda: [fuser.GELU(), fuser.Identity(), fuser.SReLU()],
+    lambda: [fuser.Dropout(0.0), fuser.AddExtraInput()],
+    lambda: [fuser.ConstantScale(2.0), fuser.MakeExtraOutput(), fuser.QGELU()],
+    lambda: [fuser.GELU(cache_quantized_input=True)],
+]
+
+
+@pytest.mark.parametrize("make", SCALARS)
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
+def test_pointwise_ops_take_a_tensor_without_dimensions(make: Any, recipe: Any) -> None:
+    model = fuser.Sequential(*make())
+    count = sum(op.num_extra_inputs for op in model)
+    results = []
+    for shape in ((), (1,)):
+        leaves = [oracles.leaf(torch.full(shape, value)) for value in (0.7, -0.4)[: 1 + count]]
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            plan = model.plan(*leaves)
+            outputs = oracles.as_tuple(model(*leaves))
+        assert [y.shape for y in outputs] == [torch.Size(shape)] * len(outputs)
+        grads = gradients([y.reshape(()) for y in outputs], leaves)
+        results.append([plan, *(t.reshape(()) for t in (*outputs, *grads))])
+    assert results[0].pop(0) == results[1].pop(0)
+    assert_same(*results, rtol=0, atol=0)
+    with torch.no_grad():
+        assert oracles.as_tuple(model(*leaves))[0].shape == (1,)
+        y, *_ = oracles.as_tuple(model(*(leaf.detach().reshape(()) for leaf in leaves)))
+        assert y.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("ops", "named"),
+    [
+        ([fuser.GELU(), fuser.Bias(1)], r"op 1 \(Bias\)"),
+        ([fuser.BasicLinear(1, 1)], r"op 0 \(BasicLinear\)"),
+        ([fuser.SwiGLU()], r"op 0 \(SwiGLU\)"),
+        ([fuser.Identity(), _Spy()], r"op 1 \(_Spy\)"),
+    ],
+)
+def test_an_op_that_needs_a_dimension_is_named(ops: list[Any], named: str) -> None:
+    model = fuser.Sequential(*ops)
+    for call in (model, model.plan):
+        with pytest.raises(fuser.InputError, match=f"no dimensions, and {named} needs"):
+            call(torch.tensor(1.0))
+
+
+def test_what_is_added_to_a_tensor_without_dimensions_has_none_either() -> None:
+    with pytest.raises(fuser.InputError, match="AddExtraInput got an extra input"):
+        fuser.AddExtraInput()(torch.tensor(1.0), torch.ones(1))
+    with pytest.raises(fuser.InputTypeError, match="float"):
+        fuser.AddExtraInput()(torch.tensor(1.0), 2.0)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
 def test_a_callers_tensors_are_never_changed(in_place: bool, fusions: Any) -> None:

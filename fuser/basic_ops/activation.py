@@ -73,6 +73,11 @@ class Activation(BasicOperation):
         return quantizes_values(side, key)
 
     @property
+    def takes_scalars(self) -> bool:  # type: ignore[override]
+        """Unless it is gated, and halves the last dimension."""
+        return not self.functor.is_gated
+
+    @property
     def saves_input(self) -> bool:  # type: ignore[override]
         """Unless an E4M3 copy is saved instead."""
         return not self.cache_quantized_input

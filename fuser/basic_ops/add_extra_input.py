@@ -28,6 +28,7 @@ class AddExtraInput(BasicOperation):
     """
 
     parameter_names = ()
+    takes_scalars = True
     num_extra_inputs = 1
     takes_floating_extras = True
     saves_input = False

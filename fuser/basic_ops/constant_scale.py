@@ -17,6 +17,7 @@ class ConstantScale(BasicOperation):
     """Multiply by a constant: ``y = scale * x``."""
 
     parameter_names = ()
+    takes_scalars = True
     saves_input = False
     emits_quantized = ("forward", "backward")
     backward_attributes = ("scale",)

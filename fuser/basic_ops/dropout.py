@@ -37,6 +37,7 @@ class Dropout(BasicOperation):
     """
 
     parameter_names = ()
+    takes_scalars = True
     saves_input = False
     emits_quantized = ("forward", "backward")
     backward_attributes = ("dropout_probability",)

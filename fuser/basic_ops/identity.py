@@ -15,6 +15,7 @@ class Identity(BasicOperation):
     """Return the input."""
 
     parameter_names = ()
+    takes_scalars = True
     saves_input = False
 
     def output_spec(

@@ -23,6 +23,7 @@ class MakeExtraOutput(BasicOperation):
     """
 
     parameter_names = ()
+    takes_scalars = True
     num_extra_outputs = 1
     saves_input = False
     emits_quantized = ("backward",)
