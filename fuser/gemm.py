@@ -13,7 +13,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from fuser.native_gemm import NativeGemm, native_gemm
+from fuser.native_gemm import NativeGemm, Operand, native_gemm
 from fuser.tensors import QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
@@ -110,24 +110,39 @@ def quantized_linear(
 
 
 def quantized_dgrad(
-    dy: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+    dy: QuantizedTensor,
+    weight: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``dy @ weight``, ``[..., K]`` in ``dtype``: of dy's rowwise copy, the weight's columnwise."""
+    """``scale * dy @ weight``, ``[..., K]`` in ``dtype``.
+
+    Of dy's rowwise copy, the weight's columnwise.
+    """
     row = _native(dy, weight)
     if row is None:
-        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype))
-    dx = row.run(dy.operand("rowwise"), weight.operand("columnwise"), dtype, is_split, None)
+        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype), scale)
+    a = _scaled(dy.operand("rowwise"), scale)
+    dx = row.run(a, weight.operand("columnwise"), dtype, is_split, None)
     return dx if dx.dim() == dy.dim() else dx.reshape(*dy.shape[:-1], weight.shape[1])
 
 
 def quantized_wgrad(
-    dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
+    """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
     row = _native(dy, x)
     if row is None:
-        return wgrad(_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
-    return row.run(dy.operand("columnwise"), x.operand("columnwise"), dtype, is_split, None)
+        return wgrad(_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype), scale)
+    a = _scaled(dy.operand("columnwise"), scale)
+    return row.run(a, x.operand("columnwise"), dtype, is_split, None)
 
 
 def quantized_wgrad_accumulate(
@@ -137,13 +152,19 @@ def quantized_wgrad_accumulate(
     dtype: torch.dtype,
     *,
     is_split: bool,
+    scale: float = 1.0,
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
     if _native(dy, x) is None:
         operands = (_values(dy, "columnwise", dtype), _values(x, "columnwise", dtype))
-        wgrad_accumulate(main_grad, *operands)
+        wgrad_accumulate(main_grad, *operands, scale)
     else:
-        main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split))
+        main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale))
+
+
+def _scaled(operand: Operand, scale: float) -> Operand:
+    """An operand whose product is multiplied by ``scale``: its scales take it, in fp32."""
+    return operand if scale == 1.0 else operand._replace(scale_inv=operand.scale_inv * scale)
 
 
 def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
