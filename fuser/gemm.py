@@ -13,7 +13,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from fuser.native_gemm import NativeGemm, native_gemm
+from fuser.native_gemm import NativeGemm, Operand, native_gemm
 from fuser.tensors import QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
@@ -105,29 +105,42 @@ def quantized_linear(
     row = _native(x, weight)
     if row is None:
         return linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
-    y = _product(row, x, "rowwise", weight, "rowwise", dtype, is_split, bias)
+    y = _product(row, x, "rowwise", weight, "rowwise", dtype, is_split, bias=bias)
     return y if y.dim() == x.dim() else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def quantized_dgrad(
-    dy: QuantizedTensor, weight: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+    dy: QuantizedTensor,
+    weight: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``dy @ weight``, ``[..., K]`` in ``dtype``: of dy's rowwise copy, the weight's columnwise."""
+    """``scale * dy @ weight``, ``[..., K]`` in ``dtype``.
+
+    Of dy's rowwise copy, the weight's columnwise.
+    """
     row = _native(dy, weight)
     if row is None:
-        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype))
-    dx = _product(row, dy, "rowwise", weight, "columnwise", dtype, is_split)
+        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype), scale)
+    dx = _product(row, dy, "rowwise", weight, "columnwise", dtype, is_split, scale=scale)
     return dx if dx.dim() == dy.dim() else dx.reshape(*dy.shape[:-1], weight.shape[1])
 
 
 def quantized_wgrad(
-    dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype, *, is_split: bool
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
+    """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
     row = _native(dy, x)
     if row is None:
-        return wgrad(*_column_values(dy, x, dtype))
-    return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split)
+        return wgrad(*_column_values(dy, x, dtype), scale)
+    return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split, scale=scale)
 
 
 def quantized_wgrad_accumulate(
@@ -137,12 +150,18 @@ def quantized_wgrad_accumulate(
     dtype: torch.dtype,
     *,
     is_split: bool,
+    scale: float = 1.0,
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
     if _native(dy, x) is None:
-        wgrad_accumulate(main_grad, *_column_values(dy, x, dtype))
+        wgrad_accumulate(main_grad, *_column_values(dy, x, dtype), scale)
     else:
-        main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split))
+        main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale))
+
+
+def _scaled(operand: Operand, scale: float) -> Operand:
+    """An operand whose product is multiplied by ``scale``: its scales take it, in fp32."""
+    return operand if scale == 1.0 else operand._replace(scale_inv=operand.scale_inv * scale)
 
 
 def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
@@ -178,10 +197,13 @@ def _product(
     b_copy: str,
     dtype: torch.dtype,
     is_split: bool,
+    *,
     bias: torch.Tensor | None = None,
+    scale: float = 1.0,
 ) -> torch.Tensor:
-    """``a @ b.T (+ bias)`` of two copies, without the rows that pad their blocks."""
-    product = row.run(a.operand(a_copy), b.operand(b_copy), dtype, is_split, bias)
+    """``scale * a @ b.T (+ bias)`` of two copies, without the rows that pad their blocks."""
+    scaled = _scaled(a.operand(a_copy), scale)
+    product = row.run(scaled, b.operand(b_copy), dtype, is_split, bias)
     if a.format.multiple == 1:
         return product
     rows, columns = (

@@ -345,14 +345,19 @@ class OpGraph:
     def quantize_kernels(self, start: int, stop: int, side: str) -> list[tuple[str, int, int]]:
         """What ops ``start`` up to ``stop`` quantize because it arrives plain.
 
-        For each the kernel's name and the bytes that it adds, those of tokens
-        and those of parameters: the plain tensor is read in any case, and the
-        quantized one is written and read.
+        Nothing travels quantized inside of a window. For each the kernel's name
+        and the bytes that it adds, those of tokens and those of parameters: the
+        plain tensor is read in any case, and the quantized one is written and
+        read.
         """
         kernels: list[tuple[str, int, int]] = []
         for i in range(start, stop) if self.key.recipe is not None else ():
-            op = self.ops[i]
-            for role, made in op.quantizes(side, self.key.window(i, i + 1)).items():
+            op, key = self.ops[i], self.key.window(i, i + 1)
+            if side == "forward" and i > start:
+                key = replace(key, ops=(replace(key.ops[0], input=None),))
+            elif side == "backward" and i + 1 < stop:
+                key = replace(key, ops=(replace(key.ops[0], grad_output=None),))
+            for role, made in op.quantizes(side, key).items():
                 if role == "weight":
                     weight = self.params[i][0]
                     nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import gemm, native_gemm, pipeline
@@ -249,6 +250,170 @@ def test_native_weight_gradients_add_up_in_main_grad(
     assert op.weight.grad is None
     error = op.weight.main_grad - 1 - plain.weight.grad.float()
     assert error.abs().max() <= 2**-8 * plain.weight.grad.float().abs().max()
+
+
+# -- a scale and an addend ----------------------------------------------------
+
+SCALED = {name: NATIVE[name] for name in ("current", "current-E4M3", "block", "block-1D")}
+
+
+def scaled_linear(scale: float, dtype: torch.dtype, **options: Any) -> fuser.Sequential:
+    model = fuser.Sequential(
+        fuser.BasicLinear(256, 384, dtype=dtype), fuser.ConstantScale(scale), **options
+    )
+    return oracles.randomize(model)
+
+
+def gradients(
+    model: fuser.Sequential, recipe: Any, wanted: tuple[bool, bool] = (True, True)
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the input and of the weight, None where it is not wanted."""
+    weight = model[0].weight.requires_grad_(wanted[1])
+    weight.grad = None
+    x = oracles.random_tensor((144, 256), weight.dtype, 1).requires_grad_(wanted[0])
+    with fuser.autocast(recipe=recipe):
+        y = model(x)
+    y.backward(oracles.random_tensor(y.shape, y.dtype, 2))
+    return x.grad, weight.grad
+
+
+def fusion_of(model: fuser.Sequential) -> str | None:
+    (plan,) = model.plans
+    return plan.backward[0].fusion
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("scale", [0.25, -2.0])
+@pytest.mark.parametrize("recipe", SCALED.values(), ids=SCALED)
+def test_a_native_gemm_takes_a_scale_of_its_gradient(
+    recipe: Any, scale: float, wanted: tuple[bool, bool], hopper: StrictTensorCores
+) -> None:
+    """A power of two is exact wherever it is multiplied, so that no bit differs."""
+    fused = scaled_linear(scale, torch.bfloat16)
+    unfused = scaled_linear(scale, torch.bfloat16, fusions=())
+    for ours, alone in zip(
+        gradients(fused, recipe, wanted), gradients(unfused, recipe, wanted), strict=True
+    ):
+        assert (ours is None) == (alone is None)
+        assert ours is None or torch.equal(ours, alone)
+    assert len(hopper.calls) == 2 * (1 + sum(wanted))
+    assert (fusion_of(fused), fusion_of(unfused)) == ("BackwardLinearScale", None)
+
+
+@pytest.mark.parametrize("recipe", SCALED.values(), ids=SCALED)
+def test_a_scale_in_a_native_gemm_is_as_exact_as_one_that_is_rounded_first(
+    recipe: Any, hopper: StrictTensorCores
+) -> None:
+    scale = -0.3
+    fused = scaled_linear(scale, torch.bfloat16)
+    unfused = scaled_linear(scale, torch.bfloat16, fusions=())
+    x = oracles.random_tensor((144, 256), torch.bfloat16, 1).double()
+    dy = scale * oracles.random_tensor((144, 384), torch.bfloat16, 2).double()
+    truths = (dy @ fused[0].weight.detach().double(), dy.t() @ x)
+    results = (gradients(fused, recipe), gradients(unfused, recipe))
+    for truth, ours, alone in zip(truths, *results, strict=True):
+        errors = [(found.double() - truth).norm() / truth.norm() for found in (ours, alone)]
+        assert errors[0] <= 1.05 * errors[1] < 0.1
+    assert fusion_of(fused) == "BackwardLinearScale"
+
+
+@pytest.mark.parametrize("recipe", SCALED.values(), ids=SCALED)
+def test_a_scaled_weight_gradient_adds_up_in_main_grad(
+    recipe: Any, hopper: StrictTensorCores
+) -> None:
+    model = scaled_linear(-0.5, torch.bfloat16)
+    _, expected = gradients(model, recipe)
+    op = fuser.BasicLinear(256, 384, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    op.load_state_dict(model[0].state_dict())
+    op.weight.main_grad = torch.ones(384, 256)
+    accumulating = fuser.Sequential(op, fuser.ConstantScale(-0.5))
+    assert gradients(accumulating, recipe)[1] is None
+    assert fusion_of(accumulating) == "BackwardLinearScale"
+    error = op.weight.main_grad - 1 - expected.float()
+    assert error.abs().max() <= 2**-8 * expected.float().abs().max()
+
+
+def test_the_plan_says_where_the_scale_goes_and_where_a_kernel_makes_it_cheaper_alone(
+    hopper: StrictTensorCores,
+) -> None:
+    x = torch.empty(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    with fuser.autocast(recipe=NATIVE["current"]):
+        (step,) = scaled_linear(0.5, torch.bfloat16).plan(x).backward
+        assert step.kernel == (
+            "quantize grad_output, mul scale_inv, dgrad FP8 mm (native), "
+            "mul scale_inv, wgrad FP8 mm (native)"
+        )
+        with on_kernels():
+            plan = scaled_linear(0.5, torch.bfloat16).plan(x)
+    # The kernel that quantizes multiplies on its way.
+    assert [step.fusion for step in plan.backward] == [None, None]
+    (reason,) = (r.reason for r in plan.refusals if r.fusion == "BackwardLinearScale")
+    assert reason.startswith("possible, but the chosen cover is ")
+
+
+def refusal(ops: list[Any], fusion: str, recipe: Any) -> str:
+    x = torch.empty(32, 64, dtype=torch.bfloat16, requires_grad=True)
+    model = fuser.Sequential(*ops)
+    extras = [torch.empty_like(x)] * any(isinstance(op, fuser.AddExtraInput) for op in ops)
+    with fuser.autocast(recipe=recipe):
+        plan = model.plan(x, *extras)
+    (reason,) = (refusal.reason for refusal in plan.refusals if refusal.fusion == fusion)
+    return reason
+
+
+def test_an_epilogue_that_a_quantized_gemm_lacks_is_named(hopper: StrictTensorCores) -> None:
+    linear = fuser.BasicLinear(64, 64, dtype=torch.bfloat16)
+    scale, add, make = fuser.ConstantScale(2.0), fuser.AddExtraInput(), fuser.MakeExtraOutput()
+    custom = recipes.CustomRecipe(qfactory=lambda role: fuser.Float8CurrentScalingQuantizer())
+    emulated = "the quantized GEMM is emulated here, and has no epilogue."
+    for name, row in (("current", "FP8 mm"), ("delayed", "FP8 mm"), ("block", "FP8 128-block mm")):
+        sentence = f"{row} takes no addend: torch._scaled_mm adds a bias and nothing else."
+        for ops, fusion in (
+            ([linear, add], "ForwardLinearBiasAdd"),
+            ([linear, scale, add], "ForwardLinearScaleAdd"),
+            ([make, linear], "BackwardLinearAdd"),
+        ):
+            assert refusal(ops, fusion, NATIVE[name]) == sentence
+            assert refusal(ops, fusion, recipes.MXFP8BlockScaling()) == emulated
+    scaled = ([linear, scale], "BackwardLinearScale")
+    assert refusal(*scaled, recipes.MXFP8BlockScaling()) == emulated
+    for recipe in (NATIVE["delayed"], custom):
+        name = type(recipe).__name__
+        sentence = f"{name} may record the amax of scale * dy, and here dy would be quantized."
+        assert refusal(*scaled, recipe) == sentence
+
+
+class ScaleAndAdd(fuser.FusedOperation):
+    """What another writes: a scale and an addend, whatever the recipe."""
+
+    window = (fuser.MakeExtraOutput, fuser.BasicLinear, fuser.ConstantScale)
+    side = "backward"
+
+    def fuser_backward(self, ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        _, linear, scale = self.members
+        ((extra,), *_) = basic_op_grad_extra_outputs
+        dx, grads = linear.op_backward(ctxs[1], grad_output, scale.scale, extra)
+        return dx, [(), grads, ()], [(), (), ()]
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "emulated"])
+def test_a_scale_and_an_addend_that_another_fusion_gives_a_quantized_linear_are_used(
+    is_native: bool,
+) -> None:
+    def run(fusions: Any) -> list[torch.Tensor]:
+        ops = (fuser.MakeExtraOutput(), fuser.BasicLinear(64, 64), fuser.ConstantScale(-4.0))
+        model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+        x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+        with fuser.autocast(recipe=NATIVE["current"]):
+            outputs = model(x)
+        grads = [oracles.random_tensor((32, 64), torch.float32, seed) for seed in (2, 3)]
+        torch.autograd.backward(outputs, grads)
+        assert bool(fusions) == any(step.fusion for step in model.plans[0].backward)
+        return [x.grad, model[1].weight.grad]
+
+    with stand_in_for_hopper() if is_native else contextlib.nullcontext():
+        for ours, alone in zip(run((ScaleAndAdd,)), run(()), strict=True):
+            assert torch.equal(ours, alone)
 
 
 def test_recipes_without_a_native_gemm_are_emulated_on_hopper(hopper: StrictTensorCores) -> None:

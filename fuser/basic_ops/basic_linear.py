@@ -41,6 +41,8 @@ from fuser.recipe import DelayedScaling, Recipe
 from fuser.role_quantizers import make_quantizer
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
+EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
+
 
 class BasicLinear(BasicOperation):
     """Apply a linear transformation without bias: ``y = x @ weight.T``.
@@ -208,7 +210,7 @@ class BasicLinear(BasicOperation):
         if key.recipe is not None:
             row = native_row("input", "weight", key, self.quantizer_format)
             if row is None:
-                return "the quantized GEMM is emulated here, and has no epilogue."
+                return EMULATED_GEMM
             if compute == torch.float32:
                 return f"{row.name} takes no bias in {compute}."
         if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
@@ -221,11 +223,35 @@ class BasicLinear(BasicOperation):
         """What the forward GEMM is called where a bias is its epilogue."""
         return "addmm" if key.recipe is None else self.kernels("forward", key.window(0, 1))[0]
 
-    def epilogue_refusal(self, side: str, key: PlanKey) -> str | None:
-        """Why the GEMMs of ``side`` take neither a scale nor an addend; None if they do."""
-        if key.recipe is not None and (side == "forward" or key.recipe.quantizes_backward):
-            return "a quantized GEMM takes neither a scale nor an addend."
-        return None
+    def addend_refusal(self, side: str, key: PlanKey) -> str | None:
+        """Why the GEMM of the output, or on ``"backward"`` dgrad, takes no addend; None if it does.
+
+        ``key`` begins with this op.
+        """
+        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
+            return None
+        row = native_row("input" if side == "forward" else "grad_output", "weight", key)
+        if row is None:
+            return EMULATED_GEMM
+        return f"{row.name} takes no addend: torch._scaled_mm adds a bias and nothing else."
+
+    def grad_scale_refusal(self, key: PlanKey) -> str | None:
+        """Why the GEMMs of backward take no scale of the output's gradient; None if they do.
+
+        ``key`` begins with this op.
+        """
+        recipe, op = key.recipe, key.ops[0]
+        if recipe is None or not recipe.quantizes_backward:
+            return None
+        if recipe.delayed() or recipe.custom():
+            # To quantize the gradient without the scale would record another tensor's amax.
+            name = type(recipe).__name__
+            return f"{name} may record the amax of scale * dy, and here dy would be quantized."
+        wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
+        rows = [
+            native_row("grad_output", role, key) for role, is_wanted in wanted.items() if is_wanted
+        ]
+        return EMULATED_GEMM if None in rows else None
 
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
@@ -461,7 +487,7 @@ class BasicLinear(BasicOperation):
         # A fused op that others wrote may have run the forward, and saved plain operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
-                return self._quantized_backward(ctx, grad_output, x, weight)
+                return self._quantized_backward(ctx, grad_output, x, weight, scale, addend)
             dtype = ctx.compute_dtype
             assert dtype is not None
             x, weight = plain(x, dtype), plain(weight, dtype)
@@ -487,6 +513,8 @@ class BasicLinear(BasicOperation):
         grad_output: torch.Tensor,
         x: torch.Tensor | None,
         weight: torch.Tensor | None,
+        scale: float,
+        addend: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, Grads]:
         """:meth:`op_backward` with every operand quantized."""
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
@@ -498,16 +526,22 @@ class BasicLinear(BasicOperation):
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
             rows = readable(dy, "rowwise", quantizer)
-            grad_input = gemm.quantized_dgrad(rows, weight, dtype, is_split=dgrad_is_split)
+            grad_input = gemm.quantized_dgrad(
+                rows, weight, dtype, is_split=dgrad_is_split, scale=scale
+            )
+            if addend is not None:
+                grad_input = grad_input + addend
             grad_input = emit_grad(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
             if main_grad is None:
-                grad_weight = gemm.quantized_wgrad(columns, x, dtype, is_split=wgrad_is_split)
+                grad_weight = gemm.quantized_wgrad(
+                    columns, x, dtype, is_split=wgrad_is_split, scale=scale
+                )
             else:
                 gemm.quantized_wgrad_accumulate(
-                    main_grad, columns, x, dtype, is_split=wgrad_is_split
+                    main_grad, columns, x, dtype, is_split=wgrad_is_split, scale=scale
                 )
                 grad_weight = self._grad_in_main_grad(ctx)
         return grad_input, (grad_weight,)

@@ -12,21 +12,27 @@ from fuser.plan_key import PlanKey
 
 
 class BackwardLinearScale(FusedOperation):
-    """``dx = scale * dy @ weight; dw = scale * dy.T @ x``: the scale is the GEMMs' ``alpha``."""
+    """``dx = scale * dy @ weight; dw = scale * dy.T @ x``: the scale is the GEMMs' ``alpha``.
+
+    Of native quantized GEMMs it is part of the scales of ``dy``, which is quantized without it.
+    """
 
     window = (BasicLinear, ConstantScale)
     side = "backward"
 
     @classmethod
     def refuses(cls, linear: BasicLinear, scale: ConstantScale, *, key: PlanKey) -> str | None:
-        return linear.epilogue_refusal("backward", key)
+        return linear.grad_scale_refusal(key)
 
     @classmethod
     def kernels(
         cls, linear: BasicLinear, scale: ConstantScale, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
         names = linear.kernels(side, key.window(0, 1))
-        return tuple((name, 2 * (i + 1 == len(names))) for i, name in enumerate(names))
+        gemms = [(name, 2 * (i + 1 == len(names))) for i, name in enumerate(names)]
+        if key.recipe is not None and key.recipe.quantizes_backward:
+            return tuple(step for gemm in gemms for step in (("mul scale_inv", 0), gemm))
+        return tuple(gemms)
 
     def fuser_backward(
         self,

@@ -35,7 +35,7 @@ class ForwardLinearBiasAdd(FusedOperation):
         if produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
         if bias is None:
-            return linear.epilogue_refusal("forward", key)
+            return linear.addend_refusal("forward", key)
         return linear.bias_refusal(key, bias.bias)
 
     @classmethod

@@ -27,7 +27,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         extra = key.ops[-1].extra_inputs[0].dtype
         if produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
-        return linear.epilogue_refusal("forward", key)
+        return linear.addend_refusal("forward", key)
 
     @classmethod
     def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:

@@ -13,6 +13,7 @@ import fuser
 from fuser import gemm, native_gemm
 from fuser import recipe as recipes
 from fuser.availability import runs_natively
+from fuser.fused_ops import BackwardLinearScale
 
 RECIPES = {
     "current": recipes.Float8CurrentScaling(),
@@ -69,6 +70,42 @@ def test_native_products_equal_emulated_ones(
         for name, value in emulated.items():
             error = (native[name].double() - value.double()).norm()
             assert error <= allowed * value.double().norm(), (name, of_widths)
+
+
+class AlwaysScaled(BackwardLinearScale):
+    """Taken though the kernel that quantizes would multiply on its way."""
+
+    @classmethod
+    def kernels(cls, *ops: Any, side: str, key: Any) -> tuple[tuple[str, int], ...]:
+        return (("scaled", 2),)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 2.0**-20, 700.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [256, 33])
+@pytest.mark.parametrize("name", ["current", "block", "block-1D"])
+def test_a_scale_in_a_native_gemm_is_as_exact_as_one_that_is_rounded_first(
+    name: str, rows: int, dtype: torch.dtype, scale: float
+) -> None:
+    recipe, arch = RECIPES[name], torch.cuda.get_device_capability()
+    if not runs_natively(recipe, arch):
+        pytest.skip(f"{type(recipe).__name__} has no native GEMM on compute capability {arch}")
+    x = oracles.random_tensor((rows, 520), dtype, 1).cuda().requires_grad_()
+    dy = oracles.random_tensor((rows, 384), dtype, 2).cuda()
+    found = []
+    for fusions in ((AlwaysScaled,), ()):
+        linear = oracles.randomize(fuser.BasicLinear(520, 384, dtype=dtype).cpu()).cuda()
+        model = fuser.Sequential(linear, fuser.ConstantScale(scale), fusions=fusions)
+        with fuser.autocast(recipe=recipe):
+            y = model(x)
+        found.append(torch.autograd.grad(y, (x, linear.weight), dy))
+        steps = model.plans[0].backward
+        assert [step.fusion for step in steps] == (["AlwaysScaled"] if fusions else [None, None])
+    scaled = scale * dy.double()
+    truths = (scaled @ linear.weight.detach().double(), scaled.t() @ x.detach().double())
+    for truth, ours, alone in zip(truths, *found, strict=True):
+        errors = [(part.double() - truth).norm() / truth.norm() for part in (ours, alone)]
+        assert errors[0] <= 1.05 * errors[1] < 0.1
 
 
 def test_the_table_and_the_chip_agree() -> None:

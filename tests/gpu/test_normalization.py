@@ -109,6 +109,18 @@ def test_amax_is_the_largest_magnitude_of_y(columns: int) -> None:
     assert torch.equal(amax[0], y.abs().max().float())
 
 
+@pytest.mark.parametrize("columns", [64, 4096])
+def test_an_amax_above_fp16s_range_hides_no_overflow(columns: int) -> None:
+    case = Case("rmsnorm", F16, F16, F32, 3000, columns)
+    given = inputs_of(case, "cuda")
+    given["gamma"].fill_(1.0)
+    given["gamma"][-1] = 1e6
+    for before in (0.0, 65504.0, 1e30):
+        amax = torch.full((1,), before, device="cuda")
+        forward(case, given, running, amax, has_y=False)
+        assert amax.isinf()
+
+
 @pytest.mark.parametrize("case", CASES + GPU_CASES, ids=str)
 def test_statistics_are_those_that_come_with_y_and_with_dx(case: Case) -> None:
     """rstd, mean, z and the amax of y; gradients of parameters, means and the amax of dx."""

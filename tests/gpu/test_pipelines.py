@@ -81,6 +81,54 @@ def test_a_pipeline_is_as_right_on_the_gpu_as_on_the_cpu_in_fp32(
         assert error <= 2 * unfused_error + torch.finfo(dtype).eps, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm", [fuser.RMSNorm, fuser.LayerNorm])
+def test_a_norms_gradient_and_another_are_added_before_they_are_rounded(
+    norm: Any, dtype: torch.dtype
+) -> None:
+    """The error of one rounding; the ops alone round the norm's gradient too, and have more."""
+    x = oracles.random_tensor((4096, 256), dtype, 1).to("cuda").requires_grad_()
+    grads = [oracles.random_tensor(x.shape, dtype, seed).to("cuda") for seed in (2, 3)]
+    found = []
+    for fusions in (fuser.FUSIONS, ()):
+        op = oracles.randomize(norm(256, dtype=dtype).cpu()).cuda()
+        model = fuser.Sequential(fuser.MakeExtraOutput(), op, fusions=fusions)
+        found += torch.autograd.grad(model(x), x, grads)
+    exact = x.detach().double().requires_grad_()
+    formula = {fuser.RMSNorm: oracles.rmsnorm(), fuser.LayerNorm: oracles.layernorm()}[norm]
+    y = formula(exact, *(parameter.detach().double() for parameter in op.parameters()))
+    (truth,) = torch.autograd.grad(y, exact, grads[0].double())
+    truth += grads[1]
+
+    def error(dx: torch.Tensor) -> float:
+        return (dx.double() - truth).square().mean().sqrt().item()
+
+    fused, unfused, once = map(error, (*found, truth.to(dtype)))
+    assert fused <= 1.01 * once
+    assert unfused > 1.1 * once
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, fuser.recipe.Float8CurrentScaling()], ids=["plain", "FP8"]
+)
+def test_a_tensor_that_torch_has_yet_to_negate_gives_the_same_results(recipe: Any) -> None:
+    """A view of ``-x`` without its sign in memory, as the imaginary part of a conjugate is."""
+    model = linear_gelu_linear(torch.bfloat16, 256)
+    norm = oracles.randomize(fuser.RMSNorm(256, dtype=torch.bfloat16).cpu()).cuda()
+    model = fuser.Sequential(fuser.GELU(), norm, *model)
+    x, dy = (oracles.random_tensor((8192, 256), torch.bfloat16, k).cuda() for k in (1, 2))
+
+    def run(x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        with fuser.autocast(recipe is not None, recipe=recipe):
+            y = model(x)
+        return [y, *torch.autograd.grad(y, (x, *model.parameters()), dy)]
+
+    expected = [run(x, dy) for _ in range(3)][-1]
+    for actual, plain in zip(run(*map(torch._neg_view, (-x, -dy))), expected, strict=True):
+        assert torch.equal(actual, plain)
+
+
 @every_dtype
 def test_gelu_is_a_gemm_epilogue_without_gradients(dtype: torch.dtype) -> None:
     model = linear_gelu_linear(dtype)

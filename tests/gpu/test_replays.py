@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from quantize_cases import GPU, Input, assert_same
+from replay_cases import Pair, check, pairs
 from streams import check_replay, check_two_streams
 
 from fuser.cuda import launch
@@ -38,6 +42,19 @@ def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
     """Buffers of x and of gelu(x)."""
     made = [quantizer(x), quantizer(pointwise.activation(Functor("gelu"), x))]
     return [buffer for one in made for buffer in one.buffers().values()]
+
+
+@contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """Inside, launches are new ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "machine", launch.Machine())
+        yield
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=str)
+def test_calls_that_differ_in_one_field_get_their_own_launches(pair: Pair) -> None:
+    check(pair, nothing_remembered, "cuda")
 
 
 @SHAPES
