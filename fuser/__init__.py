@@ -85,6 +85,7 @@ from fuser.tensors import (
     QuantizedTensor,
     Quantizer,
 )
+from fuser.tensors import compatibility as _compatibility  # noqa: F401 - adds methods to tensors
 from fuser.version import __version__
 
 __all__ = [

@@ -337,7 +337,7 @@ def test_a_users_quantizer_may_make_one_copy_or_the_same_tensor_again() -> None:
     class RowsAlone(fuser.Float8CurrentScalingQuantizer):
         def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
             buffers = super().buffers_of(rows)
-            return {**buffers, "_transpose": None} if self.rowwise else buffers
+            return {**buffers, "_columnwise_data": None} if self.rowwise else buffers
 
     kept: dict[Any, Any] = {}
 

@@ -82,8 +82,13 @@ class QuantizedTensor(WrapperTensor):
     # The buffers of each copy, in the same order; the first is the data. Others belong to both.
     rowwise_names: ClassVar[tuple[str, ...]]
     columnwise_names: ClassVar[tuple[str, ...]]
+    # What this module sets on a tensor; anything else was set by somebody.
+    _own_names: ClassVar[frozenset[str]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
+    # Filled by tensors/compatibility.py: the constructor by the original's keywords.
+    _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
+
     _quantizer: Any  # a Quantizer; that class stands on this file
     _view_of: RowsOf | None = None
     _is_read_only = False
@@ -94,20 +99,25 @@ class QuantizedTensor(WrapperTensor):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        names = ("_quantizer", "_view_of", "_is_read_only", "_is_param", "_source")
+        cls._own_names = frozenset((*getattr(cls, "buffer_names", ()), *names))
 
     @staticmethod
     def __new__(
         cls: type[QuantizedTensor],
-        buffers: dict[str, torch.Tensor | None],
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        quantizer: Any,
+        buffers: dict[str, torch.Tensor | None] | None = None,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        quantizer: Any = None,
         requires_grad: bool = False,
         *,
         view_of: RowsOf | None = None,
         strides: Sequence[int] | None = None,
+        **named: Any,
     ) -> QuantizedTensor:
+        if buffers is None:
+            return cls._from_keywords(cls, shape, dtype, quantizer, requires_grad, named)
         offset = None
         if view_of is not None:
             strides, offset = geometry(shape, view_of)
@@ -369,25 +379,22 @@ class QuantizedTensor(WrapperTensor):
         Torch converts the parameters of a module by putting another tensor in
         the place of each, and what hangs on a parameter is to survive that.
         """
-        if len(source.__dict__) > len(self.__dict__):
+        if not source.__dict__.keys() <= self._own_names:
             self.__dict__.update(source._attributes())
 
     def _attributes(self) -> dict[str, Any]:
         """What somebody set on this tensor."""
-        own = (
-            *self.buffer_names,
-            "_quantizer",
-            "_view_of",
-            "_is_read_only",
-            "_is_param",
-            "_source",
-        )
-        return {k: v for k, v in self.__dict__.items() if k not in own}
+        return {k: v for k, v in self.__dict__.items() if k not in self._own_names}
 
     # -- writes -----------------------------------------------------------------
 
-    def quantize_(self, tensor: torch.Tensor) -> QuantizedTensor:
+    def quantize_(
+        self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
+    ) -> QuantizedTensor:
         """Quantize ``tensor`` into this one, in place, with the copies that are here.
+
+        Where ``noop_flag``, a tensor of one element, is not zero, every byte stays
+        as it is; it is read on its device, without waiting for it.
 
         Raises
         ------
@@ -396,15 +403,26 @@ class QuantizedTensor(WrapperTensor):
         """
         source = tensor.detach().to(dtype=self.dtype, device=self.device).expand(self.shape)
         if self._can_be_written_alone():
-            self._write(self._usage()(source))
+            fresh = self._usage()(source)
+            self._write(fresh if noop_flag is None else self._unless(noop_flag, fresh))
             return self
         assert self._view_of is not None
         root = self._view_of.root
         values = root._values()
         values.as_strided(self.shape, *geometry(self.shape, self._view_of)).copy_(source)
-        root.quantize_(values)
+        root.quantize_(values, noop_flag=noop_flag)
         self._was_written()
         return self
+
+    def _unless(self, flag: torch.Tensor, fresh: QuantizedTensor) -> QuantizedTensor:
+        """What this tensor holds if ``flag`` is set, else ``fresh``."""
+        is_set = flag.to(self.device).reshape(()) != 0
+        chosen, held = fresh.buffers(), self.compact().buffers()
+        for name, new in chosen.items():
+            old = held[name]
+            if new is not None and old is not None:
+                chosen[name] = torch.where(is_set, old, new)
+        return self._with(chosen, self.shape, None)
 
     def _can_be_written_alone(self) -> bool:
         """Whether new bytes here leave what shares memory with this tensor right."""
@@ -599,8 +617,8 @@ class BlockScaledTensor(QuantizedTensor):
         columnwise = self._rowwise_data is None
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
-        assert data is not None
-        assert scale is not None
+        if data is None or scale is None:
+            raise StateError(f"{self} has no bytes: they were cleared or handed on.")
         return data, scale, columnwise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -74,17 +75,24 @@ class DequantizedView(WrapperTensor):
         reduced: tuple[Any, ...] = alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return reduced
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) not in memo:
-            memo[id(self)] = self._alone()
-        copied: torch.Tensor = memo[id(self)]
-        return copied
-
     def _alone(self) -> torch.Tensor:
         values = self._values().clone()
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(values, self.requires_grad)
         return values.requires_grad_(self.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DequantizedView:
+        if id(self) in memo or not self.is_leaf:
+            copied: DequantizedView = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return copied
+        # As torch's views: of the copy of what it is a view of.
+        attributes = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_path"}
+        copied = DequantizedView(attributes["_root"], self._path, self)
+        copied.requires_grad_(self.requires_grad)
+        copied.__dict__.update(attributes)
+        copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """The quantized tensor, and the rest as a constant, for ``torch.compile``."""

@@ -22,6 +22,7 @@ from fuser.tensors.dequantized_view import DequantizedView, Step, follow
 from fuser.tensors.wrapper import WrapperTensor
 
 aten = torch.ops.aten
+_is_inference_mode = torch.is_inference_mode_enabled
 
 # Nominal dtypes that a tensor may be converted to with its bytes left alone.
 NOMINAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -137,7 +138,7 @@ def _view(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
             f"{func} of {_named(tensor)} is not supported: dequantize or clone it first."
         )
-    if torch.is_inference_mode_enabled():
+    if _is_inference_mode():
         # Here torch has not taken compound operations (`to`, `reshape`, `chunk`) apart.
         result = func.decompose(tensor, *args, **kwargs)
         if result is not NotImplemented:
@@ -177,7 +178,7 @@ def _geometry(tensor: WrapperTensor) -> tuple[Any, int]:
 
 def _inference_as(tensor: WrapperTensor) -> contextlib.AbstractContextManager[Any]:
     """Where views are made: one of a tensor that is no inference tensor is none either."""
-    if torch.is_inference_mode_enabled() and not tensor.is_inference():
+    if _is_inference_mode() and not tensor.is_inference():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
 
@@ -252,11 +253,11 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
 def _alias(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
-    if not torch.is_inference_mode_enabled():
-        alias = tensor._alias()
-    else:
+    if _is_inference_mode():
         with _inference_as(tensor):
             alias = tensor._alias()
+    else:
+        alias = tensor._alias()
     alias._take_attributes(tensor)
     return alias
 

@@ -10,29 +10,61 @@ from typing import Any
 
 import torch
 
+from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat
 from fuser.functional import fp8_scaling
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
-_OPERANDS = {"rowwise": ("_data", "_scale_inv"), "columnwise": ("_transpose", "_scale_inv")}
+_OPERANDS = {
+    "rowwise": ("_rowwise_data", "_scale_inv"),
+    "columnwise": ("_columnwise_data", "_scale_inv"),
+}
 
 
 class Float8Tensor(QuantizedTensor):
     """FP8 bytes with one fp32 scale.
 
-    Buffers: ``_data`` [M, K] uint8, ``_transpose`` [K, M] uint8 (the same bytes
-    turned), ``_scale_inv`` [1] fp32.
+    Buffers: ``_rowwise_data`` [M, K] uint8, ``_columnwise_data`` [K, M] uint8
+    (the same bytes turned), ``_scale_inv`` [1] fp32. ``_data`` is the rowwise
+    one in the tensor's own shape, ``_transpose`` the columnwise one.
     """
 
-    buffer_names = ("_data", "_transpose", "_scale_inv")
-    rowwise_names = ("_data",)
-    columnwise_names = ("_transpose",)
+    buffer_names = ("_rowwise_data", "_columnwise_data", "_scale_inv")
+    rowwise_names = ("_rowwise_data",)
+    columnwise_names = ("_columnwise_data",)
     has_independent_blocks = False  # one scale for all
-    _data: torch.Tensor | None
-    _transpose: torch.Tensor | None
+    _rowwise_data: torch.Tensor | None
+    _columnwise_data: torch.Tensor | None
     _scale_inv: torch.Tensor
+
+    @property
+    def _data(self) -> torch.Tensor | None:
+        """The bytes in the tensor's own shape, shared. Set: other bytes, without a transpose.
+
+        After a write to the bytes themselves the transpose is of other bytes:
+        drop it by ``_reset_caches()``.
+        """
+        data = self._rowwise_data
+        return data if data is None or self.dim() == 2 else data.view(self.shape)
+
+    @_data.setter
+    def _data(self, data: torch.Tensor | None) -> None:
+        self._rowwise_data = None if data is None else _as_matrix(data, *self._matrix())
+        if data is not None:
+            self._columnwise_data = None
+        self._was_written()
+
+    @property
+    def _transpose(self) -> torch.Tensor | None:
+        """The bytes turned, ``[K, M]``, shared. Set: they must be those of ``_data``."""
+        return self._columnwise_data
+
+    @_transpose.setter
+    def _transpose(self, data: torch.Tensor | None) -> None:
+        m, k = self._matrix()
+        self._columnwise_data = None if data is None else _as_matrix(data, k, m)
 
     @property
     def _fp8_dtype(self) -> DType:
@@ -40,31 +72,41 @@ class Float8Tensor(QuantizedTensor):
         return dtype
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data = self._data
+        data = self._rowwise_data
         if data is None:
-            assert self._transpose is not None
-            data = fp8_scaling.transpose(self._transpose)
+            if self._columnwise_data is None:
+                raise StateError(f"{self} has no bytes: they were cleared or handed on.")
+            data = fp8_scaling.transpose(self._columnwise_data)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
     def _operand_names(self, which: str) -> tuple[str, ...]:
         return _OPERANDS[which]
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        return {"_data": (m, k), "_transpose": (k, m), "_scale_inv": (1,)}
+        return {"_rowwise_data": (m, k), "_columnwise_data": (k, m), "_scale_inv": (1,)}
 
     def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {"_data": (0, 1), "_transpose": (1, 1)}
+        return {"_rowwise_data": (0, 1), "_columnwise_data": (1, 1)}
 
     def _is_transposable(self) -> bool:
         return True
 
     def _make_copy(self, which: str) -> None:
         if which == "rowwise":
-            assert self._transpose is not None
-            self._data = fp8_scaling.transpose(self._transpose)
+            assert self._columnwise_data is not None
+            self._rowwise_data = fp8_scaling.transpose(self._columnwise_data)
         else:
-            assert self._data is not None
-            self._transpose = fp8_scaling.transpose(self._data)
+            assert self._rowwise_data is not None
+            self._columnwise_data = fp8_scaling.transpose(self._rowwise_data)
+
+
+def _as_matrix(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    if data.numel() != rows * columns or data.element_size() != 1:
+        raise InputError(
+            f"The bytes of this Float8Tensor are {rows} x {columns}; got a tensor of shape "
+            f"{tuple(data.shape)} and dtype {data.dtype}."
+        )
+    return data.view(torch.uint8).view(rows, columns)
 
 
 @dataclass(frozen=True)
@@ -112,7 +154,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
             columnwise=self.columnwise,
             amax_value=amax,
         )
-        return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+        return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
 
     @functools.cached_property
     def replay_key(self) -> Hashable | None:
@@ -181,7 +223,7 @@ class Float8Quantizer(Quantizer):
             columnwise=self.columnwise,
             amax=self.amax,
         )
-        return {"_data": data, "_transpose": transpose, "_scale_inv": scale_inv}
+        return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
 
     def _scale_that_holds(self, rows: torch.Tensor | Values) -> torch.Tensor:
         amax = fp8_scaling.amax(rows)

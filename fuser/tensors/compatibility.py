@@ -1,0 +1,290 @@
+"""Methods and constructors of quantized tensors as Transformer Engine has them.
+
+Importing this file adds them to the classes; nothing else of the library uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError, InputTypeError
+from fuser.formats import DType
+from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
+from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
+from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Tensor
+from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
+from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from fuser.tensors.quantizer import Quantizer
+
+# The keywords of constructors, and the buffers that they set.
+_BLOCKS = {name.removeprefix("_"): name for name in BlockScaledTensor.buffer_names}
+_KEYWORDS: dict[type[QuantizedTensor], dict[str, str]] = {
+    Float8Tensor: {
+        "data": "_rowwise_data",
+        "data_transpose": "_columnwise_data",
+        "fp8_scale_inv": "_scale_inv",
+    },
+    MXFP8Tensor: _BLOCKS,
+    Float8BlockwiseQTensor: _BLOCKS,
+    NVFP4Tensor: {name.removeprefix("_"): name for name in NVFP4Tensor.buffer_names},
+}
+# Other keywords, with the only values that mean what is done here; None: any.
+_OPTIONS: dict[str, tuple[Any, ...] | None] = {
+    "fp8_dtype": None,
+    "fp4_dtype": (None, DType.kFloat4E2M1),
+    "is_2D_scaled": None,
+    "device": None,
+    "with_gemm_swizzled_scales": (False,),
+}
+
+
+def _buffers_by_keyword(cls: type[QuantizedTensor]) -> dict[str, str]:
+    return next((_KEYWORDS[base] for base in cls.__mro__ if base in _KEYWORDS), {})
+
+
+# -- constructors ----------------------------------------------------------------
+
+
+def _from_keywords(
+    cls: type[QuantizedTensor],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    quantizer: Quantizer | None,
+    requires_grad: bool,
+    named: dict[str, Any],
+) -> QuantizedTensor:
+    """A tensor of buffers that are there already, which it shares.
+
+    ``Float8Tensor`` takes ``data``, ``data_transpose`` and ``fp8_scale_inv``, the
+    others ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and so on,
+    with ``fp8_dtype`` and, for blocks of 128, ``is_2D_scaled``. A quantizer that
+    is not given follows from these.
+
+    Raises
+    ------
+    InputTypeError
+        For a keyword that there is not.
+    InputError
+        If no data is given, or a buffer does not fit the shape.
+    """
+    keywords = _buffers_by_keyword(cls)
+    for name, value in named.items():
+        if name not in keywords and name not in _OPTIONS:
+            raise InputTypeError(
+                f"{cls.__name__} takes no keyword {name!r}; it takes {', '.join(keywords)}."
+            )
+        allowed = _OPTIONS.get(name)
+        if allowed is not None and value not in allowed:
+            raise InputError(
+                f"{cls.__name__} got {name}={value!r}; it takes {allowed[-1]!r} alone."
+            )
+    given = {keywords[name]: value for name, value in named.items() if name in keywords}
+    buffers = {name: _as_bytes(given.get(name)) for name in cls.buffer_names}
+    usage = {
+        which: buffers[names[0]] is not None
+        for which, names in (("rowwise", cls.rowwise_names), ("columnwise", cls.columnwise_names))
+    }
+    if not any(usage.values()):
+        raise InputError(f"{cls.__name__} got no data.")
+    if quantizer is None:
+        quantizer = _quantizer_of(cls, named)
+    device = next(buffer.device for buffer in buffers.values() if buffer is not None)
+    tensor = cls(
+        buffers, shape, dtype, device, quantizer.with_usage(**usage).unbound(), requires_grad
+    )
+    _check_layout(tensor, usage)
+    return tensor
+
+
+def _check_layout(tensor: QuantizedTensor, usage: dict[str, bool]) -> None:
+    """View each buffer as it lies in memory; refuse one that does not fit, or is missing."""
+    both = {*tensor.rowwise_names, *tensor.columnwise_names}
+    for name, shape in tensor._layout(*tensor._matrix()).items():
+        buffer = getattr(tensor, name)
+        is_needed = name not in both or any(
+            is_used and name in tensor._names(which) for which, is_used in usage.items()
+        )
+        if buffer is None and not is_needed:
+            continue
+        fits = buffer is not None and buffer.is_contiguous()
+        if not fits or buffer.numel() != torch.Size(shape).numel():
+            found = "none" if buffer is None else f"shape {tuple(buffer.shape)}"
+            raise InputError(
+                f"A {type(tensor).__name__} of shape {tuple(tensor.shape)} needs a contiguous "
+                f"{name} of shape {shape}; got {found}."
+            )
+        setattr(tensor, name, buffer.view(shape))
+
+
+def _as_bytes(buffer: torch.Tensor | None) -> torch.Tensor | None:
+    """FP8 data as uint8."""
+    if buffer is None or buffer.dtype is torch.float32:
+        return buffer
+    return buffer.view(torch.uint8)
+
+
+def _quantizer_of(cls: type[QuantizedTensor], named: dict[str, Any]) -> Quantizer:
+    element = named.get("fp8_dtype") or DType.kFloat8E4M3
+    if issubclass(cls, Float8Tensor):
+        return Float8CurrentScalingQuantizer(element)
+    if issubclass(cls, MXFP8Tensor):
+        return MXFP8Quantizer(element)
+    if issubclass(cls, Float8BlockwiseQTensor):
+        return Float8BlockQuantizer(
+            element, block_scaling_dim=2 if named.get("is_2D_scaled", True) else 1
+        )
+    return NVFP4Quantizer()
+
+
+# -- methods of every quantized tensor -----------------------------------------------
+
+
+def get_usages(self: QuantizedTensor) -> dict[str, bool]:
+    """Which copies are here: ``rowwise`` and ``columnwise``."""
+    return {"rowwise": self._has("rowwise"), "columnwise": self._has("columnwise")}
+
+
+def get_data_tensors(
+    self: QuantizedTensor, rowwise_data: bool = True, columnwise_data: bool = True
+) -> Any:
+    """The bytes of the rowwise and of the columnwise copy; a pair, or the only one asked for.
+
+    Raises
+    ------
+    InputError
+        If neither is asked for.
+    """
+    asked = (("rowwise", rowwise_data), ("columnwise", columnwise_data))
+    found = tuple(getattr(self, self._names(which)[0]) for which, is_asked in asked if is_asked)
+    if not found:
+        raise InputError("get_data_tensors was asked for neither copy.")
+    return found if len(found) == 2 else found[0]
+
+
+def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
+    """The keywords that make a tensor of the same bytes, with ``shape`` and ``dtype``."""
+    source = self.compact()
+    keywords = _buffers_by_keyword(type(self))
+    metadata = {keyword: getattr(source, name) for keyword, name in keywords.items()}
+    metadata["quantizer"] = self._quantizer
+    if isinstance(self, NVFP4Tensor):
+        return metadata | {"fp4_dtype": DType.kFloat4E2M1}
+    if isinstance(self, Float8BlockwiseQTensor):
+        metadata["is_2D_scaled"] = self._quantizer.block_scaling_dim == 2
+    return metadata | {"fp8_dtype": self._quantizer.fp8_dtype}
+
+
+def make_like(
+    cls: type[QuantizedTensor],
+    tensor: QuantizedTensor,
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+) -> QuantizedTensor:
+    """A tensor that shares the bytes of ``tensor``, in another shape or nominal dtype.
+
+    Raises
+    ------
+    InputError
+        If ``shape`` has other rows: its last dimension and size are those of ``tensor``.
+    """
+    wanted = tensor.shape if shape is None else torch.Size(shape)
+    if wanted.numel() != tensor.numel() or wanted[-1:] != tensor.shape[-1:]:
+        raise InputError(
+            f"make_like got shape {tuple(wanted)} for a tensor of shape {tuple(tensor.shape)}; "
+            "another shape has rows of the same length, and as many."
+        )
+    made = type(tensor)(
+        tensor.buffers(),
+        wanted,
+        dtype or tensor.dtype,
+        tensor.device,
+        tensor._quantizer,
+        view_of=tensor._view_of,
+    )
+    made._is_read_only = tensor._is_read_only
+    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def to_dtype(self: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """A tensor that shares the bytes of this one, with another nominal dtype."""
+    return make_like(type(self), self, dtype=dtype)
+
+
+def prepare_for_saving(
+    self: QuantizedTensor,
+) -> tuple[list[torch.Tensor | None], QuantizedTensor]:
+    """The buffers, for ``ctx.save_for_backward``, and a tensor that waits for them.
+
+    :func:`restore_from_saved` of that tensor takes them back. This one stays as it is.
+    """
+    waiting = make_like(type(self), self)
+    for name in self.buffer_names:
+        setattr(waiting, name, None)
+    return list(self.buffers().values()), waiting
+
+
+def restore_from_saved(
+    self: QuantizedTensor, tensors: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Take this tensor's buffers from the front of ``tensors``; returns the others."""
+    count = len(self.buffer_names)
+    for name, buffer in zip(self.buffer_names, tensors[:count], strict=True):
+        setattr(self, name, buffer)
+    return list(tensors[count:])
+
+
+def clear(self: QuantizedTensor) -> None:
+    """Let go of the bytes; aliases and views keep theirs. It cannot be read after that."""
+    for name in self.buffer_names:
+        setattr(self, name, None)
+
+
+def _get_quantizer(self: QuantizedTensor) -> Quantizer:
+    quantizer: Quantizer = self._quantizer
+    return quantizer
+
+
+# -- methods and attributes of one format --------------------------------------------
+
+
+def _reset_caches(self: Float8Tensor) -> None:
+    """Drop the transpose, after a write to the bytes; it is made again when it is needed."""
+    if self._rowwise_data is not None:
+        self._columnwise_data = None
+    self._was_written()
+
+
+# -- into the classes ------------------------------------------------------------------
+
+
+def _add(cls: type[QuantizedTensor], *methods: Callable[..., Any], **others: Any) -> None:
+    for name, member in ({method.__name__: method for method in methods} | others).items():
+        setattr(cls, name, member)
+
+
+_add(
+    QuantizedTensor,
+    get_usages,
+    get_data_tensors,
+    get_metadata,
+    to_dtype,
+    prepare_for_saving,
+    restore_from_saved,
+    clear,
+    _get_quantizer,
+    make_like=classmethod(make_like),
+    _from_keywords=staticmethod(_from_keywords),
+)
+_add(Float8Tensor, _reset_caches)
+_fp8_dtype = property(lambda tensor: tensor._quantizer.fp8_dtype)
+_add(MXFP8Tensor, _fp8_dtype=_fp8_dtype)
+_add(
+    Float8BlockwiseQTensor,
+    _fp8_dtype=_fp8_dtype,
+    _is_2D_scaled=property(lambda tensor: tensor._quantizer.block_scaling_dim == 2),
+)
