@@ -519,7 +519,14 @@ class BasicOperation(FusibleOperation):
         the op's parameters if it is None.
         """
         recipe = current_recipe()
-        return None if recipe is None else self._quantizer_under(recipe, mode, index, device)
+        if recipe is None:
+            return None
+        kept = self._quantizers
+        if kept is not None and kept[0] is recipe is self._last_recipe:
+            made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))
+            if made is not None:
+                return made
+        return self._quantizer_under(recipe, mode, index, device)
 
     def _quantizer_value_of_view(
         self, mode: str, index: int, device: torch.device | None = None
