@@ -230,7 +230,8 @@ class BasicLinear(BasicOperation):
         """
         if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
             return None
-        row = native_row("input" if side == "forward" else "grad_output", "weight", key)
+        role = "input" if side == "forward" else "grad_output"
+        row = native_row(role, "weight", key, self.quantizer_format)
         if row is None:
             return EMULATED_GEMM
         return f"{row.name} takes no addend: torch._scaled_mm adds a bias and nothing else."
@@ -249,7 +250,9 @@ class BasicLinear(BasicOperation):
             return f"{name} may record the amax of scale * dy, and here dy would be quantized."
         wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
         rows = [
-            native_row("grad_output", role, key) for role, is_wanted in wanted.items() if is_wanted
+            native_row("grad_output", role, key, self.quantizer_format)
+            for role, is_wanted in wanted.items()
+            if is_wanted
         ]
         return EMULATED_GEMM if None in rows else None
 
