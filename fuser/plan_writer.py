@@ -280,7 +280,8 @@ class PlanWriter:
     def _add_results(self, covered: set[int]) -> None:
         """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
         add = self.lines.append
-        # A caller's gradients are plain: they are added up, and read by optimizers.
+        # A caller's gradients are plain. autograd adds the next one to a leaf's in place, and a
+        # quantized one would round the sum at every microbatch.
         grad = "{}" if self.key.recipe is None else "plain({})"
         wants_dx = self.key.ops[0].input_requires_grad
         results = ["None", grad.format("dx") if wants_dx else "None"]

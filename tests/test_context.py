@@ -204,6 +204,59 @@ def test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output(returned: 
     assert not grad.any()
 
 
+RECIPES = {
+    "plain": None,
+    "fp8": Float8CurrentScaling(),
+    "fp8, exact backward": Float8CurrentScaling(backward_override="high_precision"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("weight_requires_grad", [True, False])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_backward_fusion_finds_in_a_linears_context_what_its_forward_ran_with(
+    name: str, weight_requires_grad: bool, autocast: torch.dtype | None
+) -> None:
+    found: dict[str, Any] = {}
+
+    class Reading(fuser.FusedOperation):
+        """The gradient of a linear's input, by what its context says alone."""
+
+        window = (fuser.BasicLinear, fuser.ConstantScale)
+        side = "backward"
+
+        def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **rest: Any) -> Any:
+            ctx = basic_op_ctxs[0]
+            names = ("dtype", "weight_requires_grad", "input_requires_grad")
+            names += ("with_quantized_compute", "input_quantizer", "weight_quantizer")
+            names += ("grad_output_quantizer", "grad_input_quantizer")
+            found.update((name, getattr(ctx, name)) for name in names)
+            _, weight = ctx.saved_tensors
+            return grad_output.to(ctx.dtype) @ weight.to(ctx.dtype), [(None,), ()], [(), ()]
+
+    model = fuser.Sequential(fuser.BasicLinear(N, N), fuser.ConstantScale(1.0), fusions=(Reading,))
+    model[0].weight.requires_grad_(weight_requires_grad)
+    x, recipe = x_of().requires_grad_(), RECIPES[name]
+    with (
+        fuser.autocast(enabled=recipe is not None, recipe=recipe),
+        torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None),
+    ):
+        y = model(x)
+        y.sum().backward()
+    assert x.grad is not None
+    assert found["dtype"] is (autocast or torch.float32)
+    assert found["weight_requires_grad"] is weight_requires_grad
+    assert found["input_requires_grad"] is True
+    assert found["with_quantized_compute"] is (name == "fp8")
+    is_quantized = {key: value is not None for key, value in found.items() if "quantizer" in key}
+    assert is_quantized == {
+        "input_quantizer": recipe is not None,
+        "weight_quantizer": recipe is not None,
+        "grad_output_quantizer": name == "fp8",
+        "grad_input_quantizer": False,
+    }
+
+
 # -- what the forward saw -----------------------------------------------------------------------
 
 
@@ -328,3 +381,18 @@ def test_a_fusion_of_the_user_that_runs_the_forward_leaves_the_scale_to_the_back
     model[1].scale = 7.0
     y.sum().backward()
     torch.testing.assert_close(x.grad, torch.full_like(x, 2.0))
+
+
+def test_gradients_of_a_leading_quantize_add_up_without_another_rounding() -> None:
+    op, x = fuser.Quantize(forward=False, backward=True), x_of().requires_grad_()
+    total = torch.zeros(N, N)
+    for step in range(3):
+        dy = x_of(seed=10 + step) * 10**step
+        with fuser.autocast(recipe=Float8CurrentScaling()):
+            y = op(x)
+        (rounded,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+        assert not torch.equal(rounded, dy)
+        y.backward(dy)
+        total += rounded
+    assert type(x.grad) is torch.Tensor
+    assert torch.equal(x.grad, total)

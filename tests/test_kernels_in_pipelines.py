@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -688,6 +689,23 @@ def test_a_quantizer_of_the_user_gets_tensors() -> None:
         x = leaf(random_tensor((32, 32), BF16, 1))
         model(x).sum().backward()
         assert ", quantize" in str(model.plan(x))
+
+
+@pytest.mark.parametrize("runs_kernels", [False, True])
+def test_a_delayed_scale_may_have_no_dimensions_and_its_amax_is_raised(runs_kernels: bool) -> None:
+    x = random_tensor((32, 32), BF16, 1)
+    scale, amax = torch.tensor(2.0), torch.tensor(0.0)
+    with on_kernels() if runs_kernels else contextlib.nullcontext():
+        found = fuser.Float8Quantizer(scale, amax)(x)
+        expected = fuser.Float8Quantizer(scale.reshape(1), torch.zeros(1))(x)
+    assert torch.equal(found._data, expected._data)
+    assert torch.equal(found._scale_inv, expected._scale_inv)
+    assert amax.shape == ()
+    assert amax == x.float().abs().max()
+    scale.fill_(4.0)  # read at every call, from the caller's memory
+    assert fuser.Float8Quantizer(scale, amax)(x)._scale_inv == 0.25
+    with pytest.raises(fuser.InputError, match=r"scale of shape \(2,\)"):
+        fuser.Float8Quantizer(torch.ones(2), amax)
 
 
 def test_empty_values_are_quantized_and_their_sums_are_zero() -> None:

@@ -51,6 +51,8 @@ EMITTERS: dict[str, Callable[[], fuser.FusibleOperation]] = {
     "BasicLinear": lambda: fuser.BasicLinear(64, 64),
     "Linear": lambda: fuser.Linear(64, 64),
     "Bias": lambda: fuser.Bias(64),
+    "frozen Bias": lambda: fuser.Bias(64).requires_grad_(False),
+    "frozen RMSNorm": lambda: fuser.RMSNorm(64).requires_grad_(False),
     "RMSNorm": lambda: fuser.RMSNorm(64),
     "LayerNorm": lambda: fuser.LayerNorm(64),
     "L2Normalization": fuser.L2Normalization,
@@ -99,6 +101,34 @@ def test_an_op_hands_on_what_its_neighbours_ask_for(name: str) -> None:
     assert torch.equal(grad._columnwise_data, expected._columnwise_data)
     assert torch.equal(grad._columnwise_scale_inv, expected._columnwise_scale_inv)
     assert grad._rowwise_data is None
+
+
+@pytest.mark.parametrize("name", EMITTERS)
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_gradient_arrives_as_the_plan_says(
+    name: str, fusions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[torch.Tensor] = []
+    backward = fuser.BasicLinear.op_backward
+
+    def noted(op: Any, ctx: Any, grad_output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(grad_output)
+        return backward(op, ctx, grad_output, *args, **kwargs)
+
+    monkeypatch.setattr(fuser.BasicLinear, "op_backward", noted)
+    width = 128 if name == "SwiGLU" else 64
+    ops = (fuser.BasicLinear(64, width), EMITTERS[name](), fuser.BasicLinear(64, 64))
+    model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
+    with fuser.autocast(recipe=FORMATS["mxfp8"]):
+        y = model(oracles.random_tensor((64, 64), torch.float32, 1), *extras_of(name, 64))
+    y.backward(oracles.random_tensor((64, 64), torch.float32, 2))
+    promised = model.plans[0].key.ops[0].grad_output
+    assert promised is not None
+    arrived = found[-1]
+    assert isinstance(arrived, QuantizedTensor)
+    assert arrived.format == promised.format
+    copies = (arrived._has("rowwise"), arrived._has("columnwise"))
+    assert copies == (promised.rowwise, promised.columnwise)
 
 
 def results(

@@ -51,6 +51,32 @@ def test_an_output_may_be_written_to(make: Any) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "ops",
+    [
+        lambda: [fuser.Reshape((-1,))],
+        lambda: [fuser.Identity(), fuser.Reshape((4, -1)), fuser.Reshape((-1,))],
+        lambda: [fuser.Reshape((-1,)), fuser.MakeExtraOutput()],
+    ],
+)
+@pytest.mark.parametrize("taken", [lambda x: x[1:], lambda x: x], ids=["of a view", "of all"])
+def test_a_view_of_the_callers_tensor_cannot_be_written_to(ops: Any, taken: Any) -> None:
+    # The write would change x, and the gradient of x would not know.
+    x = x_of(3, 8).requires_grad_()
+    source = x * 1
+    kept = source.detach().clone()
+    y = fuser.Sequential(*ops())(taken(source))
+    y = y[0] if isinstance(y, tuple) else y
+    assert y._is_view()
+    with pytest.raises(RuntimeError, match="is a view and"):
+        y.mul_(2)
+    assert torch.equal(source, kept)
+    y.sum().backward()
+    expected = torch.zeros_like(x)
+    taken(expected).fill_(1)
+    assert torch.equal(x.grad, expected)
+
+
 # -- hooks -----------------------------------------------------------------------------
 
 

@@ -177,6 +177,21 @@ class BasicLinear(BasicOperation):
             if roles
         )
 
+    def context_constants(self, key: PlanKey) -> dict[str, Any]:
+        """What backward fusions written for other libraries read of a linear's context.
+
+        The dtype in which it computes, whether the weight's gradient is wanted, whether backward
+        multiplies quantized tensors, and the quantizers, which a quantized forward sets.
+        """
+        (op,) = key.ops
+        return {
+            "dtype": key.autocast_dtype or op.params[0].dtype,
+            "weight_requires_grad": op.params[0].requires_grad,
+            "with_quantized_compute": key.recipe is not None and key.recipe.quantizes_backward,
+            "input_quantizer": None,
+            "weight_quantizer": None,
+        }
+
     def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
         (op,) = key.ops
         arrives = {
@@ -334,6 +349,8 @@ class BasicLinear(BasicOperation):
             weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
         )
         if ctx.requires_grad:
+            ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
+            ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
             # What is made anew at every call, by a quantizer that says so, nobody else has.
             x_is_own = qx is not input_ and input_quantizer.replay_key is not None
             weight_is_own = (

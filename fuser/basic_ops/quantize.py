@@ -20,7 +20,9 @@ class Quantize(BasicOperation):
     ----------
     forward, backward
         Whether to quantize the values, and their gradients. Gradients stay as
-        they are under a ``backward_override``.
+        they are under a ``backward_override``. The caller's gradient of a
+        pipeline's input has the quantized values, in a plain tensor: autograd
+        adds the next one to it in place.
     """
 
     parameter_names = ()

@@ -180,7 +180,7 @@ class Float8Quantizer(Quantizer):
     Parameters
     ----------
     scale, amax
-        fp32 [1] each, parts of the delayed-scaling state: the scale is read,
+        fp32 of one element each, parts of the delayed-scaling state: the scale is read,
         and ``amax`` is raised at every call; None records nothing. Two
         quantizers are equal if they hold the same state.
     fp8_dtype
@@ -203,6 +203,17 @@ class Float8Quantizer(Quantizer):
     @functools.cached_property
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "amax"):
+            state = getattr(self, name)
+            if state is None or state.shape == (1,):
+                continue
+            if state.numel() != 1:
+                raise InputError(
+                    f"Float8Quantizer got {name} of shape {tuple(state.shape)}; it is one number."
+                )
+            object.__setattr__(self, name, state.view(1))  # of the same memory
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Float8Quantizer) and self._contents() == other._contents()
