@@ -76,7 +76,7 @@ class DelayedScales:
         again = recomputed_conditions()
         is_reading = again is not None or _is_evaluating.get()
         if again is not None and again.region is not None and self.mode == "forward":
-            past = again.region.past_scales.get(self._identity)
+            past = again.region.past_scales.get(self._identity, {}).get(recipe)
             if past is not None:
                 return Float8Quantizer(past[index : index + 1].to(device), None, dtypes[index])
         if is_other and is_reading and self.scale.numel():
@@ -186,7 +186,7 @@ class DelayedScales:
         if regions:
             past = self.scale.clone()
             for region in regions:
-                region.past_scales[self._identity] = past
+                region.past_scales.setdefault(self._identity, {})[self._recipe] = past
 
     @staticmethod
     def end_step(states: Mapping[DelayedScales, Any]) -> None:

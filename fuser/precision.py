@@ -41,13 +41,14 @@ class Region:
     autocast or with a backward through one of its pipelines, whichever comes
     first. ``recorded`` are the states (delayed_scaling.py) that recorded amaxes
     in it, each with the group that these are reduced over. ``past_scales`` are
-    the scales that it ran with, of states that have others now; they are kept
-    where ``may_be_recomputed``: a checkpointed function ran in it.
+    the scales that it ran with, by recipe, of states that have others now; they
+    are kept where ``may_be_recomputed``: a checkpointed function ran in it.
     """
 
     def __init__(self) -> None:
         self.recorded: dict[Any, Any] = {}
-        self.past_scales: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+        self.past_scales: weakref.WeakKeyDictionary[Any, dict[Recipe | None, torch.Tensor]]
+        self.past_scales = weakref.WeakKeyDictionary()
         self.may_be_recomputed = False
         self.is_over = False
 

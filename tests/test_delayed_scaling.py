@@ -134,13 +134,14 @@ def test_the_largest_amax_counts_at_once_where_the_algorithm_becomes_the_maximum
         assert float(state(model).scale[0]) == 448 / 64
 
 
-def test_an_amax_that_is_no_number_changes_no_scale() -> None:
+@pytest.mark.parametrize("amax", [float("inf"), float("nan")])
+def test_an_amax_that_is_no_number_changes_no_scale(amax: float) -> None:
     model = linear()
-    amaxes(model, 64.0, float("inf"), float("nan"))
+    amaxes(model, 64.0, amax)
     assert float(state(model).scale[0]) == 448 / 64
     with fuser.autocast(recipe=dataclasses.replace(HYBRID, margin=1)):
         model(tensor(1).requires_grad_())
-    assert torch.isfinite(state(model).scale).all()
+        assert float(state(model).scale[0]) == 448 / 64 / 2
 
 
 @pytest.mark.parametrize("kind", ["plain", "checkpointed"])
@@ -158,6 +159,30 @@ def test_a_backward_after_another_format_began_has_the_scale_of_its_own(kind: st
     expected = step(twin, HYBRID, 50.0, 1)
     assert torch.equal(x.grad, expected["dx"])
     assert torch.equal(grads(model)[0], expected["dw"])
+
+
+def test_two_recipes_of_one_op_in_one_autocast_are_each_recomputed_with_their_scales() -> None:
+    other = dataclasses.replace(HYBRID, margin=3, amax_history_len=2)
+
+    def train(is_checkpointed: bool) -> list[torch.Tensor]:
+        model, found = linear(), []
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+
+        for k in range(3):
+            x = (tensor(k) * 50).requires_grad_()
+            with fuser.autocast(recipe=HYBRID):
+                h = call(x) / 100
+                with fuser.autocast(recipe=other):
+                    y = call(h)
+                y = call(y)
+            step(model, HYBRID, 3.0, k)
+            y.sum().backward()
+            found += [y.detach(), x.grad, *grads(model)]
+        return found
+
+    assert equal(train(True), train(False))
 
 
 def test_evaluation_under_another_format_changes_nothing_and_saturates_nothing() -> None:

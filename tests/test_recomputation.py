@@ -178,8 +178,13 @@ def test_checkpoints_may_be_nested(recipe: Any, outer: bool, inner: bool) -> Non
 
         def both(x: torch.Tensor) -> torch.Tensor:
             # Torch's ops save tensors of the outer function before and after the inner one.
-            h = torch.sin(of(followed(first), torch.sin(x), inner))
+            h = torch.sin(of(twice, torch.sin(x), inner))
             return torch.sin(of(followed(second), h, inner))
+
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            with fuser.autocast(enabled=False):
+                h = followed(first)(x)
+            return followed(first)(h)  # type: ignore[no-any-return]
 
         with contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe):
             y = of(both, x, outer)
@@ -191,6 +196,24 @@ def test_checkpoints_may_be_nested(recipe: Any, outer: bool, inner: bool) -> Non
 
     expected = step(False)
     assert equal(step(True), expected)
+
+
+def test_a_backward_inside_a_checkpointed_function_takes_no_part_in_its_calls() -> None:
+    """What it recomputes for itself, it recomputes again when the function is."""
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        h = x.detach().requires_grad_()
+        inner = checkpoint(followed(model), h, use_reentrant=False)
+        (slope,) = torch.autograd.grad(inner.sum(), h)
+        with fuser.autocast(enabled=False):
+            return torch.sin(model(torch.sin(x) + slope))  # type: ignore[arg-type]
+
+    found = []
+    for options in ({}, {"use_reentrant": False}):
+        run(function, MXFP8, x, **options).sum().backward()
+        found.append(grads(model))
+    assert equal(found[1], found[0])
 
 
 @every_recipe
