@@ -16,6 +16,8 @@ from fuser.errors import InputError
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+# Of the random Hadamard transform: bit i set changes the sign of element i of every 16.
+HADAMARD_SIGNS = 0xD7E8
 
 # Scales of MXFP8 and NVFP4 are padded to whole tiles of 128 rows and 4 blocks, the unit in which
 # block-scaled tensor cores read them; fp32 scales of FP8 blocks to 16 bytes, four of them.

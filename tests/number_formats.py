@@ -97,6 +97,14 @@ def fp32(x: Array | float) -> Array:
         return np.asarray(x, np.float64).astype(np.float32)
 
 
+def bfloat16(x: Array) -> Array:
+    """fp32 ``x`` rounded to bf16, ties to even, as fp32; NaN stays NaN."""
+    bits = bits_of(x).astype(np.uint64)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    rounded = bits.astype(np.uint32).view(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan), rounded)
+
+
 def product(a: Array | float, b: Array | float) -> Array:
     """``a * b`` of fp32 numbers, rounded once."""
     with np.errstate(all="ignore"):
@@ -344,7 +352,7 @@ def e2m1_at_random(x: Array, words: Array) -> Array:
 
 
 def hadamard(x: Array, mask: int) -> Array:
-    """``H (signs * x) / 4`` over every 16 elements of the last dimension, as fp32 butterflies.
+    """``H (signs * x) / 4`` over every 16 elements of the last dimension, rounded to bf16.
 
     Bit ``i`` of ``mask`` changes the sign of element ``i``; pairs at distance 1
     are combined first, then 2, 4 and 8, each sum rounded to fp32.
@@ -355,7 +363,17 @@ def hadamard(x: Array, mask: int) -> Array:
         pairs = y.reshape(-1, 2, distance).astype(np.float64)
         left, right = pairs[:, 0], pairs[:, 1]
         y = fp32(np.stack((left + right, left - right), axis=1))
-    return product(y.reshape(x.shape), 0.25)
+    return bfloat16(product(y.reshape(x.shape), 0.25))
+
+
+def hadamard_by_matrix(x: Array, mask: int) -> Array:
+    """:func:`hadamard` as one product with a matrix, whose sums are made in float64."""
+    matrix = np.ones((1, 1))
+    for _ in range(4):
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    signs = np.array([-1.0 if mask >> i & 1 else 1.0 for i in range(16)])
+    groups = x.reshape(-1, 16).astype(np.float64)
+    return bfloat16(fp32((groups * signs) @ matrix / 4).reshape(x.shape))
 
 
 def packed(codes: Array) -> Array:

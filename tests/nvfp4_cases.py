@@ -26,12 +26,15 @@ class Options:
 
     two_dimensional: bool = False
     hadamard: bool = False
+    random_signs: bool = True
     stochastic: bool = False
     seed: int = 0
     offset: int = 0
 
     def __str__(self) -> str:
-        return "-".join(f"{name}={value}" for name, value in vars(self).items() if value) or "plain"
+        plain = vars(Options())
+        given = (f"{name}={value}" for name, value in vars(self).items() if value != plain[name])
+        return "-".join(given) or "plain"
 
 
 KINDS = (
@@ -41,25 +44,26 @@ KINDS = (
     Options(stochastic=True, seed=2**63 + 12345),
     Options(hadamard=True, stochastic=True, seed=-7, offset=2**34 + 8),
     Options(hadamard=True, two_dimensional=True),
+    Options(hadamard=True, random_signs=False),
 )
 EVERY_KIND = pytest.mark.parametrize("options", KINDS, ids=str)
 # An amax that reduction over a group made larger, one for each copy, and what breaks encoding.
 AMAXES = ((1e3,), (5.0, 7.0), (0.0,), (2.0**-149,), (2.0**-120,), (3e38,), (INF,), (NAN, 1.0))
 
 
-def amaxes_of(values: torch.Tensor, hadamard: bool) -> torch.Tensor:
+def amaxes_of(values: torch.Tensor, hadamard: bool, random_signs: bool = True) -> torch.Tensor:
     """Of both copies, by the reference."""
-    *_, row, _, _, col = reference.quantize(values, hadamard=hadamard)
+    *_, row, _, _, col = reference.quantize(values, hadamard=hadamard, random_signs=random_signs)
     assert row is not None
     assert col is not None
     return torch.cat((row, col))
 
 
-def check_hadamard_amax(place: Place, case: Input) -> None:
+def check_hadamard_amax(place: Place, case: Input, random_signs: bool) -> None:
     x, out = case.on(place), torch.zeros(2, device=place.device)
     with place.launching():
-        nvfp4.hadamard_amax(x, out=out)
-    assert_same(out, amaxes_of(case.values(), True), "amax")
+        nvfp4.hadamard_amax(x, random_signs=random_signs, out=out)
+    assert_same(out, amaxes_of(case.values(), True, random_signs), "amax")
 
 
 def check_quantize(
@@ -71,16 +75,19 @@ def check_quantize(
 ) -> None:
     x, values = case.on(place), case.values()
     m, k = case.m, case.k
-    amaxes = amaxes_of(values, options.hadamard) if amax is None else torch.tensor(amax)
+    own = amaxes_of(values, options.hadamard, options.random_signs)
+    amaxes = own if amax is None else torch.tensor(amax)
     shift = int(case.layout in ("shifted", "odd rows"))
-    row = row_scale = col = col_scale = None
+    row = row_scale = row_amax = col = col_scale = col_amax = None
     if copies[0]:
+        row_amax = place.empty((1,), torch.float32) if m * k else None
         row = place.empty((m, k // 2), shift=shift)
         row_scale = place.empty(nvfp4_scale_shape(m, k, False))
     if copies[1]:
+        col_amax = place.empty((1,), torch.float32) if m * k else None
         col = place.empty((k, m // 2), shift=shift)
         col_scale = place.empty(nvfp4_scale_shape(m, k, True))
-    outputs = (row, row_scale, col, col_scale)
+    outputs = (row, row_scale, row_amax, col, col_scale, col_amax)
     with place.launching(*outputs):
         nvfp4.quantize(
             x,
@@ -88,16 +95,18 @@ def check_quantize(
             amax_value=amaxes.to(place.device),
             row=row,
             row_scale=row_scale,
+            row_amax=row_amax,
             col=col,
             col_scale=col_scale,
+            col_amax=col_amax,
         )
     expected = reference.quantize(
         values, rowwise=copies[0], columnwise=copies[1], amax_value=amaxes, **vars(options)
     )
-    names = ("row", "row_scale", "col", "col_scale")
-    wanted = (*expected[:2], *expected[3:5])
-    for name, got, want in zip(names, outputs, wanted, strict=True):
-        assert_same(got, want, name)
+    names = ("row", "row_scale", "row_amax", "col", "col_scale", "col_amax")
+    for name, got, want in zip(names, outputs, expected, strict=True):
+        if m * k or not name.endswith("amax"):
+            assert_same(got, want, name)
 
 
 def check_dequantize(

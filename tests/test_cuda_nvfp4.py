@@ -54,9 +54,10 @@ def test_amaxes_that_are_not_the_tensors(amax: tuple[float, ...]) -> None:
     cases.check_quantize(EMULATOR, Input(32, 48), Options(), amax=amax)
 
 
+@pytest.mark.parametrize("random_signs", [True, False])
 @cases.EVERY_INPUT
-def test_the_amaxes_of_a_tensor_and_of_its_transform(case: Input) -> None:
-    cases.check_hadamard_amax(EMULATOR, case)
+def test_the_amaxes_of_a_tensor_and_of_its_transform(case: Input, random_signs: bool) -> None:
+    cases.check_hadamard_amax(EMULATOR, case, random_signs)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,7 @@ def test_every_byte_is_dequantized_under_every_scale(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"col_amax": torch.zeros(2)}, r"col_amax .*shape \(1,\)"),
         ({"x": torch.zeros(16, 24)}, "NVFP4 needs K .*multiple of 16; got K = 24"),
         ({"amax_value": torch.zeros(3)}, r"one or two amaxes; got the shape \(3,\)"),
         ({"offset": -1}, "offset -1"),

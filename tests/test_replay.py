@@ -308,6 +308,46 @@ def test_replayed_delayed_scaling_reads_and_writes_its_own_state(
     assert len(calls) == 2
 
 
+NVFP4: dict[str, Any] = {
+    "both": {},
+    "row": {"columnwise": False},
+    "col": {"rowwise": False},
+    "2d": {"with_2d_quantization": True},
+    "hadamard": {"with_rht": True},
+    "no signs": {"with_rht": True, "with_random_sign_mask": False},
+    "stochastic": {"stochastic_rounding": True, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("options", NVFP4.values(), ids=NVFP4)
+@pytest.mark.parametrize("shape", [(32, 48), (5, 40)], ids=["whole", "padded"])
+@pytest.mark.parametrize("source", ["tensor", "values"])
+def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
+    options: dict[str, Any], shape: tuple[int, int], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantizer = fuser.NVFP4Quantizer(**options)
+    inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    gelu = Functor("gelu")
+    with on_kernels():
+        plain = [pointwise.activation(gelu, x.to(BF16)).tensor() for x in inputs]
+    expected = [quantizer(x) for x in plain]
+    calls = counted(quantizer, monkeypatch)
+    with on_kernels():
+        made = [
+            quantizer(pointwise.activation(gelu, x.to(BF16)) if source == "values" else y)
+            for x, y in zip(inputs, plain, strict=True)
+        ]
+    # What is padded is asked for each time; its quantizing is replayed, and noted a call later.
+    assert len(calls) == (2 if shape[0] == 32 else 4 + 3)
+    for one, other in zip(made, expected, strict=True):
+        for name, buffer in other.buffers().items():
+            found = one.buffers()[name]
+            assert (found is None) == (buffer is None)
+            assert found is None or torch.equal(found, buffer), name
+    amaxes = [t for one in made for t in (one._amax_rowwise, one._amax_columnwise) if t is not None]
+    assert len({t.data_ptr() for t in amaxes}) == len(amaxes)
+
+
 @pytest.mark.parametrize("what", ["forward", "backward", "rmsnorm", "rmsnorm backward"])
 @pytest.mark.parametrize("rows", [16, 144])
 def test_replayed_values_are_what_they_were(
@@ -370,6 +410,9 @@ def test_quantizers_that_launch_the_same_share_tapes() -> None:
     ):
         assert other.replay_key is not None
         assert other.replay_key != quantizer.replay_key
+    keys = [fuser.NVFP4Quantizer(**options).replay_key for options in NVFP4.values()]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,14 @@ from fuser.cuda.operands import (
     loads,
 )
 from fuser.errors import InputError
-from fuser.formats import NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
+from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
 
 BOOLEANS = (False, True)
 
 
-def hadamard_amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
+def hadamard_amax(
+    x: torch.Tensor | Producer, *, random_signs: bool = True, out: torch.Tensor
+) -> None:
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
     A NaN is above all. Reads ``b`` bytes an element, once. Without a transform,
@@ -49,6 +51,8 @@ def hadamard_amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     ----------
     x
         Read; ``[M, K]``, multiples of 16; or a producer of that.
+    random_signs
+        As the reference has it.
     out
         fp32 ``[2]``, zeroed by the caller; read and written.
 
@@ -63,7 +67,8 @@ def hadamard_amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))
     kernel = _amax(producer.type)
-    kernel(tiles(m, k), producer.argument, Struct((out,)), int64(m), int32(k))
+    store = Struct((out, _signs(random_signs)))
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
 
 def quantize(
@@ -71,14 +76,17 @@ def quantize(
     *,
     two_dimensional: bool = False,
     hadamard: bool = False,
+    random_signs: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int = 0,
     amax_value: torch.Tensor,
     row: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
+    row_amax: torch.Tensor | None = None,
     col: torch.Tensor | None = None,
     col_scale: torch.Tensor | None = None,
+    col_amax: torch.Tensor | None = None,
 ) -> None:
     """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, below the given amax.
 
@@ -89,7 +97,7 @@ def quantize(
     ----------
     x
         Read; ``[M, K]``, multiples of 16; or a producer of that.
-    two_dimensional, hadamard, stochastic, seed, offset
+    two_dimensional, hadamard, random_signs, stochastic, seed, offset
         As the reference has them.
     amax_value
         Read; fp32 ``[1]``, or ``[2]``: for the rowwise and for the columnwise copy, as
@@ -98,6 +106,9 @@ def quantize(
         Written, both or neither; ``[M, K / 2]`` and ``nvfp4_scale_shape(M, K, False)``.
     col, col_scale
         Written, both or neither; ``[K, M / 2]`` and ``nvfp4_scale_shape(M, K, True)``.
+    row_amax, col_amax
+        Written where they are given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy,
+        for a tensor of its own.
 
     Raises
     ------
@@ -117,13 +128,18 @@ def quantize(
             f"{what} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
         )
     check_buffer(what, "amax_value", amax_value, torch.float32, (amaxes,))
+    for name, out in (("row_amax", row_amax), ("col_amax", col_amax)):
+        if out is not None:
+            check_buffer(what, name, out, torch.float32, (1,))
     if offset < 0:
         raise InputError(f"{what} got offset {offset} into its random words.")
     if row is None and col is None:
         return
     aligned = producer.is_aligned and is_aligned(row, 4) and is_aligned(col, 8)
-    copies = (amax_value, amax_value[-1:], row, row_scale, col, col_scale)
-    store = Struct((*copies, np.uint64(seed % 2**64), np.uint64(offset), int32(two_dimensional)))
+    copies = (amax_value, row, row_scale, row_amax, col, col_scale, col_amax)
+    rounding = (np.uint64(seed % 2**64), np.uint64(offset))
+    how = (int32(amaxes - 1), int32(two_dimensional), _signs(random_signs))
+    store = Struct((*copies, *rounding, *how))
     kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
     kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
 
@@ -166,6 +182,10 @@ def dequantize(
     kernel = _dequantize(check_element(what, out), columnwise, aligned)
     target = Struct((out,)) if columnwise else out
     kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+def _signs(random_signs: bool) -> np.int32:
+    return int32(HADAMARD_SIGNS if random_signs else 0)
 
 
 # -- kernels ------------------------------------------------------------------

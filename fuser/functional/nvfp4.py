@@ -22,6 +22,7 @@ def quantize(
     columnwise: bool = True,
     two_dimensional: bool = False,
     hadamard: bool = False,
+    random_signs: bool = True,
     stochastic: bool = False,
     seed: int = 0,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
@@ -33,6 +34,7 @@ def quantize(
             columnwise=columnwise,
             two_dimensional=two_dimensional,
             hadamard=hadamard,
+            random_signs=random_signs,
             stochastic=stochastic,
             seed=seed,
         )
@@ -41,7 +43,7 @@ def quantize(
         x = rows_of(x)
     amaxes = torch.zeros(1 + hadamard, dtype=torch.float32, device=x.device)
     if hadamard:
-        kernels.hadamard_amax(source_of(x), out=amaxes)
+        kernels.hadamard_amax(source_of(x), random_signs=random_signs, out=amaxes)
     elif isinstance(x, Values):
         x.amax(amaxes)
     else:
@@ -49,21 +51,28 @@ def quantize(
     row, col = buffer(x, (m, k // 2), rowwise), buffer(x, (k, m // 2), columnwise)
     row_scale = buffer(x, nvfp4_scale_shape(m, k, False), rowwise)
     col_scale = buffer(x, nvfp4_scale_shape(m, k, True), columnwise)
+    # A quantized tensor's two amaxes are apart, so that one may be written without the other.
+    new = torch.empty if m * k else torch.zeros
+    row_amax, col_amax = (
+        new((1,), dtype=torch.float32, device=x.device) if is_wanted else None
+        for is_wanted in (rowwise, columnwise)
+    )
     kernels.quantize(
         source_of(x),
         two_dimensional=two_dimensional,
         hadamard=hadamard,
+        random_signs=random_signs,
         stochastic=stochastic,
         seed=seed,
         amax_value=amaxes,
         row=row,
         row_scale=row_scale,
+        row_amax=row_amax,
         col=col,
         col_scale=col_scale,
+        col_amax=col_amax,
     )
-    amax_row = amaxes[:1] if rowwise else None
-    amax_col = amaxes[-1:].clone() if columnwise else None
-    return row, row_scale, amax_row, col, col_scale, amax_col
+    return row, row_scale, row_amax, col, col_scale, col_amax
 
 
 @or_torch

@@ -16,18 +16,13 @@ import math
 
 import torch
 
-from fuser.formats import NVFP4_BLOCK, DType, check_multiple, nvfp4_scale_shape
+from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, DType, check_multiple, nvfp4_scale_shape
 
 Wanted = torch.Tensor | None  # None where it was not asked for
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E2M1_MAX = DType.kFloat4E2M1.max
 E4M3_MAX = DType.kFloat8E4M3.max
-
-# Bit i set: element i of every 16 changes its sign before the Hadamard transform. The bits are
-# the truth table of i0 i1 xor i2 i3, a bent function: a constant block, and any other Walsh
-# pattern, comes out with 16 equal magnitudes, the furthest that the transform can spread it.
-HADAMARD_SIGNS = 0x7888
 
 # Rowwise and columnwise data round with independent streams: word 2 of the Philox counter.
 _ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 1
@@ -40,6 +35,7 @@ def quantize(
     columnwise: bool = True,
     two_dimensional: bool = False,
     hadamard: bool = False,
+    random_signs: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int = 0,
@@ -51,8 +47,9 @@ def quantize(
     ----------
     two_dimensional
         Blocks of 16x16 share a scale, so that both copies dequantize to the same values.
-    hadamard
-        Transform the columnwise copy along M, in fp32, before its amax is taken.
+    hadamard, random_signs
+        Transform the columnwise copy along M (:func:`hadamard_transform`), before its amax is
+        taken.
     stochastic, seed, offset
         Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
         word ``offset + i`` of the copy's stream (:func:`random_words`).
@@ -81,7 +78,7 @@ def quantize(
         amax_row = None if given is None else given[:1].clone()
         row, row_scale, amax_row = _quantize_rows(x, rows, amax_row, words)
     if columnwise:
-        turned = hadamard_transform(x.t()) if hadamard else x.t()
+        turned = hadamard_transform(x.t(), random_signs) if hadamard else x.t()
         if stochastic:
             words = random_words(seed, offset, turned.shape, _COLUMNWISE_STREAM, x.device)
         amax_col = None if given is None else given[-1:].clone()
@@ -113,19 +110,27 @@ def dequantize(
     return out.t().clone(memory_format=torch.contiguous_format) if columnwise else out
 
 
-def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
-    """``H (signs * x) / 4`` over every 16 elements of the last dimension: fp32, orthonormal.
+def hadamard_transform(x: torch.Tensor, random_signs: bool = True) -> torch.Tensor:
+    """``H (signs * x) / 4`` over every 16 elements of the last dimension, rounded to bf16; in fp32.
 
-    ``H`` is the Sylvester matrix; butterflies run at distances 1, 2, 4 and 8, in this order.
+    ``H`` is the Sylvester matrix. Sums are made in fp32, by butterflies at distances 1, 2, 4 and 8,
+    in this order. A matrix product adds in another order. For bf16 and fp16 elements of like
+    magnitudes it gives the same, since their sums are exact; for fp32 elements about 1 result in
+    20000 differs, by a step of bf16. The signs are those of ``formats.HADAMARD_SIGNS``, all plus
+    without ``random_signs``.
     """
     groups = x.float().view(*x.shape[:-1], x.shape[-1] // 16, 16)
-    return _hadamard(groups * _signs(x.device)).flatten(-2)
+    if random_signs:
+        groups = groups * _signs(x.device)
+    return _hadamard(groups).flatten(-2).bfloat16().float()
 
 
-def inverse_hadamard_transform(y: torch.Tensor) -> torch.Tensor:
-    """``signs * (H y) / 4``, the inverse (and transpose) of :func:`hadamard_transform`; fp32."""
-    groups = y.float().view(*y.shape[:-1], y.shape[-1] // 16, 16)
-    return _hadamard(groups).mul_(_signs(y.device)).flatten(-2)
+def inverse_hadamard_transform(y: torch.Tensor, random_signs: bool = True) -> torch.Tensor:
+    """``signs * (H y) / 4``, which undoes :func:`hadamard_transform` but for its rounding; fp32."""
+    groups = _hadamard(y.float().view(*y.shape[:-1], y.shape[-1] // 16, 16))
+    if random_signs:
+        groups.mul_(_signs(y.device))
+    return groups.flatten(-2)
 
 
 def cast_e2m1(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 
+from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
 from fuser.functional import nvfp4
 from fuser.functional.values import Values
@@ -64,7 +66,8 @@ class NVFP4Tensor(BlockScaledTensor):
         if not (columnwise and self._quantizer.with_rht):
             return nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
         turned = nvfp4.dequantize(data, scale, amax, torch.float32, columnwise=True).t()
-        return inverse_hadamard_transform(turned).t().to(dtype).contiguous()
+        back = inverse_hadamard_transform(turned, self._quantizer.with_random_sign_mask)
+        return back.t().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -73,33 +76,81 @@ class NVFP4Quantizer(Quantizer):
 
     Parameters
     ----------
+    fp4_dtype
+        E2M1, the only element type.
     with_2d_quantization
         One scale for 16x16 elements.
     with_rht
-        A 16-point random Hadamard transform on the columnwise copy.
+        A 16-point random Hadamard transform on the columnwise copy, in fp32 and
+        rounded to bf16 whatever the dtype.
+    with_random_sign_mask
+        Change signs before the transform (``formats.HADAMARD_SIGNS``).
     stochastic_rounding
         Round at random, so that the expected value is kept.
     seed
         Of the stochastic rounding; None draws one from torch's generator at every call.
+    with_post_rht_amax
+        Changes nothing: the amax of a transformed copy is that of its transformed values.
+    row_scaled_activation, nvfp4_4over6
+        Accepted as False.
+
+    Raises
+    ------
+    InputError
+        If ``fp4_dtype`` is another, or one of the last two is True.
     """
 
+    fp4_dtype: InitVar[DType] = DType.kFloat4E2M1
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
     with_2d_quantization: bool = field(default=False, kw_only=True)
     with_rht: bool = field(default=False, kw_only=True)
+    with_random_sign_mask: bool = field(default=True, kw_only=True)
     stochastic_rounding: bool = field(default=False, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
+    with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
+    row_scaled_activation: InitVar[bool] = field(default=False, kw_only=True)
+    nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
 
     tensor_class = NVFP4Tensor
     takes_values = True
+
+    def __post_init__(
+        self,
+        fp4_dtype: DType,
+        with_post_rht_amax: bool,
+        row_scaled_activation: bool,
+        nvfp4_4over6: bool,
+    ) -> None:
+        if fp4_dtype is not DType.kFloat4E2M1:
+            raise InputError(f"NVFP4 got fp4_dtype {fp4_dtype}; it has {DType.kFloat4E2M1} alone.")
+        if row_scaled_activation:
+            raise InputError(
+                "NVFP4 got row_scaled_activation=True; in this version a tensor has one fp32 "
+                "scale, and its rows have none of their own."
+            )
+        if nvfp4_4over6:
+            raise InputError(
+                "NVFP4 got nvfp4_4over6=True; in this version a block's largest value becomes 6, "
+                "and 4 is not tried."
+            )
 
     @functools.cached_property
     def format(self) -> NumberFormat:
         side = NVFP4_BLOCK if self.with_2d_quantization else 1
         return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)
 
+    @functools.cached_property
+    def replay_key(self) -> Hashable | None:
+        if self.stochastic_rounding and self.seed is None:
+            return None  # a seed is drawn at every call, and launched with
+        copies = (self.rowwise, self.columnwise)
+        transform = (self.with_rht, self.with_random_sign_mask)
+        rounding = (self.stochastic_rounding, self.seed)
+        return "nvfp4", copies, self.with_2d_quantization, transform, rounding
+
     def encoding(self) -> tuple[Any, ...]:
-        return (self.with_2d_quantization, self.with_rht)
+        return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
     def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
         padded = whole_blocks(rows, NVFP4_BLOCK)
@@ -114,6 +165,7 @@ class NVFP4Quantizer(Quantizer):
             columnwise=self.columnwise,
             two_dimensional=self.with_2d_quantization,
             hadamard=self.with_rht,
+            random_signs=self.with_random_sign_mask,
             stochastic=self.stochastic_rounding,
             seed=seed,
         )

@@ -50,9 +50,10 @@ def test_amaxes_that_are_not_the_tensors(case: Input, amax: tuple[float, ...]) -
     cases.check_quantize(GPU, case, Options(), amax=amax)
 
 
+@pytest.mark.parametrize("random_signs", [True, False])
 @cases.EVERY_INPUT
-def test_the_amaxes_of_a_tensor_and_of_its_transform(case: Input) -> None:
-    cases.check_hadamard_amax(GPU, case)
+def test_the_amaxes_of_a_tensor_and_of_its_transform(case: Input, random_signs: bool) -> None:
+    cases.check_hadamard_amax(GPU, case, random_signs)
 
 
 @pytest.mark.parametrize(

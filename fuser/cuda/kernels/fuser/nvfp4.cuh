@@ -1,6 +1,7 @@
 // NVFP4: 16 elements of 4 bits share an E4M3 scale: store policies, and the producer that decodes.
 #pragma once
 
+#include <fuser/packed.cuh>
 #include <fuser/random_words.cuh>
 #include <fuser/tiled.cuh>
 
@@ -112,9 +113,6 @@ struct Rounding {
 
 // ---- columns, and their 16-point Hadamard transform ----
 
-// Bit i: element i of every 16 changes its sign first. As the reference has them.
-constexpr unsigned kHadamardSigns = 0x7888u;
-
 // Element i and the one `distance` behind it become their sum and their difference.
 template <int kDistance>
 __device__ __forceinline__ void butterfly(float (&x)[kPatch]) {
@@ -128,15 +126,17 @@ __device__ __forceinline__ void butterfly(float (&x)[kPatch]) {
     }
 }
 
-// The 8 rows of column j, transformed. A warp has all 16 rows of a transform, and calls it together.
+// The 8 rows of column j, transformed but not yet rounded. A warp has all 16 rows of a transform, and
+// calls it together. Bit i of `mask` changes the sign of row i of every 16 first.
 template <class T>
-__device__ __forceinline__ void transform_column(const Patch<T>& patch, int j,
+__device__ __forceinline__ void transform_column(const Patch<T>& patch, int j, int mask,
                                                  float (&x)[kPatch]) {
     const bool is_lower = Tile::thread_row() % 2 == 1;
-    const unsigned signs = is_lower ? kHadamardSigns >> kPatch : kHadamardSigns;
+    const unsigned signs = static_cast<unsigned>(is_lower ? mask >> kPatch : mask);
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-        x[i] = __uint_as_float(__float_as_uint(patch.value(i, j)) ^ (signs >> i & 1u) << 31);
+        const unsigned sign = signs << (31 - i) & 0x80000000u;
+        x[i] = __uint_as_float(__float_as_uint(patch.value(i, j)) ^ sign);
     }
     butterfly<1>(x);
     butterfly<2>(x);
@@ -169,6 +169,11 @@ __device__ __forceinline__ unsigned amax_of(const float (&x)[kPatch]) {
     return largest_of(magnitude);
 }
 
+// Of transformed values, when they are rounded: the larger of two is not the smaller then.
+__device__ __forceinline__ unsigned rounded_amax(unsigned amax) {
+    return __float_as_uint(rounded_to<bf16>(__uint_as_float(amax)));
+}
+
 // ---- the store policy; either copy may be null ----
 
 template <bool kHadamard, bool kStochastic, bool kAligned>
@@ -176,17 +181,28 @@ struct Nvfp4Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = kHadamard || kStochastic ? 2 : 3;
     static constexpr int kScratchBytes = Turned<unsigned>::kBytes;
-    const float* row_amax;
-    const float* col_amax;
+    const float* amaxes;       // of the tensor, and at `col_at` of the columnwise copy
     unsigned char* row;        // [rows, columns / 2]
     unsigned char* row_scale;  // [128 row tiles, 4 scale_words(columns)]
+    float* row_amax;           // gets the amax; may be null, as may col_amax
     unsigned char* col;        // [columns, rows / 2]
     unsigned char* col_scale;  // [128 column tiles, 4 scale_words(rows)]
+    float* col_amax;
     Rounding rounding;
+    int col_at;
     int two_dimensional;  // blocks are 16 x 16
+    int signs;            // of the transform
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
+        if (tile.row_tile == 0 && tile.column_tile == 0 && threadIdx.x == 0) {
+            if (row_amax != nullptr) {
+                *row_amax = amaxes[0];
+            }
+            if (col_amax != nullptr) {
+                *col_amax = amaxes[col_at];
+            }
+        }
         if (row != nullptr) {
             quantize_rows(tile, patch);
         }
@@ -204,7 +220,7 @@ struct Nvfp4Store {
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
         // ---- a scale a block: two threads keep four rows each ----
-        const Nvfp4Scale of_tensor(*row_amax);
+        const Nvfp4Scale of_tensor(amaxes[0]);
         unsigned amax[kPatch];
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
@@ -266,14 +282,16 @@ struct Nvfp4Store {
     template <class T>
     __device__ __forceinline__ void quantize_columns(const Tile& tile,
                                                      const Patch<T>& patch) const {
-        // ---- the columns, as fp32 where they are transformed, and their amaxes ----
-        float transformed[kPatch][kPatch];
+        // ---- the columns, where they are transformed, and their amaxes ----
+        Packed<bf16, kPatch> transformed[kPatch];
         unsigned amax[kPatch];
         if constexpr (kHadamard) {
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
-                transform_column(patch, j, transformed[j]);
-                amax[j] = amax_of(transformed[j]);
+                float x[kPatch];
+                transform_column(patch, j, signs, x);
+                transformed[j] = packed<bf16>(x);
+                amax[j] = rounded_amax(amax_of(x));
             }
         } else {
             unsigned most[Patch<T>::kWords];
@@ -287,7 +305,7 @@ struct Nvfp4Store {
         // ---- a scale a block: two threads, 16 rows, keep four columns each ----
         __shared__ __align__(16) unsigned char scales[kTile][kNvBlocks];
         constexpr int kKept = kPatch / kNvThreads;
-        const Nvfp4Scale of_tensor(*col_amax);
+        const Nvfp4Scale of_tensor(amaxes[col_at]);
         const int first = Tile::thread_row() % kNvThreads * kKept;
         const unsigned square = two_dimensional ? of_square(largest_of(amax)) : 0u;
         unsigned amax_kept[kKept];
@@ -347,6 +365,7 @@ struct HadamardAmaxStore {
     static constexpr int kBlocks = 3;
     static constexpr int kScratchBytes = 0;
     unsigned* amax;  // [2], bits of fp32, raised
+    int signs;
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile&, const Patch<T>& patch) const {
@@ -354,11 +373,11 @@ struct HadamardAmaxStore {
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             float x[kPatch];
-            transform_column(patch, j, x);
+            transform_column(patch, j, signs, x);
             transformed = max(transformed, amax_of(x));
         }
         record_amax(patch.amax(), amax);
-        record_amax(transformed, amax + 1);
+        record_amax(rounded_amax(transformed), amax + 1);
     }
 };
 
