@@ -63,7 +63,8 @@ def emulated(
 
     Every launch runs three times: with blocks and threads in order, in the opposite order with
     other garbage in unwritten memory, and warp by warp, each to its next barrier before another
-    one starts. The results of the first run stay. What is an error:
+    one starts, where a block has more than one. The results of the first run stay. What is an
+    error:
 
     - an access outside a tensor's bytes or outside shared memory; a vector access at an address
       that is no multiple of its size; a write between the elements of a strided tensor;
