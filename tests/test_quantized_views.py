@@ -321,6 +321,40 @@ def test_a_write_through_a_transpose_reaches_the_parent() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["current", "delayed", "block-2d", "nvfp4-2d"])
+@pytest.mark.parametrize("which", COPIES)
+def test_views_of_a_transpose_have_the_copies_that_it_has(name: str, which: str) -> None:
+    tensor = QUANTIZERS[name](values(384))
+    expected = tensor.only(which).dequantize()
+    other = COPIES[1 - COPIES.index(which)]
+    turned = tensor.t()
+    turned.update_usage(**{f"{which}_usage": False})
+    for one in (tensor.only(which).t(), turned):
+        assert copies(one) == (other,)
+        for back, plain in (
+            (one.t(), expected),
+            (one.t()[128:256], expected[128:256]),
+            (one.t()[128:].t().t()[128:], expected[256:]),
+        ):
+            assert copies(back) == (which,)
+            assert torch.equal(back.dequantize(), plain)
+        for view in (lambda t: t[3:7], lambda t: t[5], lambda t: t.t()[:, 3:7].t()):
+            assert copies(view(one)) == NONE
+            assert torch.equal(view(one), view(expected.t()))
+        columns = one[:, 128:256]
+        assert copies(columns) == (other,)
+        assert torch.equal(columns.dequantize(), expected.t()[:, 128:256])
+    before, version = tensor.dequantize(), tensor._version
+    turned[3:7].fill_(2.0)
+    turned.t()[128:256].mul_(-1)
+    before[:, 3:7] = 2.0
+    before[128:256] *= -1
+    assert tensor._version > version
+    for both in COPIES:
+        again = QUANTIZERS[name](before).only(both).dequantize()
+        assert torch.equal(tensor.only(both).dequantize(), again)
+
+
 def test_a_write_through_transposed_rows_of_a_square_leaves_the_rest() -> None:
     quantizer = QUANTIZERS["current"]
     tensor = quantizer(values(K))
