@@ -159,21 +159,33 @@ def test_in_a_pipeline_it_hands_on_what_the_linear_reads(recipe: Any) -> None:
         assert torch.equal(one, other)
 
 
+class Doubled(fuser.BasicOperation):
+    """Passes x on, with 2 x as an extra output."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return input_, [(2 * input_,)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ((grad,),) = basic_op_grad_extra_outputs
+        return grad_output + 2 * grad, [()], [()]
+
+
 def test_channels_bring_conditions_and_their_gradients() -> None:
     """A condition computed in the pipeline gets the gradient that autograd finds."""
-    x, shift = (
-        random_tensor((4, HIDDEN), torch.float32, 1),
-        random_tensor((4, HIDDEN), torch.float32, 2),
-    )
+    x, shift = (random_tensor((4, HIDDEN), torch.float32, seed) for seed in (1, 2))
     model = fuser.Sequential(
-        fuser.MakeExtraOutput().set_extra_output_channel(0, "scale", output_to_caller=False),
+        Doubled().set_extra_output_channel(0, "scale", output_to_caller=False),
         fuser.GELU(),
         fuser.AdaptiveLayerNorm(HIDDEN).set_extra_input_channel(0, "scale"),
     )
     ours, plain = leaf(x), leaf(x)
     model(ours, shift).square().sum().backward()
-    y = F.layer_norm(F.gelu(plain, approximate="tanh"), (HIDDEN,), eps=EPS) * (1 + plain) + shift
-    y.square().sum().backward()
+    y = F.layer_norm(F.gelu(plain, approximate="tanh"), (HIDDEN,), eps=EPS)
+    (y * (1 + 2 * plain) + shift).square().sum().backward()
     torch.testing.assert_close(ours.grad, plain.grad)
 
 

@@ -187,7 +187,7 @@ def test_make_empty_makes_a_tensor_of_that_shape_to_write_to(make: Any) -> None:
 @every_quantizer
 def test_is_quantizable_says_whether_a_call_succeeds(make: Any) -> None:
     quantizer = make()
-    for tensor in (values(), values(5), values()[:, :7], torch.ones(3, dtype=torch.int32)):
+    for tensor in (values(), torch.ones(32, 32, dtype=torch.int32), torch.ones(())):
         try:
             quantizer(tensor)
             succeeds = True
@@ -371,6 +371,16 @@ def test_outside_an_autocast_an_op_has_the_quantizers_of_its_last_forward(index:
             inside = linear.get_quantizer("forward", 1)
         assert linear.get_quantizer("forward", 1) is inside
         assert linear.get_input_quantizer() == linear.get_quantizer("forward", 0)
+
+
+def test_the_usage_that_an_op_has_set_stays_when_the_recipe_changes() -> None:
+    op = Rounded()
+    for recipe in (RECIPES["mxfp8"], RECIPES["block"], RECIPES["delayed"]):
+        with fuser.autocast(recipe=recipe):
+            quantizer = op.get_quantizer("forward", 0)
+            assert isinstance(quantizer, fuser.MXFP8Quantizer) == (recipe is RECIPES["mxfp8"])
+            assert quantizer.columnwise_usage == (recipe is RECIPES["mxfp8"])
+            quantizer.set_usage(columnwise=False)
 
 
 class WithUsages(fuser.FusedOperation):
