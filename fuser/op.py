@@ -6,7 +6,6 @@ import abc
 import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -541,7 +540,7 @@ class BasicOperation(FusibleOperation):
 
         It can be changed, by ``set_usage`` for one, and is the same object at the next call; what
         this library quantizes does not follow it. Outside every autocast it is the quantizer of
-        the op's last forward, and None in what a pipeline runs. ``device`` is as in
+        the op's last forward, so that a backward may ask for it. ``device`` is as in
         :meth:`quantizer_value`.
         """
         recipe = current_recipe()
@@ -597,9 +596,9 @@ class BasicOperation(FusibleOperation):
         return state, dtypes, device
 
     def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
-        """The quantizer of the last forward under a recipe; None in what a pipeline runs."""
+        """The quantizer of the last forward, if that ran under a recipe."""
         recipe = self._last_recipe
-        if recipe is None or _is_in_plan():
+        if recipe is None:
             return None
         if isinstance(recipe, DelayedScaling):
             state = self._delayed.get(mode)
@@ -840,16 +839,6 @@ def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
     named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     return (*named, *QUANTIZER_ARGUMENTS)
-
-
-def _is_in_plan() -> bool:
-    """Whether a plan's code (written.py) calls this one, forward or backward."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<fuser plan "):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 @functools.cache

@@ -147,7 +147,7 @@ def test_usages_and_data_say_which_copies_are_here(quantizer: Any) -> None:
     tensor.update_usage(columnwise_usage=False)
     assert tensor.get_usages() == {"rowwise": True, "columnwise": False}
     assert tensor.get_data_tensors(rowwise_data=False) is None
-    assert tensor._get_quantizer() is tensor._quantizer
+    assert tensor._get_quantizer() == tensor._quantizer
 
 
 @every_quantizer

@@ -99,11 +99,6 @@ class AdaptiveLayerNorm(BasicOperation):
         y, mean, rstd = reference.adaptive_layernorm(rows, gain, bias, self.eps, dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, gain, mean, rstd)
-            # What a channel brings is made in the pipeline, where autograd marks nothing.
-            ctx.wants = tuple(
-                tensor.requires_grad or k in self._input_channels
-                for k, tensor in enumerate((scale, shift))
-            )
             ctx.extras = tuple((tensor.shape, tensor.dtype) for tensor in (scale, shift))
         return emit(y.view(x.shape), next_op_input_quantizer), [()]
 
@@ -117,7 +112,7 @@ class AdaptiveLayerNorm(BasicOperation):
         ctx: Any = basic_op_ctxs[0]
         x, gain, mean, rstd = ctx.saved_tensors
         rows, dy = self._rows(x), self._rows(plain(grad_output, grad_output.dtype))
-        wanted = (ctx.input_requires_grad, *ctx.wants)
+        wanted = (ctx.input_requires_grad, *ctx.extra_inputs_require_grad)
         dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, wanted)
         shaped = tuple(
             None if grad is None else grad.to(dtype).view(shape)

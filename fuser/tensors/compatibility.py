@@ -244,11 +244,6 @@ def clear(self: QuantizedTensor) -> None:
         setattr(self, name, None)
 
 
-def _get_quantizer(self: QuantizedTensor) -> Quantizer:
-    quantizer: Quantizer = self._quantizer
-    return quantizer
-
-
 # -- methods and attributes of one format --------------------------------------------
 
 
@@ -276,7 +271,6 @@ _add(
     prepare_for_saving,
     restore_from_saved,
     clear,
-    _get_quantizer,
     make_like=classmethod(make_like),
     _from_keywords=staticmethod(_from_keywords),
 )
