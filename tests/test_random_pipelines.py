@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import oracles
+import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
@@ -510,9 +511,11 @@ class Experiment:
         for number, parameter in enumerate(model.parameters()):
             parameter.requires_grad_(turn(self.setting.flags, number))
 
-    def fused(self, **kwargs: Any) -> tuple[Results, Results, tuple[bool, ...]]:
+    def fused(
+        self, splits: Sequence[str] = ("",), **kwargs: Any
+    ) -> tuple[Results, Results, tuple[bool, ...]]:
         """Outputs, gradients, and which outputs are differentiable, by fuser."""
-        model = self.program.module(self.dtype, **kwargs)
+        model = split(self.program.module(self.dtype, **kwargs), splits)
         self.freeze(model)
         x, extras = self.leaves(self.dtype)
         with MODES[self.setting.mode]():
@@ -555,6 +558,24 @@ class Experiment:
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Euclidean norm of the difference."""
     return float((a.double() - b.double()).norm())
+
+
+def split(model: fuser.Sequential, splits: Sequence[str]) -> fuser.Sequential:
+    """``model`` with hooks on ops and other modules between them, as ``splits`` say in turn."""
+    modules: dict[str, torch.nn.Module] = {}
+    for number, module in enumerate(model):
+        how = splits[number % len(splits)]
+        if how == "module":
+            modules[f"before {number}"] = torch.nn.Identity()
+        elif how == "hook":
+            module.register_forward_hook(lambda *args: None)
+        elif how == "inner hook":
+            list(module.modules())[-1].register_full_backward_hook(lambda *args: None)
+        modules[str(number)] = module
+    return fuser.Sequential(modules, fusions=model.fusions)
+
+
+SPLITS = ("", "", "module", "hook", "inner hook")
 
 
 def check(program: Program, setting: Setting, dtype: torch.dtype) -> None:
@@ -605,6 +626,27 @@ def allowed_errors(experiment: Experiment, truths: Results) -> dict[str, float]:
 def test_random_pipelines_equal_plain_torch(program: Program, setting: Setting) -> None:
     event(f"mode {setting.mode}")
     check(program, setting, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@settings(max_examples=150, **deterministic)
+@given(programs(), run_settings, st.lists(st.sampled_from(SPLITS), min_size=1, max_size=10))
+def test_random_pipelines_in_pieces_equal_whole_ones(
+    program: Program, setting: Setting, splits: list[str]
+) -> None:
+    experiment = Experiment(program, setting, torch.float32)
+    whole, pieces = experiment.fused(), experiment.fused(splits)
+    assert pieces[2] == whole[2]
+    for results, expected in zip(pieces[:2], whole[:2], strict=True):
+        assert list(results) == list(expected)
+        for name, value in results.items():
+            wanted = expected[name]
+            if value is None or wanted is None:
+                # One node gives zeros to a leaf that the loss does not reach, several may not.
+                assert all(t is None or not t.any() for t in (value, wanted)), name
+            else:
+                # Gradients of a tensor that many read are added in another order.
+                torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=100, **deterministic)
