@@ -89,6 +89,22 @@ def test_a_step_that_writes_no_weight_leaves_its_history_alone() -> None:
     assert forward_state(op).scale[1] == scale[1]
 
 
+def test_what_is_written_before_another_recipe_counts_under_that() -> None:
+    """The state is made for the recipe of the linear, and goes on under that of autocast."""
+    torch.manual_seed(0)
+    with fuser.quantized_model_init(recipe=DelayedScaling(margin=2)):
+        op = fuser.BasicLinear(64, 32)
+    amax = float(forward_state(op).amax_history[0, 1])
+    train_step(op)
+    assert forward_state(op).amax_history.shape == (RECIPE.amax_history_len, 2)
+    torch.testing.assert_close(float(forward_state(op).scale[1]), 448 / amax, rtol=1e-6, atol=0)
+    values = tensor(1, 32, 64) / 1000
+    with torch.no_grad():
+        op.weight.copy_(values)
+    assert_quantized_with(op.weight, values, float(forward_state(op).scale[1]))
+    assert float(forward_state(op).amax_history[0, 1]) == float(values.abs().max())
+
+
 @pytest.mark.parametrize("write", ["copy_", "data", "load_state_dict", "mul_", "a view"])
 def test_a_write_that_the_scale_cannot_hold_is_not_cut_off(write: str) -> None:
     op = linear()

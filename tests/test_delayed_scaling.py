@@ -234,8 +234,8 @@ Loop = Callable[[fuser.Sequential, Any, Any], list[torch.Tensor]]
 
 def plain_loop(model: fuser.Sequential, per_step: Any, forward: Any) -> list[torch.Tensor]:
     found = []
-    for k in range(4):
-        x = (tensor(k) * 3.0**k).requires_grad_()
+    for k, scale in enumerate((1.0, 30.0, 0.1, 3.0, 0.01, 0.02)):
+        x = (tensor(k) * scale).requires_grad_()
         with per_step():
             y = forward(model, x)
         (y * 1e-3).sum().backward()
@@ -289,7 +289,7 @@ def disabled_inside_loop(
 
 
 FORWARDS = {
-    "plain": lambda model, x: model(x),
+    "plain": lambda model, x: followed(model)(x),
     "checkpointed": lambda model, x: checkpoint(followed(model), x, use_reentrant=False),
     "reentrant": lambda model, x: checkpoint(followed(model), x, use_reentrant=True),
 }
@@ -302,12 +302,18 @@ FORWARDS = {
 def test_one_autocast_around_the_loop_has_the_bits_of_one_around_each_step(
     loop: Loop, forward: Any
 ) -> None:
-    expected = loop(mlp(), lambda: fuser.autocast(recipe=HYBRID), forward)
-    with fuser.autocast(recipe=HYBRID):
+    """And a checkpointed forward those of one that is not."""
+    recipe = dataclasses.replace(HYBRID, amax_history_len=2)
+
+    def per_step() -> Any:
+        return fuser.autocast(recipe=recipe)
+
+    expected = loop(mlp(), per_step, FORWARDS["plain"])
+    assert equal(loop(mlp(), per_step, forward), expected)
+    with fuser.autocast(recipe=recipe):
         assert equal(loop(mlp(), contextlib.nullcontext, forward), expected)
     with fuser.autocast(enabled=False):
-        inner = loop(mlp(), lambda: fuser.autocast(recipe=HYBRID), forward)
-    assert equal(inner, expected)
+        assert equal(loop(mlp(), per_step, forward), expected)
 
 
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
