@@ -560,6 +560,57 @@ def test_a_step_costs_the_bytes_and_the_launches_of_its_kernels() -> None:
     assert plan.line_bytes == (16, 24, 24, 24)
 
 
+# Of a fusion's kernels: how many ops each finishes, and the numbers a token that all of them move.
+# Widths are 16, 16, 8 and 8; backward begins with the last op, and reads each saved input.
+BACKWARD_SPLITS = {
+    (3,): 8 + (8 + 16 + 16) + 16,
+    (1, 2): (8 + 8 + 8) + (8 + 16 + 16 + 16),
+    (2, 1): (8 + 8 + 16 + 16) + (16 + 16 + 16),
+    (0, 1, 0, 2): (8 + 8 + 8) + (8 + 16 + 16 + 16),
+}
+FORWARD_SPLITS = {
+    (3,): 16 + 8,
+    (1, 2): (16 + 16) + (16 + 8),
+    (2, 1): (16 + 8) + (8 + 8),
+    (0, 2, 0, 1): (16 + 8) + (8 + 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("side", "split", "moved"),
+    [
+        *(("backward", split, moved) for split, moved in BACKWARD_SPLITS.items()),
+        *(("forward", split, moved) for split, moved in FORWARD_SPLITS.items()),
+    ],
+)
+def test_a_fusions_kernels_cost_what_the_ops_that_each_finishes_move(
+    side: str, split: tuple[int, ...], moved: int
+) -> None:
+    class Split(FusedOperation):
+        window = (fuser.GELU, fuser.SwiGLU, fuser.SiLU)
+
+        @classmethod
+        def kernels(cls, *ops: Any, **where: Any) -> tuple[tuple[str, int], ...]:
+            return tuple((f"kernel {i}", covered) for i, covered in enumerate(split))
+
+        def fuser_forward(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("planned alone")
+
+        fuser_backward = fuser_forward
+
+    Split.side = side
+    model = fuser.Sequential(fuser.GELU(), fuser.SwiGLU(), fuser.SiLU(), fusions=(Split,))
+    needs_grad = side == "backward"
+    plan = model.plan(torch.empty(T, 16, requires_grad=needs_grad), training=needs_grad)
+    (step,) = plan.steps(side)
+    assert step.fusion == "Split"
+    assert step.kernel == ", ".join(f"kernel {i}" for i in range(len(split)))
+    assert step.bytes_per_token == 4 * moved
+    machine = MACHINES["cpu"]
+    seconds = 4 * moved * NOMINAL_TOKENS / machine.bandwidth + len(split) * machine.launch
+    assert step.microseconds == pytest.approx(seconds * 1e6)
+
+
 # -- speed ------------------------------------------------------------------------------
 
 
