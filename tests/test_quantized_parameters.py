@@ -125,6 +125,7 @@ CONVERSIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype
     "int": (lambda t: t.int(), torch.int32),
     "to(fp8)": (lambda t: t.to(torch.float8_e4m3fn), torch.float8_e4m3fn),
     "type(dtype)": (lambda t: t.type(torch.float16), torch.float16),
+    "torch's own half": (lambda t: torch.Tensor.half(t), torch.float16),
     "type_as": (lambda t: t.type_as(torch.ones(1, dtype=torch.float32)), torch.float32),
 }
 
@@ -643,6 +644,24 @@ def test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written(quanti
         del tensor
         assert source() is None
         assert kept is not None
+
+
+@every_quantizer
+def test_one_copy_of_a_view_keeps_no_bytes_of_the_other(quantizer: Any) -> None:
+    for view in (lambda t: t[:], lambda t: t.view(2, 32, 96)[1], lambda t: t.t()):
+        for which in ("rowwise", "columnwise"):
+            tensor = quantizer(values())
+            held = {name: weakref.ref(b) for name, b in tensor.buffers().items()}
+            part = view(tensor.detach())
+            if not isinstance(part, fuser.QuantizedTensor) or not part._has(which):
+                continue
+            part = part.only(which)
+            is_turned = part.stride(-1) != 1
+            kept = "columnwise" if (which == "rowwise") == is_turned else "rowwise"
+            del tensor
+            alive = {name for name, ref in held.items() if ref() is not None}
+            both = {*part.rowwise_names, *part.columnwise_names}
+            assert alive & both <= set(part._names(kept))
 
 
 @every_quantizer

@@ -312,7 +312,7 @@ class QuantizedTensor(WrapperTensor):
         assert isinstance(alias, QuantizedTensor)
         if not alias._has(which):
             alias._make_copy(which)
-        elif not alias._has(other):
+        elif not alias._has(other) and alias._view_of is None:
             return alias
         alias.release(other)
         alias._is_read_only = True
