@@ -1,0 +1,36 @@
+"""Small mistakes to plant in fuser, by area: each is one that a test should notice.
+
+``python tests/mutants/run.py`` plants them one at a time in a copy of the repository, runs the
+tests that should notice, and says which did. ``tests/test_mutants.py`` keeps the list up to date
+with the sources.
+"""
+
+from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
+from mutants.launching import LAUNCH_CACHE
+from mutants.mutant import Mutant
+from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
+from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER
+from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
+from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
+
+AREAS: dict[str, tuple[Mutant, ...]] = {
+    "launch cache": LAUNCH_CACHE,
+    "kept weights": KEPT_WEIGHTS,
+    "delayed scaling": DELAYED_SCALING,
+    "recomputation": RECOMPUTATION,
+    "state": STATE,
+    "channels and extra outputs": CHANNELS,
+    "planner": PLANNER,
+    "recipes and plan keys": PLAN_KEYS,
+    "quantized tensors": QUANTIZED_TENSORS,
+    "number formats": NUMBER_FORMATS,
+    "matrix products": MATRIX_PRODUCTS,
+    "basic ops": BASIC_OPS,
+    "fused ops": FUSED_OPS,
+    "checks and sentences": SENTENCES,
+    "kernels: barriers": BARRIERS,
+    "kernels: edges": EDGES,
+    "kernels: arithmetic": ARITHMETIC,
+}
+
+__all__ = ["AREAS", "Mutant"]
