@@ -379,15 +379,22 @@ class PlanWriter:
                     name = "dout{}_{}".format(*source.place)
                     self.lines.append(f"        {name} = total({name}, din{i}_{k})")
 
-    def _needed_outputs(self, indices: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Extra outputs of a step of these ops that something outside of it reads."""
+    def _needed_outputs(self, indices: tuple[int, ...]) -> list[tuple[int, int, str]]:
+        """Extra outputs of a step of these ops that something outside of it reads.
+
+        For each the op's place in the step, the output's index, and both in words.
+        """
         return [
-            (i, k)
+            (
+                i - indices[0],
+                k,
+                f"extra output {k} of op {i} ({type(self.ops[i]).__name__}), which {reader} reads",
+            )
             for i, k in self.places
-            if i in indices and self._reader(i, k, outside_of=indices)
+            if i in indices and (reader := self._reader(i, k, outside_of=indices))
         ]
 
-    def _reader(self, i: int, k: int, outside_of: tuple[int, ...] = ()) -> str:
+    def _reader(self, i: int, k: int, outside_of: tuple[int, ...]) -> str:
         """What reads extra output ``k`` of op ``i``, for a message; empty for nothing."""
         if (i, k) in self.returned:
             return "the caller"
@@ -444,12 +451,9 @@ class PlanWriter:
                     f"{type(op).__name__} stands for ops {indices[0]} to {indices[-1]}, which have "
                     f"{counts} {what}, and returned {[len(row) for row in rows]}."
                 )
-            for i, k in needed:
-                if rows[i - indices[0]][k] is None:
-                    raise StateError(
-                        f"{type(op).__name__} returned None for extra output {k} of op {i} "
-                        f"({type(self.ops[i]).__name__}), which {self._reader(i, k)} reads."
-                    )
+            for row, k, said in needed:
+                if rows[row][k] is None:
+                    raise StateError(f"{type(op).__name__} returned None for {said}.")
             return rows
 
         name = f"checked{len(self.names)}"

@@ -191,8 +191,11 @@ def test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output(returned: 
             return grad_output, [()], [()]
 
     class Ignoring(Times):
+        def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **rest: Any) -> Any:
+            return 2 * input_, [()]
+
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **rest: Any) -> Any:
-            return grad_output, [()], [(None,)]
+            return 2 * grad_output, [()], [(None,)]
 
     ops: list[Any] = [Means()]
     if not returned:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import oracles
@@ -113,9 +115,16 @@ def test_a_process_may_import_fuser_under_another_default_device() -> None:
         "with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):\n"
         "    y = fuser.Sequential(fuser.Linear(32, 32), fuser.GELU())(x)\n"
         "y.sum().backward()\n"
-        "print(fuser.functional.values.kernels_run_on('cpu'), y.device)\n"
+        "from pipeline_kernels import on_kernels\n"
+        "with on_kernels():\n"
+        "    print(fuser.functional.values.kernels_run_on('cpu'), y.device)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert done.stdout == "False cpu\n", done.stderr
+    assert done.stdout == "True cpu\n", done.stderr

@@ -466,9 +466,12 @@ def test_a_parametrized_op_is_refused_by_name_and_runs_without_it(
 # -- what plans are made of ------------------------------------------------------------------
 
 
-def test_a_pruned_linear_costs_what_a_plain_one_does() -> None:
-    plain, op = fuser.LayerNorm(N), pruned("weight")(fuser.LayerNorm(N))
-    plain.bias.requires_grad_(False)
-    op.bias.requires_grad_(False)
-    plans = [fuser.Sequential(module).plan(x_of()) for module in (plain, op)]
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["", "mxfp8"])
+def test_a_plan_costs_the_weight_that_a_hook_computes(recipe: Any) -> None:
+    # Its sources come first among the op's parameters, and the first is one number a row.
+    plain, op = fuser.BasicLinear(32, 32), weight_norm(fuser.BasicLinear(32, 32))
+    x = oracles.random_tensor((32, 32), torch.float32, 1)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        plans = [module._own_pipeline().plan(x) for module in (plain, op)]
+    assert plans[0].forward == plans[1].forward
     assert plans[0].backward == plans[1].backward
