@@ -38,7 +38,7 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling,
 }
 ROWS, WIDTH = 16, 128
-# MXFP8 wants both dimensions of an operand in multiples of its block.
+# A whole block: padding is not what is timed.
 MXFP8_ROWS = 32
 
 

@@ -121,6 +121,20 @@ def test_one_row_and_one_dimension_are_quantized_like_any(
         assert (tensor.only(which).dequantize() - x).norm() <= step * x.norm()
 
 
+@every_format
+def test_kernels_take_empty_tensors_one_row_and_one_dimension(quantizer: Any) -> None:
+    for shape in ((0, 64), (5, 0), (2, 0, 33), (0,), (2, 3, 0), (1, 5), (5,), (130, 1), (1, 1)):
+        x = oracles.random_tensor(shape, torch.bfloat16, 1)
+        expected = quantizer(x)
+        with on_kernels():
+            for _ in range(4):  # launched, noted and replayed
+                made = quantizer(x)
+                back = made.dequantize()
+        for name, buffer in expected.buffers().items():
+            assert torch.equal(made.buffers()[name], buffer), (shape, name)
+        assert torch.equal(back, expected.dequantize()), shape
+
+
 def test_a_scalar_is_refused_with_its_shape() -> None:
     with pytest.raises(fuser.InputError, match=r"shape \(\)"):
         fuser.MXFP8Quantizer()(torch.tensor(1.0))

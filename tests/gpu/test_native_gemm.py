@@ -25,7 +25,14 @@ RECIPES = {
     "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
-SHAPES = ((256, (512, 1024, 512)), (33, (40, 72, 24)), (130, (136, 520, 200)), (0, (64, 32, 64)))
+SHAPES = (
+    (256, (512, 1024, 512)),
+    (33, (40, 72, 24)),
+    (130, (136, 520, 200)),
+    (5, (7, 33, 129)),
+    (1, (130, 1, 17)),
+    (0, (64, 32, 64)),
+)
 
 
 def run(recipe: Any, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:

@@ -20,16 +20,24 @@ from fuser.tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Quantizer,
 )
 
 E4M3 = DType.kFloat8E4M3
 QUANTIZERS = pytest.mark.parametrize(
     "quantizer",
-    [Float8CurrentScalingQuantizer(), Float8BlockQuantizer(E4M3), MXFP8Quantizer()],
-    ids=lambda quantizer: type(quantizer).__name__,
+    [
+        Float8CurrentScalingQuantizer(),
+        Float8BlockQuantizer(E4M3),
+        MXFP8Quantizer(),
+        NVFP4Quantizer(),
+        NVFP4Quantizer(with_rht=True),
+    ],
+    ids=["current", "block", "mxfp8", "nvfp4", "nvfp4-hadamard"],
 )
 SHAPES = pytest.mark.parametrize("shape", [(96, 128), (384, 512)], ids=["one tile", "more"])
+ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "whole"])
 
 
 def replayed() -> int:
@@ -83,8 +91,9 @@ def test_every_call_gives_the_same_bytes_in_memory_of_its_own(
 
 
 @QUANTIZERS
-def test_replays_are_captured_in_cuda_graphs(quantizer: Quantizer) -> None:
-    case = Input(384, 512)
+@ODD
+def test_replays_are_captured_in_cuda_graphs(quantizer: Quantizer, shape: tuple[int, int]) -> None:
+    case = Input(*shape)
     for _ in range(3):
         quantized(quantizer, case.on(GPU))
     check_replay(lambda x: quantized(quantizer, x), case)
