@@ -109,7 +109,11 @@ class Grouping:
         fusions: tuple[type[FusedOperation], ...],
         kept: Iterable[OperationFuser],
     ) -> Iterator[Group]:
-        pipelines = {(p.basic_ops, p.fusions, p.open_channels): p for p in kept}
+        pipelines = {
+            (p.basic_ops, p.fusions, p.open_channels): p
+            for p in kept
+            if p.implementations == tuple(op.implementation() for op in p.basic_ops)
+        }
         start = stop = 0
         for unit, reason in (*units, (None, NO_OP)):
             if reason is None:
