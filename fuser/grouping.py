@@ -115,7 +115,7 @@ class Grouping:
             if p.implementations == tuple(op.implementation() for op in p.basic_ops)
         }
         start = stop = 0
-        for unit, reason in (*units, (None, NO_OP)):
+        for unit, reason in (*units, (None, NO_OP)):  # None ends the last run
             if reason is None:
                 stop += len(basic_ops_of(unit))
                 continue
