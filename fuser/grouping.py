@@ -109,9 +109,13 @@ class Grouping:
         fusions: tuple[type[FusedOperation], ...],
         kept: Iterable[OperationFuser],
     ) -> Iterator[Group]:
-        pipelines = {(p.basic_ops, p.fusions, p.open_channels): p for p in kept}
+        pipelines = {
+            (p.basic_ops, p.fusions, p.open_channels): p
+            for p in kept
+            if p.implementations == tuple(op.implementation() for op in p.basic_ops)
+        }
         start = stop = 0
-        for unit, reason in (*units, (None, NO_OP)):
+        for unit, reason in (*units, (None, NO_OP)):  # None ends the last run
             if reason is None:
                 stop += len(basic_ops_of(unit))
                 continue

@@ -17,8 +17,8 @@ class ModuleCalls:
     """What counts for the calls of all ops; there is one, ``module_calls``.
 
     ``version`` is another object after each event that may change how an op must be called: a hook
-    was registered on one, or its ``forward`` or its class was set. A container that has looked at
-    its ops need not look again while the version is the same.
+    was registered on one, or its class or a method was set. A container that has looked at its ops
+    need not look again while the version is the same.
     """
 
     __slots__ = ("version",)  # read at every call

@@ -208,6 +208,10 @@ class OperationContext:
         self.to_save = tensors
 
 
+METHODS = ("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__")
+"""What changes how an op is run, when it is set on the object."""
+
+
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
@@ -228,7 +232,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("forward", "__class__"):
+        if name in METHODS:
             module_calls.change()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -236,6 +240,15 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         methods = (getattr(cls, name, None) for name in _RUNNING_METHODS)
         modules = {getattr(method, "__module__", None) or __name__ for method in methods}
         cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in METHODS:
+            module_calls.change()
+
+    def implementation(self) -> tuple[Any, ...]:
+        """What runs this op: its class, and methods that were set on the object itself."""
+        return (type(self), *(self.__dict__.get(name) for name in METHODS))
 
     @property
     @abc.abstractmethod
@@ -691,17 +704,19 @@ class BasicOperation(FusibleOperation):
     def _own_pipeline(self) -> Any:
         """The pipeline of this op alone, made once and kept."""
         try:
-            runner = self._runner
+            pipeline, version = self._runner
         except AttributeError:
-            runner = None
-        # The class changes where fully_shard has sharded the op.
-        if runner is None or type(runner.basic_ops[0]) is not type(self):
-            # A pipeline holds its ops, so this one holds another object with the state of this op:
-            # a cycle would keep the parameters until the garbage collector runs.
-            twin = object.__new__(type(self))
-            object.__setattr__(twin, "__dict__", self.__dict__)
-            runner = self._runner = type(self).pipeline_class([twin], open_channels=self.channels)
-        return runner
+            pipeline = version = None
+        if version is not module_calls.version:
+            version = module_calls.version
+            if pipeline is None or pipeline.implementations != (self.implementation(),):
+                # A pipeline holds its ops, so this one holds another object with the state of this
+                # op: a cycle would keep parameters until the garbage collector runs.
+                twin = object.__new__(type(self))
+                object.__setattr__(twin, "__dict__", self.__dict__)
+                pipeline = type(self).pipeline_class([twin], open_channels=self.channels)
+            self._runner = (pipeline, version)
+        return pipeline
 
     # -- channels -------------------------------------------------------------
 

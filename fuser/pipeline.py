@@ -80,6 +80,8 @@ class OperationFuser:
                     )
                 basic_ops.append(member)
         self.basic_ops = tuple(basic_ops)
+        # Plans bind methods of the ops, which may be exchanged later.
+        self.implementations = tuple(op.implementation() for op in basic_ops)
         self.fusions = tuple(fusions)
         self.open_channels = frozenset(open_channels)
         self.sources = extra_input_sources(self.basic_ops, self.open_channels)

@@ -149,7 +149,7 @@ def test_a_channel_survives_what_splits_its_pipeline(
         assert_alike(results(copied, x), expected)
 
 
-def unpickled(model: torch.nn.Module) -> Any:
+def unpickled(model: Any) -> Any:
     return pickle.loads(pickle.dumps(model))
 
 
@@ -294,6 +294,36 @@ def test_a_channel_is_bound_for_good_once_a_model_has_run_split_or_not() -> None
     twin[2].set_extra_input_channel(0, "s")
     x = leaf()
     assert torch.equal(twin(x), 2 * x)
+
+
+def test_a_channel_is_bound_for_good_even_if_the_first_call_was_refused() -> None:
+    model, x = fuser.Sequential(make(), fuser.AddExtraInput(), add()), leaf()
+    for op in model:
+        op.register_forward_hook(nothing)
+    with pytest.raises(ValueError, match="takes 1 extra input"):
+        model(x)
+    with pytest.raises(RuntimeError, match="'s'"):
+        model[2].set_extra_input_channel(0, "s")
+    torch.testing.assert_close(model(x, x), 3 * x)
+
+
+def test_a_split_model_runs_what_was_planned_ahead() -> None:
+    model = block(torch.nn.Identity(), to_caller=True)
+    model.insert(1, torch.nn.Identity())
+    for x in (leaf(), leaf(grad=False)):
+        model.plan(x)
+        planned = model.plans
+        model(x)
+        assert model.plans == planned
+
+
+def test_a_pipeline_with_an_open_channel_can_be_copied() -> None:
+    pipeline = fuser.OperationFuser([make("a"), add("b")], open_channels=("a", "b"))
+    x, other = leaf(), leaf(2)
+    for each in (pipeline, copy.deepcopy(pipeline), unpickled(pipeline)):
+        y, made = each(x, other)
+        assert torch.equal(y, x + other)
+        assert torch.equal(made, x)
 
 
 @pytest.mark.parametrize("edit", ["insert", "pop", "del", "append"])
@@ -530,6 +560,52 @@ def test_the_forward_of_an_ops_own_class_is_used_in_a_sequential() -> None:
         torch.testing.assert_close(model(x), expected)
         assert any(call.name == "Doubled" for call in model.plan(x).modules)
         model(x, op_kwargs={op: {"is_first_microbatch": True}})
+
+
+def test_an_overridden_call_is_used() -> None:
+    class Called(fuser.Identity):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return 5 * super().__call__(x)
+
+    x = leaf()
+    assert torch.equal(fuser.Sequential(fuser.Identity(), Called())(x), 5 * x)
+
+
+def test_a_forward_may_change_the_shape_and_is_asked_for_it_when_planning() -> None:
+    class Widened(fuser.Identity):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([super().forward(x)] * 2, dim=-1)
+
+    model, x = fuser.Sequential(Widened(), fuser.Linear(2 * N, N)), leaf()
+    assert model(x).shape == x.shape
+    assert model.plan(x).line_bytes[1:] == (8 * N, 4 * N, 4 * N)
+
+
+def test_an_op_whose_class_changes_computes_as_the_new_one() -> None:
+    class Tripled(fuser.Identity):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            return 3 * input_
+
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
+            return 3 * grad_output, ()
+
+    op, x = fuser.Identity(), leaf()
+    models = [op, fuser.Sequential(op), fuser.FusedOperation([op])]
+    assert all(torch.equal(model(x), x) for model in models)
+    op.__class__ = Tripled
+    assert all(torch.equal(model(x), 3 * x) for model in models)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
+def test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted(called: bool) -> None:
+    op, x = fuser.Identity(), leaf()
+    models = [op, fuser.Sequential(scale(1.0), op), fuser.FusedOperation([op])]
+    if called:
+        assert all(torch.equal(model(x), x) for model in models)
+    op.op_forward = lambda ctx, input_, **kwargs: 7 * input_
+    assert all(torch.equal(model(x), 7 * x) for model in models)
+    del op.op_forward
+    assert all(torch.equal(model(x), x) for model in models)
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])

@@ -717,7 +717,8 @@ def test_a_single_op_is_planned_once_and_cached() -> None:
         runner = op._runner
         op(tensor())
         assert op._runner is runner
-        (pipeline,) = runner.pipelines() if isinstance(op, fuser.FusedOperation) else [runner]
+        is_composite = isinstance(op, fuser.FusedOperation)
+        (pipeline,) = runner.pipelines() if is_composite else [op._own_pipeline()]
         assert pipeline.planned_count == 1
 
 
