@@ -7,6 +7,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import fuser
 
@@ -34,6 +35,48 @@ def linear_gelu_linear(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
         fuser.Linear(2 * width, width, device="cuda", dtype=dtype),
     )
     return oracles.randomize(model)
+
+
+RECIPES = {
+    "plain": None,
+    "current": fuser.recipe.Float8CurrentScaling(),
+    "delayed": fuser.recipe.DelayedScaling(),
+    "mxfp8": fuser.recipe.MXFP8BlockScaling(),
+    "block": fuser.recipe.Float8BlockScaling(),
+    "nvfp4": fuser.recipe.NVFP4BlockScaling(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("default_device", ["meta", "cpu"])
+def test_a_pipeline_runs_on_the_device_of_its_tensors(recipe: Any, default_device: str) -> None:
+    model = block(torch.bfloat16)
+    x = oracles.random_tensor((64, 64), torch.bfloat16, 1).to("cuda").requires_grad_()
+    with torch.device(default_device):
+        for _ in range(3):  # the third time, launches are made again
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x)
+            y.sum().backward()
+    assert {t.device.type for t in (y, x.grad, *(p.grad for p in model.parameters()))} == {"cuda"}
+
+
+def test_a_delayed_scale_may_have_no_dimensions() -> None:
+    x = oracles.random_tensor((64, 64), torch.bfloat16, 1).to("cuda")
+    scale, amax = torch.tensor(2.0, device="cuda"), torch.tensor(0.0, device="cuda")
+    found = fuser.Float8Quantizer(scale, amax)(x)
+    expected = fuser.Float8Quantizer(scale.reshape(1), torch.zeros(1, device="cuda"))(x)
+    assert torch.equal(found._data, expected._data)
+    assert amax == x.float().abs().max()
+
+
+def test_a_forward_mode_derivative_is_refused_and_not_dropped() -> None:
+    model = block(torch.float32).requires_grad_(False)
+    x = oracles.random_tensor((64, 64), torch.float32, 1).to("cuda")
+    with pytest.raises(fuser.StateError, match="forward_ad"), forward_ad.dual_level():
+        model(forward_ad.make_dual(x, x))
+    with pytest.raises(fuser.StateError, match=r"torch\.func\.vmap"):
+        torch.func.vmap(model)(x[None])
 
 
 @every_dtype
