@@ -7,6 +7,7 @@ along K, columnwise blocks along M.
 from __future__ import annotations
 
 import enum
+import math
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,11 @@ class NumberFormat(NamedTuple):
         bits = 4 if self.element is DType.kFloat4E2M1 else 8
         scales = ceil_div(elements, self.block_size) if self.block_size else 1
         return copies * (ceil_div(elements * bits, 8) + scales * self.scale_bytes)
+
+    def pads(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor ``[..., K]`` of that shape is padded to be quantized."""
+        multiple = self.multiple
+        return math.prod(shape[:-1]) % multiple != 0 or shape[-1] % multiple != 0
 
 
 def ceil_div(n: int, divisor: int) -> int:

@@ -167,7 +167,10 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
     has_gemm = any(isinstance(graph.ops[k], BasicLinear) for k in step.ops)
     if isinstance(op, AddExtraInput) and graph.extra_inputs[i][0].dtype is not graph.line[i].dtype:
         return None
-    emits = graph.emission(last + 1 if side == "forward" else step.ops[0], side) is not None
+    gap = last + 1 if side == "forward" else step.ops[0]
+    emission = graph.emission(gap, side)
+    # What is padded is written plainly first.
+    emits = emission is not None and not emission.format.pads(graph.line[gap].shape)
     if isinstance(op, (BasicLinear, Quantize)):
         return _quantizing(graph, i) if side == "forward" else None
     if isinstance(graph.ops[last], (LayerNorm, RMSNorm, L2Normalization)):
@@ -187,7 +190,7 @@ def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
     else:
         made = op.quantizes("forward", key).get("input")
         dtype = key.autocast_dtype or op.weight.dtype
-    if made is None:
+    if made is None or made.format.pads(spec.shape):  # torch fills it up
         return None
     streams = not made.format.block_size and not made.columnwise
     return _Reading(_matrix(spec.shape[-1]), spec.shape[-1], dtype, TILE_RUN, streams=streams)

@@ -29,10 +29,10 @@ def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[LayoutNote, ...]:
     for side in ("forward", "backward"):
         for step in plan.steps(side):
             for name, spec, made, is_plain in _quantized(graph, side, step):
+                if not made.format.pads(spec.shape):
+                    continue
                 m, k = math.prod(spec.shape[:-1]), spec.shape[-1]
                 padded = padded_shape(m, k, made.format.multiple)
-                if padded == (m, k):
-                    continue
                 whole = TensorSpec(padded, spec.dtype)
                 more = 2 * (whole.nbytes + made.nbytes(whole) - made.nbytes(spec))
                 more += 0 if is_plain else 2 * spec.nbytes

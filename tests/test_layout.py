@@ -289,6 +289,20 @@ def test_a_plan_says_what_kernels_then_do_with_rows_of_an_odd_width(
         assert_says_what_kernels_do(oracles.randomize(model), recipe, x, monkeypatch)
 
 
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("layout", [_clean, _transposed, _odd_offset])
+@pytest.mark.parametrize("shape", [(5, 64), (32, 27), (5, 40), (32, 64)], ids=str)
+def test_a_plan_says_what_kernels_then_do_with_what_is_padded(
+    shape: tuple[int, int], layout: Callable[[torch.dtype], torch.Tensor], monkeypatch: Any
+) -> None:
+    """Torch pads what arrives, whatever its layout; what is made on the way is written plainly."""
+    rows, columns = shape
+    x = layout(BF16)[:rows, :columns]
+    for before in ((), (fuser.RMSNorm(columns),), (fuser.GELU(),)):
+        model = oracles.randomize(fuser.Sequential(*before, fuser.Quantize()).to(BF16))
+        assert_says_what_kernels_do(model, MXFP8, x, monkeypatch)
+
+
 def plan_of(model: fuser.Sequential, *inputs: torch.Tensor) -> fuser.FusionPlan:
     """The plan of an evaluation where kernels run."""
     with on_kernels():

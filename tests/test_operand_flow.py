@@ -363,24 +363,6 @@ def test_a_recipe_refuses_what_it_cannot_do(make: Any, words: tuple[str, ...]) -
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-@pytest.mark.parametrize(
-    ("recipe", "shape", "words"),
-    [
-        (FORMATS["mxfp8"], (33, 64), ("op 1 (BasicLinear)", "MXFP8BlockScaling", "M = 33", "32")),
-        (FORMATS["nvfp4"], (24, 64), ("op 1 (BasicLinear)", "NVFP4", "M = 24", "16")),
-    ],
-)
-def test_a_size_that_no_block_divides_is_refused_by_name(
-    recipe: Any, shape: tuple[int, ...], words: tuple[str, ...]
-) -> None:
-    model = fuser.Sequential(fuser.GELU(), fuser.Linear(64, 64))
-    with fuser.autocast(recipe=recipe):
-        with pytest.raises(fuser.InputError) as caught:
-            model(torch.zeros(shape))
-        assert all(word in str(caught.value) for word in words), caught.value
-        model(torch.zeros(96, 64))
-
-
 @pytest.mark.parametrize("recipe", OVERRIDABLE.values(), ids=OVERRIDABLE)
 @pytest.mark.parametrize("override", [None, "dequantized", "high_precision"])
 def test_a_quantized_weight_has_the_copies_that_its_backward_reads(
