@@ -156,7 +156,7 @@ def test_columns_are_read_and_written_in_a_graph(backend: str, name: str) -> Non
 def test_gradients_pass_through_quantizing_and_dequantizing_in_a_graph(
     backend: str, quantizer: Any
 ) -> None:
-    weight = torch.nn.Parameter(quantizer(values()))
+    weight = torch.nn.Parameter(quantizer(values().bfloat16()))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         return (quantizer(x).dequantize() * weight.float() + weight.dequantize()).square().sum()

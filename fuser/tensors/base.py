@@ -650,16 +650,15 @@ torch.serialization.add_safe_globals([rebuild, DType, torch.device])
 
 
 class _Dequantize(torch.autograd.Function):
-    """Dequantize; the gradient passes as it is, in the nominal dtype."""
+    """Dequantize; the gradient passes as it is, and torch casts it to the nominal dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.dtype = tensor.dtype
         return tensor._values(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.to(ctx.dtype), None
+        return grad, None
 
 
 def is_module_conversion() -> bool:

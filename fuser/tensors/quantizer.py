@@ -191,13 +191,12 @@ def whole_blocks(x: torch.Tensor | Values, multiple: int) -> torch.Tensor | None
 
 
 class _Quantize(torch.autograd.Function):
-    """Quantize; the gradient passes as it is, in the dtype of what was quantized."""
+    """Quantize; the gradient passes as it is, and torch casts it to the tensor's dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:
-        ctx.dtype = tensor.dtype
         return quantizer(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.to(ctx.dtype), None
+        return grad, None
