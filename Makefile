@@ -10,13 +10,19 @@ RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $
 # make compare COMPARE_FLAGS="--recipes mxfp8 nvfp4 --steps 400"
 COMPARE_FLAGS ?=
 
-.PHONY: demo compare test lint format clean
+# make mutants MUTANTS_FLAGS="--only kernels --jobs 1"
+MUTANTS_FLAGS ?=
+
+.PHONY: demo compare mutants test lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_lm.py $(RECIPE_FLAGS) $(DEMO_FLAGS)
 
 compare: $(VENV)/.ready
 	$(BIN)/python examples/compare_recipes.py $(COMPARE_FLAGS)
+
+mutants: $(VENV)/.ready
+	$(BIN)/python tests/mutants/run.py $(MUTANTS_FLAGS)
 
 test: lint
 	$(BIN)/python -m pytest -n auto

@@ -1419,6 +1419,12 @@ def test_a_history_that_is_full_forgets_its_oldest_amax() -> None:
     assert seen == [64, 64, 64, 4, 2, 2, 2]
 
 
+def test_the_newest_amax_goes_to_the_end_of_the_history_and_the_others_move_up() -> None:
+    history, scale = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.ones(1)
+    fp8_scaling.update_delayed(history, scale, 448.0)
+    assert history.flatten().tolist() == [0.0, 3.0, 4.0, 1.0]
+
+
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_nan_amax_leaves_the_scale_and_falls_out_of_the_history(algorithm: str) -> None:
     history, scale = torch.zeros(2, 2), torch.tensor([3.0, 3.0])

@@ -416,6 +416,24 @@ def test_microbatches_may_interleave(recipe: Any, use_reentrant: bool) -> None:
     assert all(map(equal, found, expected))
 
 
+@every_kind
+def test_an_autocast_inside_the_function_counts_in_its_recomputation_whatever_ran_since(
+    use_reentrant: bool,
+) -> None:
+    model, x = mlp(), tensor(1).requires_grad_()
+
+    def quantized(x: torch.Tensor) -> torch.Tensor:
+        return run(model, MXFP8, x)
+
+    quantized(x).sum().backward()
+    expected = grads(model)
+    y = checkpoint(quantized, x, use_reentrant=use_reentrant)
+    with torch.no_grad():
+        run(model, recipes.Float8CurrentScaling(), x)
+    y.sum().backward()
+    assert equal(grads(model), expected)
+
+
 def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
     model, x = mlp(), tensor(1).requires_grad_()
 

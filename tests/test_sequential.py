@@ -778,6 +778,17 @@ def test_a_copy_of_a_single_op_is_independent(copied: Any, called: bool) -> None
     assert torch.equal(op(x), before)
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
+def test_a_copy_of_an_op_that_was_called_alone_may_be_bound(copied: Any) -> None:
+    make, add, x = fuser.MakeExtraOutput(), fuser.AddExtraInput(), tensor()
+    make(x)
+    add(x, x)
+    make, add = copied(make), copied(add)
+    make.set_extra_output_channel(0, "s", output_to_caller=False)
+    add.set_extra_input_channel(0, "s")
+    assert torch.equal(fuser.Sequential(make, scale(2.0), add)(x), 3 * x)
+
+
 def test_a_deepcopy_keeps_shared_parameters_shared() -> None:
     model = fuser.Sequential(fuser.Linear(N, N), fuser.Linear(N, N))
     model[1].weight = model[0].weight

@@ -244,6 +244,16 @@ def test_a_mode_that_is_toggled_between_two_calls_is_noticed(first: str, second:
             assert_like_a_fresh_copy(model, x)
 
 
+@pytest.mark.parametrize("first", ["plain", "no_grad"])
+def test_training_and_evaluation_run_plans_of_their_own_in_any_order(first: str) -> None:
+    model, x = mlp(), x_of(SIZE, SIZE)
+    for mode in (first, "plain", "no_grad"):
+        with MODES[mode]():
+            assert (model(x).grad_fn is None) == (mode == "no_grad")
+    with_backward = [bool(plan.backward) for plan in model.plans]
+    assert sorted(with_backward) == [False, True]
+
+
 def test_a_fusion_that_is_registered_between_two_calls_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -229,7 +229,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", metavar="REGEX", help="mutants whose area, mistake or file matches")
     add("--list", action="store_true", help="print the chosen mutants, and run nothing")
-    add("--jobs", type=int, default=1, help="mutants at a time")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     add("--out", type=Path, metavar="DIR", default=Path("out"), help="where results go")
     options = parser.parse_args(argv)
     if options.jobs < 1:

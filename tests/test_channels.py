@@ -1,0 +1,58 @@
+"""Channels and extra outputs: how long they live, who may read them, what a caller gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracles
+import pytest
+import torch
+
+import fuser
+
+N = 8
+
+
+class Echo(fuser.BasicOperation):
+    """``y = x + extra``, with x as an extra output."""
+
+    num_extra_inputs = num_extra_outputs = 1
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: Any, *, basic_op_extra_inputs: Any, **rest: Any
+    ) -> Any:
+        return input_ + basic_op_extra_inputs[0][0], [(input_,)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ((grad_extra,),) = basic_op_grad_extra_outputs
+        return grad_output + grad_extra, [()], [(grad_output,)]
+
+
+def test_an_op_that_reads_its_own_channel_is_refused_before_anything_runs() -> None:
+    op = Echo()
+    op.set_extra_output_channel(0, "own")
+    op.set_extra_input_channel(0, "own")
+    with pytest.raises(fuser.InputError, match=r"'own' is read by op 0 \(Echo\) before"):
+        fuser.Sequential(op)(torch.ones(2, N))
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_channel_carries_its_tensor_to_the_last_of_its_readers(fusions: Any) -> None:
+    make = fuser.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+    adds = [fuser.AddExtraInput().set_extra_input_channel(0, "x") for _ in range(3)]
+    model = fuser.Sequential(make, fuser.GELU(), *adds, fusions=fusions)
+    x = oracles.random_tensor((3, N), torch.float32, 1).requires_grad_()
+    torch.testing.assert_close(model(x), oracles.gelu(x) + 3 * x)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), oracles.gelu(x) + 3 * x)
+
+
+def test_each_output_of_a_call_has_a_gradient_of_its_own_though_two_are_one_tensor() -> None:
+    x = torch.ones(2, N, requires_grad=True)
+    y, extra = fuser.Sequential(fuser.GELU(), fuser.MakeExtraOutput())(x)
+    assert y is not extra
+    (of_y,) = torch.autograd.grad(y.sum(), y, retain_graph=True)
+    assert torch.equal(of_y, torch.ones_like(y))
+    assert torch.autograd.grad(y.sum(), extra, allow_unused=True) == (None,)
