@@ -192,17 +192,6 @@ def test_an_override_in_the_environment_is_refused(
     assert "NVTE_BACKWARD_OVERRIDE is dequantized, which would put that override into" in message
 
 
-def test_sizes_that_a_format_does_not_take_are_told_before_any_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [*TINY, "--width", "48", "--out", str(tmp_path), "--recipes", "mxfp8"]
-    assert compare_recipes.main(arguments) == 1
-    captured = capsys.readouterr()
-    assert "A recipe does not take these sizes. " in captured.err
-    assert "MXFP8" in captured.err
-    assert "validation loss" not in captured.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

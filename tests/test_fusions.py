@@ -601,7 +601,11 @@ def test_refuses_with_a_reason_that_names_the_values_and_runs_unfused(case: Refu
     for value in case.named:
         assert value in reason
     assert all(step.fusion != case.fusion for step in plan.forward + plan.backward)
-    assert f"{case.fusion} over {case.ops[0]}-{case.ops[-1]}: {reason}" in str(plan)
+    # One line for all windows that are refused alike.
+    (line,) = (
+        line for line in str(plan).splitlines() if f"{case.fusion} over " in line and reason in line
+    )
+    assert f"{case.ops[0]}-{case.ops[-1]}" in line.partition(":")[0]
     expected = run(unfused, inputs)
     ours = run(model, inputs)
     assert_only_roundings_moved(ours, expected)

@@ -503,7 +503,7 @@ MISFITS = [
     (lambda: fuser.Reshape((-1, 5)), [ones(2, 5)], [ones(3, 4)], ValueError, r"\(3, 4\).*12"),
     (fuser.GELU, [ones(3, 4)], [ones(3, 4, dtype=torch.int64)], ValueError, "int64"),
     (fuser.GELU, [ones(3, 4)], [ones(3, 4, dtype=torch.float64)], ValueError, "float64"),
-    (fuser.GELU, [ones(3, 4)], [torch.tensor(1.0)], ValueError, "no dimensions"),
+    (lambda: fuser.RMSNorm(4), [ones(3, 4)], [torch.tensor(1.0)], ValueError, "no dimensions"),
     (fuser.GELU, [ones(3, 4)], [ones(3, 0)], ValueError, r"\(3, 0\)"),
     (fuser.GELU, [ones(3, 4)], [[1.0, 2.0]], TypeError, "list"),
     (fuser.GELU, [ones(3, 4)], [None], TypeError, "NoneType"),

@@ -25,7 +25,12 @@ from fuser.formats import DType, NumberFormat
 from fuser.functional import normalization, pointwise
 from fuser.reference import fp8_scaling as reference
 from fuser.reference.activation import Functor
-from fuser.tensors import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from fuser.tensors import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
 
 BF16, F32 = torch.bfloat16, torch.float32
 KERNEL = Kernel("probe", "fuser_probe")
@@ -325,7 +330,7 @@ NVFP4: dict[str, Any] = {
 def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
     options: dict[str, Any], shape: tuple[int, int], source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quantizer = fuser.NVFP4Quantizer(**options)
+    quantizer = NVFP4Quantizer(**options)
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     gelu = Functor("gelu")
     with on_kernels():
