@@ -110,7 +110,8 @@ OF_QUANTIZERS: dict[str, tuple[Any, Any]] = {
 }
 STATE = ("scale", "amax")
 # A device is accepted and not looked at; with a group nothing is remembered.
-WITHOUT_EFFECT = ("device", "group")
+# Saturation makes a difference only beyond what the scale holds; without it nothing is replayed.
+WITHOUT_EFFECT = ("device", "group", "saturates")
 
 
 def of_quantizers() -> Iterator[Pair]:

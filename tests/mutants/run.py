@@ -89,6 +89,8 @@ class Tree:
         environment = {
             **os.environ,
             "PYTHONPATH": str(self.folder),
+            # A mutant of the same size, written within a second, would run as compiled before.
+            "PYTHONDONTWRITEBYTECODE": "1",
             # What mistaken kernels compile to is of no use to anybody else.
             "XDG_CACHE_HOME": str(self.folder.parent / "cache"),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
