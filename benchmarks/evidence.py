@@ -49,7 +49,7 @@ def provenance(device: str, dtype: torch.dtype, commit: str | None = None) -> di
     return {
         "machine": f"{platform.system()} {platform.machine()}",
         **where,
-        "cuda": torch.version.cuda or "none",
+        "cuda": (torch.version.cuda if device == "cuda" else None) or "none",
         "fuser runs": "kernels" if device == "cuda" and not kernels_unavailable() else "references",
         "commit": commit or where["commit"],
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

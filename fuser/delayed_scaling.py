@@ -78,7 +78,7 @@ class DelayedScales:
         if again is not None and again.region is not None and self.mode == "forward":
             past = again.region.past_scales.get(self._identity, {}).get(recipe)
             if past is not None:
-                return Float8Quantizer(past[index : index + 1].to(device), None, dtypes[index])
+                return Float8Quantizer(past[index].to(device), None, dtypes[index])
         if is_other and is_reading and self.scale.numel():
             scale = self._scale_under(recipe, dtypes)
             return Float8Quantizer(scale[index : index + 1].to(device), None, dtypes[index])
@@ -184,7 +184,9 @@ class DelayedScales:
         regions = list(self._regions)
         self._regions.clear()
         if regions:
-            past = self.scale.clone()
+            # Sliced here: selective checkpointing refuses a recomputation that calls torch more
+            # often than the forward did.
+            past = self.scale.clone().unsqueeze(1).unbind()
             for region in regions:
                 region.past_scales.setdefault(self._identity, {})[self._recipe] = past
 

@@ -33,6 +33,9 @@ current_recipe = _active_recipe.get
 
 # -- regions ------------------------------------------------------------------
 
+# One scale a tensor that the state quantizes.
+PastScales = dict[Recipe | None, tuple[torch.Tensor, ...]]
+
 
 class Region:
     """One step of delayed scaling's forward, inside an outermost autocast.
@@ -47,8 +50,7 @@ class Region:
 
     def __init__(self) -> None:
         self.recorded: dict[Any, Any] = {}
-        self.past_scales: weakref.WeakKeyDictionary[Any, dict[Recipe | None, torch.Tensor]]
-        self.past_scales = weakref.WeakKeyDictionary()
+        self.past_scales: weakref.WeakKeyDictionary[Any, PastScales] = weakref.WeakKeyDictionary()
         self.may_be_recomputed = False
         self.is_over = False
 

@@ -21,8 +21,10 @@ from emulator.compile import cuda_include
 from fuser.cuda import module
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-# CuPy's own, behind those of the library.
+# CuPy's own, after those of the library.
 CUPY_OPTIONS = ("-ftz=true",)
+# The first NVRTC that keeps what it compiled.
+CACHES = (12, 9)
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def compiled(
     options = [*module.compile_options(sources, capability), *CUPY_OPTIONS]
     # A source elsewhere, in a test, includes fuser's headers too.
     options += [f"-I{module.KERNELS}", f"-I{cuda_include()}", "--ptxas-options=-v"]
+    if _version(library) >= CACHES:
+        # A kernel that comes from the cache, which a machine with a driver has, leaves no log.
+        options.append("--no-cache")
     arch = module.arch_name(capability)
     program = ctypes.c_void_p()
     text = f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'.encode()
@@ -144,6 +149,12 @@ def resources(log: str) -> dict[str, tuple[int, int, int, int]]:
             number(r"(\d+) bytes smem"),
         )
     return found
+
+
+def _version(library: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
 
 
 def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:

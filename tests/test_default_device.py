@@ -113,7 +113,7 @@ def test_a_process_may_import_fuser_under_another_default_device() -> None:
         "    import fuser\n"
         "x = torch.ones(32, 32, requires_grad=True)\n"
         "with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):\n"
-        "    y = fuser.Sequential(fuser.Linear(32, 32), fuser.GELU())(x)\n"
+        "    y = fuser.Sequential(fuser.Linear(32, 32, device='cpu'), fuser.GELU())(x)\n"
         "y.sum().backward()\n"
         "from pipeline_kernels import on_kernels\n"
         "with on_kernels():\n"

@@ -376,7 +376,6 @@ def test_a_bad_option_gives_one_sentence(
     assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +389,7 @@ def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
     assert not train_lm.parse(["--no-compare"]).compare
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_cuda_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         train_lm.main(["--device", "cuda"])

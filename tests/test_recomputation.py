@@ -271,6 +271,24 @@ def test_other_ways_to_checkpoint_are_recomputed_alike(kind: str) -> None:
     assert equal(grads(model), expected)
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_selective_checkpointing_may_keep_matrix_products_at_every_step(recipe: Any) -> None:
+    """It refuses a recomputation that calls torch otherwise than its forward did."""
+
+    def train(**options: Any) -> list[Any]:
+        model, found = mlp(), []
+        for k, scale in enumerate((1.0, 30.0, 0.1)):
+            x = (scale * tensor(k)).requires_grad_()
+            run(lambda x: torch.tanh(model(x)), recipe, x, **options).sum().backward()
+            found += [x.grad, *grads(model)]
+        return found
+
+    def selective() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    assert equal(train(use_reentrant=False, context_fn=selective), train())
+
+
 # -- any other forward in a backward -----------------------------------------------------
 
 

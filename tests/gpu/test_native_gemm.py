@@ -65,9 +65,11 @@ def test_native_products_equal_emulated_ones(
     if not runs_natively(recipe, arch):
         pytest.skip(f"{type(recipe).__name__} has no native GEMM on compute capability {arch}")
     # One linear multiplies the same bytes: what differs is a rounding, and 14 bits of fast
-    # accumulation. Behind a second one values were quantized that differed so, and in some of them
-    # the rounding to 3 bits flips.
-    for of_widths, allowed in ((widths[:2], 0.004), (widths, 0.04)):
+    # accumulation. After a second one, values were quantized that differed so, and in a few of them
+    # the rounding to 2 or 3 bits flips: by a quarter of a value at most, of a value that may be
+    # twice the root of the mean square, of so many values.
+    flipped = 0.04 + 0.5 / max(rows * widths[1], 1) ** 0.5
+    for of_widths, allowed in ((widths[:2], 0.004), (widths, flipped)):
         native = run(recipe, rows, of_widths, dtype)
         assert "(native)" in native.pop("plan")
         with monkeypatch.context() as patch:
