@@ -70,6 +70,20 @@ class DType(enum.Enum):
     __hash__ = object.__hash__
 
 
+def check_fp8_dtype(name: str, dtype: DType) -> None:
+    """Refuse element types that ``name``, a quantizer, does not have.
+
+    Raises
+    ------
+    InputError
+        If ``dtype`` is neither E4M3 nor E5M2.
+    """
+    if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
+        raise InputError(
+            f"{name} got fp8_dtype {dtype}; it is DType.kFloat8E4M3 or DType.kFloat8E5M2."
+        )
+
+
 class NumberFormat(NamedTuple):
     """What a quantized tensor is made of: elements, and how many of them share a scale.
 

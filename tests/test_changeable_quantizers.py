@@ -217,6 +217,15 @@ def test_an_amax_is_reduced_over_the_group_of_the_quantizer(
     [
         (lambda: fuser.Float8CurrentScalingQuantizer(use_existing_amax=True), "use_existing_amax"),
         (lambda: fuser.NVFP4Quantizer(E4M3), "kFloat4E2M1"),
+        *(
+            (lambda cls=cls: cls(fp8_dtype=DType.kFloat4E2M1), f"{cls.__name__} got .*kFloat8E5M2")
+            for cls in (
+                fuser.Float8CurrentScalingQuantizer,
+                fuser.Float8Quantizer,
+                fuser.Float8BlockQuantizer,
+                fuser.MXFP8Quantizer,
+            )
+        ),
         (lambda: fuser.NVFP4Quantizer(with_amax_reduction=True), "not reduced"),
         (
             lambda: fuser.MXFP8Quantizer(E4M3).quantize(values(), dtype=torch.float16),
@@ -234,8 +243,10 @@ def test_what_a_quantizer_cannot_do_is_refused_with_a_sentence(make: Any, words:
     "cls", [fuser.Float8CurrentScalingQuantizer, fuser.MXFP8Quantizer, fuser.Float8BlockQuantizer]
 )
 def test_nothing_is_quantized_to_a_plain_type(cls: Any, dtype: DType) -> None:
+    with pytest.raises(fuser.InputError, match=rf"{cls.__name__} got fp8_dtype {dtype}"):
+        cls(dtype)
     with pytest.raises(fuser.InputError, match=rf"{dtype.name} is a plain type"):
-        cls(dtype)(values())
+        dtype.max  # noqa: B018
 
 
 # -- subclasses of the user ------------------------------------------------------------

@@ -208,6 +208,13 @@ def test_duplicates_keep_the_bytes(quantizer: Any, duplicate: Any) -> None:
     assert twin._quantizer == tensor._quantizer
 
 
+def test_a_file_with_other_buffers_is_refused() -> None:
+    rebuild, (cls, buffers, *rest) = QUANTIZERS["current"](values()).__reduce_ex__(2)
+    older = {name.replace("_rowwise", ""): buffer for name, buffer in buffers.items()}
+    with pytest.raises(fuser.InputError, match=r"Float8Tensor with _data; .* _rowwise_data, "):
+        rebuild(cls, older, *rest)
+
+
 @every_quantizer
 def test_a_view_keeps_scales_or_is_plain(quantizer: Any) -> None:
     tensor = quantizer(values())

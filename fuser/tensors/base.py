@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuser.errors import StateError
+from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat
 from fuser.native_gemm import Operand
 from fuser.tensors.wrapper import WrapperTensor
@@ -633,7 +633,19 @@ def rebuild(
     is_parameter: bool = False,
     attributes: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``."""
+    """Unpickle a quantized tensor; safe for ``torch.load(weights_only=True)``.
+
+    Raises
+    ------
+    InputError
+        On a file of a version whose tensors had other buffers.
+    """
+    if unknown := buffers.keys() - set(cls.buffer_names):
+        raise InputError(
+            f"The file has a {cls.__name__} with {', '.join(sorted(unknown))}; in this version it "
+            f"consists of {', '.join(cls.buffer_names)}. Load the file with the version that wrote "
+            "it, and save what dequantize() gives."
+        )
     present = (b.device for b in buffers.values() if b is not None)
     tensor: torch.Tensor = cls(
         buffers, shape, dtype, next(present, device), quantizer, requires_grad

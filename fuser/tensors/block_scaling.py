@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fuser.formats import FP8_BLOCK, DType, NumberFormat, fp8_block_scale_shape
+from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
 from fuser.functional import block_scaling
 from fuser.functional.values import Values
 from fuser.tensors.base import BlockScaledTensor
@@ -85,6 +85,9 @@ class Float8BlockQuantizer(Quantizer):
 
     tensor_class = Float8BlockwiseQTensor
     takes_values = True
+
+    def __post_init__(self) -> None:
+        check_fp8_dtype("Float8BlockQuantizer", self.fp8_dtype)
 
     @functools.cached_property
     def format(self) -> NumberFormat:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError, StateError
-from fuser.formats import DType, NumberFormat
+from fuser.formats import DType, NumberFormat, check_fp8_dtype
 from fuser.functional import fp8_scaling
 from fuser.functional.values import Values
 from fuser.tensors.base import QuantizedTensor
@@ -136,6 +136,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
     tensor_class = Float8Tensor
     takes_values = True
 
+    def __post_init__(self) -> None:
+        check_fp8_dtype("Float8CurrentScalingQuantizer", self.fp8_dtype)
+
     @functools.cached_property
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
@@ -205,6 +208,7 @@ class Float8Quantizer(Quantizer):
         return NumberFormat("FP8", self.fp8_dtype)
 
     def __post_init__(self) -> None:
+        check_fp8_dtype("Float8Quantizer", self.fp8_dtype)
         for name in ("scale", "amax"):
             state = getattr(self, name)
             if state is None or state.shape == (1,):

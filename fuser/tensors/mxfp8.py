@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from fuser.formats import MXFP8_BLOCK, DType, NumberFormat, mxfp8_scale_shape, padded_shape
+from fuser.formats import (
+    MXFP8_BLOCK,
+    DType,
+    NumberFormat,
+    check_fp8_dtype,
+    mxfp8_scale_shape,
+    padded_shape,
+)
 from fuser.functional import mxfp8
 from fuser.functional.values import Values
 from fuser.tensors.base import BlockScaledTensor
@@ -74,6 +81,9 @@ class MXFP8Quantizer(Quantizer):
 
     tensor_class = MXFP8Tensor
     takes_values = True
+
+    def __post_init__(self) -> None:
+        check_fp8_dtype("MXFP8Quantizer", self.fp8_dtype)
 
     @functools.cached_property
     def format(self) -> NumberFormat:
