@@ -70,11 +70,10 @@ class Region:
 class _Regions:
     """The regions of an outermost autocast and of all inside it, one after another."""
 
-    def __init__(self) -> None:
-        self.last = Region()
+    last: Region | None = None  # before the first forward
 
     def current(self) -> Region:
-        if self.last.is_over:
+        if self.last is None or self.last.is_over:
             self.last = Region()
         return self.last
 
@@ -174,8 +173,10 @@ class autocast(contextlib.ContextDecorator):
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         scopes = _scopes.get()
-        place = next((i for i in reversed(range(len(scopes))) if scopes[i].owner is self), None)
-        if place is None:
+        place = len(scopes) - 1
+        while place >= 0 and scopes[place].owner is not self:
+            place -= 1
+        if place < 0:
             return  # entered in another thread: a generator was finalized here
         scope, inner = scopes[place], scopes[place + 1 :]
         if inner:
@@ -185,7 +186,7 @@ class autocast(contextlib.ContextDecorator):
             _active_recipe.set(scope.outer_recipe)
         left = (*scopes[:place], *inner)
         _scopes.set(left)
-        if not left and exc_type is None:
+        if not left and exc_type is None and scope.regions.last is not None:
             scope.regions.last.end()
 
 
