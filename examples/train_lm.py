@@ -675,7 +675,9 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     losses, run = panels[0], runs[0]
     steps = range(1, len(run.losses) + 1)
     losses.plot(steps, run.losses, color="tab:blue", lw=0.5, alpha=0.4)
-    losses.plot(steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training")
+    losses.plot(
+        steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training, smoothed"
+    )
     losses.plot(
         list(run.validation),
         list(run.validation.values()),

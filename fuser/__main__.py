@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace) -> int:
             shape or _default_shape(model),
             dtype=inputs[0].dtype if inputs else _dtype_of(model),
             device="meta",
-            # A model in training usually stands behind another layer.
+            # In training a model usually follows another layer.
             requires_grad=options.training,
         )
         inputs = (main_input, *inputs[1:])
@@ -175,7 +175,7 @@ def _module_named(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise InputError(f"There is no module {error.name!r} to take {name} from.") from error
+            raise InputError(f"There is no module {error.name!r}; {name} is not found.") from error
         raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error
     except Exception as error:
         raise InputError(f"Importing {name} raised {type(error).__name__}: {error}") from error

@@ -47,7 +47,7 @@ def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:
         return None
     where = "a CPU" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
     native = [cls.__name__ for cls in RECIPES if runs_natively(cls(), arch)]
-    # Where none is, the doctor says so; here it would stand in the warning of every recipe.
+    # Where none is, the doctor says so; here it would be in the warning of every recipe.
     others = f" Native there: {', '.join(native)}." if native else ""
     return (
         f"{type(recipe).__name__} is emulated on {where}: operands have its exact bytes, and "
@@ -67,7 +67,7 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
 
 
 def _callers_level() -> int:
-    """How far up the caller stands who called into fuser or torch, for a warning."""
+    """How many frames up the caller of fuser or torch is, for a warning."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_ours(frame):
         frame, level = frame.f_back, level + 1

@@ -78,8 +78,8 @@ def check_result(
 
 def refuse_no_output(op: FusibleOperation, indices: tuple[int, ...]) -> None:
     raise StateError(
-        f"The forward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned None and "
-        "no output."
+        f"The forward of {type(op).__name__} (ops {indices[0]} to {indices[-1]}) returned None; it "
+        "must return the output."
     )
 
 

@@ -88,7 +88,7 @@ class Checks:
         *,
         only_planning: bool = False,
     ) -> torch.device:
-        """The one device of all tensors; while planning, meta tensors stand for any.
+        """The one device of all tensors; while planning, meta tensors count as on any.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What this machine can run and what is missing: the facts behind ``python -m fuser doctor``."""
+"""What this machine can run and what is missing: what ``python -m fuser doctor`` prints."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class _Wire:
 
 
 class _Layout:
-    """Columns are ops, the same for forward and backward; a row of each stands in pairs."""
+    """Columns are ops, the same for forward and backward; their rows come in pairs."""
 
     def __init__(self, plan: FusionPlan) -> None:
         self.plan = plan
@@ -219,7 +219,7 @@ class _Layout:
                     self._widen(self.widths, part, text_width(name, 8.0, bold=True))
 
     def _stub_width(self) -> float:
-        """Room for what stands on the arrows into and out of rows, beside a window's outline."""
+        """Room for the text on the arrows into and out of rows, beside a window's outline."""
         gaps = {gap for ops in self.rows for gap in (ops.start, ops.stop)}
         labels = [label for s in self.sides for gap in gaps for label in self._gap_labels(s, gap)]
         return max(STUB, *(text_width(label, SMALL) + 2 * PAD for label in labels))
@@ -229,7 +229,7 @@ class _Layout:
         return inner + 2 * (END + self.stub) + self._modules_width(ops.start) + self._tail(ops)
 
     def _tail(self, ops: range) -> float:
-        """Room for the modules after the last op; others stand before the next row's first."""
+        """Room for the modules after the last op; others are drawn before the next row's first."""
         return self._modules_width(ops.stop) if ops.stop == len(self.plan.ops) else 0.0
 
     def _rows(self) -> list[range]:
@@ -345,9 +345,7 @@ class _Layout:
         wires = self._routed(self._wires(side, ops), ops)
         lowest = y + 8 + LANE * max((wire.lane + 1 for wire in wires), default=0)
         y = lowest + 8 + (HEADER if any(step.fusion for step in steps) else 4)
-        for wire in reversed(
-            wires
-        ):  # the long ones first: their ends pass behind short ones' names
+        for wire in reversed(wires):  # the long ones first: their ends pass under short ones' names
             self._draw_wire(side, wire, ops, y, lowest - LANE * wire.lane)
         bottom = y + OP_HEIGHT + PAD
         for step in steps:

@@ -1,6 +1,6 @@
 """Running a plan: the Python that it means, as one autograd node.
 
-``Run.source`` is what runs (``plan_writer.py``). While torch's profiler runs, every step stands in
+``Run.source`` is what runs (``plan_writer.py``). While torch's profiler runs, every step runs in
 a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX ranges.
 """
 
@@ -219,7 +219,7 @@ class _PipelineFunction(torch.autograd.Function):
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         for i, position in run.accumulating:
             op_ctxs[i].main_grad_owner = _accumulating_leaf(ctx.next_functions[position])
-        # Nobody but the generated code holds them from here on, unless the graph is retained.
+        # Only the generated code holds them from here on, unless the graph is retained.
         held = [saved]
         del saved
         ctx.maybe_clear_saved_tensors()

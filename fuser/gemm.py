@@ -165,14 +165,14 @@ def _scaled(operand: Operand, scale: float) -> Operand:
 
 
 def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
-    """What one copy of a tensor stands for, which need not be what the other does."""
+    """The values of one copy of a tensor, which need not be those of the other."""
     return tensor.only(which).dequantize(dtype=dtype)
 
 
 def _column_values(
     dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the columnwise copies stand for, as matrices with all rows that a GEMM contracts.
+    """The values of the columnwise copies, as matrices with all rows that a GEMM contracts.
 
     Rows that pad the last block are zeros, except after a Hadamard transform, which spreads the
     rounding errors of a block over all of its rows.

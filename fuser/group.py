@@ -178,7 +178,7 @@ def why_called(op: FusibleOperation) -> str | None:
 
 
 def basic_ops_of(unit: Any) -> tuple[BasicOperation, ...]:
-    """The basic ops that a module is or stands for."""
+    """The basic ops that a module is or replaces."""
     if isinstance(unit, FusedOperation):
         return unit.members
     return (unit,) if isinstance(unit, BasicOperation) else ()

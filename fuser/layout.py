@@ -72,7 +72,7 @@ def layout_notes(
 
 
 def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A tensor as it arrives at an op, behind others that reshape it; None where none tells how."""
+    """A tensor as it arrives at an op, after others that reshape it; None where none tells how."""
     if tensor.shape == shape:
         return tensor
     if tensor.numel() != math.prod(shape):
@@ -102,7 +102,7 @@ def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[
     for i in step.ops[:1] if saving and _is_chain(step) else saving:
         if graph.arriving[i] == memory:
             yield i
-    # Of extra inputs: scales, and what an activation of the same kernel stands on.
+    # Of extra inputs: scales, and what an activation of the same kernel takes.
     for i in taking:
         is_read = isinstance(graph.ops[i], ScaledActivation) or (
             _is_chain(step) and any(k > i for k in saving)
@@ -150,7 +150,7 @@ class _Reading:
     def _obstacles(self, rows: torch.Tensor) -> Iterator[str]:
         begin = 0 if rows.is_meta else rows.data_ptr() % VECTOR_BYTES
         if begin:
-            yield f"begins {begin} bytes behind a multiple of {VECTOR_BYTES}"
+            yield f"begins {begin} bytes after a multiple of {VECTOR_BYTES}"
         apart = rows.stride(0) * rows.element_size()
         if self.streams and rows.is_contiguous():
             return

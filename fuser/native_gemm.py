@@ -134,7 +134,7 @@ def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with zeros behind it up to ``shape``; itself if it has that shape."""
+    """``tensor`` with zeros after it up to ``shape``; itself if it has that shape."""
     if tuple(tensor.shape) == shape:
         return tensor
     missing = [size - have for size, have in zip(shape, tensor.shape, strict=True)]

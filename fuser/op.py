@@ -162,7 +162,7 @@ class OperationContext:
     :meth:`save_for_backward` and come back as ``saved_tensors``.
     """
 
-    # What every call writes stands in slots: five contexts cost 0.3 us less.
+    # What every call writes is in slots: five contexts cost 0.3 us less.
     __slots__ = ("__dict__", "saved_tensors", "to_save")
 
     requires_grad: bool = True
@@ -189,7 +189,7 @@ class OperationContext:
     """What this op quantizes the gradient of its output with, where it does."""
     main_grad_owner: torch.Tensor | None = None
     """In backward: the weight to whose ``main_grad`` the gradient of the op's first parameter is
-    added; None where that is returned, or nobody asked for it."""
+    added; None where that is returned, or not wanted."""
     compute_dtype: torch.dtype | None = None
     """The dtype that a linear's operands have, or are dequantized to."""
     to_save: tuple[torch.Tensor | None, ...] | None
@@ -336,7 +336,7 @@ class BasicOperation(FusibleOperation):
     """The op's parameters, in the order in which backward returns their gradients.
 
     The op has each of them and no others; one of a submodule is named by its path,
-    ``"gate.weight"``. None stands for the op's own parameters in the order in which their names
+    ``"gate.weight"``. None means the op's own parameters in the order in which their names
     were first registered, and after them those of its submodules."""
     backward_attributes: tuple[str, ...] = ()
     """Attributes of the op that its backward reads from the context, as they were in the forward;
@@ -392,7 +392,7 @@ class BasicOperation(FusibleOperation):
         return (spec,) * self.num_extra_outputs
 
     def saved_bytes(self, spec: TensorSpec) -> int:
-        """Bytes saved for backward beside the op's input: statistics, masks."""
+        """Bytes saved for backward besides the op's input: statistics, masks."""
         return 0
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -923,7 +923,7 @@ class FusedOperation(FusibleOperation):
     Parameters
     ----------
     basic_ops
-        The ops that this one stands for, in their order.
+        The ops that this one replaces, in their order.
     """
 
     # The grouping module sets this to its class; ops are on a lower floor.
@@ -939,7 +939,7 @@ class FusedOperation(FusibleOperation):
         super().__init__()
         self.basic_ops = _FixedOps(basic_ops)
         if not len(self.basic_ops):
-            raise InputError(f"{type(self).__name__} was given no basic ops to stand for.")
+            raise InputError(f"{type(self).__name__} was given no basic ops to replace.")
         # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.
         self.members: tuple[Any, ...] = tuple(self.basic_ops)
         self._parameters = _NoParameters(type(self), self.members)

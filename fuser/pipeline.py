@@ -217,7 +217,7 @@ class OperationFuser:
     ) -> FusionPlan:
         """The plan that a call with such inputs would run; nothing runs.
 
-        Tensors on the meta device stand for tensors on the parameters' device.
+        Tensors on the meta device are planned as if on the parameters' device.
         What kernels do about the layout of these tensors, and what their padding
         costs, is noted in what is returned, and not in what is kept.
         """
@@ -258,7 +258,7 @@ class OperationFuser:
             self._check_before_start(input_, extra_inputs)
             if input_.is_meta:
                 return  # on the meta device a model runs to learn shapes, and stays there
-            # Deferred parameters are made beside the input, for training too.
+            # Deferred parameters are made on the input's device, for training too.
             with torch.inference_mode(False), torch.no_grad(), input_.device:
                 for op in self.basic_ops:
                     op.pre_first_fuser_forward()

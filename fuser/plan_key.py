@@ -88,7 +88,7 @@ class PlanKey:
 
     Contents, not identities: two recipes with equal fields, and so equal
     ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
-    are the classes in force, ``registered`` the functions registered beside them.
+    are the classes in force, ``registered`` the functions registered besides them.
     ``no_kernels`` says why fuser's own kernels do not run on a device that could
     run them; None where they do, and where there are none for it.
     """

@@ -250,7 +250,7 @@ class PlanWriter:
         add("        raise")
 
     def _add_release(self, indices: tuple[int, ...]) -> None:
-        """Drop what nobody reads behind the backward of these ops."""
+        """Drop what nothing reads after the backward of these ops."""
         names = [f"c{i}.saved_tensors" for i in indices if i in self.saving]
         names += [f"dout{i}_{k}" for i, k in self.places if i in indices]
         names += [
@@ -448,7 +448,7 @@ class PlanWriter:
             rows += [()] * (len(counts) - len(rows))  # ops without any may leave theirs out
             if [len(row) for row in rows] != counts:
                 raise StateError(
-                    f"{type(op).__name__} stands for ops {indices[0]} to {indices[-1]}, which have "
+                    f"{type(op).__name__} replaces ops {indices[0]} to {indices[-1]}, which have "
                     f"{counts} {what}, and returned {[len(row) for row in rows]}."
                 )
             for row, k, said in needed:
@@ -469,7 +469,7 @@ def _narrowed(getter: str, wanted: Emission | None) -> str:
 
 @functools.cache
 def _context_class(**constants: Any) -> type[OperationContext]:
-    """Contexts on whose class ``constants`` stand: what holds for every call of a run.
+    """Contexts whose class has ``constants``: what holds for every call of a run.
 
     Making such a context costs nothing more. Ops that want the same share the
     class: Python is fast at a place where it always meets one class.

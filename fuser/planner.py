@@ -17,7 +17,7 @@ from fuser.plan import Channel, FusionPlan, Refusal, Step
 from fuser.plan_key import PlanKey
 from fuser.window import matches
 
-# Shapes are not part of a plan's key, so one token count stands for all. Large
+# Shapes are not part of a plan's key, so one token count serves for all. Large
 # enough that memory traffic and not the launch decides, as in training.
 NOMINAL_TOKENS = 8192
 
@@ -216,7 +216,7 @@ class _Search:
         self.refusals: list[Refusal] = []
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
-        """Every candidate of ``side``; the pinned fused ops are the only ones where they stand."""
+        """Every candidate of ``side``; the pinned fused ops are the only ones of their places."""
         found = [*self.basic(side), *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
@@ -522,5 +522,5 @@ def _check_covers(ops: Sequence[BasicOperation], result: Sequence[Any], function
         name = getattr(function, "__name__", repr(function))
         raise StateError(
             f"The registered fusion {name} returned ops that do not cover the pipeline: it holds "
-            f"[{wanted}], and they stand for [{got}]."
+            f"[{wanted}], and they replace [{got}]."
         )

@@ -93,7 +93,7 @@ _scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("fuser_scopes", default=())
 """Those entered here, the innermost last."""
 
 is_autocast_used = False
-"""Whether this process has ever entered one; until then nobody need look for quantized data."""
+"""Whether this process has ever entered one; until then no code need look for quantized data."""
 
 
 class autocast(contextlib.ContextDecorator):
@@ -194,7 +194,7 @@ class autocast(contextlib.ContextDecorator):
 
 
 class Conditions(NamedTuple):
-    """What a forward ran under, for whoever runs it again or ends its step.
+    """What a forward ran under, for code that runs it again or ends its step.
 
     The recipe, the region, None outside every autocast, and the group over
     which amaxes are reduced.

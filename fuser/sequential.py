@@ -201,9 +201,9 @@ class Sequential(torch.nn.Sequential):
             if not isinstance(op, torch.nn.Module) or op not in names:
                 what = repr(target)
                 if isinstance(target, torch.nn.Module):
-                    what = type(target).__name__
+                    what = f"a {type(target).__name__}"
                 raise InputError(
-                    f"op_kwargs names {what}, which is no op of this Sequential: it holds "
+                    f"op_kwargs names {what} that is not in this Sequential, which holds "
                     f"{', '.join(f'{i} {type(m).__name__}' for i, m in enumerate(modules))}."
                 )
             if op in result:

@@ -110,8 +110,9 @@ def find_slots(op: BasicOperation, who: str) -> list[Slot]:
         slot = _slot(op, name)
         if slot is None:
             raise StateError(
-                f"{who} has no parameter {name!r} any more. Wrap or shard the Sequential as a "
-                "whole, or use a torch module here."
+                f"{who} has no parameter {name!r} any more, or never had one: it is in the op's "
+                "parameter_names. If a wrapper has taken it away, wrap or shard the Sequential "
+                "as a whole, or use a torch module here."
             )
         slots.append(slot)
     # Beside a computed one there is, under any name, what it is computed from.

@@ -20,7 +20,7 @@ def compiled(source: str, what: str, globals_: dict[str, Any]) -> dict[str, Call
     filename = f"<fuser {what} {next(_numbers)}>"
     given = set(globals_)
     exec(compile(source, filename, "exec"), globals_)
-    # Popped: a function that stands in its own globals is a reference cycle.
+    # Popped: a function in its own globals is a reference cycle.
     functions = {
         name: globals_.pop(name) for name in set(globals_) - given if name != "__builtins__"
     }

@@ -471,7 +471,7 @@ def test_tensors_that_do_not_fit_are_refused(
         ({"workspace": torch.zeros(3)}, r"workspace is torch.float32 of shape \(3,\)"),
         ({"grads": [None, BF16]}, "Stage 1, gelu, has no operand with a gradient"),
         ({"grads": [BF16, None]}, "The gradient of stage 0, bias, is .* it is 16 contiguous"),
-        ({"saved": 2}, "saved=2 has an activation in front of it"),
+        ({"saved": 2}, "saved=2 has an activation before it"),
         ({"amax": torch.zeros(2)}, "amax is .*one element of float32"),
         ({"operands": [None, None], "saved": 0}, "Stage 0, bias, got no operand"),
     ],

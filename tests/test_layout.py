@@ -317,7 +317,7 @@ def plan_of(model: fuser.Sequential, *inputs: torch.Tensor) -> fuser.FusionPlan:
     [
         (_transposed, "copies the input first: its rows are not contiguous (shape (32, 64), "
          "strides (1, 32))."),
-        (_odd_offset, "moves one element at a time: the input begins 2 bytes behind a multiple of "
+        (_odd_offset, "moves one element at a time: the input begins 2 bytes after a multiple of "
          "16."),
         (_oddly_spaced, "moves one element at a time: the input has its rows 130 bytes apart, no "
          "multiple of 16."),

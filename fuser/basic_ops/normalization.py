@@ -145,7 +145,7 @@ class _Normalization(BasicOperation):
         return self.passes(name if side == "forward" else f"{name}_backward", side, key)
 
     def passes(self, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
-        """The kernel ``name``; where it quantizes, behind one for what it needs of whole rows."""
+        """The kernel ``name``; where it quantizes, after one for what it needs of whole rows."""
         (op_key,) = key.ops
         emission = op_key.output if side == "forward" else op_key.grad_input
         if emission is None or not self.emits_in_kernel(side, key):

@@ -1,4 +1,4 @@
-"""Names that scripts of te.ops expect, beside what is the same here; nothing else imports them."""
+"""Names that scripts of te.ops expect, besides what is the same here; nothing else imports them."""
 
 from fuser.compatibility.functions import (
     checkpoint,

@@ -109,7 +109,7 @@ class Encoded(NamedTuple):
 
 
 def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Encoded:
-    """A kernel's arguments one behind the other, each at a multiple of its alignment.
+    """A kernel's arguments one after the other, each at a multiple of its alignment.
 
     A launch checks nothing: a Python float would arrive as a double, an int as
     8 bytes. So the width is in the argument. A CUDA tensor becomes its
@@ -194,7 +194,7 @@ def _aligning(letters: str) -> str:
 
 
 def _where(symbol: str, position: int, place: int, in_struct: bool) -> str:
-    """The start of a refusal, which names the argument; ``{}`` stands for what it is."""
+    """The start of a refusal, which names the argument; ``{}`` becomes what it is."""
     if in_struct:
         return f"Kernel {symbol}, in argument {position}, got {{}} as field {place}"
     return f"Kernel {symbol} got {{}} as argument {position}"

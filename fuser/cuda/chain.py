@@ -173,9 +173,7 @@ class Chain:
         if len(self.scale_dtypes) != count or len(self.wanted or self.stages) != count:
             raise InputError(f"A chain of {count} stages takes {count} operands and gradients.")
         if self.saved and any(stage.is_activation for stage in self.stages[: self.saved]):
-            raise InputError(
-                f"saved={self.saved} has an activation in front of it, in {self.stages}."
-            )
+            raise InputError(f"saved={self.saved} has an activation before it, in {self.stages}.")
 
     # What follows from the chain alone, found once.
 
@@ -389,7 +387,7 @@ def _scalars(stage: Stage) -> tuple[Any, ...]:
 
 
 def _check_sizes(rows: int, columns: int) -> None:
-    """Refuse what the ints of kernels do not hold: rows, and columns in front of a gated stage."""
+    """Refuse what the ints of kernels do not hold: rows, and columns before a gated stage."""
     if max(rows, 2 * columns) >= MAX_SIZE:
         raise InputError(
             f"A chain got {rows} rows and {columns} columns; it takes fewer than {MAX_SIZE} rows "

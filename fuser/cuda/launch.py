@@ -139,7 +139,7 @@ recording = _Recording()
 class Machine:
     """What runs kernels: the GPUs of this process.
 
-    A subclass that stands in :data:`machine` runs every launch elsewhere.
+    A subclass put into :data:`machine` runs every launch elsewhere.
     """
 
     @functools.cached_property
@@ -234,7 +234,7 @@ BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 
 
 class _Slot(threading.local):
-    """Where a thread's arguments stand while the driver copies them, which it does at a launch.
+    """Where a thread's arguments are while the driver copies them, which it does at a launch.
 
     They are handed over as a whole, where CuPy's launch looks at each.
     """

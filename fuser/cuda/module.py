@@ -200,7 +200,7 @@ def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
 
     CuPy's disk cache is keyed by the ``.cu`` and the options, not by headers:
     the digest makes an edited header a new key. CuPy appends its own
-    ``-arch=sm_90`` behind; NVRTC then keeps the ``a`` of the same number.
+    ``-arch=sm_90`` at the end; NVRTC then keeps the ``a`` of the same number.
     """
     return (
         "-std=c++17",

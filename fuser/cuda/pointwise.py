@@ -59,7 +59,7 @@ def pointwise(
         The chain; at most one stage is gated.
     x
         Read; fp32, fp16 or bf16, ``[..., columns]``, or ``[..., 2 * columns]``
-        in front of a gated stage. Contiguous, or a matrix of contiguous rows.
+        before a gated stage. Contiguous, or a matrix of contiguous rows.
     operands
         Read; one entry a stage, contiguous. Of ``"bias"``: ``[width]`` in the
         dtype of x, for an output of that width. Of ``"add_extra_input"``: as
@@ -112,7 +112,7 @@ def pointwise_backward(
     taken in fp32, in an order that follows from the shape alone.
 
     Bytes an element of dy: its own, those of the one or two elements of x and
-    of dx, of each extra input in front of an activation, and of each gradient
+    of dx, of each extra input before an activation, and of each gradient
     of an extra input.
 
     Parameters
@@ -127,8 +127,8 @@ def pointwise_backward(
         likewise. None if no stage is an activation.
     operands
         Read, as in :func:`pointwise`. A bias or an extra input may be None
-        where it is not added again: in front of ``saved``, and with no
-        activation behind it.
+        where it is not added again: before ``saved``, and with no
+        activation after it.
     dx
         Written; the gradient of the input of ``stages[0]``, contiguous. Shares
         no memory with an input. None where the amax or gradients alone are
@@ -142,7 +142,7 @@ def pointwise_backward(
     amax
         Raised to ``max |dx|``, as in :func:`pointwise`.
     saved
-        No stage in front of this one is an activation.
+        No stage before this one is an activation.
 
     Raises
     ------
@@ -229,7 +229,7 @@ def backward_producer(
 
     Operands get no gradients, but for a bias that is the first stage: its gradient is the sum of
     dx over rows, and every kernel of tiles that takes this producer leaves ``sums`` of its tiles
-    on the way, for :func:`sum_parts` to add up. Behind a gated stage dx has two columns for each
+    on the way, for :func:`sum_parts` to add up. After a gated stage dx has two columns for each
     of dy, which are read twice, the second time mostly from L2.
 
     Parameters

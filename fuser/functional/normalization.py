@@ -2,7 +2,7 @@
 
 ``x``, ``extra`` and their gradients are ``[rows, n]``, statistics ``[rows, 1]`` in fp32, and
 parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. On kernels a norm's output is
-:class:`~fuser.functional.values.Values`, and what is returned beside it is written with it.
+:class:`~fuser.functional.values.Values`, and what is returned with it is written with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pointwise ops and their gradients, by kernels where they run and in plain torch elsewhere.
 
 On kernels a result is :class:`~fuser.functional.values.Values`: nothing is launched before it is
-written. Gradients of operands stand beside it as tensors, which are filled when it is written.
+written. Gradients of operands are returned with it as tensors, which are filled when it is written.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def activation_backward(
 def activation_bias_backward(
     functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
-    """Gradients of the sum ``x`` in front of an activation, and of its bias."""
+    """Gradients of the sum ``x`` before an activation, and of its bias."""
     if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         dx = reference.activation_backward(functor, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
@@ -163,7 +163,7 @@ def chain_backward(
 ) -> tuple[Values, list[torch.Tensor | None]]:
     """Gradients of the input of ``stages`` and, where ``wanted``, of the operands.
 
-    What no activation behind it reads again may be None: ``x``, a bias, an
+    What no activation after it reads again may be None: ``x``, a bias, an
     extra input.
     """
     *leading, width = dy.shape
@@ -187,7 +187,7 @@ def is_torchs(functor: Functor, count: int, *, is_plain: bool) -> bool:
 
 
 def reads_in_place(x: torch.Tensor) -> bool:
-    """Whether a kernel takes ``x`` as it lies: contiguous, or a matrix of contiguous rows."""
+    """Whether a kernel takes ``x`` as it is: contiguous, or a matrix of contiguous rows."""
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
 
 

@@ -19,9 +19,9 @@ _ON_CPU = torch.empty(0, device="cpu")
 class Values:
     """A tensor that a kernel can make, in the form in which it is first stored.
 
-    Whoever gets one writes it once: plainly (:meth:`tensor`), or quantized, by
+    The function that gets one writes it once: plainly (:meth:`tensor`), or quantized, by
     a kernel that takes :meth:`producer`, after which :meth:`finish` is called.
-    What is computed beside the values, such as statistics of rows and
+    What is computed along with the values, such as statistics of rows and
     gradients of parameters, is in memory only then. The bits do not depend on
     the way.
 
@@ -56,7 +56,7 @@ class Values:
         raise NotImplementedError
 
     def by_torch(self) -> torch.Tensor:
-        """:meth:`tensor`, and all that is computed beside it, in plain torch."""
+        """:meth:`tensor`, and all that is computed along with it, in plain torch."""
         raise NotImplementedError
 
     def amax(self, out: torch.Tensor) -> None:

@@ -64,12 +64,12 @@ class _ForwardAddNorm(FusedOperation):
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):
-    """``z = x + extra; y = rmsnorm(z)``; z is also exposed where a MakeExtraOutput stands."""
+    """``z = x + extra; y = rmsnorm(z)``; z is also exposed where there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), RMSNorm)
 
 
 class ForwardAddLayerNorm(_ForwardAddNorm):
-    """``z = x + extra; y = layernorm(z)``; z is also exposed where a MakeExtraOutput stands."""
+    """``z = x + extra; y = layernorm(z)``; z is also exposed where there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), LayerNorm)

@@ -1,4 +1,4 @@
-"""Linear: BasicLinear and Bias behind one name."""
+"""Linear: BasicLinear and Bias under one name."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ ACTIVATIONS = {
     and cls is not basic_ops.Activation
 } | {"clamped_swiglu": basic_ops.ClampedSwiGLU}
 
-# What other libraries' layers of these names take beside, with the value at which it is off, and
+# What other libraries' layers of these names take besides, with the value at which it is off, and
 # why there is nothing else.
 _SHARDING = "a layer runs on one rank"
 _OVERLAP = "communication is not overlapped with GEMMs"
@@ -55,7 +55,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 class _Layer(torch.nn.Module):
-    """A pipeline behind a name: ``ops`` holds it, and parameters are the layer's own.
+    """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
     The ops are no submodules. A call puts the layer's parameters into them, so
     that one which was replaced, sharded or swapped is the one that is used.

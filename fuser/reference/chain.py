@@ -40,7 +40,7 @@ def backward(
     inputs: list[torch.Tensor | None] = [None] * saved
     for i in range(saved, len(stages)):
         inputs.append(x)
-        # No further than to the last activation: what is behind reads nothing again.
+        # No further than to the last activation: what comes after reads nothing again.
         reads_again = any(stage.is_activation for stage in stages[i + 1 :])
         x = _forward(stages[i], x, operands[i]) if x is not None and reads_again else None
     grads: list[torch.Tensor | None] = []

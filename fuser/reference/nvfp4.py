@@ -148,14 +148,14 @@ def _encode_in(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
     x.clamp_(-E2M1_MAX, E2M1_MAX).nan_to_num_(nan=E2M1_MAX)
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8).to(torch.uint8)
     # The grid's step is 2^(octave - 1), with octave 0 below 2, where E2M1 has its subnormals.
-    # Octaves stand where fp32 has its exponent.
+    # Octaves are where fp32 has its exponent.
     octave = (x.abs_().view(torch.int32) & 0x7F800000).clamp_(min=127 << 23).sub_(127 << 23)
     if words is None:
         # Adding 2^(octave + 22) leaves x / step, rounded to even, in the low bits.
         code = x.add_(octave.add_(149 << 23).view(torch.float32)).view(torch.int32).bitwise_and_(7)
         octave.sub_(149 << 23)
     else:
-        # x / step in fixed point: 2^(25 - octave) leaves 24 bits behind the point.
+        # x / step in fixed point: 2^(25 - octave) leaves 24 bits after the point.
         fixed = x.mul_(((152 << 23) - octave).view(torch.float32)).to(torch.int32)
         code = fixed.add_((words >> 8).to(torch.int32)).bitwise_right_shift_(24)
     return code.add_(octave.bitwise_right_shift_(22)).to(torch.uint8).bitwise_or_(sign)

@@ -89,7 +89,7 @@ class QuantizedTensor(WrapperTensor):
     # Filled by tensors/compatibility.py: the constructor by the original's keywords.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
 
-    _quantizer: Any  # a Quantizer; that class stands on this file
+    _quantizer: Any  # a Quantizer; that class imports this file
     _view_of: RowsOf | None = None
     _is_read_only = False
     _high_precision_init_val: torch.Tensor | None = None
