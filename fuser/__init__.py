@@ -1,5 +1,7 @@
 """fuser: pipelines of basic operations, planned on a graph and run fused."""
 
+import typing as _typing
+
 from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
 from fuser import modules, ops, recipe
 from fuser.availability import (
@@ -87,6 +89,9 @@ from fuser.tensors import (
 )
 from fuser.tensors import compatibility as _compatibility  # noqa: F401 - adds methods to tensors
 from fuser.version import __version__
+
+if not _typing.TYPE_CHECKING:  # a type checker would take every name for one of this package
+    from fuser.compatibility.functions import missing_attribute as __getattr__  # noqa: F401
 
 __all__ = [
     "Activation",

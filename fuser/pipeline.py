@@ -31,6 +31,7 @@ from fuser.precision import current_recipe, recomputing_under
 from fuser.recomputation import conditions_of_forward
 from fuser.signature import ParameterSlots
 from fuser.tensors import QuantizedTensor
+from fuser.window import check_window
 
 _registered = RegisteredFusions()
 
@@ -68,8 +69,7 @@ class OperationFuser:
         *,
         open_channels: Collection[str] = (),
     ) -> None:
-        for fusion in fusions if isinstance(fusions, Sequence) else [fusions]:
-            _check_fusion(fusion)
+        self.fusions = checked_fusions(fusions)
         basic_ops: list[BasicOperation] = []
         for op in ops:
             members = op.basic_ops if isinstance(op, FusedOperation) else (op,)
@@ -82,7 +82,6 @@ class OperationFuser:
         self.basic_ops = tuple(basic_ops)
         # Plans bind methods of the ops, which may be exchanged later.
         self.implementations = tuple(op.implementation() for op in basic_ops)
-        self.fusions = tuple(fusions)
         self.open_channels = frozenset(open_channels)
         self.sources = extra_input_sources(self.basic_ops, self.open_channels)
         self.returned = returned_outputs(self.basic_ops, self.open_channels)
@@ -384,13 +383,22 @@ class OperationFuser:
         return tuple(keys)
 
 
-def _check_fusion(fusion: Any) -> None:
-    """Refuse what is no fusion that the planner can find and run.
+def checked_fusions(fusions: Iterable[type[FusedOperation]]) -> tuple[type[FusedOperation], ...]:
+    """``fusions`` as a tuple, all of them classes that the planner can find and run.
 
     Raises
     ------
     InputTypeError, InputError
     """
+    if not isinstance(fusions, Iterable) or isinstance(fusions, torch.nn.Module):
+        raise InputTypeError(f"fusions is a sequence of FusedOperation classes; got {fusions!r}.")
+    fusions = tuple(fusions)
+    for fusion in fusions:
+        _check_fusion(fusion)
+    return fusions
+
+
+def _check_fusion(fusion: Any) -> None:
     if not (isinstance(fusion, type) and issubclass(fusion, FusedOperation)):
         raise InputTypeError(f"fusions is a sequence of FusedOperation classes; got {fusion!r}.")
     name = fusion.__name__
@@ -399,6 +407,7 @@ def _check_fusion(fusion: Any) -> None:
             f"{name} has side {fusion.side!r} and window {fusion.window!r}; a fusion names the ops "
             "that it takes in its window, and its side, 'forward', 'backward' or 'joint'."
         )
+    check_window(name, fusion.window)
     if fusion.side not in ("forward", "backward", "joint"):
         raise InputError(f"{name}.side is {fusion.side!r}; it is 'forward', 'backward' or 'joint'.")
     check_has_methods(fusion, fusion.side)

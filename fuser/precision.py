@@ -126,8 +126,8 @@ class autocast(contextlib.ContextDecorator):
     Raises
     ------
     InputTypeError
-        If ``recipe`` is none, or a generator or a coroutine is decorated, whose
-        body runs after its call.
+        If ``enabled`` is no bool, ``recipe`` is no recipe, or a generator or a
+        coroutine is decorated, whose body runs after its call.
     """
 
     def __init__(
@@ -137,11 +137,7 @@ class autocast(contextlib.ContextDecorator):
         recipe: Recipe | None = None,
         amax_reduction_group: Any | None = None,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise InputTypeError(
-                f"autocast got the recipe {recipe!r}; it takes one of fuser.recipe's classes, "
-                "such as MXFP8BlockScaling()."
-            )
+        _check_arguments("autocast", enabled, recipe)
         self.calibrating = calibrating
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or default_recipe()) if enabled else None
@@ -188,6 +184,19 @@ class autocast(contextlib.ContextDecorator):
         _scopes.set(left)
         if not left and exc_type is None and scope.regions.last is not None:
             scope.regions.last.end()
+
+
+def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:
+    if enabled not in (True, False):
+        raise InputTypeError(
+            f"{name} got enabled={enabled!r}, its first argument, which is True or False. Give a "
+            f"recipe by its name: {name}(recipe=...); a decorator is written with brackets."
+        )
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputTypeError(
+            f"{name} got the recipe {recipe!r}; it takes one of fuser.recipe's classes, "
+            "such as MXFP8BlockScaling()."
+        )
 
 
 # -- recomputation ------------------------------------------------------------
@@ -282,6 +291,7 @@ def quantized_model_init(
         ``weight.get_high_precision_init_val()`` gives them, and
         ``weight.clear_high_precision_init_val()`` frees them.
     """
+    _check_arguments("quantized_model_init", enabled, recipe)
     recipe = recipe or default_recipe()
     chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None
     token = _parameter_init.set(chosen)

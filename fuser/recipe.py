@@ -284,6 +284,15 @@ class DelayedScaling(Recipe):
         "amax_compute_algo": ("max", "most_recent"),
     }
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length = self.amax_history_len
+        if not isinstance(length, int) or length < 1:
+            raise InputError(
+                f"DelayedScaling got amax_history_len {length!r}; it is the number of steps whose "
+                "amaxes are kept, 1 or more."
+            )
+
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):

@@ -23,6 +23,7 @@ from fuser.group import Keywords
 from fuser.grouping import Grouping
 from fuser.module_calls import module_calls
 from fuser.op import FusedOperation
+from fuser.pipeline import checked_fusions
 from fuser.plan import FusionPlan
 
 _UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
@@ -53,7 +54,7 @@ class Sequential(torch.nn.Sequential):
             super().__init__(OrderedDict(modules[0]))
         else:
             super().__init__(*modules)  # type: ignore[arg-type]
-        self._fusions = tuple(fusions)
+        self._fusions = checked_fusions(fusions)
         self._grouping = _UNGROUPED
         self._grouping_lock = threading.Lock()
 
@@ -64,7 +65,7 @@ class Sequential(torch.nn.Sequential):
 
     @fusions.setter
     def fusions(self, fusions: Sequence[type[FusedOperation]]) -> None:
-        self._fusions = tuple(fusions)
+        self._fusions = checked_fusions(fusions)
         self._grouping = _UNGROUPED
 
     def __getitem__(self, idx: int | slice | str) -> Any:

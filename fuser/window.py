@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fuser.errors import InputTypeError
+
 # The methods that decide what an op computes; a subclass that overrides one of
 # them is no longer what a fusion was written for.
 _COMPUTE_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
@@ -30,6 +32,29 @@ class Many:
 
     def __init__(self, element: Any) -> None:
         self.element = element
+
+
+def check_window(name: str, window: Any) -> None:
+    """Refuse a window of a fusion ``name`` that no ops could be compared with.
+
+    Raises
+    ------
+    InputTypeError
+        If it is no tuple of op classes and of the patterns of this module.
+    """
+    is_fit = isinstance(window, (tuple, list))
+    if not is_fit or not all(_is_element(element) for element in window):
+        raise InputTypeError(
+            f"{name}.window is {window!r}; it is a tuple of op classes, such as (fuser.GELU,), or "
+            "of fuser.window.Optional, OneOf and Many of them."
+        )
+
+
+def _is_element(element: Any) -> bool:
+    if isinstance(element, (Optional, Many)):
+        return _is_element(element.element)
+    types = element.types if isinstance(element, OneOf) else (element,)
+    return all(isinstance(cls, type) for cls in types)
 
 
 @dataclass(frozen=True)

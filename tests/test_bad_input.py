@@ -789,15 +789,13 @@ def test_a_registered_fused_op_over_half_a_pair_of_ops_is_refused() -> None:
     ],
     ids=["no side", "no window", "no forward", "no backward", "half of both"],
 )
-def test_a_fusion_that_could_not_run_is_refused_at_the_first_call(
+def test_a_fusion_that_could_not_run_is_refused_at_once(
     broken: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     whole = {"window": (fuser.GELU, fuser.ConstantScale), "side": "forward"}
-    model = broken_pipeline(type("Halved", (FusedOperation,), {**whole, **broken}))
-    for call in (model, model.plan):
-        with pytest.raises(fuser.InputTypeError) as caught:
-            call(X)
-        assert_sentence(caught.value, ("Halved", *words))
+    with pytest.raises(fuser.InputTypeError) as caught:
+        broken_pipeline(type("Halved", (FusedOperation,), {**whole, **broken}))
+    assert_sentence(caught.value, ("Halved", *words))
 
 
 @pytest.mark.usefixtures("_registry")
@@ -1153,3 +1151,65 @@ def test_an_empty_sequential_returns_its_input() -> None:
     assert fuser.Sequential()(X) is X
     with pytest.raises(fuser.InputError, match="takes 0 extra inputs and got 1"):
         fuser.Sequential()(X, X)
+
+
+# -- what is given instead of a recipe, a fusion or a name ------------------------------
+
+
+class Squares(FusedOperation):
+    """A fusion that only its ``window`` may keep from being used."""
+
+    side = "forward"
+    window: Any = (Silent,)
+
+    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+        return input_, [()]
+
+
+def over(given: Any) -> type[FusedOperation]:
+    return type("Over", (Squares,), {"window": given})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fuser.autocast(fuser.recipe.MXFP8BlockScaling()), r"autocast\(recipe=\.\.\.\)"),  # type: ignore[arg-type]
+        (lambda: fuser.autocast(enabled="no"), "got enabled='no'"),  # type: ignore[arg-type]
+        (lambda: fuser.autocast(enabled=None), "got enabled=None"),  # type: ignore[arg-type]
+        (lambda: fuser.autocast(lambda x: x), "written with brackets"),  # type: ignore[arg-type]
+        (
+            lambda: fuser.quantized_model_init(fuser.recipe.MXFP8BlockScaling()).__enter__(),  # type: ignore[arg-type]
+            r"quantized_model_init\(recipe=\.\.\.\)",
+        ),
+        (
+            lambda: fuser.quantized_model_init(recipe="mxfp8").__enter__(),  # type: ignore[arg-type]
+            "quantized_model_init got the recipe 'mxfp8'",
+        ),
+        (lambda: fuser.Sequential(Silent(), fusions=Squares), "fusions is a sequence"),  # type: ignore[arg-type]
+        (lambda: setattr(mlp(), "fusions", Squares), "fusions is a sequence"),
+        (lambda: fuser.Sequential(Silent(), fusions=(Squares([Silent()]),)), "fusions is a seq"),  # type: ignore[arg-type]
+        (lambda: fuser.Sequential(fusions=(over((Silent(),)),)), r"Over.window is \(Silent\(\),"),
+        (lambda: fuser.Sequential(fusions=(over(("Silent",)),)), r"Over.window is \('Silent',\)"),
+        (lambda: fuser.Sequential(fusions=(over(Silent),)), "it is a tuple of op classes"),
+    ],
+)
+def test_another_thing_than_a_recipe_or_a_fusion_is_refused_at_once(make: Any, words: str) -> None:
+    with pytest.raises(fuser.errors.InputTypeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, None])
+def test_a_history_of_no_steps_is_refused(length: Any) -> None:
+    with pytest.raises(fuser.InputError, match=f"amax_history_len {length}"):
+        fuser.recipe.DelayedScaling(amax_history_len=length)
+
+
+def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
+    for name in fuser.modules.__all__:
+        assert hasattr(fuser, name) or name in ("LayerNormLinear", "LayerNormMLP")
+    with pytest.raises(AttributeError, match=r"it is fuser\.modules\.LayerNormMLP"):
+        fuser.LayerNormMLP  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attention"):
+        fuser.TransformerLayer  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'Secuential'$"):
+        fuser.Secuential  # noqa: B018

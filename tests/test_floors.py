@@ -227,9 +227,16 @@ def imported_roots(node: ast.AST) -> set[str]:
 
 @pytest.mark.parametrize("path", [p for p in sources() if p.endswith("__init__.py")])
 def test_an_init_file_only_reexports(path: str) -> None:
-    """Imports, docstrings, and assignments that compute nothing, such as ``__all__``."""
+    """Imports, docstrings, and assignments that compute nothing, such as ``__all__``.
+
+    Imports may be for type checkers alone, or for all but them.
+    """
     computing = (ast.Call, ast.Lambda, ast.IfExp, ast.ListComp, ast.SetComp, ast.DictComp)
+    nodes: list[ast.stmt] = []
     for node in ast.parse(sources()[path]).body:
+        is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        nodes += node.body if is_for_types else [node]  # type: ignore[attr-defined]
+    for node in nodes:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_alias = isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(
             isinstance(part, computing) for part in ast.walk(node)

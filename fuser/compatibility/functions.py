@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils.checkpoint
@@ -13,6 +14,25 @@ import torch.utils.checkpoint
 from fuser.errors import InputError
 from fuser.precision import autocast, quantized_model_init
 from fuser.recipe import Recipe
+
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
+    ),
+    **dict.fromkeys(
+        ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
+        "this library has no attention",
+    ),
+    "GroupedLinear": "this version has no grouped layers",
+}
+
+
+def missing_attribute(name: str) -> NoReturn:
+    """The ``__getattr__`` of the package: says where what te has under that name is."""
+    sentence = f"module 'fuser' has no attribute {name!r}"
+    if name in _NOT_HERE:
+        sentence += f": {_NOT_HERE[name].format(name=name)}."
+    raise AttributeError(sentence, name=name, obj=sys.modules["fuser"])
 
 
 def get_default_recipe() -> Recipe:
