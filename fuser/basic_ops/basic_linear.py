@@ -432,6 +432,17 @@ class BasicLinear(BasicOperation):
         state = super().__getstate__()
         return {**state, "_kept_weight": None}
 
+    # Both may swap the weight with another tensor, which torch refuses to do with one that has
+    # weak references; and the kept one is none of what comes.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept_weight = None
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None
+        super()._load_from_state_dict(*args, **kwargs)
+
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
 
