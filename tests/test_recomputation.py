@@ -105,6 +105,42 @@ def test_a_recomputation_runs_under_the_conditions_of_its_forward(
     assert equal(grads(again), expected)
 
 
+@contextlib.contextmanager
+def hooked(module: torch.nn.Module) -> Any:
+    handle = module.register_forward_hook(lambda *args: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+HOOKED = {
+    "an op": lambda model: model[1],
+    "a composite": lambda model: model[2],
+    "an op of a composite": lambda model: model[2].basic_ops[0],
+}
+
+
+@every_kind
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("place", HOOKED.values(), ids=HOOKED)
+@every_recipe
+def test_hooks_that_are_there_only_in_the_forward_or_only_in_the_backward_change_no_gradient(
+    recipe: Any, place: Any, when: str, use_reentrant: bool
+) -> None:
+    """They take pipelines apart, and a recomputation finds the calls that it repeats."""
+    model, x = mlp(), tensor(1).requires_grad_()
+    run(model, recipe, x).sum().backward()
+    expected = grads(model)
+    again, nothing = mlp(), contextlib.nullcontext
+    with hooked(place(again)) if when == "forward" else nothing():
+        y = run(again, recipe, x, use_reentrant=use_reentrant)
+    with hooked(place(again)) if when == "backward" else nothing():
+        y.sum().backward()
+    for found, wanted in zip(grads(again), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 @every_kind
 def test_outside_autocast_a_recomputation_is_plain_whatever_the_recipe_before(
     use_reentrant: bool,
