@@ -70,12 +70,13 @@ class DelayedScales:
     ) -> Quantizer:
         """The quantizer of tensor ``index``, on ``device``; it reads and writes this state.
 
-        In evaluation and in a recomputation of the forward it reads alone.
+        In evaluation it reads alone; so does the forward's in a recomputation. The gradients' may
+        be asked for there first: a reentrant checkpoint runs its forward without gradients.
         """
         is_other = self._is_other(recipe, device)
-        again = recomputed_conditions()
+        again = recomputed_conditions() if self.mode == "forward" else None
         is_reading = again is not None or _is_evaluating.get()
-        if again is not None and again.region is not None and self.mode == "forward":
+        if again is not None and again.region is not None:
             past = again.region.past_scales.get(self._identity, {}).get(recipe)
             if past is not None:
                 return Float8Quantizer(past[index : index + 1].to(device), None, dtypes[index])

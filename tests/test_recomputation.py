@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import pickle
 import weakref
@@ -529,6 +530,47 @@ def test_delayed_scaling_with_checkpointing_equals_without(
     plain = steps(mlp(), wrap(lambda model, x: run(model, DELAYED, x)))
     for found, expected in zip(steps(mlp(), wrap(make(use_reentrant))), plain, strict=True):
         assert equal(found, expected)
+
+
+def resumed(model: fuser.Sequential) -> fuser.Sequential:
+    fresh = mlp()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+# What becomes of a model in the middle of its training: itself or another, and its recipe.
+CHANGES: dict[
+    str, tuple[Callable[[fuser.Sequential], fuser.Sequential], recipes.DelayedScaling]
+] = {
+    "loaded": (resumed, DELAYED),
+    "copied": (copy.deepcopy, DELAYED),
+    "margin": (lambda model: model, recipes.DelayedScaling(amax_history_len=4, margin=1)),
+    "format": (
+        lambda model: model,
+        recipes.DelayedScaling(amax_history_len=4, fp8_format=recipes.Format.E4M3),
+    ),
+    "history": (lambda model: model, recipes.DelayedScaling(amax_history_len=2)),
+}
+
+
+@every_kind
+@pytest.mark.parametrize(("change", "later"), CHANGES.values(), ids=CHANGES)
+def test_delayed_scaling_goes_on_alike_with_checkpointing_and_without(
+    change: Any, later: recipes.DelayedScaling, use_reentrant: bool
+) -> None:
+    """After a resume or a change of recipe; a reentrant one first asks for gradients' quantizers
+    in the recomputation."""
+
+    def train(**options: Any) -> list[torch.Tensor]:
+        model, results = mlp(), []
+        for step in range(5):
+            model = change(model) if step == 2 else model
+            x = (tensor(step) * 2.0**step).requires_grad_()
+            run(model, DELAYED if step < 2 else later, x, **options).square().sum().backward()
+            results += [x.grad, *grads(model), *states(model)]
+        return results  # type: ignore[return-value]
+
+    assert equal(train(use_reentrant=use_reentrant), train())
 
 
 def test_pipelines_under_different_recipes_may_share_a_checkpoint() -> None:
