@@ -194,8 +194,10 @@ class DelayedScales:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
         The order of states is that of their first use, which is the same on
-        every rank.
+        every rank. One that was loaded or copied, and not used since, has
+        recorded nothing.
         """
+        states = {state: group for state, group in states.items() if state._recipe is not None}
         for state in states:
             state._leave_past_scale()
         reduced = [state for state in states if state._is_reduced()]
@@ -203,7 +205,7 @@ class DelayedScales:
             _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
         for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
             recipe = some[0]._recipe
-            assert recipe is not None
+            assert recipe is not None  # left out above
             update_delayed(
                 [state.amax_history for state in some],
                 [state.scale for state in some],

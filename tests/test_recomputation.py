@@ -614,6 +614,26 @@ def test_a_frozen_pipeline_gets_scales_too() -> None:
     assert float(model[0].members[0]._delayed["forward"].scale[0]) != 1.0
 
 
+@pytest.mark.parametrize("change", [resumed, copy.deepcopy], ids=["loaded", "copied"])
+def test_a_model_with_a_state_goes_on_with_its_first_linear_frozen(change: Any) -> None:
+    """Whose gradients' state is there, and is not used."""
+    model = mlp()
+    run(model, DELAYED, tensor(1)).sum().backward()
+    grads(model)
+    model = change(model)
+    before = model[0].basic_ops[0]._delayed["backward"].packed()
+    results = []
+    for options in ({}, {"use_reentrant": False}):
+        again = copy.deepcopy(model)
+        again[0].requires_grad_(False)
+        run(again, DELAYED, tensor(2), **options).sum().backward()
+        assert torch.equal(again[0].basic_ops[0]._delayed["backward"].packed(), before)
+        results.append(grads(again[2]))
+    run(model, DELAYED, tensor(2)).sum().backward()
+    expected = grads(model[2])
+    assert all(equal(found, expected) for found in results)
+
+
 def test_evaluation_under_a_shorter_history_leaves_training_as_it_is() -> None:
     model = mlp()
     steps(model, lambda model, x: run(model, DELAYED, x), 3)
