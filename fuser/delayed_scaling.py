@@ -70,12 +70,13 @@ class DelayedScales:
     ) -> Quantizer:
         """The quantizer of tensor ``index``, on ``device``; it reads and writes this state.
 
-        In evaluation and in a recomputation of the forward it reads alone.
+        In evaluation it reads alone; so does the forward's in a recomputation. The gradients' may
+        be asked for there first: a reentrant checkpoint runs its forward without gradients.
         """
         is_other = self._is_other(recipe, device)
-        again = recomputed_conditions()
+        again = recomputed_conditions() if self.mode == "forward" else None
         is_reading = again is not None or _is_evaluating.get()
-        if again is not None and again.region is not None and self.mode == "forward":
+        if again is not None and again.region is not None:
             past = again.region.past_scales.get(self._identity, {}).get(recipe)
             if past is not None:
                 return Float8Quantizer(past[index].to(device), None, dtypes[index])
@@ -195,8 +196,10 @@ class DelayedScales:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
         The order of states is that of their first use, which is the same on
-        every rank.
+        every rank. One that was loaded or copied, and not used since, has
+        recorded nothing.
         """
+        states = {state: group for state, group in states.items() if state._recipe is not None}
         for state in states:
             state._leave_past_scale()
         reduced = [state for state in states if state._is_reduced()]
@@ -204,7 +207,7 @@ class DelayedScales:
             _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
         for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
             recipe = some[0]._recipe
-            assert recipe is not None
+            assert recipe is not None  # left out above
             update_delayed(
                 [state.amax_history for state in some],
                 [state.scale for state in some],

@@ -34,11 +34,16 @@ class _Calls:
     def __init__(self, outer: tuple[_Calls, ...]) -> None:
         self.outer = outer
         """Those of the checkpoints around this one."""
-        self._conditions: dict[Ops, list[Conditions]] = {}
-        self._repeated: dict[Any, dict[Ops, int]] = {}
+        # By op and not by pipeline: hooks that come or go after the forward regroup the ops. An op
+        # is known by its attributes, which it shares with its twin that runs when it is called.
+        self._conditions: dict[int, list[Conditions]] = {}
+        self._repeated: dict[Any, dict[int, int]] = {}
+        self._ops: dict[int, Any] = {}
 
     def note(self, ops: Ops, conditions: Conditions) -> None:
-        self._conditions.setdefault(ops, []).append(conditions)
+        for op in ops:
+            self._ops[id(op.__dict__)] = op  # kept, so that no other op gets the number
+            self._conditions.setdefault(id(op.__dict__), []).append(conditions)
 
     def next(self, ops: Ops, recomputation: Any) -> Conditions | None:
         """The conditions of the call that this one repeats; None where the forward had no such.
@@ -46,9 +51,13 @@ class _Calls:
         ``recomputation`` names the one that runs: a graph that is retained has several.
         """
         repeated = self._repeated.setdefault(recomputation, {})
-        index = repeated[ops] = repeated.get(ops, -1) + 1
-        conditions = self._conditions.get(ops, ())
-        return conditions[index] if index < len(conditions) else None
+        found = None
+        for op in reversed(ops):
+            key = id(op.__dict__)
+            index = repeated[key] = repeated.get(key, -1) + 1
+            conditions = self._conditions.get(key, ())
+            found = conditions[index] if index < len(conditions) else found
+        return found
 
 
 # By what torch holds as long as a recomputation may come: the frame of a checkpoint, or the node

@@ -213,6 +213,18 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any]) -> None:
         fuser.AdaptiveLayerNorm(0)
 
 
+@pytest.mark.parametrize("name", ["batch_dim", "eps"])
+def test_gradients_are_of_what_the_forward_used(name: str) -> None:
+    op = fuser.AdaptiveLayerNorm(HIDDEN)
+    tensors = [leaf(t) for t in tensors_of((3, 3), 0, False, torch.float32, seed=8)]
+    y = op(*tensors)
+    dy = random_tensor(y.shape, torch.float32, 9)
+    expected = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+    setattr(op, name, 1)
+    found = torch.autograd.grad(y, tensors, dy, retain_graph=True)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_no_rows_give_no_output_and_zero_gradients() -> None:
     x, scale, shift = (torch.ones(s, requires_grad=True) for s in ((2, 0, 7), (2, 7), (2, 7)))
     y = fuser.AdaptiveLayerNorm(7)(x, scale, shift)

@@ -160,6 +160,14 @@ def test_update_quantized_refuses_another_format_or_shape(writer: Any, rows: int
         writer.update_quantized(values(rows), target)
 
 
+def test_update_quantized_refuses_what_is_not_quantized() -> None:
+    quantizer = fuser.Float8BlockQuantizer(E4M3)
+    part_of_a_block = quantizer(values(64))[:32]
+    for target in (part_of_a_block, values()):
+        with pytest.raises(fuser.InputError, match=r"writes into a quantized tensor; got a \w+"):
+            quantizer.update_quantized(values(), target)
+
+
 def test_a_delayed_quantizer_records_the_amax_of_what_it_writes_and_not_of_an_empty_tensor() -> (
     None
 ):
@@ -187,7 +195,8 @@ def test_make_empty_makes_a_tensor_of_that_shape_to_write_to(make: Any) -> None:
 @every_quantizer
 def test_is_quantizable_says_whether_a_call_succeeds(make: Any) -> None:
     quantizer = make()
-    for tensor in (values(), torch.ones(32, 32, dtype=torch.int32), torch.ones(())):
+    others = (torch.int32, torch.float64, torch.float8_e4m3fn, torch.complex64)
+    for tensor in (values(), torch.ones(()), *(values().to(dtype) for dtype in others)):
         try:
             quantizer(tensor)
             succeeds = True

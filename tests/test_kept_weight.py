@@ -123,6 +123,25 @@ def test_a_write_that_torch_counts_or_another_weight_is_noticed(write: str) -> N
     assert all(map(torch.equal, found, run(op, recipe, None)))
 
 
+@pytest.mark.parametrize("change", ["to", "load_state_dict"])
+def test_a_kept_weight_is_in_no_ones_way_where_torch_swaps_parameters(change: str) -> None:
+    op, other = linear(), linear()
+    with torch.no_grad():
+        other.weight.mul_(2)
+    run(op, RECIPES["mxfp8"], True)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if change == "to":
+            op.to(torch.float16)
+        else:
+            op.load_state_dict(other.state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    op.float()
+    found = run(op, RECIPES["mxfp8"], False)
+    assert all(map(torch.equal, found, run(op, RECIPES["mxfp8"], None)))
+
+
 @every_recipe
 def test_a_replaced_weight_is_not_kept_alive_by_what_was_kept_of_it(recipe: Any) -> None:
     op = linear()

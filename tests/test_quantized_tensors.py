@@ -120,10 +120,27 @@ def test_a_quantizer_without_any_usage_is_refused() -> None:
 
 
 @every_quantizer
-@pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.ones(32, 32, dtype=torch.int32)])
-def test_what_has_no_rows_or_no_fractions_is_refused(quantizer: Any, tensor: Any) -> None:
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.0),
+        torch.ones(32, 32, dtype=torch.int32),
+        torch.ones(32, 32, dtype=torch.float8_e4m3fn),
+    ],
+)
+def test_what_has_no_rows_or_no_fractions_or_is_fp8_is_refused(quantizer: Any, tensor: Any) -> None:
     with pytest.raises(fuser.InputError, match="floating-point tensors of one dimension"):
         quantizer(tensor)
+
+
+@every_quantizer
+def test_fp64_is_quantized_as_its_fp32_values(quantizer: Any) -> None:
+    x = values().float()
+    x[0, 0] = 0.0
+    made = quantizer(x.double())
+    assert made.dtype is torch.float64
+    for ours, theirs in zip(made._memory(), quantizer(x)._memory(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 # -- contents ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import pickle
 import weakref
@@ -103,6 +104,42 @@ def test_a_recomputation_runs_under_the_conditions_of_its_forward(
             BETWEEN[between](again)
     y.sum().backward()
     assert equal(grads(again), expected)
+
+
+@contextlib.contextmanager
+def hooked(module: torch.nn.Module) -> Any:
+    handle = module.register_forward_hook(lambda *args: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+HOOKED = {
+    "an op": lambda model: model[1],
+    "a composite": lambda model: model[2],
+    "an op of a composite": lambda model: model[2].basic_ops[0],
+}
+
+
+@every_kind
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("place", HOOKED.values(), ids=HOOKED)
+@every_recipe
+def test_hooks_that_are_there_only_in_the_forward_or_only_in_the_backward_change_no_gradient(
+    recipe: Any, place: Any, when: str, use_reentrant: bool
+) -> None:
+    """They take pipelines apart, and a recomputation finds the calls that it repeats."""
+    model, x = mlp(), tensor(1).requires_grad_()
+    run(model, recipe, x).sum().backward()
+    expected = grads(model)
+    again, nothing = mlp(), contextlib.nullcontext
+    with hooked(place(again)) if when == "forward" else nothing():
+        y = run(again, recipe, x, use_reentrant=use_reentrant)
+    with hooked(place(again)) if when == "backward" else nothing():
+        y.sum().backward()
+    for found, wanted in zip(grads(again), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @every_kind
@@ -513,6 +550,47 @@ def test_delayed_scaling_with_checkpointing_equals_without(
         assert equal(found, expected)
 
 
+def resumed(model: fuser.Sequential) -> fuser.Sequential:
+    fresh = mlp()
+    fresh.load_state_dict(model.state_dict())
+    return fresh
+
+
+# What becomes of a model in the middle of its training: itself or another, and its recipe.
+CHANGES: dict[
+    str, tuple[Callable[[fuser.Sequential], fuser.Sequential], recipes.DelayedScaling]
+] = {
+    "loaded": (resumed, DELAYED),
+    "copied": (copy.deepcopy, DELAYED),
+    "margin": (lambda model: model, recipes.DelayedScaling(amax_history_len=4, margin=1)),
+    "format": (
+        lambda model: model,
+        recipes.DelayedScaling(amax_history_len=4, fp8_format=recipes.Format.E4M3),
+    ),
+    "history": (lambda model: model, recipes.DelayedScaling(amax_history_len=2)),
+}
+
+
+@every_kind
+@pytest.mark.parametrize(("change", "later"), CHANGES.values(), ids=CHANGES)
+def test_delayed_scaling_goes_on_alike_with_checkpointing_and_without(
+    change: Any, later: recipes.DelayedScaling, use_reentrant: bool
+) -> None:
+    """After a resume or a change of recipe; a reentrant one first asks for gradients' quantizers
+    in the recomputation."""
+
+    def train(**options: Any) -> list[torch.Tensor]:
+        model, results = mlp(), []
+        for step in range(5):
+            model = change(model) if step == 2 else model
+            x = (tensor(step) * 2.0**step).requires_grad_()
+            run(model, DELAYED if step < 2 else later, x, **options).square().sum().backward()
+            results += [x.grad, *grads(model), *states(model)]
+        return results  # type: ignore[return-value]
+
+    assert equal(train(use_reentrant=use_reentrant), train())
+
+
 def test_pipelines_under_different_recipes_may_share_a_checkpoint() -> None:
     """The first under the recipe outside, the last in high precision; or each in its own region."""
     first, last = mlp(), mlp()
@@ -552,6 +630,26 @@ def test_a_frozen_pipeline_gets_scales_too() -> None:
     for _ in range(2):
         run(model, DELAYED, tensor(1))
     assert float(model[0].members[0]._delayed["forward"].scale[0]) != 1.0
+
+
+@pytest.mark.parametrize("change", [resumed, copy.deepcopy], ids=["loaded", "copied"])
+def test_a_model_with_a_state_goes_on_with_its_first_linear_frozen(change: Any) -> None:
+    """Whose gradients' state is there, and is not used."""
+    model = mlp()
+    run(model, DELAYED, tensor(1)).sum().backward()
+    grads(model)
+    model = change(model)
+    before = model[0].basic_ops[0]._delayed["backward"].packed()
+    results = []
+    for options in ({}, {"use_reentrant": False}):
+        again = copy.deepcopy(model)
+        again[0].requires_grad_(False)
+        run(again, DELAYED, tensor(2), **options).sum().backward()
+        assert torch.equal(again[0].basic_ops[0]._delayed["backward"].packed(), before)
+        results.append(grads(again[2]))
+    run(model, DELAYED, tensor(2)).sum().backward()
+    expected = grads(model[2])
+    assert all(equal(found, expected) for found in results)
 
 
 def test_evaluation_under_a_shorter_history_leaves_training_as_it_is() -> None:

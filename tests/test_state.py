@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -664,6 +665,36 @@ def test_weight_gradients_add_up_in_fp32_main_grad(
         assert worst_error(main_grad, exact) <= rounding
     fired = [step.fusion for step in model.plans[0].backward if step.fusion]
     assert fired == ([fusion] if fusion else [])
+
+
+@every_backward
+@pytest.mark.parametrize("recipe", [None, fuser.recipe.Float8CurrentScaling()], ids=str)
+def test_a_main_grad_that_is_to_be_overwritten_gets_the_gradient_alone(
+    wrap: Callable[..., fuser.Sequential], fusion: str | None, recipe: Any
+) -> None:
+    linear = accumulating(FP32)
+    added = torch.zeros(5, N)
+    stale = torch.full((5, N), math.nan)
+    for main_grad, is_overwritten in ((added, False), (stale, True)):
+        linear.weight.main_grad = main_grad
+        linear.weight.overwrite_main_grad = is_overwritten
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            run_module(wrap(linear), leaf(tensor()))
+    assert added.any()
+    assert torch.equal(stale, added)
+
+
+def test_the_buffer_of_a_sharded_parameter_is_asked_for_at_each_backward() -> None:
+    linear = accumulating(FP32)
+    buffers = [torch.zeros(5, N), torch.zeros(5, N)]
+    waiting = iter(buffers)
+    linear.weight.__fsdp_param__ = True
+    linear.weight.get_main_grad = lambda: next(waiting)
+    for _ in buffers:
+        linear(leaf(tensor())).sum().backward()
+    assert buffers[0].any()
+    assert torch.equal(*buffers)
+    assert linear.weight.main_grad is buffers[1]
 
 
 @every_backward

@@ -42,6 +42,7 @@ class AdaptiveLayerNorm(BasicOperation):
     num_extra_inputs = 2
     takes_floating_extras = True
     emits_quantized = ("forward", "backward")
+    backward_attributes = ("batch_dim",)
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
         super().__init__()
@@ -93,7 +94,8 @@ class AdaptiveLayerNorm(BasicOperation):
         ((scale, shift),) = basic_op_extra_inputs
         self._check_shapes(input_.shape, scale.shape, shift.shape)
         x = plain(input_, input_.dtype)
-        rows, batch = self._rows(x), (x.shape[self.batch_dim], self.hidden_size)
+        rows = self._rows(x, self.batch_dim)
+        batch = (x.shape[self.batch_dim], self.hidden_size)
         gain, bias = (plain(t, t.dtype).reshape(batch) for t in (scale, shift))
         dtype = ctx.autocast_dtype or x.dtype
         y, mean, rstd = reference.adaptive_layernorm(rows, gain, bias, self.eps, dtype)
@@ -111,7 +113,8 @@ class AdaptiveLayerNorm(BasicOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         ctx: Any = basic_op_ctxs[0]
         x, gain, mean, rstd = ctx.saved_tensors
-        rows, dy = self._rows(x), self._rows(plain(grad_output, grad_output.dtype))
+        rows = self._rows(x, ctx.batch_dim)
+        dy = self._rows(plain(grad_output, grad_output.dtype), ctx.batch_dim)
         wanted = (ctx.input_requires_grad, *ctx.extra_inputs_require_grad)
         dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, wanted)
         shaped = tuple(
@@ -120,11 +123,12 @@ class AdaptiveLayerNorm(BasicOperation):
         )
         return None if dx is None else emit_grad(dx.view(x.shape), ctx), [()], [shaped]
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _rows(x: torch.Tensor, batch_dim: int) -> torch.Tensor:
         """``x`` as ``[before, batch, after, hidden_size]``."""
-        before, after = x.shape[: self.batch_dim], x.shape[self.batch_dim + 1 : -1]
-        batch = x.shape[self.batch_dim]
-        return x.reshape(math.prod(before), batch, math.prod(after), self.hidden_size)
+        before, after = x.shape[:batch_dim], x.shape[batch_dim + 1 : -1]
+        batch, hidden_size = x.shape[batch_dim], x.shape[-1]
+        return x.reshape(math.prod(before), batch, math.prod(after), hidden_size)
 
     def _check_shapes(
         self, x: tuple[int, ...], scale: tuple[int, ...], shift: tuple[int, ...]

@@ -61,7 +61,8 @@ class BasicLinear(BasicOperation):
         Returns an object whose ``fork()`` is the context in which the weight
         is initialised.
     accumulate_into_main_grad
-        Add the weight gradient to ``weight.main_grad`` instead of returning it.
+        Add the weight gradient to ``weight.main_grad`` instead of returning it; write it there
+        where ``weight.overwrite_main_grad`` is true.
 
     Raises
     ------
@@ -432,6 +433,17 @@ class BasicLinear(BasicOperation):
         state = super().__getstate__()
         return {**state, "_kept_weight": None}
 
+    # Both may swap the weight with another tensor, which torch refuses to do with one that has
+    # weak references; and the kept one is none of what comes.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept_weight = None
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None
+        super()._load_from_state_dict(*args, **kwargs)
+
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
 
@@ -446,14 +458,20 @@ class BasicLinear(BasicOperation):
         """The buffer of the weight that the forward read; None where its gradient is returned.
 
         So it is for a value that ``torch.func.functional_call`` passed, which has no buffer.
+        Megatron-LM's sharding hands a buffer out for each backward, by ``get_main_grad``, and what
+        is in it is not to be added to where ``overwrite_main_grad`` is set.
         """
-        weight = ctx.main_grad_owner
+        weight: Any = ctx.main_grad_owner
+        if hasattr(weight, "__fsdp_param__"):
+            weight.main_grad = weight.get_main_grad()
         main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
         if main_grad is None and weight is self._parameters.get("weight"):
             raise StateError(
                 "BasicLinear accumulates its weight gradient into weight.main_grad, "
                 "but the weight has no main_grad."
             )
+        if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
+            main_grad.zero_()
         return main_grad
 
     def _grad_in_main_grad(self, ctx: OperationContext) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from fuser.formats import DType
 from fuser.functional.values import Values
 from fuser.op import FusibleOperation, default_device
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.quantizer import QUANTIZABLE
 
 _VALUE_OF: dict[type, type[Quantizer]] = {}
 """The class of values for each class here."""
@@ -137,8 +138,15 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         Raises
         ------
         InputError
-            If ``dst`` has another shape, or bytes that mean something else.
+            If ``dst`` has another shape, or bytes that mean something else, or is not quantized,
+            such as a view that cuts the blocks of its tensor.
         """
+        if not isinstance(dst, QuantizedTensor):
+            raise InputError(
+                f"{type(self).__name__}.update_quantized writes into a quantized tensor; got a "
+                f"{type(dst).__name__} of shape {tuple(dst.shape)}. A view that is none is written "
+                "to by copy_."
+            )
         usage = {"rowwise": dst._has("rowwise"), "columnwise": dst._has("columnwise")}
         maker = self.value().with_usage(**usage)
         is_alike = type(dst) is maker.tensor_class and (
@@ -179,7 +187,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Whether calling the quantizer with such a tensor succeeds."""
-        return inp.dim() > 0 and inp.is_floating_point()
+        return inp.dim() > 0 and inp.dtype in QUANTIZABLE
 
     # -- what it makes ----------------------------------------------------------
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from fuser.formats import FP8_BLOCK, DType, ceil_div, fp8_block_scale_shape
 from fuser.reference.fp8 import decode, encode, padded, scale_from_amax, transpose
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def quantize(
     x: torch.Tensor,
@@ -44,7 +46,7 @@ def quantize(
     m, k = x.shape
     row_shape = fp8_block_scale_shape(m, k, False, block_dim)
     col_shape = fp8_block_scale_shape(m, k, True, block_dim)
-    x32, overflow = x.float(), torch.finfo(x.dtype).max
+    x32, overflow = x.float(), min(torch.finfo(x.dtype).max, FLOAT32_MAX)
     row = row_scale_inv = col = col_scale_inv = None
     if block_dim == 2 and (rowwise or columnwise):
         data, scale = _quantize_blocks(x32, dtype, FP8_BLOCK, FP8_BLOCK, pow2, eps, overflow)

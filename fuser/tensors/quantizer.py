@@ -21,6 +21,9 @@ from fuser.tensors.wrapper import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
+# What is quantized; fp64 as fp32, for a model in fp64 is converted, and written to, like others.
+QUANTIZABLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
+
 
 @dataclass(frozen=True)
 class Quantizer:
@@ -61,7 +64,7 @@ class Quantizer:
         Raises
         ------
         InputError
-            If the tensor has no dimension, or holds no floating-point values.
+            If the tensor has no dimension, or holds no floating-point values of 16 bits or more.
         """
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
@@ -75,10 +78,11 @@ class Quantizer:
         source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
         if source.requires_grad and (_is_dynamo_compiling() or self.replay_key is None):
             source = source.detach()
-        if not (source.dim() and source.is_floating_point()):
+        if not (source.dim() and source.dtype in QUANTIZABLE):
             raise InputError(
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
-                f"{source.dtype}; it takes floating-point tensors of one dimension or more."
+                f"{source.dtype}; it takes floating-point tensors of one dimension or more, in "
+                "fp32, fp16 or bf16."
             )
         rows = source if source.dim() == 2 else _rows(source)
         return self._made(self._buffers(rows), source)

@@ -66,6 +66,27 @@ DELAYED_SCALING = (
         select="delayed or scales or amax",
     ),
     Mutant(
+        "the gradients' state is only read in a recomputation",
+        "delayed_scaling.py",
+        'recomputed_conditions() if self.mode == "forward" else None',
+        "recomputed_conditions()",
+        "test_recomputation.py::test_delayed_scaling_goes_on_alike_with_checkpointing_and_without",
+    ),
+    Mutant(
+        "a step ends of a state that was never used",
+        "delayed_scaling.py",
+        "for state, group in states.items() if state._recipe is not None}",
+        "for state, group in states.items()}",
+        "test_recomputation.py::test_a_model_with_a_state_goes_on_with_its_first_linear_frozen",
+    ),
+    Mutant(
+        "main_grad is added to where it is to be overwritten",
+        "basic_ops/basic_linear.py",
+        "main_grad.zero_()",
+        "pass",
+        "test_state.py::test_a_main_grad_that_is_to_be_overwritten_gets_the_gradient_alone",
+    ),
+    Mutant(
         "a recomputation quantizes with the scales of a later step",
         "delayed_scaling.py",
         "past = self.scale.clone()",
