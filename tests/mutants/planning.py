@@ -513,6 +513,6 @@ PLAN_KEYS = (
         "precision.py",
         "return Conditions(scope.recipe, scope.regions.current(), scope.group)",
         "return Conditions(scope.recipe, scope.regions.current(), None)",
-        "test_amax_reduction.py",
+        "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",
     ),
 )
