@@ -333,6 +333,40 @@ def test_a_weight_is_quantized_once_for_all_microbatches() -> None:
     assert torch.equal(changed, step(None))
 
 
+def test_an_operand_has_the_copies_that_the_gradients_in_demand_read() -> None:
+    made: dict[str, tuple[bool, bool]] = {}
+
+    class Recording(MXFP8Quantizer):
+        role = ""
+
+        def buffers_of(self, rows: Any) -> Any:
+            made[self.role] = (self.rowwise, self.columnwise)
+            return super().buffers_of(rows)
+
+    def factory(role: Any) -> Any:
+        return type(str(role), (Recording,), {"role": str(role)})()
+
+    def copies(override: str | None, x_wants: bool, weight_wants: bool) -> dict[str, Any]:
+        made.clear()
+        op = fuser.BasicLinear(32, 32)
+        op.weight.requires_grad_(weight_wants)
+        x = torch.randn(32, 32, requires_grad=x_wants)
+        with fuser.autocast(recipe=recipes.CustomRecipe(factory, backward_override=override)):
+            y = op(x)
+        if y.requires_grad:
+            y.sum().backward()
+        return dict(made)
+
+    for x_wants in (False, True):
+        for weight_wants in (False, True):
+            expected = {"input": (True, weight_wants), "weight": (True, x_wants)}
+            if x_wants or weight_wants:
+                expected["grad_output"] = (x_wants, weight_wants)
+            assert copies(None, x_wants, weight_wants) == expected
+            alone = {"input": (True, False), "weight": (True, False)}
+            assert copies("dequantized", x_wants, weight_wants) == alone
+
+
 def test_a_kept_weight_is_neither_copied_nor_saved() -> None:
     op = fuser.BasicLinear(64, 64)
     with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
