@@ -268,6 +268,31 @@ def test_a_native_weight_gradient_comes_to_main_grad_unrounded(hopper: StrictTen
     assert error < 2**-20
 
 
+@pytest.mark.parametrize("after", [[], [fuser.GELU], [fuser.AddExtraInput]], ids=str)
+def test_a_kept_weight_serves_a_native_gemm_with_its_epilogue(
+    after: list[Any], hopper: StrictTensorCores
+) -> None:
+    quantized: list[Any] = []
+
+    class Counting(fuser.tensors.Float8CurrentScalingQuantizer):
+        def buffers_of(self, rows: Any) -> Any:
+            quantized.append(rows.shape)
+            return super().buffers_of(rows)
+
+    linear = fuser.Linear(64, 32, dtype=torch.bfloat16)
+    model = oracles.randomize(fuser.Sequential(linear, *(make() for make in after)))
+    x = oracles.random_tensor((48, 64), torch.bfloat16, 1)
+    extras = [torch.ones(48, 32, dtype=torch.bfloat16)] * (after == [fuser.AddExtraInput])
+    with fuser.autocast(recipe=recipes.CustomRecipe(lambda role: Counting())):
+        found = [
+            model(x, *extras, op_kwargs={linear: {"is_first_microbatch": flag}})
+            for flag in (True, False, False)
+        ]
+    assert model.plans[0].forward[0].fusion is not None
+    assert quantized.count(torch.Size([32, 64])) == 1
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 # -- a scale and an addend ----------------------------------------------------
 
 SCALED = {name: NATIVE[name] for name in ("current", "current-E4M3", "block", "block-1D")}
@@ -407,6 +432,20 @@ def test_an_epilogue_that_a_quantized_gemm_lacks_is_named(hopper: StrictTensorCo
         name = type(recipe).__name__
         sentence = f"{name} may record the amax of scale * dy, and here dy would be quantized."
         assert refusal(*scaled, recipe) == sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(48,), (2, 24)])
+def test_dgrad_scales_its_product_and_not_the_addend(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    dy = oracles.random_tensor((*shape, 32), torch.bfloat16, 1)
+    weight = oracles.random_tensor((32, 64), torch.bfloat16, 2)
+    addend = oracles.random_tensor((*shape, 64), dtype, 3)
+    exact = -0.25 * dy.double() @ weight.double() + addend.double()
+    found = gemm.dgrad(dy, weight, -0.25, addend)
+    assert found.shape == exact.shape
+    assert (found - exact).norm() < 2**-7 * exact.norm()
 
 
 class ScaleAndAdd(fuser.FusedOperation):

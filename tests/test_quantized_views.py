@@ -761,6 +761,14 @@ def test_a_duplicate_of_a_view_has_its_own_bytes(duplicate: Any, quantizer: Any)
     assert torch.equal(tensor.dequantize(), before)
 
 
+def test_a_deep_copy_of_a_view_has_its_strides_and_offset() -> None:
+    tensor = QUANTIZERS["block-2d"](values(384))
+    for view in (tensor[128:256], tensor.t(), tensor[128:256].t()):
+        twin = copy.deepcopy(view)
+        assert (twin.stride(), twin.storage_offset()) == (view.stride(), view.storage_offset())
+        assert torch.equal(twin.dequantize(), view.dequantize())
+
+
 @pytest.mark.parametrize(
     "duplicate",
     [torch.clone, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.dequantize()],

@@ -760,6 +760,9 @@ def test_a_quantized_tensor_is_not_quantized_again_on_the_way() -> None:
         run(model, recipe, tensor(1)).sum().backward()
         found.append(grads(linear))
     assert all(equal(one, found[0]) for one in found)
+    arrives = fuser.MXFP8Quantizer()(tensor(1))
+    with fuser.autocast(recipe=recipe):
+        assert fuser.Sequential(fuser.Quantize())(arrives) is arrives
 
 
 @pytest.mark.parametrize("is_inside", [False, True])

@@ -111,8 +111,7 @@ BASIC_OPS = (
         "basic_ops/add_extra_input.py",
         "TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))",
         "TensorSpec(spec.shape, spec.dtype)",
-        "test_ops.py test_fusions.py test_planner.py test_plan.py",
-        select="promote or AddExtra or dtype or wider",
+        "test_ops.py::test_add_extra_input_promotes_and_each_gradient_has_its_inputs_dtype",
     ),
     Mutant(
         "a Reshape hands back a gradient in the shape of its output",
@@ -162,7 +161,8 @@ BASIC_OPS = (
         "basic_ops/dropout.py",
         "        if seed is None:\n",
         "        if seed is None or not self.training:\n",
-        "test_ops.py::test_dropout_backward_keeps_the_mask_of_its_forward_when_mode_changes_between",
+        "test_ops.py::"
+        "test_dropout_backward_keeps_the_mask_of_its_forward_when_mode_changes_between",
     ),
     Mutant(
         "the gradient of a scaled value has the scale of now",
@@ -177,8 +177,7 @@ BASIC_OPS = (
         "basic_ops/scaled_activation.py",
         "ctx.functor, grad_output, x, scales, wants_dscales=wants_dscales",
         "ctx.functor, grad_output, x, scales, wants_dscales=True",
-        "test_ops.py::test_only_the_gradients_that_were_asked_for_are_made",
-        select="Scaled",
+        "test_robustness.py::test_frozen_scales_of_an_activation_cost_no_work",
     ),
     Mutant(
         "conditions of an adaptive norm with ones between are refused",
@@ -200,8 +199,7 @@ BASIC_OPS = (
         "basic_ops/normalization.py",
         "return None if z is None else z.view(shape).detach()",
         "return None if z is None else z.view(shape)",
-        "test_robustness.py test_fusions.py",
-        select="written or never_changes",
+        "test_robustness.py::test_the_sum_before_a_norm_may_be_written_to_after_its_backward",
     ),
     Mutant(
         "L2 normalization ignores torch's autocast",
@@ -223,8 +221,7 @@ BASIC_OPS = (
         "basic_ops/quantize.py",
         "output = _for_reader(quantizer, next_op_input_quantizer)(input_)",
         "output = quantizer(input_)",
-        "test_operand_flow.py test_low_precision.py",
-        select="emits or hands_on or one_quantized_copy or reaches_through",
+        "test_operand_flow.py::test_an_operand_has_the_copies_that_the_gradients_in_demand_read",
     ),
     Mutant(
         "a Reshape hides what its input was quantized from",
@@ -239,8 +236,7 @@ BASIC_OPS = (
         "op.py",
         "            grad_input = grad_input.to(ctx.input_dtype)\n",
         "            pass\n",
-        "test_operand_flow.py test_low_precision.py test_ops.py",
-        select="adjacent or arrives or neighbours",
+        "test_operand_flow.py::test_a_gradient_has_the_same_bits_in_one_pipeline_and_across_two",
     ),
     Mutant(
         "the bias of a linear under autocast stays in its own dtype",
@@ -289,8 +285,7 @@ FUSED_OPS = (
         "fused_ops/forward_linear_bias_activation.py",
         'return isinstance(activation, GELU) and device == "cuda"',
         "return isinstance(activation, GELU)",
-        "test_fusions.py",
-        select="GELU or epilogue or eval or text or frozen or nothing",
+        "test_fusions.py::test_an_activation_after_a_linear_is_the_same_with_and_without_gradients",
     ),
     Mutant(
         "a chain hands an extra input's gradient on as it hands on its own, quantized",
@@ -367,8 +362,8 @@ FUSED_OPS = (
         "fused_ops/backward_add_norm.py",
         "return emit_grad(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]",
         "return emit_grad(dx, basic_op_ctxs[1]), [(), param_grads], [(), ()]",
-        "test_kernels_in_pipelines.py test_operand_flow.py",
-        select="addition_and_a_norm or quantized_as_it_is_made or hands_on",
+        "test_operand_flow.py::"
+        "test_the_gradient_of_a_norm_and_of_a_residual_arrives_as_the_plan_says",
     ),
     Mutant(
         "an extra input behind an activation in a chain gets the gradient of the main input",
@@ -383,8 +378,7 @@ FUSED_OPS = (
         "fused_ops/forward_linear_bias_activation.py",
         "y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])",
         "y = linear.matmul(basic_op_ctxs[0], input_, bias)",
-        "test_modules.py test_operand_flow.py test_sequential.py",
-        select="microbatches",
+        "test_quantized_gemm.py::test_a_kept_weight_serves_a_native_gemm_with_its_epilogue",
     ),
 )
 
@@ -404,13 +398,6 @@ SENTENCES = (
         "            if tensor.dtype is torch.bool:\n",
         "test_bad_input.py::test_a_bad_first_call_is_refused_and_leaves_no_plan "
         "test_bad_input.py::test_a_bad_call_of_a_running_model_is_refused_and_changes_nothing",
-    ),
-    Mutant(
-        "a wrong number of extra inputs is counted from the first pipeline",
-        "checks.py",
-        "enumerate(zip(self.ops, counts, strict=True), first)",
-        "enumerate(zip(self.ops, counts, strict=True))",
-        "test_sequential.py::test_a_wrong_number_of_extra_inputs_names_the_ops_that_want_them",
     ),
     Mutant(
         "a size that no block divides names the other dimension",
@@ -463,8 +450,7 @@ SENTENCES = (
         "checks.py",
         "        if key in own:\n",
         "        if key in ():\n",
-        "test_bad_input.py test_grouping.py test_sequential.py",
-        select="keyword",
+        "test_grouping.py::test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are",
     ),
     Mutant(
         "the number of an extra tensor is True",

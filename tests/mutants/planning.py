@@ -15,8 +15,7 @@ CHANNELS = (
         "plan_writer.py",
         "return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad",
         "return like.new_zeros(spec[0]) if grad is None else grad",
-        "test_fusions.py test_executor.py test_ops.py",
-        select="extra_output or channel or outputs",
+        "test_context.py::test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output",
     ),
     Mutant(
         "two outputs that are one tensor leave as one object",
@@ -122,7 +121,8 @@ CHANNELS = (
         "group.py",
         "for op, given in keywords.items() if op in own}",
         "for op, given in keywords.items()}",
-        "test_grouping.py::test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are",
+        "test_grouping.py::"
+        "test_op_kwargs_of_ops_inside_and_outside_of_a_nested_sequential_go_each_to_its_op",
     ),
     Mutant(
         "a forward that was set on an op is left out in a pipeline",
@@ -151,7 +151,7 @@ CHANNELS = (
         "module_calls.py",
         "        or torch_module._global_backward_pre_hooks\n",
         "",
-        "test_grouping.py::test_hooks_for_every_module_see_every_op",
+        "test_grouping.py::test_hooks_for_every_modules_backward_see_every_op",
     ),
     Mutant(
         "a method that is deleted from an op runs on",
@@ -173,8 +173,7 @@ CHANNELS = (
         "group.py",
         "if isinstance(result, tuple) and len(result) == 1 + count:",
         "if isinstance(result, tuple) and len(result) >= 1 + count:",
-        "test_grouping.py",
-        select="hook",
+        "test_grouping.py::test_a_hook_may_change_what_is_on_a_channel",
     ),
     Mutant(
         "an edit of a Sequential takes no effect after the first call",
@@ -460,8 +459,7 @@ PLAN_KEYS = (
         "precision.py",
         "for i in reversed(range(len(scopes))) if scopes[i].owner is self), None)",
         "for i in range(len(scopes)) if scopes[i].owner is self), None)",
-        "test_recipe.py",
-        select="entered_again or thread or generator",
+        "test_recipe.py::test_one_autocast_object_can_be_entered_again_and_inside_itself",
     ),
     Mutant(
         "an autocast that outlives the one around it brings that one's recipe back",
@@ -475,9 +473,7 @@ PLAN_KEYS = (
         "precision.py",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val)",
-        "test_recipe.py test_quantized_tensors.py test_quantized_parameters.py "
-        "test_operand_flow.py",
-        select="init or parameter",
+        "test_recipe.py::test_quantized_model_init_is_off_where_it_says_so_and_back_on_after",
     ),
     Mutant(
         "a factory is not told the name of the op",

@@ -51,7 +51,8 @@ QUANTIZED_TENSORS = (
         "tensors/nvfp4.py",
         "return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)",
         "return how.with_2d_quantization",
-        "test_quantized_views.py::test_a_transpose_is_plain_where_the_copies_are_not_the_same_values",
+        "test_quantized_views.py::"
+        "test_a_transpose_is_plain_where_the_copies_are_not_the_same_values",
     ),
     Mutant(
         "new zeros are quantized in sizes that no block divides",
@@ -113,8 +114,7 @@ QUANTIZED_TENSORS = (
         "tensors/base.py",
         '            view_of=attributes.get("_view_of"),\n',
         "",
-        "test_quantized_views.py",
-        select="duplicate or copied_together",
+        "test_quantized_views.py::test_a_deep_copy_of_a_view_has_its_strides_and_offset",
     ),
     Mutant(
         "a clone of a weight records amaxes in the training of the weight",
@@ -156,7 +156,8 @@ QUANTIZED_TENSORS = (
         "tensors/dispatch.py",
         "    for target, _ in back.values() if whole else ():\n        target._was_written()\n",
         "",
-        "test_quantized_views.py::test_a_fused_step_advances_the_version_of_a_view_that_is_not_quantized",
+        "test_quantized_views.py::"
+        "test_a_fused_step_advances_the_version_of_a_view_that_is_not_quantized",
     ),
     Mutant(
         "the last rows of a tensor leave the padding of their block behind",
@@ -193,7 +194,8 @@ QUANTIZED_TENSORS = (
         "tensors/base.py",
         "        self.high_precision_source = fresh.high_precision_source\n",
         "",
-        "test_quantized_parameters.py::test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written",
+        "test_quantized_parameters.py::"
+        "test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written",
     ),
     Mutant(
         "NVFP4 bytes are exchanged under other signs of the transform",
@@ -326,7 +328,8 @@ NUMBER_FORMATS = (
         "formats.py",
         "bits = 4 if self.element is DType.kFloat4E2M1 else 8",
         "bits = 8",
-        "test_formats.py::test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy",
+        "test_formats.py::"
+        "test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy",
     ),
     Mutant(
         "a columnwise copy of 128x128 blocks has its scales as the rowwise one",
@@ -448,7 +451,8 @@ MATRIX_PRODUCTS = (
         "native_gemm.py",
         "and DType.kFloat8E4M3 in (a.element, b.element)",
         "and a.element in DType",
-        "test_quantized_gemm.py::test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
+        "test_quantized_gemm.py::"
+        "test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
     ),
     Mutant(
         "the padding of a native product is not cut off",
@@ -534,7 +538,8 @@ MATRIX_PRODUCTS = (
         "gemm.py",
         'tensor._matrix()[which == "columnwise"] for',
         "tensor._matrix()[0] for",
-        "test_padding.py::test_a_native_product_of_padded_bytes_is_cut",
+        "test_padding.py::"
+        "test_a_native_product_of_columnwise_copies_is_cut_to_the_columns_of_their_tensors",
     ),
     Mutant(
         "operands padded to blocks of two sizes are multiplied as they are",
@@ -548,30 +553,30 @@ MATRIX_PRODUCTS = (
         "gemm.py",
         "return dgrad(dy, weight, scale) + addend",
         "return dgrad(dy, weight) + addend",
-        "test_quantized_gemm.py test_fusions.py",
-        select="addend",
+        "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
         "dgrad with an addend is not scaled",
         "gemm.py",
         "return torch.addmm(addend, dy, weight, alpha=scale)",
         "return torch.addmm(addend, dy, weight)",
-        "test_quantized_gemm.py test_fusions.py",
-        select="addend",
+        "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
         "the first CUDA version that has a GEMM is said not to have it",
         "native_gemm.py",
         "and torch_cuda() >= self.cuda",
         "and torch_cuda() > self.cuda",
-        "test_quantized_gemm.py::test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
+        "test_quantized_gemm.py::"
+        "test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
     ),
     Mutant(
         "chips are told apart by their major version alone",
         "native_gemm.py",
         "and (arch in self.archs or arch[0] in self.archs)",
         "and any(arch[0] in (a, a[0] if isinstance(a, tuple) else a) for a in self.archs)",
-        "test_quantized_gemm.py::test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
+        "test_quantized_gemm.py::"
+        "test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version",
     ),
     Mutant(
         "an addend of a quantized dgrad is left out",
