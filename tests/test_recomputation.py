@@ -446,6 +446,27 @@ def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_of_several_ops_that_save_the_one_whose_tensor_comes_back_otherwise_is_named(
+    index: int,
+) -> None:
+    model = fuser.Sequential(*(fuser.BasicLinear(32, 32) for _ in range(3)))
+    kept: list[Any] = []  # of each op its input and its weight
+
+    def unpack(number: int) -> Any:
+        return kept[number].dequantize() if number == 2 * index else kept[number]
+
+    def pack(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = run(model, MXFP8, tensor(1).requires_grad_())
+    assert len(kept) == 6
+    with pytest.raises(fuser.StateError, match=rf"Op {index} \(BasicLinear\) saved"):
+        y.sum().backward()
+
+
 # -- delayed scaling ----------------------------------------------------------------------
 
 

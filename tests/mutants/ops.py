@@ -177,7 +177,7 @@ BASIC_OPS = (
         "basic_ops/scaled_activation.py",
         "ctx.functor, grad_output, x, scales, wants_dscales=wants_dscales",
         "ctx.functor, grad_output, x, scales, wants_dscales=True",
-        "test_robustness.py::test_frozen_scales_of_an_activation_cost_no_work",
+        "test_robustness.py::test_frozen_scales_of_an_activation_cost_no_sum",
     ),
     Mutant(
         "conditions of an adaptive norm with ones between are refused",
@@ -503,11 +503,12 @@ SENTENCES = (
         "test_executor.py::test_what_torch_refuses_is_a_sentence_where_the_op_knows_one",
     ),
     Mutant(
-        "what came back otherwise is said of the op after the one that saved it",
+        "what came back otherwise is said of the op before the one that saved it",
         "blame.py",
         "if position < end)",
         "if position <= end)",
-        "test_recomputation.py::test_a_saved_tensor_that_comes_back_otherwise_is_named",
+        "test_recomputation.py::"
+        "test_of_several_ops_that_save_the_one_whose_tensor_comes_back_otherwise_is_named",
     ),
     Mutant(
         "parallel modes over several ranks are let in",
