@@ -17,6 +17,7 @@ import fuser
 from fuser.recipe import DelayedScaling
 
 RANKS = 2
+MAXIMA = {"forward": 448.0, "backward": 57344.0}
 
 
 def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: bool) -> None:
@@ -88,3 +89,32 @@ def test_without_reduction_every_rank_has_its_own_scales(tmp_path: Path) -> None
         state = next(state for state in result["states"].values() if state.numel())
         assert scales(state)[0] == 448 / result["amax"]
     assert results[0]["amax"] != results[1]["amax"]
+
+
+def test_every_amax_is_reduced_over_the_group_of_its_autocast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = {"outer": 4.0, "inner": 2.0}  # how much larger the other ranks' amaxes are
+
+    def all_reduce(amaxes: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        amaxes.mul_(others[group])
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    recipe = DelayedScaling(amax_history_len=4)
+    first, second = (oracles.randomize(fuser.BasicLinear(32, 32)) for _ in range(2))
+    x = torch.full((32, 32), 8.0, requires_grad=True)
+    with fuser.autocast(recipe=recipe, amax_reduction_group="outer"):
+        h = first(x)
+        h.retain_grad()
+        with fuser.autocast(recipe=recipe, amax_reduction_group="inner"):
+            y = second(h)
+    y.backward(torch.full((32, 32), 16.0))
+    assert h.grad is not None
+    amax = {first: (8.0, h.grad.abs().max()), second: (h.detach().abs().max(), 16.0)}
+    for op, group in ((first, "outer"), (second, "inner")):
+        for (mode, largest), seen in zip(MAXIMA.items(), amax[op], strict=True):
+            scale = float(op._delayed[mode].scale[0])
+            assert scale == pytest.approx(largest / float(seen * others[group])), (group, mode)

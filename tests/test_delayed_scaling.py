@@ -377,6 +377,18 @@ def test_a_failed_forward_or_backward_inside_the_loop_ends_no_step() -> None:
         assert not torch.equal(state(model).scale, before)
 
 
+def test_a_state_goes_with_its_op_to_another_device() -> None:
+    model = linear()
+    step(model, HYBRID)
+    model.to("meta")
+    x = torch.empty(32, 32, device="meta", requires_grad=True)
+    y = run(model, HYBRID, x)
+    y.backward(torch.empty_like(y))
+    for mode in MODES:
+        assert state(model, mode).scale.is_meta, mode
+        assert state(model, mode).amax_history.is_meta, mode
+
+
 # -- amaxes of one step -----------------------------------------------------------------------
 
 
@@ -390,6 +402,39 @@ def test_the_amax_of_a_step_is_the_largest_of_all_its_calls(scales: tuple[float,
     assert float(state(model).scale[0]) == 448 / 8
     assert float(state(model, "backward").scale[0]) == 57344 / 8
     assert state(model).amax_history[-1, 0] == 8.0
+
+
+def test_a_recomputation_records_no_amax() -> None:
+    """Also where it computes with other values than its forward, and the step is not over."""
+    model, scales = linear(), iter((2.0, 16.0))
+    x = torch.ones(32, 32, requires_grad=True)
+    with fuser.autocast(recipe=HYBRID):
+        y = checkpoint(lambda x: model(x * next(scales)), x, use_reentrant=False)
+        y.sum().backward()
+    assert next(scales, None) is None, "nothing was recomputed"
+    assert state(model).amax_history[-1, 0] == 2.0
+    assert float(state(model).scale[0]) == 448 / 2
+
+
+def test_states_of_several_recipes_that_end_in_one_step_follow_each_its_own() -> None:
+    recipes = [HYBRID, dataclasses.replace(HYBRID, margin=3)]
+    recipes.append(dataclasses.replace(HYBRID, amax_compute_algo="most_recent"))
+    models = [linear() for _ in recipes]
+    for scale in (8.0, 2.0):
+        with fuser.autocast(recipe=HYBRID):
+            for model, recipe in zip(models, recipes, strict=True):
+                with fuser.autocast(recipe=recipe):
+                    model(torch.full((32, 32), scale, requires_grad=True))
+    assert [float(state(model).scale[0]) for model in models] == [448 / 8, 448 / 64, 448 / 2]
+
+
+def test_a_state_that_was_made_in_inference_mode_trains() -> None:
+    used, fresh = linear(), linear()
+    with torch.inference_mode(), fuser.autocast(recipe=HYBRID):
+        used(tensor(1))
+    found, expected = (step(model, HYBRID) for model in (used, fresh))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert equal(states(used), states(fresh))
 
 
 # -- a checkpoint that is loaded in the middle of a step -----------------------------------------

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+import fuser
 from fuser import formats
 from fuser.errors import InputError
 from fuser.formats import DType
@@ -207,6 +208,22 @@ def test_the_constants_are_those_of_the_formats() -> None:
     ]
     assert sum(dtype.name.startswith(("kFloat8", "kFloat4")) for dtype in DType) == 3
     assert (formats.MXFP8_BLOCK, formats.FP8_BLOCK, formats.NVFP4_BLOCK) == (32, 128, 16)
+
+
+def test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy() -> None:
+    n = 128 * 256
+    for quantizer, scales in (
+        (fuser.Float8CurrentScalingQuantizer(), 4),
+        (fuser.Float8BlockQuantizer(block_scaling_dim=1), 4 * n // 128),
+        (fuser.Float8BlockQuantizer(block_scaling_dim=2), 4 * n // 128**2),
+        (fuser.MXFP8Quantizer(), n // 32),
+    ):
+        assert [quantizer.format.nbytes(n, copies) for copies in (1, 2)] == [
+            n + scales,
+            2 * (n + scales),
+        ]
+    assert fuser.NVFP4Quantizer().format.nbytes(n, 2) == 2 * (n // 2 + n // 16)
+    assert fuser.NVFP4Quantizer().format.nbytes(5, 1) == 3 + 1
 
 
 @pytest.mark.parametrize(
@@ -771,6 +788,15 @@ def test_a_reduced_amax_replaces_the_tensors_own(x: Random, pow2: bool, factor: 
     got = fp8_scaling.quantize_current(t, E4M3, pow2=pow2, amax_value=amax)
     codes, scale_inv = ref.quantize_current(fp32_of(t), ref.E4M3, pow2, amax=amax.numpy())
     assert all_same(got, (codes, codes.T, scale_inv))
+
+
+def test_each_copy_of_nvfp4_takes_the_amax_that_was_reduced_for_it() -> None:
+    x, amaxes = Random(32, 48, seed=9).tensor(), torch.tensor([100.0, 3000.0])
+    both = nvfp4.quantize(x, hadamard=True, amax_value=amaxes)
+    for part, amax in ((slice(0, 3), amaxes[:1]), (slice(3, 6), amaxes[1:])):
+        alone = nvfp4.quantize(x, hadamard=True, amax_value=amax)
+        assert all(map(torch.equal, both[part], alone[part]))
+        assert torch.equal(both[part][2], amax)
 
 
 def test_eps_is_the_least_amax_of_the_tensor_and_of_every_block() -> None:

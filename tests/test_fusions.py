@@ -338,6 +338,15 @@ def test_never_changes_the_callers_tensors(window: Window) -> None:
         assert torch.equal(was, now)
 
 
+def test_an_activation_after_a_linear_is_the_same_with_and_without_gradients() -> None:
+    for activation in (fuser.GELU(), fuser.ReLU()):
+        model = randomize(fuser.Sequential(fuser.Linear(32, 32), activation))
+        x = random_tensor((8, 32), torch.float32, 1)
+        expected = model(x)
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+
+
 @every_window
 def test_under_autocast_equals_the_unfused_ops_within_the_rule(window: Window) -> None:
     fused, unfused = window.model(), window.model(fusions=())

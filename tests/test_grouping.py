@@ -449,6 +449,9 @@ def test_a_hook_may_change_what_is_on_a_channel() -> None:
     model[0].register_forward_hook(lambda op, args, out: out[0])
     with pytest.raises(fuser.StateError, match=r"MakeExtraOutput returns a tuple of 2.* Tensor"):
         model(x)
+    model[0].register_forward_hook(lambda op, args, out: (out, out, out))
+    with pytest.raises(fuser.StateError, match=r"returns a tuple of 2.* made it a tuple of 3"):
+        model(x)
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
@@ -498,6 +501,19 @@ def test_hooks_for_every_module_see_every_op(global_hook: Callable[[Any], None])
     global_hook(lambda module, args, output: seen.append(type(module).__name__))
     torch.testing.assert_close(model(x), expected)
     assert seen == ["GELU", "BasicLinear", "Bias", "Linear", "Sequential"]
+
+
+@pytest.mark.parametrize("kind", ["pre_hook", "hook"])
+def test_hooks_for_every_modules_backward_see_every_op(kind: str) -> None:
+    model, x, seen = fuser.Sequential(fuser.GELU(), fuser.Linear(N, N)), leaf(), []
+    model(x)
+    register = getattr(torch_module, f"register_module_full_backward_{kind}")
+    handle = register(lambda module, *grads: seen.append(type(module).__name__))
+    try:
+        model(x).sum().backward()
+    finally:
+        handle.remove()
+    assert sorted(seen) == ["BasicLinear", "Bias", "GELU", "Linear", "Sequential"]
 
 
 def test_ops_come_together_again_after_hooks_for_every_module() -> None:
@@ -695,6 +711,15 @@ def test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are(
         with pytest.raises(fuser.InputTypeError, match=said):
             model(x, op_kwargs={op: bad})
     torch.testing.assert_close(model(x), x)
+
+
+def test_op_kwargs_of_ops_inside_and_outside_of_a_nested_sequential_go_each_to_its_op() -> None:
+    model, x = fuser.Sequential(Times(), fuser.Sequential(Times()), Times()), leaf()
+    ops = (model[0], model[1][0], model[2])
+    for given in ((2.0, 1.0, 1.0), (1.0, 3.0, 1.0), (2.0, 3.0, 5.0)):
+        kwargs = {op: {"factor": f} for op, f in zip(ops, given, strict=True) if f != 1.0}
+        found = model(x, op_kwargs=kwargs)
+        torch.testing.assert_close(found, given[0] * given[1] * given[2] * x)
 
 
 @pytest.mark.parametrize("wrong", [[], [1], 3, "factor", {0}])

@@ -142,6 +142,38 @@ def test_a_kept_weight_is_in_no_ones_way_where_torch_swaps_parameters(change: st
     assert all(map(torch.equal, found, run(op, RECIPES["mxfp8"], None)))
 
 
+def test_a_weight_that_was_kept_in_another_dtype_or_format_is_quantized_anew() -> None:
+    op, x = linear(), uneven(32, 64, seed=2)
+
+    def output(name: str, dtype: torch.dtype | None, flag: bool | None) -> torch.Tensor:
+        is_cast = dtype is not None
+        with torch.autocast("cpu", dtype, is_cast), fuser.autocast(recipe=RECIPES[name]):
+            result: torch.Tensor = op(x, is_first_microbatch=flag).float()
+        return result
+
+    # Each pair in both orders: the second call finds what the first one kept.
+    pairs = (
+        (("current", None), ("current", torch.bfloat16)),
+        (("mxfp8", None), ("current", None)),
+        (("mxfp8", None), ("mxfp8-dequantized", None)),
+    )
+    for pair in pairs:
+        for first, second in (pair, pair[::-1]):
+            output(*first, True)
+            assert torch.equal(output(*second, False), output(*second, None)), (first, second)
+
+
+def test_a_first_microbatch_quantizes_anew_after_a_write_that_nobody_counts() -> None:
+    op, recipe = linear(), RECIPES["current"]
+    before = run(op, recipe, True)
+    op.weight.data.mul_(3)
+    assert all(map(torch.equal, run(op, recipe, False), before)), "the write was counted"
+    found = run(op, recipe, True)
+    assert not torch.equal(found[0], before[0])
+    assert all(map(torch.equal, found, run(op, recipe, None)))
+    assert all(map(torch.equal, run(op, recipe, False), found))
+
+
 @every_recipe
 def test_a_replaced_weight_is_not_kept_alive_by_what_was_kept_of_it(recipe: Any) -> None:
     op = linear()

@@ -379,4 +379,5 @@ def test_a_quantizer_is_that_of_the_role_which_an_op_says_now() -> None:
         dims = []
         for op.first in ("input", "weight"):
             dims.append(op.get_quantizer("forward", 0).block_scaling_dim)
+            assert op.quantizer_value("forward", 0).block_scaling_dim == dims[-1]
     assert dims == [1, 2]

@@ -98,16 +98,20 @@ def test_a_recomputation_of_the_first_microbatch_takes_the_weight_that_it_kept(
     assert Counted.count == 1
 
 
-def test_a_weight_that_was_replaced_over_the_same_memory_is_quantized_anew() -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_weight_that_was_replaced_over_the_same_memory_is_quantized_anew(is_held: bool) -> None:
+    """Also while somebody, such as an optimizer, holds the weight from before."""
     op, recipe = linear(), recipes.MXFP8BlockScaling()
     before = step(op, recipe, True)
     version, memory = op.weight._version, op.weight.data
+    held = op.weight if is_held else None
     op.weight = torch.nn.Parameter(memory)
     with torch.no_grad():
         for _ in range(version - op.weight._version):
             op.weight.mul_(-2)
     assert op.weight._version == version
     after = step(op, recipe, False)
+    del held
     assert all(
         torch.equal(new, (-2) ** version * old) for new, old in zip(after, before, strict=True)
     )

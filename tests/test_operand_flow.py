@@ -108,6 +108,24 @@ def test_an_op_hands_on_what_its_neighbours_ask_for(name: str) -> None:
 def test_a_gradient_arrives_as_the_plan_says(
     name: str, fusions: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    width = 128 if name == "SwiGLU" else 64
+    ops = (fuser.BasicLinear(64, width), EMITTERS[name](), fuser.BasicLinear(64, 64))
+    check_gradient_arrives_as_planned(ops, extras_of(name, 64), fusions, monkeypatch)
+
+
+@pytest.mark.parametrize("norm", [fuser.RMSNorm, fuser.LayerNorm])
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_the_gradient_of_a_norm_and_of_a_residual_arrives_as_the_plan_says(
+    norm: Any, fusions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = (fuser.BasicLinear(64, 64), fuser.MakeExtraOutput(), norm(64), fuser.BasicLinear(64, 64))
+    check_gradient_arrives_as_planned(ops, (), fusions, monkeypatch)
+
+
+def check_gradient_arrives_as_planned(
+    ops: Any, extras: Any, fusions: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first of ``ops``, a linear."""
     found: list[torch.Tensor] = []
     backward = fuser.BasicLinear.op_backward
 
@@ -116,12 +134,10 @@ def test_a_gradient_arrives_as_the_plan_says(
         return backward(op, ctx, grad_output, *args, **kwargs)
 
     monkeypatch.setattr(fuser.BasicLinear, "op_backward", noted)
-    width = 128 if name == "SwiGLU" else 64
-    ops = (fuser.BasicLinear(64, width), EMITTERS[name](), fuser.BasicLinear(64, 64))
     model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
     with fuser.autocast(recipe=FORMATS["mxfp8"]):
-        y = model(oracles.random_tensor((64, 64), torch.float32, 1), *extras_of(name, 64))
-    y.backward(oracles.random_tensor((64, 64), torch.float32, 2))
+        outputs = model(oracles.random_tensor((64, 64), torch.float32, 1), *extras)
+    sum(y.sum() for y in (outputs if isinstance(outputs, tuple) else (outputs,))).backward()
     promised = model.plans[0].key.ops[0].grad_output
     assert promised is not None
     arrived = found[-1]
@@ -187,6 +203,21 @@ def test_a_linear_gives_the_same_bits_whoever_quantizes_its_operands(recipe: Any
     x = oracles.random_tensor((96, 64), torch.float32, 1)
     first, second = (results(copy.deepcopy(model), recipe, x) for model in (emitted, apart))
     assert all(torch.equal(a, b) for a, b in zip(first.values(), second.values(), strict=True))
+
+
+def test_a_gradient_has_the_same_bits_in_one_pipeline_and_across_two() -> None:
+    """Quantized from the dtype that it has between them, though the op after computes in fp32."""
+    first = oracles.randomize(fuser.BasicLinear(64, 64, dtype=torch.bfloat16))
+    second = oracles.randomize(fuser.BasicLinear(64, 64))
+    found = []
+    for model in (fuser.Sequential(first, second), torch.nn.Sequential(first, second)):
+        x = oracles.random_tensor((96, 64), torch.bfloat16, 1).requires_grad_()
+        with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
+            y = model(x)
+        model.zero_grad()
+        y.backward(oracles.random_tensor(y.shape, y.dtype, 2))
+        found.append([y.detach(), x.grad, first.weight.grad, second.weight.grad])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_plan_says_what_every_step_emits() -> None:
@@ -331,6 +362,45 @@ def test_a_weight_is_quantized_once_for_all_microbatches() -> None:
     assert factory.weights == 3
     assert not torch.equal(changed, outputs[0])
     assert torch.equal(changed, step(None))
+
+
+def test_an_operand_has_the_copies_that_the_gradients_in_demand_read() -> None:
+    made: dict[str, tuple[bool, bool]] = {}
+
+    class Recording(MXFP8Quantizer):
+        role = ""
+
+        def buffers_of(self, rows: Any) -> Any:
+            made[self.role] = (self.rowwise, self.columnwise)
+            return super().buffers_of(rows)
+
+    def factory(role: Any) -> Any:
+        return type(str(role), (Recording,), {"role": str(role)})()
+
+    def copies(
+        override: str | None, x_wants: bool, weight_wants: bool, before: Any = ()
+    ) -> dict[str, Any]:
+        made.clear()
+        op = fuser.Sequential(*before, fuser.BasicLinear(32, 32))
+        op[-1].weight.requires_grad_(weight_wants)
+        x = torch.randn(32, 32, requires_grad=x_wants)
+        with fuser.autocast(recipe=recipes.CustomRecipe(factory, backward_override=override)):
+            y = op(x)
+        if y.requires_grad:
+            y.sum().backward()
+        return dict(made)
+
+    for x_wants in (False, True):
+        for weight_wants in (False, True):
+            expected = {"input": (True, weight_wants), "weight": (True, x_wants)}
+            if x_wants or weight_wants:
+                expected["grad_output"] = (x_wants, weight_wants)
+            assert copies(None, x_wants, weight_wants) == expected
+            alone = {"input": (True, False), "weight": (True, False)}
+            assert copies("dequantized", x_wants, weight_wants) == alone
+            # Also where a Quantize makes the operand.
+            assert copies(None, x_wants, weight_wants, [fuser.Quantize()]) == expected
+            assert copies("dequantized", x_wants, weight_wants, [fuser.Quantize()]) == alone
 
 
 def test_a_kept_weight_is_neither_copied_nor_saved() -> None:

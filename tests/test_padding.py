@@ -463,6 +463,25 @@ def test_a_native_product_of_padded_bytes_is_cut(monkeypatch: pytest.MonkeyPatch
     torch.testing.assert_close(found, emulated)
 
 
+def test_a_native_product_of_columnwise_copies_is_cut_to_the_columns_of_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A chip is handed NVFP4's columnwise copies turned: ``[K, M / 2]``, both sizes padded."""
+
+    def multiply(a: Any, b: Any, dtype: torch.dtype, is_split: bool, bias: Any) -> torch.Tensor:
+        rows, columns = (torch.arange(len(operand.data), dtype=dtype) for operand in (a, b))
+        return 1000 * rows[:, None] + columns
+
+    row = native_gemm.NativeGemm("NVFP4 mm", (("NVFP4", "NVFP4"),), (9,), (0, 0), multiply)
+    monkeypatch.setattr(gemm, "native_gemm", lambda *formats: row)
+    quantizer = fuser.NVFP4Quantizer()
+    x, weight, dy = (quantizer(torch.ones(shape)) for shape in ((10, 40), (7, 40), (10, 7)))
+    dx = gemm.quantized_dgrad(dy, weight, torch.float32, is_split=True)
+    dw = gemm.quantized_wgrad(dy, x, torch.float32, is_split=True)
+    assert (dx.shape, dx[-1, -1]) == ((10, 40), 9039)
+    assert (dw.shape, dw[-1, -1]) == ((7, 40), 6039)
+
+
 def test_the_emulated_weight_gradient_is_the_product_of_the_transformed_copies() -> None:
     """Of which the rows that pad the last block are a part."""
     quantizer = fuser.NVFP4Quantizer(with_rht=True)

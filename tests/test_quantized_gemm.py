@@ -22,6 +22,7 @@ from fuser.formats import ceil_div, round_up
 from fuser.recipe import MMParams
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+DTYPES = (fuser.DType.kFloat8E4M3, fuser.DType.kFloat8E5M2)
 
 
 class StrictTensorCores:
@@ -252,6 +253,46 @@ def test_native_weight_gradients_add_up_in_main_grad(
     assert error.abs().max() <= 2**-8 * plain.weight.grad.float().abs().max()
 
 
+def test_a_native_weight_gradient_comes_to_main_grad_unrounded(hopper: StrictTensorCores) -> None:
+    op = oracles.randomize(
+        fuser.BasicLinear(64, 32, dtype=torch.bfloat16, accumulate_into_main_grad=True)
+    )
+    x = oracles.random_tensor((48, 64), torch.bfloat16, 1)
+    dy = oracles.random_tensor((48, 32), torch.bfloat16, 2)
+    op.weight.main_grad = torch.zeros(32, 64)
+    with fuser.autocast(recipe=NATIVE["current"]):
+        op(x).backward(dy)
+        operands = [op.get_quantizer(mode, 0)(t) for mode, t in (("backward", dy), ("forward", x))]
+    a, b = (t.dequantize(dtype=torch.float64) for t in operands)
+    error = (op.weight.main_grad - a.T @ b).norm() / (a.T @ b).norm()
+    assert error < 2**-20
+
+
+@pytest.mark.parametrize("after", [[], [fuser.GELU], [fuser.AddExtraInput]], ids=str)
+def test_a_kept_weight_serves_a_native_gemm_with_its_epilogue(
+    after: list[Any], hopper: StrictTensorCores
+) -> None:
+    quantized: list[Any] = []
+
+    class Counting(fuser.tensors.Float8CurrentScalingQuantizer):
+        def buffers_of(self, rows: Any) -> Any:
+            quantized.append(rows.shape)
+            return super().buffers_of(rows)
+
+    linear = fuser.Linear(64, 32, dtype=torch.bfloat16)
+    model = oracles.randomize(fuser.Sequential(linear, *(make() for make in after)))
+    x = oracles.random_tensor((48, 64), torch.bfloat16, 1)
+    extras = [torch.ones(48, 32, dtype=torch.bfloat16)] * (after == [fuser.AddExtraInput])
+    with fuser.autocast(recipe=recipes.CustomRecipe(lambda role: Counting())):
+        found = [
+            model(x, *extras, op_kwargs={linear: {"is_first_microbatch": flag}})
+            for flag in (True, False, False)
+        ]
+    assert model.plans[0].forward[0].fusion is not None
+    assert quantized.count(torch.Size([32, 64])) == 1
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 # -- a scale and an addend ----------------------------------------------------
 
 SCALED = {name: NATIVE[name] for name in ("current", "current-E4M3", "block", "block-1D")}
@@ -333,6 +374,16 @@ def test_a_scaled_weight_gradient_adds_up_in_main_grad(
     assert error.abs().max() <= 2**-8 * expected.float().abs().max()
 
 
+def test_delayed_scaling_records_the_amax_of_the_scaled_gradient(hopper: StrictTensorCores) -> None:
+    model = scaled_linear(-0.5, torch.bfloat16)
+    x = torch.ones(144, 256, dtype=torch.bfloat16, requires_grad=True)
+    with fuser.autocast(recipe=recipes.DelayedScaling(amax_history_len=2)):
+        y = model(x)
+    y.backward(torch.full_like(y, 16.0))
+    assert fusion_of(model) is None
+    assert float(model[0]._delayed["backward"].amax_history[-1]) == 8.0
+
+
 def test_the_plan_says_where_the_scale_goes_and_where_a_kernel_makes_it_cheaper_alone(
     hopper: StrictTensorCores,
 ) -> None:
@@ -383,6 +434,20 @@ def test_an_epilogue_that_a_quantized_gemm_lacks_is_named(hopper: StrictTensorCo
         assert refusal(*scaled, recipe) == sentence
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(48,), (2, 24)])
+def test_dgrad_scales_its_product_and_not_the_addend(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    dy = oracles.random_tensor((*shape, 32), torch.bfloat16, 1)
+    weight = oracles.random_tensor((32, 64), torch.bfloat16, 2)
+    addend = oracles.random_tensor((*shape, 64), dtype, 3)
+    exact = -0.25 * dy.double() @ weight.double() + addend.double()
+    found = gemm.dgrad(dy, weight, -0.25, addend)
+    assert found.shape == exact.shape
+    assert (found - exact).norm() < 2**-7 * exact.norm()
+
+
 class ScaleAndAdd(fuser.FusedOperation):
     """What another writes: a scale and an addend, whatever the recipe."""
 
@@ -427,6 +492,31 @@ def test_recipes_without_a_native_gemm_are_emulated_on_hopper(hopper: StrictTens
         mixed(torch.zeros(32, 64))
     assert plan.forward[0].kernel == "quantize input, mm (emulated)"
     assert hopper.calls == []
+
+
+def test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (fuser.Float8CurrentScalingQuantizer(t).format for t in DTYPES)
+    rows, squares = (fuser.Float8BlockQuantizer(block_scaling_dim=dim).format for dim in (1, 2))
+
+    def is_had(a: Any, b: Any, arch: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> bool:
+        native_gemm.native_gemm.cache_clear()
+        monkeypatch.setattr(native_gemm, "torch_cuda", lambda: cuda)
+        return native_gemm.native_gemm(a, b, arch) is not None
+
+    chips = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+    assert [is_had(one, one, arch) for arch in chips] == [False, False, *[True] * 5]
+    assert [is_had(rows, squares, arch) for arch in chips] == [arch == (9, 0) for arch in chips]
+    versions = ((12, 0), (12, 1), (12, 8), (12, 9), (13, 0))
+    assert [is_had(one, one, (9, 0), v) for v in versions] == [False, *[True] * 4]
+    assert [is_had(rows, rows, (9, 0), v) for v in versions] == [*[False] * 3, True, True]
+    # Tensor cores want E4M3 on one side, and blocks of rows on one side.
+    assert [is_had(*pair, (9, 0)) for pair in ((one, other), (other, one))] == [True, True]
+    assert not is_had(other, other, (9, 0))
+    assert not is_had(squares, squares, (9, 0))
+    assert not is_had(rows, one, (9, 0))
+    native_gemm.native_gemm.cache_clear()
 
 
 def test_a_recipe_says_where_it_is_emulated_and_what_is_native(hopper: StrictTensorCores) -> None:

@@ -625,10 +625,25 @@ def test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written(quanti
         lambda t: t[3:5].zero_(),
         lambda t: t.detach().zero_(),
         lambda t: t.copy_(quantizer(values(5))),
+        lambda t: setattr(t, "data", values(5)),
+        lambda t: setattr(t, "data", quantizer(values(5))),
     ):
         tensor, source = one()
         write(tensor)
         assert tensor.high_precision_source is None
+        with torch.inference_mode():
+            tensor = quantizer(values())
+            tensor.high_precision_source = values()
+            write(tensor)
+            assert tensor.high_precision_source is None
+    tensor, source = one()
+    other = quantizer(values(5))
+    other.zero_()
+    other.data = tensor  # as new as what it was set to, however often it was written before
+    assert other.high_precision_source is source()
+    other[:, :3].zero_()
+    assert other.high_precision_source is None
+    del tensor, other
     for keep in (
         lambda t: t.detach(),
         lambda t: t.only("rowwise"),

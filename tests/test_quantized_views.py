@@ -215,6 +215,15 @@ def test_a_transpose_stays_quantized_where_both_copies_are_the_same_values(quant
         assert copies(tensor.only("rowwise").t()) == ("columnwise",)
 
 
+@pytest.mark.parametrize("option", [{"with_rht": True}, {"stochastic_rounding": True, "seed": 1}])
+def test_a_transpose_is_plain_where_the_copies_are_not_the_same_values(option: Any) -> None:
+    """Of 16x16 blocks too, if one copy is transformed, or each is rounded at random."""
+    tensor = fuser.NVFP4Quantizer(with_2d_quantization=True, **option)(values(256))
+    turned = tensor.t()
+    assert copies(turned) == NONE
+    assert torch.equal(turned.dequantize(), tensor.dequantize().t())
+
+
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_compact_is_the_layout_of_a_tensor_that_is_no_view(name: str) -> None:
     quantizer, x = QUANTIZERS[name], values(384)
@@ -272,7 +281,9 @@ def test_a_write_through_rows_reaches_the_parent(
 
 @every_quantizer
 def test_quantized_rows_are_copied_byte_by_byte_where_blocks_allow(quantizer: Any) -> None:
-    tensor, source = quantizer(values(384)), quantizer(values(384, seed=5))
+    # A scale of the whole source would not fit the rest of the tensor.
+    tensor, source = quantizer(values(384)), quantizer(16 * values(384, seed=5))
+    before = tensor.dequantize()
     tensor[128:256].copy_(source[128:256])
     expected = tensor.dequantize()
     expected[128:256] = source.dequantize()[128:256]
@@ -283,6 +294,9 @@ def test_quantized_rows_are_copied_byte_by_byte_where_blocks_allow(quantizer: An
         step = 2**-2 if isinstance(quantizer, fuser.NVFP4Quantizer) else 2**-4
         error = (tensor.dequantize()[128:256] - expected[128:256]).norm()
         assert error <= step * expected[128:256].norm()
+    for rest in (slice(0, 128), slice(256, 384)):
+        error = (tensor.dequantize() - before)[rest].norm()
+        assert error <= 2**-2 * before[rest].norm()
 
 
 def test_bytes_of_another_encoding_are_not_copied() -> None:
@@ -709,6 +723,18 @@ def test_a_parameter_made_of_columns_trains_its_parent() -> None:
     assert same_buffers(tensor, QUANTIZERS["mxfp8"](expected))
 
 
+def test_a_fused_step_advances_the_version_of_a_view_that_is_not_quantized() -> None:
+    """Though torch counts no such write to a plain tensor."""
+    tensor = QUANTIZERS["mxfp8"](values(64))
+    before = tensor.dequantize()
+    elements = torch.nn.Parameter(tensor.view(-1))
+    assert isinstance(elements, DequantizedView)
+    elements.grad, version = torch.ones(64 * K), elements._version
+    torch.optim.SGD([elements], lr=2.0, fused=True).step()
+    assert elements._version > version
+    assert same_buffers(tensor, QUANTIZERS["mxfp8"](before - 2.0))
+
+
 # -- a view by itself ------------------------------------------------------------------
 
 
@@ -733,6 +759,14 @@ def test_a_duplicate_of_a_view_has_its_own_bytes(duplicate: Any, quantizer: Any)
     twin.zero_()
     assert not twin.dequantize().any()
     assert torch.equal(tensor.dequantize(), before)
+
+
+def test_a_deep_copy_of_a_view_has_its_strides_and_offset() -> None:
+    tensor = QUANTIZERS["block-2d"](values(384))
+    for view in (tensor[128:256], tensor.t(), tensor[128:256].t()):
+        twin = copy.deepcopy(view)
+        assert (twin.stride(), twin.storage_offset()) == (view.stride(), view.storage_offset())
+        assert torch.equal(twin.dequantize(), view.dequantize())
 
 
 @pytest.mark.parametrize(

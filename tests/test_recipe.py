@@ -342,6 +342,11 @@ def test_one_autocast_object_can_be_entered_again_and_inside_itself() -> None:
                 assert current_recipe() is recipe
             assert current_recipe() is recipe
         assert current_recipe() is None
+    other = Float8CurrentScaling()
+    with region, fuser.autocast(recipe=other):
+        with region:
+            assert current_recipe() is recipe
+        assert current_recipe() is other
 
 
 def test_autocast_decorates_a_function() -> None:
@@ -453,6 +458,16 @@ def test_both_contexts_have_the_default_recipe() -> None:
     assert type(weight) is fuser.Float8Tensor
     with fuser.quantized_model_init(recipe=default_recipe()):
         assert type(fuser.Linear(32, 32).weight._quantizer) is type(weight._quantizer)
+
+
+def test_quantized_model_init_is_off_where_it_says_so_and_back_on_after() -> None:
+    with fuser.quantized_model_init(enabled=False):
+        assert type(fuser.Linear(32, 32).weight) is torch.nn.Parameter
+    with fuser.quantized_model_init(recipe=MXFP8BlockScaling()):
+        with fuser.quantized_model_init(enabled=False, recipe=Float8CurrentScaling()):
+            assert type(fuser.Linear(32, 32).weight) is torch.nn.Parameter
+        assert isinstance(fuser.Linear(32, 32).weight, fuser.MXFP8Tensor)
+    assert type(fuser.Linear(32, 32).weight) is torch.nn.Parameter
 
 
 # -- the quantizers of an op --------------------------------------------------------

@@ -248,6 +248,32 @@ def test_a_factory_is_asked_once_for_each_quantizer_of_an_op() -> None:
     assert len(asked) == 6
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))])
+def test_an_op_that_ran_under_a_factory_is_copied_without_it(duplicate: Any) -> None:
+    """Neither the factory nor its quantizers can be pickled; a copy asks the factory anew."""
+
+    class Local(fuser.MXFP8Quantizer):
+        pass
+
+    asked: list[Any] = []
+
+    def factory(role: Any) -> Any:
+        asked.append(role)
+        return Local()
+
+    op, x = fuser.BasicLinear(32, 32), torch.randn(32, 32, requires_grad=True)
+    with fuser.autocast(recipe=CustomRecipe(qfactory=factory)):
+        op(x).sum().backward()
+        handed = op.get_quantizer("forward", 0)
+        count = len(asked)
+        twin = duplicate(op)
+        assert type(twin.get_quantizer("forward", 0)) is type(handed)
+        assert twin.get_quantizer("forward", 0) is not handed
+        assert torch.equal(twin(x), op(x))
+        assert len(asked) == 2 * count
+    assert duplicate(op).get_quantizer("forward", 0) is None
+
+
 def test_a_plan_is_that_of_the_formats_that_a_factory_gives_each_op() -> None:
     """The factory tells ops apart by name; each linear is quantized as it says."""
 

@@ -501,6 +501,27 @@ def test_a_saved_tensor_that_comes_back_otherwise_is_named() -> None:
         y.sum().backward()
 
 
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_of_several_ops_that_save_the_one_whose_tensor_comes_back_otherwise_is_named(
+    index: int,
+) -> None:
+    model = fuser.Sequential(*(fuser.BasicLinear(32, 32) for _ in range(3)))
+    kept: list[Any] = []  # of each op its input and its weight
+
+    def unpack(number: int) -> Any:
+        return kept[number].dequantize() if number == 2 * index else kept[number]
+
+    def pack(tensor: torch.Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = run(model, MXFP8, tensor(1).requires_grad_())
+    assert len(kept) == 6
+    with pytest.raises(fuser.StateError, match=rf"Op {index} \(BasicLinear\) saved"):
+        y.sum().backward()
+
+
 # -- delayed scaling ----------------------------------------------------------------------
 
 
@@ -876,6 +897,9 @@ def test_a_quantized_tensor_is_not_quantized_again_on_the_way() -> None:
         run(model, recipe, tensor(1)).sum().backward()
         found.append(grads(linear))
     assert all(equal(one, found[0]) for one in found)
+    arrives = fuser.MXFP8Quantizer()(tensor(1))
+    with fuser.autocast(recipe=recipe):
+        assert fuser.Sequential(fuser.Quantize())(arrives) is arrives
 
 
 @pytest.mark.parametrize("is_inside", [False, True])

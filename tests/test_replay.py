@@ -22,7 +22,7 @@ from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.replay import replayed
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType, NumberFormat
-from fuser.functional import normalization, pointwise
+from fuser.functional import fp8_scaling, normalization, pointwise
 from fuser.reference import fp8_scaling as reference
 from fuser.reference.activation import Functor
 from fuser.tensors import (
@@ -131,6 +131,7 @@ def test_another_layout_is_asked_anew(other: torch.Tensor, noted: list[Any]) -> 
         lambda x: torch.empty(8, 8).t().new_empty(3).fill_(0),
         lambda x: KERNEL(GRID, torch.ones(3)),
         lambda x: KERNEL(GRID, x[1:]),
+        lambda x: KERNEL(GRID, x[:1]),
     ],
 )
 def test_a_function_that_does_more_is_called_every_time(
@@ -150,6 +151,17 @@ def test_another_name_of_a_tensor_is_nothing_more(
     for _ in range(4):
         work(torch.ones(4, 8))
     assert work.calls == 2
+
+
+def test_a_part_of_what_was_made_comes_back_as_that_part(noted: list[Any]) -> None:
+    def run(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = torch.empty(x.shape)
+        KERNEL(GRID, x, out)
+        return {"out": out[:1]}
+
+    for _ in range(4):
+        x = torch.ones(4, 8)
+        assert replayed("part", (x,), lambda x=x: run(x))["out"].shape == (1, 8)
 
 
 def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
@@ -311,6 +323,19 @@ def test_replayed_delayed_scaling_reads_and_writes_its_own_state(
             assert made._scale_inv.item() == 2.0**-i
             assert torch.equal(made.dequantize(), x)
     assert len(calls) == 2
+
+
+def test_replayed_updates_of_delayed_scales_are_told_by_margin_and_algorithm() -> None:
+    with emulated():
+        for margin, algorithm in [(0, "max"), (3, "max"), (0, "most_recent")] * 3:
+            history = torch.tensor([[2.0], [0.0], [8.0]])
+            scale = torch.ones(1)
+            expected = (history.clone(), scale.clone())
+            reference.update_delayed(*expected, 448.0, margin=margin, algorithm=algorithm)
+            options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
+            fp8_scaling.update_delayed([history], [scale], [torch.tensor([448.0])], **options)
+            assert torch.equal(history, expected[0])
+            assert torch.equal(scale, expected[1])
 
 
 NVFP4: dict[str, Any] = {

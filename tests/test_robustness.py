@@ -12,6 +12,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser.reference import normalization as reference
@@ -49,6 +50,17 @@ def test_an_output_may_be_written_to(make: Any) -> None:
     (found,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(y, expected)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("norm", [fuser.RMSNorm, fuser.LayerNorm])
+def test_the_sum_before_a_norm_may_be_written_to_after_its_backward(norm: Any) -> None:
+    model = fuser.Sequential(fuser.AddExtraInput(), fuser.MakeExtraOutput(), norm(8))
+    x, extra = x_of(2, 3, 8).requires_grad_(), x_of(2, 3, 8)
+    y, z = model(x, extra)
+    assert model.plans[0].forward[0].fusion == f"ForwardAdd{norm.__name__}"
+    (y.sum() + z.sum()).backward()
+    z.mul_(2)
+    assert torch.equal(z, 2 * (x + extra))
 
 
 @pytest.mark.parametrize(
@@ -284,3 +296,21 @@ def test_frozen_norms_and_scales_compute_no_gradients(monkeypatch: pytest.Monkey
     norm.weight.requires_grad_(False)
     norm(x_of(3, 8).requires_grad_()).sum().backward()
     assert wanted == [(False, True), (True, False)]
+
+
+def test_frozen_scales_of_an_activation_cost_no_sum() -> None:
+    class Seeing(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen.append(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    for is_wanted in (True, False):
+        x, scales = x_of(3, 8).requires_grad_(), x_of(3).requires_grad_(is_wanted)
+        y = fuser.ScaledSwiGLU()(x, scales)
+        with Seeing() as backward:
+            y.backward(torch.ones_like(y))
+        assert (torch.ops.aten.sum in backward.seen) == is_wanted

@@ -94,7 +94,7 @@ class QuantizedTensor(WrapperTensor):
     _is_read_only = False
     _high_precision_init_val: torch.Tensor | None = None
     # What it was quantized from, and its version then.
-    _source: tuple[torch.Tensor, int | None] | None = None
+    _source: tuple[torch.Tensor, int] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -209,18 +209,17 @@ class QuantizedTensor(WrapperTensor):
     def high_precision_source(self) -> torch.Tensor | None:
         """What the tensor was quantized from, for a backward that wants that.
 
-        None if that was not kept, or after a write to the tensor or a view of it.
+        None if that was not kept, or after a write to the tensor or a view of it. It is not kept
+        for an inference tensor, whose writes torch does not count, and which has no backward.
         """
-        if self._source is None or self._source[1] != self._version_now():
+        if self._source is None or self._source[1] != self._version:
             return None
         return self._source[0]
 
     @high_precision_source.setter
     def high_precision_source(self, value: torch.Tensor | None) -> None:
-        self._source = None if value is None else (value, self._version_now())
-
-    def _version_now(self) -> int | None:
-        return None if self.is_inference() else self._version
+        is_kept = value is not None and not self.is_inference()
+        self._source = (value, self._version) if is_kept else None  # type: ignore[assignment]
 
     @property
     def format(self) -> NumberFormat:
@@ -488,8 +487,9 @@ class QuantizedTensor(WrapperTensor):
     def data(self, value: torch.Tensor) -> None:
         fresh = value if isinstance(value, type(self)) else self._usage()(value.detach())
         torch.Tensor.data.__set__(self, fresh)  # type: ignore[attr-defined]
-        for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only", "_source"):
+        for name in (*self.buffer_names, "_quantizer", "_view_of", "_is_read_only"):
             setattr(self, name, getattr(fresh, name))
+        self.high_precision_source = fresh.high_precision_source
 
     # -- conversions --------------------------------------------------------------
 
