@@ -457,8 +457,8 @@ PLAN_KEYS = (
     Mutant(
         "an autocast that is entered twice is left from outside",
         "precision.py",
-        "for i in reversed(range(len(scopes))) if scopes[i].owner is self), None)",
-        "for i in range(len(scopes)) if scopes[i].owner is self), None)",
+        "        place = len(scopes) - 1\n",
+        "        place = next(i for i in range(len(scopes)) if scopes[i].owner is self)\n",
         "test_recipe.py::test_one_autocast_object_can_be_entered_again_and_inside_itself",
     ),
     Mutant(

@@ -272,16 +272,16 @@ DELAYED_SCALING = (
     Mutant(
         "an autocast inside another ends the step",
         "precision.py",
-        "if not left and exc_type is None:",
-        "if exc_type is None:",
+        "if not left and exc_type is None and",
+        "if exc_type is None and",
         "test_recomputation.py::"
         "test_two_autocasts_that_do_not_know_of_each_other_end_their_own_steps",
     ),
     Mutant(
         "a forward that fails ends the step",
         "precision.py",
-        "if not left and exc_type is None:",
-        "if not left:",
+        "if not left and exc_type is None and",
+        "if not left and",
         "test_recomputation.py::test_a_forward_that_fails_ends_no_step",
     ),
     Mutant(
@@ -334,8 +334,8 @@ RECOMPUTATION = (
     Mutant(
         "every call of a shared pipeline is recomputed as its first",
         "recomputation.py",
-        "index = repeated[ops] = repeated.get(ops, -1) + 1",
-        "index = repeated[ops] = repeated.get(ops, 0)",
+        "index = repeated[key] = repeated.get(key, -1) + 1",
+        "index = repeated[key] = repeated.get(key, 0)",
         "test_recomputation.py::test_every_call_of_a_shared_pipeline_is_recomputed_as_it_ran",
     ),
     Mutant(
