@@ -295,7 +295,7 @@ DELAYED_SCALING = (
     Mutant(
         "a region that is over goes on",
         "precision.py",
-        "        if self.last.is_over:\n",
+        "        if self.last is None or self.last.is_over:\n",
         "        if self.last is None:\n",
         "test_delayed_scaling.py",
         select="one_autocast_around or backward_of_its_own",
