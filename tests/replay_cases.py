@@ -112,6 +112,8 @@ STATE = ("scale", "amax")
 # A device is accepted and not looked at; with a group nothing is remembered.
 # Saturation makes a difference only beyond what the scale holds; without it nothing is replayed.
 WITHOUT_EFFECT = ("device", "group", "saturates")
+# Off, the first two leave nothing to compare, and the last nothing that is replayed.
+ON = ("rowwise", "columnwise", "saturates")
 
 
 def of_quantizers() -> Iterator[Pair]:
@@ -129,7 +131,7 @@ def of_quantizers() -> Iterator[Pair]:
             values = (False, True) if name in flags else OF_QUANTIZERS[name]
             contexts = []
             for others in (False, True):
-                base = known | dict.fromkeys(flags, others) | {"rowwise": True, "columnwise": True}
+                base = known | {flag: others or flag in ON for flag in flags}
                 contexts.append(tuple(_quantizing(cls, {**base, name: v}) for v in values))
             has_effect = name not in WITHOUT_EFFECT
             yield Pair(f"{cls.__name__}.{name}", tuple(contexts), has_effect)
