@@ -22,6 +22,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 
 @pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """A test has the same numbers at every run, alone or after others."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if GPU_TESTS in request.path.parents or not torch.cuda.is_available():
         yield

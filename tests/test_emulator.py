@@ -477,7 +477,9 @@ def test_a_missing_barrier_and_shared_memory_that_nobody_wrote_are_found(name: s
 @pytest.mark.parametrize("threads", [64, 96])
 def test_a_buffer_that_takes_no_turn_is_found_when_warps_run_ahead(threads: int) -> None:
     """Between its barriers a warp meets its lanes, where threads that run in step wait for all."""
-    x, y = integers(8, 32), torch.zeros(threads, dtype=torch.int32)
+    # A later row has the larger maximum: what is read too late is another number.
+    x = integers(8, 32) + 200 * torch.arange(8, dtype=torch.int32)[:, None]
+    y = torch.zeros(threads, dtype=torch.int32)
     launch, rounds = Launch((2,), (threads,)), int32(8)
     run("sum_again<2>", launch, y, rounds, written=(y,))
     run("read_stages<2>", launch, x, y, rounds, written=(y,))
