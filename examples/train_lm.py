@@ -608,9 +608,9 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
         )
 
 
-def bytes_moved(steps: Iterable[fuser.plan.Step]) -> str:
+def bytes_moved(steps: Iterable[fuser.plan.plan.Step]) -> str:
     """The bytes that the steps of a plan move through memory for a token, for people."""
-    return fuser.plan.format_bytes(sum(step.bytes_per_token for step in steps))
+    return fuser.plan.plan.format_bytes(sum(step.bytes_per_token for step in steps))
 
 
 def counted(count: int, noun: str) -> str:

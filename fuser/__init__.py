@@ -2,14 +2,7 @@
 
 import typing as _typing
 
-from fuser import draw as _draw  # noqa: F401 - registers the renderers of plans
 from fuser import modules, ops, recipe
-from fuser.availability import (
-    is_fp8_available,
-    is_fp8_block_scaling_available,
-    is_mxfp8_available,
-    is_nvfp4_available,
-)
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -44,7 +37,6 @@ from fuser.basic_ops import (
     SReLU,
     SwiGLU,
 )
-from fuser.catalog import FUSIONS
 from fuser.compatibility import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensorStorage,
@@ -67,18 +59,26 @@ from fuser.compatibility import (
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.formats import DType
 from fuser.fused_ops import Linear
+from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, OperationContext
-from fuser.pipeline import (
+from fuser.plan.plan import FusionPlan, Refusal, Step
+from fuser.precision.availability import (
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+from fuser.precision.contexts import autocast, quantized_model_init
+from fuser.recipe import QuantizerRole
+from fuser.report import draw as _draw  # noqa: F401 - registers the renderers of plans
+from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from fuser.plan import FusionPlan, Refusal, Step
-from fuser.plan_key import PlanKey
-from fuser.precision import autocast, quantized_model_init
-from fuser.recipe import QuantizerRole
 from fuser.sequential import Sequential
+from fuser.specs import PlanKey
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8Tensor,

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fuser.doctor import diagnose
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.op import COMPUTE_DTYPES
-from fuser.plan import renderer_for
+from fuser.plan.plan import renderer_for
+from fuser.report.doctor import diagnose
 from fuser.sequential import Sequential
 from fuser.version import __version__
 

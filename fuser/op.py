@@ -13,16 +13,16 @@ import torch
 from torch import overrides
 from torch.utils._device import DeviceContext
 
-from fuser.delayed_scaling import DelayedScales
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
 from fuser.formats import DType, NumberFormat
 from fuser.functional.values import Values, kernels_run_on, written
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
-from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_recipe
+from fuser.precision.contexts import current_recipe
+from fuser.precision.delayed_scaling import DelayedScales
+from fuser.precision.quantizer_for import fp8_dtype, make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
-from fuser.role_quantizers import fp8_dtype, make_quantizer, role_format
+from fuser.specs import Emission, PlanKey, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -913,7 +913,7 @@ class FusedOperation(FusibleOperation):
 
     Holds nothing of its own: parameters and saved state stay with the basic
     ops. A fusion that the planner may find by itself names its ``window`` (op
-    types, and the patterns of :mod:`fuser.window`) and its ``side``:
+    types, and the patterns of :mod:`fuser.plan.window`) and its ``side``:
 
     - ``"forward"`` and ``"backward"`` fusions are interchangeable with that
       half of the unfused ops: same outputs, same saved state;

@@ -15,16 +15,16 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from fuser.catalog import FUSIONS
-from fuser.checks import check_keywords
 from fuser.errors import InputError, InputTypeError
+from fuser.fused_ops.catalog import FUSIONS
 from fuser.graph_break import breaks_graph
-from fuser.group import Keywords
-from fuser.grouping import Grouping
 from fuser.module_calls import module_calls
 from fuser.op import FusedOperation
-from fuser.pipeline import checked_fusions
-from fuser.plan import FusionPlan
+from fuser.plan.plan import FusionPlan
+from fuser.runtime.checks import check_keywords
+from fuser.runtime.group import Keywords
+from fuser.runtime.grouping import Grouping
+from fuser.runtime.pipeline import checked_fusions
 
 _UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
 

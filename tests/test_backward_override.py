@@ -16,7 +16,7 @@ import torch
 
 import fuser
 from fuser import recipe as recipes
-from fuser.role_quantizers import make_quantizer
+from fuser.precision.quantizer_for import make_quantizer
 from fuser.tensors import QuantizedTensor
 
 RECIPES = {

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fuser
-import fuser.pipeline
+import fuser.runtime.pipeline
 from fuser.op import BasicOperation, FusedOperation, OperationContext
 
 
@@ -723,7 +723,7 @@ def test_kernels_that_do_not_cover_the_window_are_refused_with_the_numbers(kerne
 @pytest.fixture
 def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets what a test registered."""
-    monkeypatch.setattr(fuser.pipeline, "_registered", fuser.pipeline._registered)
+    monkeypatch.setattr(fuser.runtime.pipeline, "_registered", fuser.runtime.pipeline._registered)
 
 
 REGISTER = (
@@ -751,7 +751,7 @@ def test_a_registered_fusion_that_does_not_cover_the_pipeline_is_refused(
     model = broken_pipeline()
     expected = results_of(model, (X,))
     plans = model.plans
-    nothing_registered = fuser.pipeline._registered
+    nothing_registered = fuser.runtime.pipeline._registered
     register(careless_fusion)
     before = state_of(model)
     with pytest.raises(fuser.StateError) as caught:
@@ -759,7 +759,7 @@ def test_a_registered_fusion_that_does_not_cover_the_pipeline_is_refused(
     names = "BasicLinear, Bias, GELU, ConstantScale"
     assert_sentence(caught.value, ("careless_fusion", "cover", names))
     assert_unchanged(model, before)
-    fuser.pipeline._registered = nothing_registered
+    fuser.runtime.pipeline._registered = nothing_registered
     for found, wanted in zip(results_of(model, (X,)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert model.plans == plans
@@ -813,11 +813,11 @@ def test_a_registered_fused_op_that_could_not_run_is_refused(side: str) -> None:
 @pytest.mark.usefixtures("_registry")
 @pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
 def test_what_is_no_function_is_not_registered(register: Any) -> None:
-    before = fuser.pipeline._registered
+    before = fuser.runtime.pipeline._registered
     for what in (_Bad, _Bad([fuser.GELU()]), None):
         with pytest.raises(fuser.InputTypeError, match=r"a function of a list of ops"):
             register(what)
-    assert fuser.pipeline._registered == before
+    assert fuser.runtime.pipeline._registered == before
 
 
 class _NoTuple(fuser.BasicOperation):

@@ -15,11 +15,12 @@ import torch
 
 import fuser
 from fuser import __main__ as command_line
-from fuser import doctor, native_gemm
 from fuser.__main__ import main
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle
 from fuser.errors import KernelUnavailable
+from fuser.gemm import native as native_gemm
+from fuser.report import doctor
 
 MODELS = '''
 """Models for the command line."""
@@ -150,7 +151,7 @@ def test_json_is_the_plans_dict_and_nothing_else(
 def test_draw_makes_the_file_and_says_where(
     suffix: str, models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fuser.draw")
+    pytest.importorskip("fuser.report.draw")
     text = printed(capsys, "plan", "command_line_models:mlp", "--draw", f"plan.{suffix}")
     assert text.endswith(f"Drawn into plan.{suffix}.\n")
     assert "BasicLinear" in (models.parent / f"plan.{suffix}").read_text(encoding="utf-8")
@@ -159,7 +160,7 @@ def test_draw_makes_the_file_and_says_where(
 def test_draw_beside_json_leaves_stdout_to_the_json(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fuser.draw")
+    pytest.importorskip("fuser.report.draw")
     assert main(["plan", "command_line_models:mlp", "--json", "--draw", "plan.svg"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["ops"][0] == "BasicLinear"
@@ -167,7 +168,7 @@ def test_draw_beside_json_leaves_stdout_to_the_json(
 
 
 def test_a_fresh_process_can_draw(models: Path) -> None:
-    pytest.importorskip("fuser.draw")
+    pytest.importorskip("fuser.report.draw")
     command = [sys.executable, "-m", "fuser", "plan", "command_line_models:mlp"]
     run = subprocess.run(
         [*command, "--draw", "plan.svg"], capture_output=True, text=True, check=False
@@ -264,7 +265,7 @@ def test_a_mistake_is_answered_with_one_sentence(
 def test_a_picture_of_an_unknown_kind_is_refused(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("fuser.draw")
+    pytest.importorskip("fuser.report.draw")
     assert main(["plan", "command_line_models:mlp", "--draw", "plan.docx"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

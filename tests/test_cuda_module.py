@@ -75,7 +75,7 @@ class Refuse:
         assert name.partition(".")[0] != "cupy", "something imported cupy"
 
 sys.meta_path.insert(0, Refuse())
-import fuser, fuser.cuda.module, fuser.cuda.launch, fuser.cuda.probe, fuser.doctor
+import fuser, fuser.cuda.module, fuser.cuda.launch, fuser.cuda.probe, fuser.report.doctor
 assert "cupy" not in sys.modules
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fuser
-import fuser.draw
-from fuser.draw import Box, Line, Text, lay_out
+import fuser.report.draw
 from fuser.formats import DType, NumberFormat
-from fuser.plan import Channel, FusionPlan, Refusal, Step, format_time
-from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey
+from fuser.plan.plan import Channel, FusionPlan, Refusal, Step, format_time
+from fuser.report.draw import Box, Line, Text, lay_out
+from fuser.specs import Emission, OpKey, PlanKey, TensorKey
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -421,7 +421,7 @@ def test_png_is_a_png_with_something_on_it(tmp_path):
     pixels = matplotlib.image.imread(path)[..., :3]
     assert pixels.shape[1] > 1000
     assert 0.02 < (pixels.min(axis=2) < 0.9).mean() < 0.5
-    blue = matplotlib.colors.to_rgb(fuser.draw.COLORS["GEMM"][0])
+    blue = matplotlib.colors.to_rgb(fuser.report.draw.COLORS["GEMM"][0])
     assert (abs(pixels - blue).max(axis=2) < 0.01).mean() > 0.001
 
 
@@ -495,7 +495,7 @@ def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path):
 
 
 def test_importing_does_not_import_matplotlib():
-    code = "import sys, fuser.draw; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, fuser.report.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -1,13 +1,12 @@
-"""The floors of the house: a file imports from lower floors only, and nothing goes round.
+"""The packages of the library: each imports only packages before it, and no imports go round.
 
-One table gives each file its floor; everything else is read from the source with ``ast``.
+One table gives the order; everything else is read from the source with ``ast``.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 
 import networkx as nx
@@ -17,72 +16,35 @@ import fuser
 
 ROOT = Path(fuser.__file__).parent
 
-# The first pattern that fits a path decides. Paths are relative to the package.
-FLOORS = (
-    ("errors.py", 0),
-    ("formats.py", 1),
-    ("version.py", 0),
-    ("recipe.py", 1),
-    ("written.py", 1),
-    ("graph_break.py", 1),
-    ("module_calls.py", 1),
-    ("cuda/arguments.py", 1),
-    ("cuda/module.py", 1),
-    ("cuda/chain.py", 2),
-    ("cuda/launch.py", 2),
-    ("cuda/norm_operands.py", 2),
-    ("cuda/operands.py", 2),
-    ("reference/activation.py", 2),
-    ("reference/dropout.py", 2),
-    ("reference/fp8.py", 2),
-    ("native_gemm.py", 2),
-    ("cuda/*.py", 3),
-    ("reference/*.py", 3),
-    ("tensors/wrapper.py", 2),
-    ("tensors/base.py", 3),
-    ("tensors/dequantized_view.py", 4),
-    ("functional/values.py", 3),
-    ("functional/*.py", 4),
-    ("tensors/quantizer.py", 4),
-    ("tensors/compatibility.py", 6),
-    ("tensors/*.py", 5),
-    ("gemm.py", 6),
-    ("collectives.py", 6),
-    ("plan_key.py", 6),
-    ("role_quantizers.py", 6),
-    ("precision.py", 7),
-    ("availability.py", 7),
-    ("linear_operands.py", 7),
-    ("delayed_scaling.py", 8),
-    ("recomputation.py", 8),
-    ("op.py", 9),
-    ("plan.py", 9),
-    ("window.py", 9),
-    ("basic_ops/*.py", 10),
-    ("signature.py", 10),
-    ("blame.py", 10),
-    ("fused_ops/*.py", 11),
-    ("graph.py", 11),
-    ("catalog.py", 12),
-    ("checks.py", 12),
-    ("layout.py", 12),
-    ("padding.py", 12),
-    ("planner.py", 12),
-    ("plan_writer.py", 12),
-    ("executor.py", 13),
-    ("pipeline.py", 14),
-    ("group.py", 15),
-    ("picture.py", 15),
-    ("grouping.py", 16),
-    ("cuda_graph.py", 16),
-    ("draw.py", 16),
-    ("doctor.py", 16),
-    ("sequential.py", 17),
-    ("modules/*.py", 18),
-    ("compatibility/*.py", 18),
-    ("ops/*.py", 18),
-    ("__init__.py", 19),
-    ("__main__.py", 19),
+# A package, or a module at the root, imports only those before it. Inside a package files import
+# each other, without a circle, and not the package.
+PACKAGES = (
+    "version",
+    "errors",
+    "formats",
+    "source",
+    "graph_break",
+    "module_calls",
+    "wrapper_tensor",
+    "recipe",
+    "cuda",
+    "reference",
+    "functional",
+    "tensors",
+    "gemm",
+    "precision",
+    "specs",
+    "op",
+    "basic_ops",
+    "plan",
+    "fused_ops",
+    "runtime",
+    "report",
+    "sequential",
+    "modules",
+    "compatibility",
+    "ops",
+    "fuser",
 )
 
 
@@ -95,14 +57,11 @@ class Import:
     target: str
 
 
-def floor_of(path: str) -> int | None:
-    """The floor of a file, None where the table has none."""
-    # A folder's __init__ stands on the folder's floor; fnmatch's * would also
-    # cross folders, so the depth has to agree.
-    for pattern, floor in FLOORS:
-        if fnmatch(path, pattern) and path.count("/") == pattern.count("/"):
-            return floor
-    return None
+def package_of(path: str) -> str:
+    """The package of a file; of one at the root its own name, and fuser for the root's own."""
+    folder, _, _ = path.partition("/")
+    name = folder.removesuffix(".py")
+    return "fuser" if name in ("__init__", "__main__") else name
 
 
 def imports_of(path: str, text: str, files: set[str]) -> tuple[list[Import], list[str]]:
@@ -144,26 +103,27 @@ def complaints(sources: dict[str, str]) -> list[str]:
     result: list[str] = []
     files = set(sources)
     graph = nx.DiGraph()
+    place = {package: number for number, package in enumerate(PACKAGES)}
     for path, text in sorted(sources.items()):
-        floor = floor_of(path)
-        if floor is None:
-            result.append(f"{path} stands on no floor; give it one in the table of this test.")
+        package = package_of(path)
+        if package not in place:
+            result.append(f"{path} is of no package; {package} is not in the table of this test.")
             continue
         found, relative = imports_of(path, text, files)
         result += [f"{sentence}; imports are absolute." for sentence in relative]
         for one in found:
-            target_floor = floor_of(one.target)
-            where = f"{path}:{one.line} (floor {floor}) imports {one.target} (floor {target_floor})"
+            where = f"{path}:{one.line} imports {one.target}"
             if one.target not in files:
-                result.append(f"{path}:{one.line} imports {one.target}, which does not exist.")
+                result.append(f"{where}, which does not exist.")
                 continue
             graph.add_edge(path, one.target)
-            if target_floor is None or is_reexport(path, one.target):
+            target = package_of(one.target)
+            if is_reexport(path, one.target):
                 continue
-            if target_floor == floor:
-                result.append(f"{where}: a neighbour on the same floor.")
-            elif target_floor > floor:
-                result.append(f"{where}: only lower floors may be imported.")
+            if target == package and one.target.endswith("__init__.py"):
+                result.append(f"{where}: the package that it is in.")
+            elif place.get(target, -1) > place[package]:
+                result.append(f"{where}: {target} comes after {package}.")
     result += [f"Imports go round: {' -> '.join(cycle)}." for cycle in nx.simple_cycles(graph)]
     return result
 
@@ -182,17 +142,20 @@ def sources() -> dict[str, str]:
     }
 
 
-def test_every_file_has_a_floor_and_imports_only_lower_ones() -> None:
+def test_every_package_imports_only_packages_before_it() -> None:
     found = complaints(sources())
     assert not found, "\n".join(found)
 
 
 def test_the_package_was_read() -> None:
     paths = sources()
-    assert {"op.py", "planner.py", "pipeline.py", "basic_ops/bias.py"} <= set(paths)
+    assert {"op.py", "plan/planner.py", "runtime/pipeline.py", "basic_ops/bias.py"} <= set(paths)
     imports = [one for path, text in paths.items() for one in imports_of(path, text, set(paths))[0]]
     assert len(imports) > 50
     assert Import("op.py", imports_line("op.py", "fuser.errors"), "errors.py") in imports
+    assert {package_of(path) for path in paths} == set(PACKAGES)
+    at_root = [path for path in paths if "/" not in path]
+    assert len(at_root) <= 13, "ten or so modules and the package's two: others go into packages"
 
 
 def imports_line(path: str, module: str) -> int:
@@ -261,25 +224,23 @@ def test_every_file_says_its_subject_first() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"errors.py": "", "op.py": "from fuser import draw", "draw.py": ""},
-         ["op.py:1 (floor 9)", "draw.py (floor 16)", "lower"]),
-        ({"op.py": "def f():\n    from fuser.draw import g\n", "draw.py": ""},
-         ["op.py:2 (floor 9)", "draw.py (floor 16)"]),
-        ({"basic_ops/bias.py": "import fuser.basic_ops.reshape", "basic_ops/reshape.py": ""},
-         ["basic_ops/bias.py:1 (floor 10)", "basic_ops/reshape.py (floor 10)", "neighbour"]),
+        ({"op.py": "from fuser.report import draw", "report/draw.py": ""},
+         ["op.py:1", "imports report/draw.py", "report comes after op"]),
+        ({"op.py": "def f():\n    from fuser.report.draw import g\n", "report/draw.py": ""},
+         ["op.py:2", "report/draw.py"]),
         ({"basic_ops/bias.py": "from fuser.basic_ops import X", "basic_ops/__init__.py": ""},
-         ["basic_ops/bias.py:1 (floor 10)", "basic_ops/__init__.py (floor 10)", "neighbour"]),
-        ({"graph.py": "from fuser.fused_ops import X", "fused_ops/__init__.py": ""},
-         ["graph.py:1 (floor 11)", "fused_ops/__init__.py (floor 11)", "neighbour"]),
+         ["basic_ops/bias.py:1", "basic_ops/__init__.py", "the package that it is in"]),
+        ({"plan/graph.py": "from fuser.fused_ops import X", "fused_ops/__init__.py": ""},
+         ["plan/graph.py:1", "fused_ops/__init__.py", "fused_ops comes after plan"]),
         ({"op.py": "from . import errors", "errors.py": ""}, ["op.py:1", "absolute"]),
-        ({"helpers.py": ""}, ["helpers.py", "no floor"]),
-        ({"modules/deeper/linear.py": ""}, ["modules/deeper/linear.py", "no floor"]),
+        ({"helpers.py": ""}, ["helpers.py", "no package"]),
+        ({"helpers/linear.py": ""}, ["helpers/linear.py", "no package"]),
         ({"op.py": "from fuser.nowhere import x"}, ["op.py:1", "nowhere.py", "does not exist"]),
-        ({"plan.py": "import fuser.window", "window.py": "import fuser.plan"},
-         ["Imports go round", "plan.py", "window.py"]),
+        ({"plan/plan.py": "import fuser.plan.window", "plan/window.py": "import fuser.plan.plan"},
+         ["Imports go round", "plan/plan.py", "plan/window.py"]),
     ],
 )  # fmt: skip
-def test_a_broken_rule_is_reported_with_file_line_and_floors(
+def test_a_broken_rule_is_reported_with_file_and_line(
     broken: dict[str, str], words: list[str]
 ) -> None:
     report = "\n".join(complaints(broken))
@@ -292,6 +253,7 @@ def test_what_the_house_allows_is_not_reported() -> None:
         "op.py": "from fuser.errors import E\n",
         "basic_ops/__init__.py": "from fuser.basic_ops.bias import Bias\n",
         "basic_ops/bias.py": "from fuser import errors\nfrom fuser.op import B\n",
+        "basic_ops/linear.py": "from fuser.basic_ops.bias import Bias\n",
         "fused_ops/linear.py": "from fuser.basic_ops import Bias\n",
         "__init__.py": "from fuser.fused_ops.linear import Linear\n",
     }

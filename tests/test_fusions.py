@@ -33,7 +33,7 @@ from oracles import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import fuser
-import fuser.pipeline
+import fuser.runtime.pipeline
 
 DRAWS = range(8)
 FEATURES = 6
@@ -905,7 +905,7 @@ def test_a_subclass_that_computes_alike_is_matched() -> None:
 
 
 def test_window_patterns_take_optional_alternative_and_repeated_ops() -> None:
-    from fuser.window import Many, OneOf, Optional
+    from fuser.plan.window import Many, OneOf, Optional
 
     bound: list[tuple[Any, ...]] = []
 
@@ -1018,7 +1018,9 @@ def test_a_wrong_number_of_gradients_is_a_sentence(result: Any, said: str) -> No
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
-    monkeypatch.setattr(fuser.pipeline, "_registered", fuser.pipeline.RegisteredFusions())
+    monkeypatch.setattr(
+        fuser.runtime.pipeline, "_registered", fuser.runtime.pipeline.RegisteredFusions()
+    )
 
 
 REGISTER = {
@@ -1158,12 +1160,12 @@ def test_a_registered_function_that_does_not_cover_the_ops_is_named(side: str, c
     def careless(ops: list[Any], *, recipe: Any) -> list[Any]:
         return cover(ops)
 
-    before = fuser.pipeline._registered
+    before = fuser.runtime.pipeline._registered
     REGISTER[side](careless)
     model, x = fuser.Sequential(fuser.ConstantScale(2.0), fuser.GELU(), fuser.ReLU()), _tensor(FP32)
     with pytest.raises(RuntimeError, match=r"careless.*ConstantScale, GELU, ReLU"):
         model(x)
-    fuser.pipeline._registered = before
+    fuser.runtime.pipeline._registered = before
     model(x)
 
 
@@ -1186,13 +1188,13 @@ def test_a_registered_backward_that_starts_before_the_first_gradient_still_runs(
 
     fuser.register_backward_fusion(pair)
     model = fuser.Sequential(fuser.MakeExtraOutput(), fuser.BasicLinear(_N, _N), fuser.GELU())
-    fuser.pipeline._registered, kept = (
-        fuser.pipeline.RegisteredFusions(),
-        fuser.pipeline._registered,
+    fuser.runtime.pipeline._registered, kept = (
+        fuser.runtime.pipeline.RegisteredFusions(),
+        fuser.runtime.pipeline._registered,
     )
     x = _tensor(FP32, grad=wants_input_grad)
     expected = run(fuser.Sequential(*model, fusions=()), [x])
-    fuser.pipeline._registered = kept
+    fuser.runtime.pipeline._registered = kept
     assert_only_roundings_moved(run(model, [x]), expected)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fuser
 from fuser import recipe as recipes
 from fuser.cuda.launch import Kernel, Launch
-from fuser.plan import LayoutNote
+from fuser.plan.plan import LayoutNote
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS, COLUMNS = 32, 64

@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 import fuser
 from fuser import recipe as recipes
-from fuser.role_quantizers import make_quantizer
+from fuser.precision.quantizer_for import make_quantizer
 
 FORMATS = {
     "current": recipes.Float8CurrentScaling,

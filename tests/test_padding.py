@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from pipeline_kernels import on_kernels
 
 import fuser
-from fuser import gemm, native_gemm
 from fuser import recipe as recipes
 from fuser.formats import DType, mxfp8_scale_shape, padded_shape
 from fuser.functional.values import matrix_of
-from fuser.plan import LayoutNote
+from fuser.gemm import matmul as gemm
+from fuser.gemm import native as native_gemm
+from fuser.plan.plan import LayoutNote
 from fuser.reference import mxfp8 as reference
 from fuser.tensors import mxfp8, nvfp4
 from fuser.tensors.quantizer import whole_blocks

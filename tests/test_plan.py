@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import fuser
 from fuser.op import FusedOperation
-from fuser.plan import Channel
-from fuser.plan_key import TensorSpec
+from fuser.plan.plan import Channel
+from fuser.specs import TensorSpec
 
 
 def mlp(width: int = 8, **kwargs: Any) -> fuser.Sequential:
@@ -537,7 +537,7 @@ def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> No
     assert "channel 'residual': op 0 to op 5" in text
     assert "Modules in brackets are not counted." in text
     data = json.loads(json.dumps(plan.to_dict()))
-    found = (fuser.plan.ModuleCall(**{**m, "ops": tuple(m["ops"])}) for m in data["modules"])
+    found = (fuser.plan.plan.ModuleCall(**{**m, "ops": tuple(m["ops"])}) for m in data["modules"])
     assert tuple(found) == plan.modules
 
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fuser
-from fuser.graph import OpGraph, extra_input_sources
 from fuser.op import BasicOperation, FusedOperation, OperationContext
-from fuser.plan_key import TensorSpec
-from fuser.planner import MACHINES, NOMINAL_TOKENS, Candidate, cheapest_cover
-from fuser.window import Many, OneOf, Optional, matches
+from fuser.plan.graph import OpGraph, extra_input_sources
+from fuser.plan.planner import MACHINES, NOMINAL_TOKENS, Candidate, cheapest_cover
+from fuser.plan.window import Many, OneOf, Optional, matches
+from fuser.specs import TensorSpec
 
 # A power of two near a microsecond: sums of multiples are exact, and a step's
 # tie-breaking cost stays far below one unit.
@@ -646,16 +646,16 @@ def test_planning_forty_ops_takes_less_than_50_ms() -> None:
 
 
 def test_a_cached_plan_costs_no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fuser.pipeline
+    import fuser.runtime.pipeline
 
     calls: list[fuser.PlanKey] = []
-    real = fuser.pipeline.make_plan
+    real = fuser.runtime.pipeline.make_plan
 
     def counting(graph: Any, key: fuser.PlanKey, registered: Any) -> Any:
         calls.append(key)
         return real(graph, key, registered)
 
-    monkeypatch.setattr(fuser.pipeline, "make_plan", counting)
+    monkeypatch.setattr(fuser.runtime.pipeline, "make_plan", counting)
     pipeline = fuser.OperationFuser([fuser.Linear(8, 8), fuser.GELU(), fuser.Linear(8, 8)])
     modes = [
         {"requires_grad": False, "enabled": True, "dtype": torch.float32},

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from pipeline_kernels import on_kernels
 
 import fuser
-from fuser import gemm, native_gemm, pipeline
 from fuser import recipe as recipes
-from fuser.availability import emulation, runs_natively
 from fuser.formats import ceil_div, round_up
+from fuser.gemm import matmul as gemm
+from fuser.gemm import native as native_gemm
+from fuser.precision.availability import emulation, runs_natively
 from fuser.recipe import MMParams
+from fuser.runtime import pipeline
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = (fuser.DType.kFloat8E4M3, fuser.DType.kFloat8E5M2)
@@ -532,7 +534,7 @@ def test_a_recipe_says_where_it_is_emulated_and_what_is_native(hopper: StrictTen
 
 
 def test_the_warning_comes_once_for_a_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuser.availability._warned", set())
+    monkeypatch.setattr("fuser.precision.availability._warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for override in (None, "dequantized"):

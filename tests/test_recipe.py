@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fuser
-from fuser.precision import current_recipe
+from fuser.precision.contexts import current_recipe
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -448,7 +448,7 @@ def test_an_autocast_left_in_another_thread_changes_nothing_there() -> None:
 
 
 def test_both_contexts_have_the_default_recipe() -> None:
-    from fuser.precision import default_recipe
+    from fuser.precision.contexts import default_recipe
 
     assert default_recipe() == DelayedScaling()
     with fuser.autocast():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fuser
+from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -23,7 +24,6 @@ from fuser.recipe import (
     QParams,
     Recipe,
 )
-from fuser.role_quantizers import make_quantizer
 
 ROLES = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
 RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)

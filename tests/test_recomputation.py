@@ -16,8 +16,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
-from fuser import precision, recomputation
 from fuser import recipe as recipes
+from fuser.precision import contexts, recomputation
 
 Step = Callable[[fuser.Sequential, torch.Tensor], torch.Tensor]
 every_kind = pytest.mark.parametrize("use_reentrant", [False, True])
@@ -163,7 +163,7 @@ def test_a_checkpoint_from_before_the_first_autocast_is_recomputed_plainly(
     model, x = mlp(), tensor(1).requires_grad_()
     followed(model)(x).sum().backward()
     expected = grads(model)
-    monkeypatch.setattr(precision, "is_autocast_used", False)
+    monkeypatch.setattr(contexts, "is_autocast_used", False)
     y = checkpoint(followed(model), x, use_reentrant=False)
     with fuser.autocast(recipe=MXFP8):
         y.sum().backward()
@@ -704,7 +704,7 @@ def test_a_kept_weight_survives_checkpointing_under_delayed_scaling() -> None:
 
 
 def test_a_backward_that_fails_leaves_nothing_behind_for_ever() -> None:
-    from fuser.delayed_scaling import MAX_BACKWARDS, _backwards
+    from fuser.precision.delayed_scaling import MAX_BACKWARDS, _backwards
 
     class Failing(torch.autograd.Function):
         @staticmethod

@@ -117,7 +117,7 @@ def test_an_op_with_hooks_still_gets_its_extra_inputs() -> None:
 def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
     model = mlp()
     expected = copy.deepcopy(model)(x_of(3, 8))
-    original, inside, results = fuser.grouping.extra_input_sources, threading.Event(), []
+    original, inside, results = fuser.runtime.grouping.extra_input_sources, threading.Event(), []
 
     def slow(*args: Any) -> Any:
         inside.set()
@@ -127,7 +127,7 @@ def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
     def call() -> None:
         results.append(model(x_of(3, 8)))
 
-    fuser.grouping.extra_input_sources = slow
+    fuser.runtime.grouping.extra_input_sources = slow
     try:
         first = threading.Thread(target=call)
         first.start()
@@ -137,7 +137,7 @@ def test_a_thread_that_comes_while_another_groups_waits_for_it() -> None:
         for thread in (first, second):
             thread.join()
     finally:
-        fuser.grouping.extra_input_sources = original
+        fuser.runtime.grouping.extra_input_sources = original
     assert [torch.equal(y, expected) for y in results] == [True, True]
 
 
@@ -147,7 +147,7 @@ def test_one_autocast_decorator_serves_two_threads_at_once() -> None:
     @fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling())
     def inside() -> None:
         barrier.wait()
-        seen.append(fuser.precision.current_recipe())
+        seen.append(fuser.precision.contexts.current_recipe())
         barrier.wait()
 
     threads = [threading.Thread(target=inside) for _ in range(2)]
@@ -193,11 +193,11 @@ def test_a_failed_backward_keeps_no_tensor() -> None:
 
 def test_plans_of_ever_new_recipes_are_not_kept_for_ever() -> None:
     model = fuser.Sequential(fuser.Identity())
-    for _ in range(fuser.pipeline.MAX_PLANS + 20):
+    for _ in range(fuser.runtime.pipeline.MAX_PLANS + 20):
         recipe = fuser.recipe.CustomRecipe(lambda role: None)
         with fuser.autocast(recipe=recipe):
             model(x_of(2, 8))
-    assert len(model.plans) == fuser.pipeline.MAX_PLANS
+    assert len(model.plans) == fuser.runtime.pipeline.MAX_PLANS
 
 
 # -- late changes ----------------------------------------------------------------------
@@ -251,7 +251,7 @@ def test_a_registered_fusion_of_a_shared_op_stands_where_it_was_put(
             linear, bias = self.members
             return input_ @ linear.weight.T + bias.bias, [(), ()]
 
-    monkeypatch.setattr(fuser.pipeline, "_registered", fuser.pipeline._registered)
+    monkeypatch.setattr(fuser.runtime.pipeline, "_registered", fuser.runtime.pipeline._registered)
     fuser.register_forward_fusion(lambda ops, recipe: [*ops[:2], Pair(ops[2:])])
     linear, bias = oracles.randomize(fuser.BasicLinear(8, 8)), oracles.randomize(fuser.Bias(8))
     model = fuser.Sequential(linear, fuser.GELU(), linear, bias)

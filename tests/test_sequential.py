@@ -23,7 +23,7 @@ from oracles import (
 )
 
 import fuser
-from fuser.pipeline import OperationFuser
+from fuser.runtime.pipeline import OperationFuser
 
 N = 6
 FP32 = torch.float32

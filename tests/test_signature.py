@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import fuser
 from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
-from fuser.signature import ParameterSlots
+from fuser.runtime.call_key import ParameterSlots
 
 SIZE = 32
 
@@ -257,7 +257,7 @@ def test_training_and_evaluation_run_plans_of_their_own_in_any_order(first: str)
 def test_a_fusion_that_is_registered_between_two_calls_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fuser.pipeline, "_registered", fuser.pipeline._registered)
+    monkeypatch.setattr(fuser.runtime.pipeline, "_registered", fuser.runtime.pipeline._registered)
     model, x, asked = mlp(), x_of(3, SIZE), []
     expected = model(x)
     fuser.register_forward_fusion(lambda ops, recipe: asked.append(len(ops)) or ops)

@@ -20,8 +20,8 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor
+from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Float8CurrentScalingQuantizer
 
 # How a cached input is quantized: E4M3, one scale a tensor, without a transposed copy.

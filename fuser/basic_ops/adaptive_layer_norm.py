@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError
-from fuser.linear_operands import plain
 from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
-from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference import normalization as reference
+from fuser.specs import PlanKey, TensorSpec
 
 
 class AdaptiveLayerNorm(BasicOperation):

@@ -11,7 +11,7 @@ from fuser.cuda.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.specs import PlanKey, TensorSpec
 
 
 class AddExtraInput(BasicOperation):

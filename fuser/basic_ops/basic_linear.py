@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
-from fuser.errors import InputError, StateError
-from fuser.linear_operands import (
+from fuser.basic_ops.linear_operands import (
     gemm_name,
     native_row,
     one_copy,
@@ -24,6 +23,7 @@ from fuser.linear_operands import (
     quantized,
     readable,
 )
+from fuser.errors import InputError, StateError
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -35,10 +35,14 @@ from fuser.op import (
     emit,
     emit_grad,
 )
-from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.precision import current_parameter_init, initialised_weight, recomputed_conditions
+from fuser.precision.contexts import (
+    current_parameter_init,
+    initialised_weight,
+    recomputed_conditions,
+)
+from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.role_quantizers import make_quantizer
+from fuser.specs import Emission, PlanKey, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."

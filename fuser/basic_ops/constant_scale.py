@@ -10,7 +10,7 @@ import torch
 from fuser.cuda.chain import Stage
 from fuser.functional import pointwise
 from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.specs import PlanKey, TensorSpec
 
 
 class ConstantScale(BasicOperation):

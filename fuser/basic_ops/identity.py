@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.specs import PlanKey, TensorSpec
 
 
 class Identity(BasicOperation):

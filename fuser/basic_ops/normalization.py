@@ -22,7 +22,7 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.specs import PlanKey, TensorSpec
 
 
 class _Normalization(BasicOperation):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
-from fuser.plan_key import Emission, PlanKey, TensorSpec
+from fuser.specs import Emission, PlanKey, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 

@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.op import BasicOperation, Grads, OperationContext
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.specs import PlanKey, TensorSpec
 
 
 class Reshape(BasicOperation):

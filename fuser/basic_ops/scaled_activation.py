@@ -19,8 +19,8 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.plan_key import PlanKey, TensorSpec
 from fuser.reference.activation import Functor
+from fuser.specs import PlanKey, TensorSpec
 
 
 class ScaledActivation(BasicOperation):

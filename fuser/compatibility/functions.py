@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 from fuser.errors import InputError
-from fuser.precision import autocast, quantized_model_init
+from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import Recipe
 
 _NOT_HERE = {

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuser.cuda import launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
-from fuser.written import compiled
+from fuser.source import compiled
 
 # Layouts that a process meets are few; one whose shapes never repeat must not fill memory.
 MOST_TAPES = 4096

@@ -19,7 +19,7 @@ from fuser.cuda.launch import kernels_take
 from fuser.cuda.norm_operands import takes
 from fuser.functional.values import Values, as_stored, or_torch, rows_of
 from fuser.reference import normalization as reference
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 Result = torch.Tensor | Values
 Wanted = torch.Tensor | None

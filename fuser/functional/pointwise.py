@@ -21,7 +21,7 @@ from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
 from fuser.reference.activation import Functor
 from fuser.reference.dropout import dropout as reference_dropout
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 Result = torch.Tensor | Values
 Operands = Sequence[torch.Tensor | None]

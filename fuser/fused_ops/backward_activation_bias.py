@@ -11,7 +11,7 @@ from fuser.basic_ops import Activation, Bias
 from fuser.functional import pointwise
 from fuser.functional.values import kernels_run_on
 from fuser.op import FusedOperation, Grads, OperationContext, emit_grad, quantizes_values
-from fuser.plan_key import PlanKey
+from fuser.specs import PlanKey
 
 
 class BackwardActivationBias(FusedOperation):

@@ -9,7 +9,7 @@ import torch
 
 from fuser.basic_ops import LayerNorm, MakeExtraOutput, RMSNorm
 from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
-from fuser.plan_key import PlanKey
+from fuser.specs import PlanKey
 
 
 class _BackwardAddNorm(FusedOperation):

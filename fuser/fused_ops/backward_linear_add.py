@@ -8,7 +8,7 @@ import torch
 
 from fuser.basic_ops import BasicLinear, MakeExtraOutput
 from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
-from fuser.plan_key import PlanKey
+from fuser.specs import PlanKey
 
 
 class BackwardLinearAdd(FusedOperation):

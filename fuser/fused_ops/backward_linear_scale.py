@@ -8,7 +8,7 @@ import torch
 
 from fuser.basic_ops import BasicLinear, ConstantScale
 from fuser.op import FusedOperation, Grads, OperationContext
-from fuser.plan_key import PlanKey
+from fuser.specs import PlanKey
 
 
 class BackwardLinearScale(FusedOperation):

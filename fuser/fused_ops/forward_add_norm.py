@@ -9,8 +9,8 @@ import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
 from fuser.op import FusedOperation, OperationContext, emit
-from fuser.plan_key import PlanKey
-from fuser.window import Optional
+from fuser.plan.window import Optional
+from fuser.specs import PlanKey
 
 
 class _ForwardAddNorm(FusedOperation):

@@ -10,8 +10,8 @@ import torch
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
 from fuser.op import FusedOperation, OperationContext, emit, quantizes_values
-from fuser.plan_key import PlanKey
-from fuser.window import Optional
+from fuser.plan.window import Optional
+from fuser.specs import PlanKey
 
 
 class ForwardLinearBiasActivation(FusedOperation):

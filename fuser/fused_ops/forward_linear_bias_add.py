@@ -10,8 +10,8 @@ import torch
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
 from fuser.op import FusedOperation, OperationContext, emit
-from fuser.plan_key import PlanKey
-from fuser.window import Optional
+from fuser.plan.window import Optional
+from fuser.specs import PlanKey
 
 _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 

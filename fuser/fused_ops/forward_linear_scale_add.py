@@ -10,7 +10,7 @@ import torch
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
 from fuser.op import FusedOperation, OperationContext, emit
-from fuser.plan_key import PlanKey
+from fuser.specs import PlanKey
 
 
 class ForwardLinearScaleAdd(FusedOperation):

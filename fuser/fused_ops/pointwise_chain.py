@@ -21,8 +21,8 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.plan_key import PlanKey
-from fuser.window import Many, OneOf
+from fuser.plan.window import Many, OneOf
+from fuser.specs import PlanKey
 
 _POINTWISE = OneOf(Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
 

@@ -11,7 +11,7 @@ import torch
 from fuser import basic_ops, fused_ops
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.plan import FusionPlan
+from fuser.plan.plan import FusionPlan
 from fuser.sequential import Sequential
 from fuser.tensors import QuantizedTensor
 

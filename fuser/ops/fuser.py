@@ -1,6 +1,6 @@
 """Pipelines and registered fusions, as in ``te.ops.fuser``."""
 
-from fuser.pipeline import (
+from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
     register_forward_backward_fusion,

@@ -6,6 +6,7 @@ from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTe
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
+from fuser.tensors.operand import Operand
 from fuser.tensors.quantizer import Quantizer
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "MXFP8Tensor",
     "NVFP4Quantizer",
     "NVFP4Tensor",
+    "Operand",
     "QuantizedTensor",
     "Quantizer",
     "dispatch",

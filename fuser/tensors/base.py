@@ -17,8 +17,8 @@ import torch
 
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat
-from fuser.native_gemm import Operand
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.tensors.operand import Operand
+from fuser.wrapper_tensor import WrapperTensor
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -19,7 +19,7 @@ from fuser.errors import StateError
 from fuser.formats import ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
 _is_inference_mode = torch.is_inference_mode_enabled

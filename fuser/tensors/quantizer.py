@@ -17,7 +17,7 @@ from fuser.errors import InputError
 from fuser.formats import NumberFormat, padded_shape
 from fuser.functional.values import Values, matrix_of, written
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.wrapper import WrapperTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 

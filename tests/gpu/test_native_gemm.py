@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fuser
-from fuser import gemm, native_gemm
 from fuser import recipe as recipes
-from fuser.availability import runs_natively
 from fuser.fused_ops import BackwardLinearScale
+from fuser.gemm import matmul as gemm
+from fuser.gemm import native as native_gemm
+from fuser.precision.availability import runs_natively
 
 RECIPES = {
     "current": recipes.Float8CurrentScaling(),

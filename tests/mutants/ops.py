@@ -385,7 +385,7 @@ FUSED_OPS = (
 SENTENCES = (
     Mutant(
         "tensors on two devices are let in",
-        "checks.py",
+        "runtime/checks.py",
         "if tensor.device != first.device:",
         "if tensor.device is None:",
         "test_bad_input.py",
@@ -393,7 +393,7 @@ SENTENCES = (
     ),
     Mutant(
         "an integer input is let in",
-        "checks.py",
+        "runtime/checks.py",
         "            if tensor.dtype not in COMPUTE_DTYPES:\n",
         "            if tensor.dtype is torch.bool:\n",
         "test_bad_input.py::test_a_bad_first_call_is_refused_and_leaves_no_plan "
@@ -409,7 +409,7 @@ SENTENCES = (
     ),
     Mutant(
         "an op that returns too few gradients is not named",
-        "blame.py",
+        "runtime/diagnose.py",
         "        if len(row or ()) != count:\n",
         "        if len(row or ()) > count:\n",
         "test_bad_input.py::"
@@ -418,7 +418,7 @@ SENTENCES = (
     ),
     Mutant(
         "a plan does not say that an input is misaligned",
-        "layout.py",
+        "runtime/vectorization.py",
         "begin = 0 if rows.is_meta else rows.data_ptr() % VECTOR_BYTES",
         "begin = 0",
         "test_layout.py",
@@ -426,28 +426,28 @@ SENTENCES = (
     ),
     Mutant(
         "a plan that lost by a joint fusion is said to cost the same",
-        "planner.py",
+        "plan/planner.py",
         "elif extra > -STEP_COST:",
         "elif extra > -1.0:",
         "test_planner.py::test_a_window_that_lost_to_a_joint_fusion_is_not_said_to_cost_the_same",
     ),
     Mutant(
         "a backward that drops the gradient of an earlier op is not named",
-        "plan_writer.py",
+        "runtime/codegen.py",
         'self.lines.append(f"        if dx is None: {name}()")',
         'self.lines.append(f"        if dx is {name}: {name}()")',
         "test_fusions.py::test_a_custom_op_that_drops_the_gradient_on_the_way_is_named",
     ),
     Mutant(
         "a keyword that no op takes is dropped",
-        "checks.py",
+        "runtime/checks.py",
         "if not isinstance(key, str) or (taken is not None and key not in taken):",
         "if not isinstance(key, str):",
         "test_bad_input.py::test_a_keyword_that_an_op_does_not_take_is_refused_fused_or_not",
     ),
     Mutant(
         "a caller may give what the pipeline gives",
-        "checks.py",
+        "runtime/checks.py",
         "        if key in own:\n",
         "        if key in ():\n",
         "test_grouping.py::test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are",
@@ -482,7 +482,7 @@ SENTENCES = (
     ),
     Mutant(
         "an input without features is let in",
-        "checks.py",
+        "runtime/checks.py",
         "        if input_.shape[-1] == 0:\n",
         "        if input_.shape[-1] < 0:\n",
         "test_bad_input.py",
@@ -490,21 +490,21 @@ SENTENCES = (
     ),
     Mutant(
         "a wrong number of ops' keyword arguments is let in",
-        "checks.py",
+        "runtime/checks.py",
         "if not isinstance(kwargs, (list, tuple)) or len(kwargs) != len(self.ops):",
         "if not isinstance(kwargs, (list, tuple)):",
         "test_grouping.py::test_keyword_arguments_of_basic_ops_are_a_list_of_dicts_that_fit",
     ),
     Mutant(
         "a shape that torch refuses is not explained",
-        "blame.py",
+        "runtime/diagnose.py",
         "    if isinstance(error, FuserError):\n",
         "    if not isinstance(error, FuserError):\n",
         "test_executor.py::test_what_torch_refuses_is_a_sentence_where_the_op_knows_one",
     ),
     Mutant(
         "what came back otherwise is said of the op before the one that saved it",
-        "blame.py",
+        "runtime/diagnose.py",
         "if position < end)",
         "if position <= end)",
         "test_recomputation.py::"

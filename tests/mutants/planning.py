@@ -5,28 +5,28 @@ from mutants.mutant import Mutant
 CHANNELS = (
     Mutant(
         "a channel that fans out hands back one of its gradients",
-        "plan_writer.py",
+        "runtime/codegen.py",
         "    return first + second\n",
         "    return first\n",
         "test_executor.py::test_a_channel_that_fans_out_sums_gradients",
     ),
     Mutant(
         "an extra output that got no gradient has one in the line's dtype",
-        "plan_writer.py",
+        "runtime/codegen.py",
         "return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad",
         "return like.new_zeros(spec[0]) if grad is None else grad",
         "test_context.py::test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output",
     ),
     Mutant(
         "two outputs that are one tensor leave as one object",
-        "executor.py",
+        "runtime/executor.py",
         "elif any(tensor is other for other in outputs):",
         "elif not outputs:",
         "test_channels.py",
     ),
     Mutant(
         "an extra output before the first gradient says that it needs one",
-        "executor.py",
+        "runtime/executor.py",
         "                without_grad.append(tensor)\n",
         "                pass\n",
         "test_executor.py::test_an_extra_output_without_gradient_is_not_differentiable "
@@ -34,21 +34,21 @@ CHANNELS = (
     ),
     Mutant(
         "an extra output is dropped after its first reader",
-        "plan_writer.py",
+        "runtime/codegen.py",
         "last |= {source.place: i for source in row if source.producer is not None}",
         "last = {source.place: i for source in row if source.producer is not None} | last",
         "test_channels.py",
     ),
     Mutant(
         "an op may read its own channel",
-        "graph.py",
+        "plan/graph.py",
         "if producer >= index:",
         "if producer > index:",
         "test_channels.py",
     ),
     Mutant(
         "an output that is a view of the input loses its base",
-        "executor.py",
+        "runtime/executor.py",
         "and all(base is not t for t in (input_, input_._base))",
         "and base is not input_",
         "test_robustness.py test_executor.py test_ops.py",
@@ -56,14 +56,14 @@ CHANNELS = (
     ),
     Mutant(
         "the gradient of a caller's extra input leaves quantized",
-        "plan_writer.py",
+        "runtime/codegen.py",
         'grad = "{}" if self.key.recipe is None else "plain({})"',
         'grad = "{}"',
         "test_recomputation.py::test_gradients_that_leave_a_pipeline_are_plain",
     ),
     Mutant(
         "hooks for every module do not split the pipelines that are there",
-        "grouping.py",
+        "runtime/grouping.py",
         "            and self._has_global_hooks == has_global_hooks()\n",
         "",
         "test_grouping.py",
@@ -71,7 +71,7 @@ CHANNELS = (
     ),
     Mutant(
         "extra outputs of a nested Sequential are dropped",
-        "grouping.py",
+        "runtime/grouping.py",
         "                    if place is None or place in self._returned:\n"
         "                        returned.append(tensor)\n                del made, tensor\n",
         "                    if place in self._returned:\n"
@@ -80,21 +80,21 @@ CHANNELS = (
     ),
     Mutant(
         "a tensor on a channel lives until the call is over",
-        "grouping.py",
+        "runtime/grouping.py",
         "                del carried[end]\n",
         "                pass\n",
         "test_grouping.py::test_a_tensor_on_a_channel_is_freed_behind_its_last_reader",
     ),
     Mutant(
         "a module may write into a tensor on a channel",
-        "grouping.py",
+        "runtime/grouping.py",
         "        if _version(tensor) != version:\n",
         "        if _version(tensor) == -1:\n",
         "test_grouping.py::test_a_tensor_on_a_channel_that_a_module_writes_into_is_refused",
     ),
     Mutant(
         "a pipeline of an op that has another class or method now is kept",
-        "grouping.py",
+        "runtime/grouping.py",
         "            if p.implementations == tuple(op.implementation() for op in p.basic_ops)\n",
         "",
         "test_grouping.py",
@@ -102,7 +102,7 @@ CHANNELS = (
     ),
     Mutant(
         "a composite may keep a channel's tensor that a later op reads",
-        "grouping.py",
+        "runtime/grouping.py",
         "readers[0] in window and readers[-1] not in window",
         "readers[0] in window and readers[-1] is None",
         "test_grouping.py",
@@ -110,7 +110,7 @@ CHANNELS = (
     ),
     Mutant(
         "a channel of a composite that nobody in it reads is kept inside",
-        "grouping.py",
+        "runtime/grouping.py",
         "return leaving | unread | frozenset(entering)",
         "return leaving | frozenset(entering)",
         "test_grouping.py",
@@ -118,7 +118,7 @@ CHANNELS = (
     ),
     Mutant(
         "a nested Sequential is given the keyword arguments of ops outside of it",
-        "group.py",
+        "runtime/group.py",
         "for op, given in keywords.items() if op in own}",
         "for op, given in keywords.items()}",
         "test_grouping.py::"
@@ -126,7 +126,7 @@ CHANNELS = (
     ),
     Mutant(
         "a forward that was set on an op is left out in a pipeline",
-        "group.py",
+        "runtime/group.py",
         '        or (forward is not None and getattr(forward, "__func__", None)'
         " is not cls.forward)\n",
         "",
@@ -162,7 +162,7 @@ CHANNELS = (
     ),
     Mutant(
         "a hook on the second basic op of a composite is left out",
-        "grouping.py",
+        "runtime/grouping.py",
         "if reason is None and any(why_called(member) for member in members):",
         "if reason is None and any(why_called(member) for member in members[:1]):",
         "test_grouping.py",
@@ -170,7 +170,7 @@ CHANNELS = (
     ),
     Mutant(
         "a hook that makes another number of extra outputs is believed",
-        "group.py",
+        "runtime/group.py",
         "if isinstance(result, tuple) and len(result) == 1 + count:",
         "if isinstance(result, tuple) and len(result) >= 1 + count:",
         "test_grouping.py::test_a_hook_may_change_what_is_on_a_channel",
@@ -194,28 +194,28 @@ CHANNELS = (
 PLANNER = (
     Mutant(
         "what backward needs is written for nothing",
-        "graph.py",
+        "plan/graph.py",
         "sum((entering | saved | leaving).values())",
         "sum((entering | leaving).values())",
         "test_planner.py::test_forward_bytes_in_training",
     ),
     Mutant(
         "statistics and seeds are saved for nothing",
-        "graph.py",
+        "plan/graph.py",
         "statistics += op.saved_bytes(self.line[i])",
         "statistics += 0",
         "test_planner.py::test_scales_and_seeds_are_counted",
     ),
     Mutant(
         "of two covers that cost the same the one with more steps is taken",
-        "planner.py",
+        "plan/planner.py",
         "STEP_COST = 1e-9",
         "STEP_COST = -1e-9",
         "test_planner.py::test_of_two_covers_that_cost_the_same_the_one_with_fewer_steps_is_taken",
     ),
     Mutant(
         "the kernels of a backward window are counted from its first op",
-        "planner.py",
+        "plan/planner.py",
         "low, high = window.stop - done - covered, window.stop - done",
         "low, high = window.start + done, window.start + done + covered",
         "test_planner.py test_fusions.py test_plan.py",
@@ -223,63 +223,63 @@ PLANNER = (
     ),
     Mutant(
         "a joint fusion is charged for a backward that does not come",
-        "planner.py",
+        "plan/planner.py",
         "            if window.stop <= self.first:\n                backward = Candidate(",
         "            if window.stop < 0:\n                backward = Candidate(",
         "test_planner.py::test_where_no_backward_comes_a_joint_fusion_costs_nothing_there",
     ),
     Mutant(
         "of several candidates for a window the dearest is taken",
-        "planner.py",
+        "plan/planner.py",
         'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
         'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "of two joint fusions of a window the dearer is taken",
-        "planner.py",
+        "plan/planner.py",
         "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
         "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "a launch costs nothing",
-        "planner.py",
+        "plan/planner.py",
         "cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch",
         "cost = traffic / self.machine.bandwidth",
         "test_planner.py::test_a_step_costs_the_bytes_and_the_launches_of_its_kernels",
     ),
     Mutant(
         "a chain saves the input of every op",
-        "graph.py",
+        "plan/graph.py",
         "at = start if recomputes else i",
         "at = i",
         "test_kernels_in_pipelines.py::test_a_chain_moves_its_input_its_operands_and_its_output",
     ),
     Mutant(
         "a channel may run inside one fused op",
-        "graph.py",
+        "plan/graph.py",
         "if source.producer is not None and source.producer >= start:",
         "if source.producer is not None and source.producer > consumer:",
         "test_planner.py::test_a_channel_inside_a_window_refuses_it",
     ),
     Mutant(
         "a subclass that computes otherwise is fused",
-        "window.py",
+        "plan/window.py",
         "any(isinstance(op, cls) and _computes_like(type(op), cls) for cls in types)",
         "any(isinstance(op, cls) for cls in types)",
         "test_planner.py::test_a_subclass_that_computes_something_else_is_not_fused",
     ),
     Mutant(
         "the planner covers ops that a registered fusion has taken",
-        "planner.py",
+        "plan/planner.py",
         "            found = _outside(window, found)\n",
         "",
         "test_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
-        "planner.py",
+        "plan/planner.py",
         "if after is not None and not emits_in_kernel:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
@@ -288,7 +288,7 @@ PLANNER = (
     ),
     Mutant(
         "a window across the first gradient is taken as a whole",
-        "planner.py",
+        "plan/planner.py",
         "if needs_backward and window.start < self.first < window.stop:",
         "if needs_backward and window.start < 0:",
         "test_planner.py test_fusions.py test_plan.py test_kernels_in_pipelines.py",
@@ -296,7 +296,7 @@ PLANNER = (
     ),
     Mutant(
         "a kernel that finishes too few ops is believed",
-        "planner.py",
+        "plan/planner.py",
         "if reason is None and sum(covered for _, covered in kernels) != len(window):",
         "if reason is None and sum(covered for _, covered in kernels) > len(window):",
         "test_fusions.py::test_a_fusion_whose_kernels_do_not_cover_its_window_is_refused "
@@ -305,7 +305,7 @@ PLANNER = (
     ),
     Mutant(
         "an empty Optional does not match",
-        "window.py",
+        "plan/window.py",
         "        yield from _match(rest, ops, at, (*bound, None))\n",
         "",
         "test_planner.py::test_windows_match_wherever_brute_force_finds_them",
@@ -315,7 +315,7 @@ PLANNER = (
 PLAN_KEYS = (
     Mutant(
         "the recipe is left out of a call's signature",
-        "signature.py",
+        "runtime/call_key.py",
         '"        current_recipe(),",',
         '"        None,",',
         "test_signature.py test_recipe.py",
@@ -323,7 +323,7 @@ PLAN_KEYS = (
     ),
     Mutant(
         "the dtype of autocast is left out of a call's signature",
-        "signature.py",
+        "runtime/call_key.py",
         "is_autocast_enabled(device) and get_autocast_dtype(device),",
         "is_autocast_enabled(device),",
         "test_signature.py",
@@ -331,7 +331,7 @@ PLAN_KEYS = (
     ),
     Mutant(
         "a frozen parameter is left out of a call's signature",
-        "signature.py",
+        "runtime/call_key.py",
         "type({p}), {p}.dtype, {p}.requires_grad, {p}.is_meta,",
         "type({p}), {p}.dtype, {p}.is_meta,",
         "test_signature.py::test_a_changed_parameter_is_noticed_at_the_next_call "
@@ -339,14 +339,14 @@ PLAN_KEYS = (
     ),
     Mutant(
         "an extra input's need of a gradient is left out of a call's signature",
-        "signature.py",
+        "runtime/call_key.py",
         "{e}.dtype, {e}.requires_grad, {e}.device,",
         "{e}.dtype, {e}.device,",
         "test_signature.py::test_an_extra_input_that_changes_is_noticed",
     ),
     Mutant(
         "whether gradients are enabled is left out of a call's signature",
-        "signature.py",
+        "runtime/call_key.py",
         '"        is_grad_enabled(),",',
         '"        True,",',
         "test_signature.py",
@@ -368,14 +368,14 @@ PLAN_KEYS = (
     ),
     Mutant(
         "HYBRID quantizes weights in E5M2 and gradients in E4M3",
-        "role_quantizers.py",
+        "precision/quantizer_for.py",
         'return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3',
         'return DType.kFloat8E5M2 if role == "weight" else DType.kFloat8E4M3',
         "test_role_quantizers.py",
     ),
     Mutant(
         "enable_2d_quantization reaches inputs and gradients",
-        "role_quantizers.py",
+        "precision/quantizer_for.py",
         'with_2d_quantization=recipe.enable_2d_quantization and role == "weight",',
         "with_2d_quantization=recipe.enable_2d_quantization,",
         "test_role_quantizers.py",
@@ -403,14 +403,14 @@ PLAN_KEYS = (
     ),
     Mutant(
         "weights have the blocks of inputs",
-        "role_quantizers.py",
+        "precision/quantizer_for.py",
         '"weight": recipe.w_block_scaling_dim,',
         '"weight": recipe.x_block_scaling_dim,',
         "test_role_quantizers.py",
     ),
     Mutant(
         "gradients have the parameters of inputs",
-        "role_quantizers.py",
+        "precision/quantizer_for.py",
         '"grad_output": "bwd_grad"}',
         '"grad_output": "fwd_inp"}',
         "test_role_quantizers.py test_recipe_parameters.py",
@@ -440,7 +440,7 @@ PLAN_KEYS = (
     ),
     Mutant(
         "an autocast without a recipe runs unquantized",
-        "precision.py",
+        "precision/contexts.py",
         "self.recipe = (recipe or default_recipe()) if enabled else None",
         "self.recipe = recipe if enabled else None",
         "test_recipe.py",
@@ -448,7 +448,7 @@ PLAN_KEYS = (
     ),
     Mutant(
         "an autocast that is off leaves the outer one on",
-        "precision.py",
+        "precision/contexts.py",
         "        _active_recipe.set(self.recipe)\n",
         "        _active_recipe.set(self.recipe or current_recipe())\n",
         "test_recipe.py test_low_precision.py",
@@ -456,28 +456,28 @@ PLAN_KEYS = (
     ),
     Mutant(
         "an autocast that is entered twice is left from outside",
-        "precision.py",
+        "precision/contexts.py",
         "        place = len(scopes) - 1\n",
         "        place = next(i for i in range(len(scopes)) if scopes[i].owner is self)\n",
         "test_recipe.py::test_one_autocast_object_can_be_entered_again_and_inside_itself",
     ),
     Mutant(
         "an autocast that outlives the one around it brings that one's recipe back",
-        "precision.py",
+        "precision/contexts.py",
         "            inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])\n",
         "            pass\n",
         "test_recipe.py::test_generators_that_end_in_another_order_leave_no_recipe",
     ),
     Mutant(
         "quantized_model_init that is off quantizes",
-        "precision.py",
+        "precision/contexts.py",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None",
         "chosen = ParameterInit(recipe, preserve_high_precision_init_val)",
         "test_recipe.py::test_quantized_model_init_is_off_where_it_says_so_and_back_on_after",
     ),
     Mutant(
         "a factory is not told the name of the op",
-        "role_quantizers.py",
+        "precision/quantizer_for.py",
         "recipe.qfactory(QuantizerRole(module_type, role, name))",
         "recipe.qfactory(QuantizerRole(module_type, role))",
         "test_recipe_parameters.py::test_a_factory_is_asked_once_for_each_quantizer_of_an_op",
@@ -506,7 +506,7 @@ PLAN_KEYS = (
     ),
     Mutant(
         "amaxes are reduced over all ranks whatever the group of the autocast",
-        "precision.py",
+        "precision/contexts.py",
         "return Conditions(scope.recipe, scope.regions.current(), scope.group)",
         "return Conditions(scope.recipe, scope.regions.current(), None)",
         "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",

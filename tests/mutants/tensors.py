@@ -441,14 +441,14 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "a split accumulator is asked for where it is not wanted",
-        "native_gemm.py",
+        "gemm/native.py",
         "use_fast_accum=not is_split",
         "use_fast_accum=is_split",
         "test_quantized_gemm.py::test_accumulators_are_those_of_the_recipe",
     ),
     Mutant(
         "two E5M2 operands go to tensor cores",
-        "native_gemm.py",
+        "gemm/native.py",
         "and DType.kFloat8E4M3 in (a.element, b.element)",
         "and a.element in DType",
         "test_quantized_gemm.py::"
@@ -456,14 +456,14 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "the padding of a native product is not cut off",
-        "native_gemm.py",
+        "gemm/native.py",
         "return product if columns == padded_columns else product[:, :columns]",
         "return product",
         "test_quantized_gemm.py::test_native_products_equal_emulated_ones",
     ),
     Mutant(
         "a weight gradient replaces main_grad instead of being added",
-        "gemm.py",
+        "gemm/matmul.py",
         "main_grad.addmm_(a, b, alpha=scale)",
         "main_grad.addmm_(a, b, beta=0, alpha=scale)",
         "test_state.py::test_weight_gradients_add_up_in_fp32_main_grad",
@@ -484,35 +484,35 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "dgrad reads the weight's rowwise copy",
-        "gemm.py",
+        "gemm/matmul.py",
         '_values(weight, "columnwise", dtype), scale)',
         '_values(weight, "rowwise", dtype), scale)',
         "test_low_precision.py::test_a_linear_computes_what_the_formats_say",
     ),
     Mutant(
         "the native wgrad reads a rowwise copy",
-        "gemm.py",
+        "gemm/matmul.py",
         'return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split, scale=scale)',
         'return _product(row, dy, "columnwise", x, "rowwise", dtype, is_split, scale=scale)',
         "test_quantized_gemm.py::test_native_products_equal_emulated_ones",
     ),
     Mutant(
         "a native weight gradient is rounded before it is added to main_grad",
-        "gemm.py",
+        "gemm/matmul.py",
         "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale)",
         "quantized_wgrad(dy, x, dtype, is_split=is_split, scale=scale)",
         "test_quantized_gemm.py::test_a_native_weight_gradient_comes_to_main_grad_unrounded",
     ),
     Mutant(
         "a native weight gradient comes to main_grad without its scale",
-        "gemm.py",
+        "gemm/matmul.py",
         "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale)",
         "quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split)",
         "test_quantized_gemm.py::test_a_scaled_weight_gradient_adds_up_in_main_grad",
     ),
     Mutant(
         "a weight gradient comes to an fp32 main_grad without its scale",
-        "gemm.py",
+        "gemm/matmul.py",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)))",
         "test_state.py test_fusions.py test_quantized_gemm.py",
@@ -520,7 +520,7 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "a 16-bit weight gradient is rounded before it is added to an fp32 main_grad",
-        "gemm.py",
+        "gemm/matmul.py",
         "main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)",
         "main_grad.add_(torch.mm(a, b), alpha=scale)",
         "test_state.py",
@@ -528,14 +528,14 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "a native product of padded bytes is not cut",
-        "gemm.py",
+        "gemm/matmul.py",
         "    return product[:rows, :columns]\n",
         "    return product\n",
         "test_padding.py::test_a_native_product_of_padded_bytes_is_cut",
     ),
     Mutant(
         "the rows of a product are those of a columnwise copy's tensor",
-        "gemm.py",
+        "gemm/matmul.py",
         'tensor._matrix()[which == "columnwise"] for',
         "tensor._matrix()[0] for",
         "test_padding.py::"
@@ -543,28 +543,28 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "operands padded to blocks of two sizes are multiplied as they are",
-        "gemm.py",
+        "gemm/matmul.py",
         "        return a[:rows], b[:rows]\n",
         "        return a, b\n",
         "test_padding.py::test_operands_in_blocks_of_two_sizes_are_multiplied",
     ),
     Mutant(
         "dgrad in another dtype than its addend is not scaled",
-        "gemm.py",
+        "gemm/matmul.py",
         "return dgrad(dy, weight, scale) + addend",
         "return dgrad(dy, weight) + addend",
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
         "dgrad with an addend is not scaled",
-        "gemm.py",
+        "gemm/matmul.py",
         "return torch.addmm(addend, dy, weight, alpha=scale)",
         "return torch.addmm(addend, dy, weight)",
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
         "the first CUDA version that has a GEMM is said not to have it",
-        "native_gemm.py",
+        "gemm/native.py",
         "and torch_cuda() >= self.cuda",
         "and torch_cuda() > self.cuda",
         "test_quantized_gemm.py::"
@@ -572,7 +572,7 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "chips are told apart by their major version alone",
-        "native_gemm.py",
+        "gemm/native.py",
         "and (arch in self.archs or arch[0] in self.archs)",
         "and any(arch[0] in (a, a[0] if isinstance(a, tuple) else a) for a in self.archs)",
         "test_quantized_gemm.py::"

@@ -131,7 +131,7 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "the gradients' step never ends",
-        "executor.py",
+        "runtime/executor.py",
         "            if run.is_delayed:\n",
         "            if not run:\n",
         "test_low_precision.py test_recomputation.py",
@@ -139,14 +139,14 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "the gradients' state is only read in a recomputation",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         'recomputed_conditions() if self.mode == "forward" else None',
         "recomputed_conditions()",
         "test_recomputation.py::test_delayed_scaling_goes_on_alike_with_checkpointing_and_without",
     ),
     Mutant(
         "a step ends of a state that was never used",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "for state, group in states.items() if state._recipe is not None}",
         "for state, group in states.items()}",
         "test_recomputation.py::test_a_model_with_a_state_goes_on_with_its_first_linear_frozen",
@@ -160,35 +160,35 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a recomputation quantizes with the scales of a later step",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "past = self.scale.clone()",
         "past = self.scale",
         "test_recomputation.py::test_delayed_scaling_with_checkpointing_equals_without",
     ),
     Mutant(
         "ranks with a reduction keep scales of their own",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "return self._recipe is not None and self._recipe.reduce_amax",
         "return False",
         "test_amax_reduction.py",
     ),
     Mutant(
         "evaluation records amaxes",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "is_reading = again is not None or _is_evaluating.get()",
         "is_reading = again is not None",
         "test_recomputation.py::test_evaluation_leaves_training_as_it_is",
     ),
     Mutant(
         "a recomputation records amaxes",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "is_reading = again is not None or _is_evaluating.get()",
         "is_reading = _is_evaluating.get()",
         "test_delayed_scaling.py::test_a_recomputation_records_no_amax",
     ),
     Mutant(
         "of two recipes in one step both are recomputed with the scales of one",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "past = again.region.past_scales.get(self._identity, {}).get(recipe)",
         "past = next(iter(again.region.past_scales.get(self._identity, {}).values()), None)",
         "test_delayed_scaling.py::"
@@ -196,7 +196,7 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a region's scales of the past are those of the newest step",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "        self._regions.clear()\n",
         "",
         "test_recomputation.py test_delayed_scaling.py",
@@ -204,7 +204,7 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "another margin keeps the scales of the one before",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "largest = _maxima(dtypes, scale.device) * 2.0**-recipe.margin",
         "largest = _maxima(dtypes, scale.device)",
         "test_delayed_scaling.py::"
@@ -212,21 +212,21 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a state that has seen no tensor gets a scale from another format",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "scale = torch.where(is_fresh, scale, (scale * ratio).clamp(max=FLOAT32_MAX))",
         "scale = (scale * ratio).clamp(max=FLOAT32_MAX)",
         "test_delayed_scaling.py::test_a_state_that_has_seen_no_tensor_keeps_its_scale_of_one",
     ),
     Mutant(
         "a state that moves to another device stays on the one that it was on",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "return not is_same or device != self.scale.device",
         "return not is_same",
         "test_delayed_scaling.py::test_a_state_goes_with_its_op_to_another_device",
     ),
     Mutant(
         "states of two recipes are updated by the rule of the first",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "_alike(states, lambda state: (state._recipe, state.scale.device))",
         "_alike(states, lambda state: state.scale.device)",
         "test_delayed_scaling.py::"
@@ -234,21 +234,21 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "amaxes of two groups are reduced over one of them",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "_alike(reduced, lambda state: (id(states[state]), state.scale.device))",
         "_alike(reduced, lambda state: state.scale.device)",
         "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",
     ),
     Mutant(
         "a shorter history forgets one amax too many",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "kept = min(len(history), length) - 1",
         "kept = min(len(history), length - 1) - 1",
         "test_delayed_scaling.py::test_a_shorter_history_keeps_the_newest_amaxes",
     ),
     Mutant(
         "a history of another length loses the amax of the running step",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "    resized[0] = history[0]\n",
         "",
         "test_delayed_scaling.py test_recomputation.py test_delayed_parameters.py",
@@ -256,7 +256,7 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a state that is loaded between forward and backward takes the past scales away",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "        self._identity = previous._identity\n",
         "",
         "test_delayed_scaling.py::"
@@ -264,14 +264,14 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "the gradients' amaxes are reduced over all ranks instead of the group",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "_running_backward().states[state] = group",
         "_running_backward().states[state] = None",
         "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",
     ),
     Mutant(
         "an autocast inside another ends the step",
-        "precision.py",
+        "precision/contexts.py",
         "if not left and exc_type is None and",
         "if exc_type is None and",
         "test_recomputation.py::"
@@ -279,14 +279,14 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a forward that fails ends the step",
-        "precision.py",
+        "precision/contexts.py",
         "if not left and exc_type is None and",
         "if not left and",
         "test_recomputation.py::test_a_forward_that_fails_ends_no_step",
     ),
     Mutant(
         "inside one autocast around the loop no step ends with its backward",
-        "executor.py",
+        "runtime/executor.py",
         "if conditions.region is not None and conditions.region.recorded:",
         "if conditions.region is not None and not conditions.region.recorded:",
         "test_delayed_scaling.py::"
@@ -294,7 +294,7 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a region that is over goes on",
-        "precision.py",
+        "precision/contexts.py",
         "        if self.last is None or self.last.is_over:\n",
         "        if self.last is None:\n",
         "test_delayed_scaling.py",
@@ -302,21 +302,21 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "backwards that failed are kept for ever",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "while len(_backwards) >= MAX_BACKWARDS:",
         "while len(_backwards) < 0:",
         "test_recomputation.py::test_a_backward_that_fails_leaves_nothing_behind_for_ever",
     ),
     Mutant(
         "a state that inference makes is of inference tensors",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "with torch.inference_mode(False):  # the state outlives an inference region",
         "with torch.inference_mode(torch.is_inference_mode_enabled()):",
         "test_delayed_scaling.py::test_a_state_that_was_made_in_inference_mode_trains",
     ),
     Mutant(
         "what is written to a parameter is cut off by a scale that cannot hold it",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "replace(self._quantizers[index], saturates=False)",
         "self._quantizers[index]",
         "test_delayed_parameters.py::test_a_write_that_the_scale_cannot_hold_is_not_cut_off",
@@ -333,35 +333,35 @@ DELAYED_SCALING = (
 RECOMPUTATION = (
     Mutant(
         "every call of a shared pipeline is recomputed as its first",
-        "recomputation.py",
+        "precision/recomputation.py",
         "index = repeated[key] = repeated.get(key, -1) + 1",
         "index = repeated[key] = repeated.get(key, 0)",
         "test_recomputation.py::test_every_call_of_a_shared_pipeline_is_recomputed_as_it_ran",
     ),
     Mutant(
         "a graph that is retained counts the calls of all its recomputations",
-        "recomputation.py",
+        "precision/recomputation.py",
         "repeated = self._repeated.setdefault(recomputation, {})",
         "repeated = self._repeated.setdefault(None, {})",
         "test_recomputation.py::test_a_retained_graph_is_recomputed_alike_every_time",
     ),
     Mutant(
         "a region whose forward is checkpointed keeps no scales",
-        "recomputation.py",
+        "precision/recomputation.py",
         "            noted.region.may_be_recomputed = True\n",
         "            pass\n",
         "test_recomputation.py::test_delayed_scaling_with_checkpointing_equals_without",
     ),
     Mutant(
         "a checkpoint in a recomputation notes what is in force in the backward",
-        "recomputation.py",
+        "precision/recomputation.py",
         "noted = current_conditions() if conditions is None else conditions",
         "noted = current_conditions()",
         "test_recomputation.py::test_checkpoints_may_be_nested",
     ),
     Mutant(
         "a backward inside a checkpointed function counts as a part of it",
-        "recomputation.py",
+        "precision/recomputation.py",
         "while frame is not None and frame.f_code is not codes.engine:",
         "while frame is not None:",
         "test_recomputation.py",
@@ -369,7 +369,7 @@ RECOMPUTATION = (
     ),
     Mutant(
         "a reentrant checkpoint in evaluation counts as one that a backward follows",
-        "recomputation.py",
+        "precision/recomputation.py",
         "if node.next_functions:  # gradients were on: a backward may come",
         "if node is not None:",
         "test_recomputation.py",
@@ -377,14 +377,14 @@ RECOMPUTATION = (
     ),
     Mutant(
         "hooks for saved tensors are put back in the wrong order",
-        "recomputation.py",
+        "precision/recomputation.py",
         "for pack, unpack in reversed(found):",
         "for pack, unpack in found:",
         "test_recomputation.py::test_hooks_for_saved_tensors_are_there_after_a_call_as_before",
     ),
     Mutant(
         "a checkpoint from before the first autocast is recomputed under the recipe of now",
-        "recomputation.py",
+        "precision/recomputation.py",
         "        return lambda ops: UNQUANTIZED\n",
         "        return None\n",
         "test_recomputation.py::"
@@ -392,7 +392,7 @@ RECOMPUTATION = (
     ),
     Mutant(
         "any autograd function that runs a pipeline counts as a checkpoint",
-        "recomputation.py",
+        "precision/recomputation.py",
         "return _may_be_in_function() and bool(_surroundings(None)[1])",
         "return _may_be_in_function()",
         "test_recomputation.py",
@@ -400,14 +400,14 @@ RECOMPUTATION = (
     ),
     Mutant(
         "a saved tensor that comes back otherwise is not noticed",
-        "executor.py",
+        "runtime/executor.py",
         "            if found != kept:\n",
         "            if len(found) != len(kept):\n",
         "test_recomputation.py::test_a_saved_tensor_that_comes_back_otherwise_is_named",
     ),
     Mutant(
         "what ran without a recipe is recomputed under the one in force",
-        "pipeline.py",
+        "runtime/pipeline.py",
         "            if again is not None:\n",
         "            if again is not None and again.recipe is not None:\n",
         "test_recomputation.py::"
@@ -425,7 +425,7 @@ STATE = (
     ),
     Mutant(
         "delayed scaling's state is written with scales and history in the wrong order",
-        "delayed_scaling.py",
+        "precision/delayed_scaling.py",
         "torch.cat([sizes, self.scale.cpu(), self.amax_history.flatten().cpu()])",
         "torch.cat([sizes, self.amax_history.flatten().cpu(), self.scale.cpu()])",
         "test_low_precision.py::test_delayed_scales_go_through_checkpoints_and_copies",
@@ -513,7 +513,7 @@ STATE = (
     ),
     Mutant(
         "main_grad gets the gradient of a backward that leaves the weight out",
-        "executor.py",
+        "runtime/executor.py",
         "return leaf if torch._C._will_engine_execute_node(node) else None",
         "return leaf",
         "test_state.py::test_a_backward_that_leaves_the_weight_out_leaves_main_grad_alone",

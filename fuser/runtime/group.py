@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fuser.errors import StateError
-from fuser.graph import Source
 from fuser.module_calls import has_global_hooks, has_hooks
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.pipeline import OperationFuser
-from fuser.plan import FusionPlan, ModuleCall
+from fuser.plan.graph import Source
+from fuser.plan.plan import FusionPlan, ModuleCall
+from fuser.runtime.pipeline import OperationFuser
 
 Keywords = Mapping[torch.nn.Module, Mapping[str, Any]]
 """The caller's keyword arguments, by op."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from fuser.precision import UNQUANTIZED, Conditions, current_conditions
+from fuser.precision.contexts import UNQUANTIZED, Conditions, current_conditions
 
 _autograd = torch._C._autograd
 _top_hooks = _autograd._top_saved_tensors_default_hooks

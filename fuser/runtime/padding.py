@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 
 from fuser.formats import padded_shape
-from fuser.graph import OpGraph
-from fuser.plan import FusionPlan, LayoutNote, Step, format_bytes
-from fuser.plan_key import Emission, TensorSpec
+from fuser.plan.graph import OpGraph
+from fuser.plan.plan import FusionPlan, LayoutNote, Step, format_bytes
+from fuser.specs import Emission, TensorSpec
 
 NAMES = {"input": "input", "weight": "weight", "grad_output": "gradient of its output"}
 

@@ -9,9 +9,9 @@ import torch
 
 from fuser.errors import StateError
 from fuser.formats import NumberFormat
-from fuser.native_gemm import NativeGemm, native_gemm
-from fuser.plan_key import Emission, PlanKey
+from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.recipe import Recipe
+from fuser.specs import Emission, PlanKey
 from fuser.tensors import QuantizedTensor, Quantizer
 
 # -- planning ---------------------------------------------------------------------

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from fuser import basic_ops
-from fuser.picture import (
+from fuser.plan.plan import (
+    FusionPlan,
+    ModuleCall,
+    Refusal,
+    Step,
+    format_bytes,
+    format_time,
+    renderers,
+    span,
+)
+from fuser.report.picture import (
     COLORS,
     SMALL,
     Box,
@@ -24,16 +34,6 @@ from fuser.picture import (
     svg,
     text_width,
     wrap,
-)
-from fuser.plan import (
-    FusionPlan,
-    ModuleCall,
-    Refusal,
-    Step,
-    format_bytes,
-    format_time,
-    renderers,
-    span,
 )
 
 PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}

@@ -18,7 +18,6 @@ import networkx
 import numpy
 import torch
 
-from fuser.availability import RECIPES, runs_natively
 from fuser.cuda import (
     block_scaling,
     fp8_scaling,
@@ -32,6 +31,7 @@ from fuser.cuda import (
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import KernelUnavailable
+from fuser.precision.availability import RECIPES, runs_natively
 from fuser.version import __version__
 
 MINIMUM_TORCH = (2, 11)

@@ -11,8 +11,8 @@ import torch
 
 from fuser.errors import InputError
 from fuser.op import COMPUTE_DTYPES, BasicOperation
-from fuser.plan_key import Emission, PlanKey, TensorSpec
-from fuser.signature import find_slots
+from fuser.plan.parameter_slots import find_slots
+from fuser.specs import Emission, PlanKey, TensorSpec
 
 Node = Hashable
 Memory = Hashable

@@ -1,7 +1,7 @@
 """Quantized GEMMs that tensor cores run as they are: which formats, which chips, which call.
 
 Operands are bytes ``[rows, inner]``, row-major, with the scales that formats.py describes; a
-product is ``a @ b.T``. What has no row here is emulated (gemm.py). The limits are those of
+product is ``a @ b.T``. What has no row here is emulated (gemm/matmul.py). The limits are those of
 ``torch._scaled_mm``, which calls cuBLASLt.
 """
 
@@ -10,26 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, round_up
+from fuser.tensors import Operand
 
 # cuBLASLt takes FP8 sizes in multiples of 16 elements; others are padded with zeros.
 ALIGNMENT = 16
 # Four blocks of 128. Versions of torch differ in the stride that they want of 128x128 scales,
 # but for a number of blocks that is a multiple of four.
 INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
-
-
-class Operand(NamedTuple):
-    """One side of a product: bytes ``[rows, inner]``, what they are, and their scales."""
-
-    data: torch.Tensor
-    format: NumberFormat
-    scale_inv: torch.Tensor
 
 
 @dataclass(frozen=True)

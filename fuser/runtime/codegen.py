@@ -14,20 +14,20 @@ from typing import Any, TypeGuard
 
 import torch
 
-from fuser.blame import (
+from fuser.errors import StateError
+from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
+from fuser.plan.graph import Source
+from fuser.plan.plan import span
+from fuser.runtime.diagnose import (
     check_result,
     refuse_dropped,
     refuse_no_output,
     refuse_param_grads,
     say_why,
 )
-from fuser.errors import StateError
-from fuser.graph import Source
-from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
-from fuser.plan import span
-from fuser.plan_key import Emission, PlanKey
+from fuser.source import compiled
+from fuser.specs import Emission, PlanKey
 from fuser.tensors import QuantizedTensor
-from fuser.written import compiled
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 

@@ -11,11 +11,11 @@ from typing import Any
 import networkx as nx
 
 from fuser.errors import InputTypeError, StateError
-from fuser.graph import OpGraph
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.plan import Channel, FusionPlan, Refusal, Step
-from fuser.plan_key import PlanKey
-from fuser.window import matches
+from fuser.plan.graph import OpGraph
+from fuser.plan.plan import Channel, FusionPlan, Refusal, Step
+from fuser.plan.window import matches
+from fuser.specs import PlanKey
 
 # Shapes are not part of a plan's key, so one token count serves for all. Large
 # enough that memory traffic and not the launch decides, as in training.

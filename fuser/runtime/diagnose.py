@@ -9,7 +9,7 @@ import torch
 
 from fuser.errors import FuserError, StateError
 from fuser.op import BasicOperation, FusibleOperation
-from fuser.plan_key import TensorSpec
+from fuser.specs import TensorSpec
 from fuser.tensors import Float8Quantizer
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fuser.errors import InputError, InputTypeError
-from fuser.graph import Source
 from fuser.op import (
     COMPUTE_DTYPES,
     BasicOperation,
@@ -16,6 +15,7 @@ from fuser.op import (
     keyword_names,
     pipeline_arguments,
 )
+from fuser.plan.graph import Source
 
 
 class Checks:

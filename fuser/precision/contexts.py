@@ -42,7 +42,7 @@ class Region:
 
     It begins with the autocast, or after the step before, and ends with the
     autocast or with a backward through one of its pipelines, whichever comes
-    first. ``recorded`` are the states (delayed_scaling.py) that recorded amaxes
+    first. ``recorded`` are the states (precision/delayed_scaling.py) that recorded amaxes
     in it, each with the group that these are reduced over. ``past_scales`` are
     the scales that it ran with, by recipe, of states that have others now; they
     are kept where ``may_be_recomputed``: a checkpointed function ran in it.

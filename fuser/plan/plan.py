@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan_key import Emission, PlanKey
+from fuser.specs import Emission, PlanKey
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Running a plan: the Python that it means, as one autograd node.
 
-``Run.source`` is what runs (``plan_writer.py``). While torch's profiler runs, every step runs in
-a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX ranges.
+``Run.source`` is what runs (``runtime/codegen.py``). While torch's profiler runs, every step runs
+in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX
+ranges.
 """
 
 from __future__ import annotations
@@ -13,26 +14,26 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fuser import precision
-from fuser.blame import refuse_other_kinds, refuse_transform
-from fuser.delayed_scaling import (
+from fuser.errors import StateError
+from fuser.functional.values import kernels_run_on
+from fuser.op import BasicOperation
+from fuser.plan.graph import Source
+from fuser.plan.plan import FusionPlan
+from fuser.precision import contexts
+from fuser.precision.contexts import UNQUANTIZED, current_conditions
+from fuser.precision.delayed_scaling import (
     DelayedScales,
     end_with_backward,
     evaluation,
     record_until_backward_ends,
 )
-from fuser.errors import StateError
-from fuser.functional.values import kernels_run_on
-from fuser.graph import Source
-from fuser.op import BasicOperation
-from fuser.plan import FusionPlan
-from fuser.plan_key import PlanKey
-from fuser.plan_writer import PlannedOps, PlanWriter
-from fuser.precision import UNQUANTIZED, current_conditions
+from fuser.precision.recomputation import is_checkpointed_forward
 from fuser.recipe import DelayedScaling
-from fuser.recomputation import is_checkpointed_forward
+from fuser.runtime.codegen import PlannedOps, PlanWriter
+from fuser.runtime.diagnose import refuse_other_kinds, refuse_transform
+from fuser.source import compiled
+from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
-from fuser.written import compiled
 
 
 class Run:
@@ -165,7 +166,7 @@ class _PipelineFunction(torch.autograd.Function):
         ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
         conditions, kept = UNQUANTIZED, None
         states: Sequence[DelayedScales] = ()
-        if precision.is_autocast_used:
+        if contexts.is_autocast_used:
             conditions, kept = current_conditions(), _kinds(saved)
             if run.is_delayed:
                 # Those of now: a checkpoint that is loaded before the backward brings others.

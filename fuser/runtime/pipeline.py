@@ -10,28 +10,28 @@ from typing import Any
 
 import torch
 
-from fuser import precision
-from fuser.availability import warn_if_emulated
-from fuser.catalog import FUSIONS
-from fuser.checks import Checks
 from fuser.errors import InputError, InputTypeError, StateError
-from fuser.executor import Run
 from fuser.formats import NumberFormat
 from fuser.functional.values import why_no_kernels
-from fuser.gemm import architecture
-from fuser.graph import OpGraph, extra_input_sources, returned_outputs, with_emissions
+from fuser.fused_ops.catalog import FUSIONS
+from fuser.gemm.matmul import architecture
 from fuser.graph_break import breaks_graph
-from fuser.layout import layout_notes
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
-from fuser.padding import padding_notes
-from fuser.plan import FusionPlan
-from fuser.plan_key import Emission, OpKey, PlanKey, TensorKey, TensorSpec
-from fuser.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
-from fuser.precision import current_recipe, recomputing_under
-from fuser.recomputation import conditions_of_forward
-from fuser.signature import ParameterSlots
+from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_emissions
+from fuser.plan.plan import FusionPlan
+from fuser.plan.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
+from fuser.plan.window import check_window
+from fuser.precision import contexts
+from fuser.precision.availability import warn_if_emulated
+from fuser.precision.contexts import current_recipe, recomputing_under
+from fuser.precision.recomputation import conditions_of_forward
+from fuser.runtime.call_key import ParameterSlots
+from fuser.runtime.checks import Checks
+from fuser.runtime.executor import Run
+from fuser.runtime.padding import padding_notes
+from fuser.runtime.vectorization import layout_notes
+from fuser.specs import Emission, OpKey, PlanKey, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
-from fuser.window import check_window
 
 _registered = RegisteredFusions()
 
@@ -150,7 +150,7 @@ class OperationFuser:
         """
         if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
-        if precision.is_autocast_used and not is_placed:
+        if contexts.is_autocast_used and not is_placed:
             again = conditions_of_forward(self.basic_ops)
             if again is not None:
                 with recomputing_under(again):

@@ -11,11 +11,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuser.catalog import FUSIONS
-from fuser.checks import Checks, wrong_extra_count
 from fuser.errors import InputError, StateError
-from fuser.graph import Source, extra_input_sources, returned_outputs
-from fuser.group import (
+from fuser.fused_ops.catalog import FUSIONS
+from fuser.module_calls import has_global_hooks, module_calls
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation
+from fuser.plan.graph import Source, extra_input_sources, returned_outputs
+from fuser.plan.plan import Channel, FusionPlan, ModuleCall, merged
+from fuser.runtime.checks import Checks, wrong_extra_count
+from fuser.runtime.group import (
     NO_OP,
     Group,
     Keywords,
@@ -28,10 +31,7 @@ from fuser.group import (
     keyword_rows,
     why_called,
 )
-from fuser.module_calls import has_global_hooks, module_calls
-from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.pipeline import OperationFuser, Output
-from fuser.plan import Channel, FusionPlan, ModuleCall, merged
+from fuser.runtime.pipeline import OperationFuser, Output
 
 
 class Grouping:

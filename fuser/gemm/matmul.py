@@ -2,7 +2,7 @@
 
 ``x`` is ``[..., K]``, ``weight`` is ``[N, K]``, ``dy`` is ``[..., N]``; all in one dtype, or all
 quantized. Quantized operands are multiplied as they are where the chip has tensor cores for their
-formats (native_gemm.py). Elsewhere the product is emulated: the same operands are dequantized
+formats (gemm/native.py). Elsewhere the product is emulated: the same operands are dequantized
 into the compute dtype, and multiplied there with fp32 accumulation.
 """
 
@@ -13,8 +13,8 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from fuser.native_gemm import NativeGemm, Operand, native_gemm
-from fuser.tensors import QuantizedTensor
+from fuser.gemm.native import NativeGemm, native_gemm
+from fuser.tensors import Operand, QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
 # bias is a GEMM epilogue. torch's own, by name: a wrapper would cost 0.1 us.
@@ -100,7 +100,7 @@ def quantized_linear(
 ) -> torch.Tensor:
     """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``; of the rowwise copies.
 
-    ``is_split`` asks for a split accumulator (native_gemm.py), here and below.
+    ``is_split`` asks for a split accumulator (gemm/native.py), here and below.
     """
     row = _native(x, weight)
     if row is None:

@@ -29,9 +29,9 @@ from fuser.cuda.arguments import TILE_RUN
 from fuser.functional import pointwise
 from fuser.functional.values import are_rows, kernels_run_on
 from fuser.fused_ops import PointwiseChain
-from fuser.graph import Memory, OpGraph
-from fuser.plan import FusionPlan, LayoutNote, Step
-from fuser.plan_key import PlanKey, TensorSpec
+from fuser.plan.graph import Memory, OpGraph
+from fuser.plan.plan import FusionPlan, LayoutNote, Step
+from fuser.specs import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16
 

@@ -8,8 +8,9 @@ from types import FrameType
 
 import torch
 
-from fuser.gemm import architecture
-from fuser.native_gemm import native_gemm
+from fuser.gemm.matmul import architecture
+from fuser.gemm.native import native_gemm
+from fuser.precision.quantizer_for import role_format
 from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -18,7 +19,6 @@ from fuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from fuser.role_quantizers import role_format
 
 # The operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))

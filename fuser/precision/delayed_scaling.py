@@ -1,8 +1,8 @@
 """Delayed scaling's state, which amaxes it records, and when its steps end.
 
-The forward's step ends with its region (precision.py), the gradients' with the backward. Evaluation
-records nothing, so that it leaves training as it is; a recomputation records nothing either, and
-quantizes with the scales of its forward.
+The forward's step ends with its region (precision/contexts.py), the gradients' with the backward.
+Evaluation records nothing, so that it leaves training as it is; a recomputation records nothing
+either, and quantizes with the scales of its forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.fp8_scaling import update_delayed
-from fuser.precision import Region, current_conditions, recomputed_conditions
+from fuser.precision.contexts import Region, current_conditions, recomputed_conditions
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
 

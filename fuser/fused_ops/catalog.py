@@ -1,0 +1,26 @@
+"""The fusions that ship, in the order in which ties between equal windows are decided."""
+
+from fuser.fused_ops.backward_activation_bias import BackwardActivationBias
+from fuser.fused_ops.backward_add_norm import BackwardAddLayerNorm, BackwardAddRMSNorm
+from fuser.fused_ops.backward_linear_add import BackwardLinearAdd
+from fuser.fused_ops.backward_linear_scale import BackwardLinearScale
+from fuser.fused_ops.forward_add_norm import ForwardAddLayerNorm, ForwardAddRMSNorm
+from fuser.fused_ops.forward_linear_bias_activation import ForwardLinearBiasActivation
+from fuser.fused_ops.forward_linear_bias_add import ForwardLinearBiasAdd
+from fuser.fused_ops.forward_linear_scale_add import ForwardLinearScaleAdd
+from fuser.fused_ops.pointwise_chain import PointwiseChain
+from fuser.op import FusedOperation
+
+FUSIONS: tuple[type[FusedOperation], ...] = (
+    ForwardLinearBiasActivation,
+    ForwardLinearBiasAdd,
+    ForwardLinearScaleAdd,
+    ForwardAddRMSNorm,
+    ForwardAddLayerNorm,
+    BackwardLinearAdd,
+    BackwardLinearScale,
+    BackwardActivationBias,
+    BackwardAddRMSNorm,
+    BackwardAddLayerNorm,
+    PointwiseChain,
+)

@@ -1,0 +1,32 @@
+"""Matrix products of linear layers: torch's, and the quantized ones that a chip has."""
+
+from fuser.gemm.matmul import (
+    architecture,
+    dgrad,
+    linear,
+    linear_add,
+    linear_gelu,
+    quantized_dgrad,
+    quantized_linear,
+    quantized_wgrad,
+    quantized_wgrad_accumulate,
+    wgrad,
+    wgrad_accumulate,
+)
+from fuser.gemm.native import NativeGemm, native_gemm
+
+__all__ = [
+    "NativeGemm",
+    "architecture",
+    "dgrad",
+    "linear",
+    "linear_add",
+    "linear_gelu",
+    "native_gemm",
+    "quantized_dgrad",
+    "quantized_linear",
+    "quantized_wgrad",
+    "quantized_wgrad_accumulate",
+    "wgrad",
+    "wgrad_accumulate",
+]

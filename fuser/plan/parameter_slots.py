@@ -1,0 +1,89 @@
+"""Where the parameters of an op are held, by the names that it declares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils.parametrize import is_parametrized
+
+from fuser.errors import StateError
+from fuser.op import BasicOperation
+
+Slot = tuple[dict[str, Any], str]
+"""Where a parameter is held: a dict, and its name in it."""
+
+
+def find_slots(op: BasicOperation, who: str) -> list[Slot]:
+    """Where each parameter of ``op`` is held at this moment, in the order of its gradients.
+
+    That is where torch registers parameters, or, where a hook computes one before each call, as
+    those of ``torch.nn.utils.prune`` and ``weight_norm`` do, a plain attribute: its gradient goes
+    on to what it was computed from. ``who`` names the op in messages.
+
+    Raises
+    ------
+    StateError
+        If a parameter is missing or parametrized, or is not the op's own.
+    """
+    for module in op.modules():
+        if is_parametrized(module):
+            raise StateError(
+                f"{who} has a parametrized {' and '.join(module.parametrizations)}; fuser gives "  # type: ignore[arg-type]
+                "gradients to an op's own parameters only. Remove the parametrization, or use a "
+                "torch module here."
+            )
+    names = op.parameter_names
+    if names is None:
+        return _registered_slots(op)
+    slots = []
+    for name in names:
+        slot = _slot(op, name)
+        if slot is None:
+            raise StateError(
+                f"{who} has no parameter {name!r} any more, or never had one: it is in the op's "
+                "parameter_names. If a wrapper has taken it away, wrap or shard the Sequential "
+                "as a whole, or use a torch module here."
+            )
+        slots.append(slot)
+    # Beside a computed one there is, under any name, what it is computed from.
+    if not any(map(is_computed, slots)):
+        for name, _ in op.named_parameters(remove_duplicate=False):
+            if name not in names:
+                raise StateError(
+                    f"{who} holds a parameter {name!r} that is not its own, and gives it no "
+                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Hold "
+                    "it outside of the op; a class of ops that computes with it names it in "
+                    "parameter_names."
+                )
+    return slots
+
+
+def _registered_slots(op: BasicOperation) -> list[Slot]:
+    """Slots of an op that does not name its parameters: by first registration, each once."""
+    slots = [slot for name in op._registered_names if (slot := _slot(op, name)) is not None]
+    # torch computes "weight" from "weight_orig", or from "weight_g" and "weight_v".
+    sources = tuple(f"{name}_" for held, name in slots if held is op.__dict__)
+    slots = [slot for slot in slots if not slot[1].startswith(sources)]
+    for module in list(op.modules())[1:]:
+        slots += [(module._parameters, name) for name in module._parameters]
+    distinct: dict[int, Slot] = {}
+    for held, name in slots:
+        if held[name] is not None:
+            distinct.setdefault(id(held[name]), (held, name))
+    return list(distinct.values())
+
+
+def _slot(op: torch.nn.Module, path: str) -> Slot | None:
+    """Where the parameter of that path is held; None if it is nowhere."""
+    owner, _, name = path.rpartition(".")
+    module = dict(op.named_modules()).get(owner) if owner else op
+    for held in (module._parameters, module.__dict__) if module is not None else ():
+        if isinstance(held.get(name), torch.Tensor):
+            return held, name
+    return None
+
+
+def is_computed(slot: Slot) -> bool:
+    """Whether a parameter is a plain attribute, and not where torch registers parameters."""
+    return "_parameters" in slot[0]  # an attribute of every module

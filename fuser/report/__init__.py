@@ -1,0 +1,1 @@
+"""Reports for people: plans as pictures, and what this machine can run."""
