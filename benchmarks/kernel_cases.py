@@ -13,9 +13,9 @@ from peers import Calls, compiled, in_torch, liger, te_quantizer, torchao, trans
 from plain_torch import E4M3, EPS
 from timing import Call
 
+from fuser.chain import Stage
 from fuser.cuda import mxfp8, normalization, normalization_backward, pointwise
 from fuser.cuda.launch import kernels_take
-from fuser.cuda.pointwise import Stage
 from fuser.formats import mxfp8_scale_shape
 from fuser.functional import block_scaling, nvfp4
 from fuser.functional import fp8_scaling as fp8
@@ -25,7 +25,7 @@ from fuser.functional import pointwise as ops
 from fuser.functional.values import Values, written
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
-from fuser.reference.activation import Functor, activation, activation_backward
+from fuser.reference.activation import activation, activation_backward
 
 STATES, HISTORY = 100, 1024
 # Rows and columns where none are given. Blocks of every format divide those of the CPU.
@@ -111,7 +111,7 @@ def swiglu(inputs: Inputs) -> Calls:
     return {
         "fuser": inputs.kernel(
             lambda: pointwise.pointwise(SWIGLU, x, (None,), y),
-            lambda: activation(Functor("swiglu"), x),
+            lambda: activation(Stage("swiglu"), x),
         ),
         **in_torch(plain.swiglu, x),
         **liger("swiglu", with_liger),
@@ -125,7 +125,7 @@ def swiglu_backward(inputs: Inputs) -> Calls:
     return {
         "fuser": inputs.kernel(
             lambda: pointwise.pointwise_backward(SWIGLU, dy, x, (None,), dx, (None,)),
-            lambda: activation_backward(Functor("swiglu"), dy, x),
+            lambda: activation_backward(Stage("swiglu"), dy, x),
         ),
         **in_torch(plain.swiglu_backward, dy, x),
         **transformer_engine(lambda tex: lambda: tex.dswiglu(dy, x, None)),
@@ -137,7 +137,7 @@ def gelu(inputs: Inputs) -> Calls:
     return {
         "fuser": inputs.kernel(
             lambda: pointwise.pointwise(GELU, x, (None,), y),
-            lambda: activation(Functor("gelu"), x),
+            lambda: activation(Stage("gelu"), x),
         ),
         **in_torch(plain.gelu, x),
         **transformer_engine(lambda tex: lambda: tex.gelu(x, None)),
@@ -149,7 +149,7 @@ def bias_gelu(inputs: Inputs) -> Calls:
     return {
         "fuser": inputs.kernel(
             lambda: pointwise.pointwise(BIAS_GELU, x, (bias, None), y),
-            lambda: activation(Functor("gelu"), x + bias),
+            lambda: activation(Stage("gelu"), x + bias),
         ),
         **in_torch(plain.bias_gelu, x, bias),
     }
@@ -166,7 +166,7 @@ def bias_gelu_backward(inputs: Inputs) -> Calls:
 
     return {
         "fuser": inputs.kernel(
-            launch, lambda: activation_backward(Functor("gelu"), dy, x + bias).sum(0)
+            launch, lambda: activation_backward(Stage("gelu"), dy, x + bias).sum(0)
         ),
         **in_torch(plain.bias_gelu_backward, dy, x, bias),
         # Without the addition in front of the activation, which costs nothing.
@@ -513,23 +513,23 @@ def into_mxfp8(_: Inputs) -> Callable[[Made], object]:
 
 def made_swiglu(inputs: Inputs) -> Callable[[], Made]:
     x = inputs.normal(inputs.M, 2 * inputs.K)
-    return lambda: ops.activation(Functor("swiglu"), x)
+    return lambda: ops.activation(Stage("swiglu"), x)
 
 
 def made_swiglu_backward(inputs: Inputs) -> Callable[[], Made]:
     x, dy = inputs.normal(inputs.M, 2 * inputs.K), inputs.normal()
-    return lambda: ops.activation_backward(Functor("swiglu"), dy, x)
+    return lambda: ops.activation_backward(Stage("swiglu"), dy, x)
 
 
 def made_gelu(inputs: Inputs) -> Callable[[], Made]:
     x = inputs.normal()
-    return lambda: ops.activation(Functor("gelu"), x)
+    return lambda: ops.activation(Stage("gelu"), x)
 
 
 def made_bias_gelu_backward(inputs: Inputs) -> Callable[[], Made]:
     """From what a linear of the pipeline saved: the sum in front of the activation."""
     x, dy = inputs.normal(), inputs.normal()
-    return lambda: ops.activation_bias_backward(Functor("gelu"), dy, x)[0]
+    return lambda: ops.activation_bias_backward(Stage("gelu"), dy, x)[0]
 
 
 def made_rmsnorm(inputs: Inputs, *, adds: bool) -> Callable[[], Made]:

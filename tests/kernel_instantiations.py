@@ -17,9 +17,9 @@ from types import ModuleType
 import torch
 
 import fuser.cuda
+from fuser.chain import ACTIVATIONS, STAGES, Stage
 from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
-from fuser.cuda.chain import ACTIVATIONS, Stage
 from fuser.cuda.launch import Kernel
 from fuser.cuda.operands import ALIGNED
 from fuser.cuda.pointwise import BIAS_GELU, BIAS_SWIGLU, EVERYTHING, GELU, SWIGLU, producer_types
@@ -44,7 +44,7 @@ def instantiations() -> dict[str, tuple[str, ...]]:
 def single_stages() -> tuple[Stage, ...]:
     """Every stage that there is."""
     return (
-        *(Stage(name, (1.0,) * count) for name, (_, count) in ACTIVATIONS.items()),
+        *(Stage(name, (1.0,) * STAGES[name].scalars) for name in ACTIVATIONS),
         *(Stage("bias"), Stage("constant_scale", (0.7,)), Stage("add_extra_input")),
         *(Stage("dropout", (0.3,)), Stage("srelu", is_scaled=True)),
     )

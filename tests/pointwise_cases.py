@@ -10,7 +10,7 @@ from typing import Any
 import oracles
 import torch
 
-from fuser.cuda.chain import ACTIVATIONS, Stage, Stages
+from fuser.chain import ACTIVATIONS, Stage, Stages
 from fuser.cuda.pointwise import (
     BIAS_GELU,
     EVERYTHING,

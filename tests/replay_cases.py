@@ -20,7 +20,7 @@ from normalization_cases import same_bits
 from pointwise_cases import SCALARS
 
 import fuser.tensors
-from fuser.cuda.chain import ACTIVATIONS, PLAIN, Stage
+from fuser.chain import STAGES, Stage
 from fuser.formats import DType
 from fuser.functional import normalization, pointwise
 from fuser.functional.values import Values
@@ -258,7 +258,7 @@ def of_stages() -> Iterator[Pair]:
             if field.name not in OF_STAGES:
                 pytest.fail(f"Stage.{field.name} is new: OF_STAGES needs two values of it.")
             pairs[field.name] = OF_STAGES[field.name]
-    counts = PLAIN | {name: count for name, (_, count) in ACTIVATIONS.items()}
+    counts = {name: traits.scalars for name, traits in STAGES.items()}
     for name, i in ((name, i) for name, count in counts.items() for i in range(count)):
         scalars = SCALARS.get(name, (0.5,))
         other = (*scalars[:i], scalars[i] / 2, *scalars[i + 1 :])

@@ -13,15 +13,14 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
+from fuser.chain import Stage
 from fuser.cuda import launch, module
-from fuser.cuda.chain import Stage
 from fuser.cuda.launch import Kernel, Launch, Machine
 from fuser.cuda.module import Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType
 from fuser.functional import block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise
 from fuser.functional.values import Values, written
-from fuser.reference.activation import Functor
 
 BF16, F32 = torch.bfloat16, torch.float32
 REASON = "swiglu.cu does not compile (error: expected a semicolon)."
@@ -147,14 +146,14 @@ def chain_backward() -> tuple[Any, ...]:
 
 
 VALUES: dict[str, Callable[[], Any]] = {
-    "activation": lambda: pointwise.activation(Functor("swiglu"), X),
-    "activation backward": lambda: pointwise.activation_backward(Functor("qgelu"), DY, X),
+    "activation": lambda: pointwise.activation(Stage("swiglu"), X),
+    "activation backward": lambda: pointwise.activation_backward(Stage("qgelu"), DY, X),
     "activation and bias backward": lambda: pointwise.activation_bias_backward(
-        Functor("swiglu"), HALF, X
+        Stage("swiglu"), HALF, X
     ),
-    "scaled": lambda: pointwise.scaled_activation(Functor("glu"), X, SCALES),
+    "scaled": lambda: pointwise.scaled_activation(Stage("glu"), X, SCALES),
     "scaled backward": lambda: pointwise.scaled_activation_backward(
-        Functor("glu"), HALF, X, leaf(SCALES)
+        Stage("glu"), HALF, X, leaf(SCALES)
     ),
     "dropout": lambda: pointwise.dropout(X, torch.tensor([3, 4]), 0.3),
     "rmsnorm": lambda: normalization.rmsnorm(X, DY[0], 1e-5, BF16, extra=DY, wants_sum=True),

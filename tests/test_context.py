@@ -318,14 +318,14 @@ CHANGES: list[tuple[Callable[[], list[Any]], int, str, Any]] = [
     (lambda: [fuser.L2Normalization()], 0, "eps", 1.0),
     (lambda: [fuser.RMSNorm(N)], 0, "eps", 1.0),
     (lambda: [fuser.MakeExtraOutput(), fuser.RMSNorm(N)], 1, "zero_centered_gamma", True),
-    (lambda: [fuser.SiTUGLU()], 0, "functor", fuser.SiTUGLU(beta1=0.5).functor),
+    (lambda: [fuser.SiTUGLU()], 0, "function", fuser.SiTUGLU(beta1=0.5).function),
     (lambda: [fuser.GELU()], 0, "cache_quantized_input", True),
     (lambda: [fuser.GELU(cache_quantized_input=True)], 0, "cache_quantized_input", False),
     (
         lambda: [fuser.Bias(N), fuser.ClampedSwiGLU()],
         1,
-        "functor",
-        fuser.ClampedSwiGLU(limit=0.1).functor,
+        "function",
+        fuser.ClampedSwiGLU(limit=0.1).function,
     ),
 ]
 
@@ -354,10 +354,10 @@ def test_a_scaled_activation_keeps_the_scalars_of_its_forward() -> None:
     for beta in (4.0, 0.5):
         x = x_of().requires_grad_()
         y = op(x, scales)
-        op.functor = fuser.SiTUGLU(beta1=beta).functor
+        op.function = fuser.SiTUGLU(beta1=beta).function
         y.sum().backward()
         grads.append(x.grad)
-        op.functor = fuser.SiTUGLU().functor
+        op.function = fuser.SiTUGLU().function
     assert torch.equal(*grads)
 
 

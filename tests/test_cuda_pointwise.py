@@ -12,9 +12,9 @@ import torch
 from emulator import emulated, prepare
 from pointwise_cases import Case, activation, tensors_of
 
+from fuser.chain import Stage
 from fuser.cuda import pointwise as launcher
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
-from fuser.cuda.chain import Stage
 from fuser.cuda.launch import Kernel, tiles
 from fuser.cuda.pointwise import (
     BIAS_GELU,
@@ -411,7 +411,7 @@ COLUMNS = torch.zeros(16, 4, dtype=torch.bfloat16).mT
         (("sine", ()), "a stage 'sine'; there are bias, constant_scale"),
         (("situglu", (4.0,)), r"situglu got scalars \(4.0,\); it takes 2"),
         (("gelu", (), 8), "gelu got interleave 8"),
-        (("swiglu", (), 0), "swiglu got interleave 0"),
+        (("swiglu", (), 0), "swiglu got glu_interleave_size 0"),
         (("bias", (), None, True), "only activations are scaled"),
         (("dropout", (1.5,)), "p=1.5; it is between 0 and 1"),
     ],

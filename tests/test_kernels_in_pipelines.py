@@ -19,6 +19,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
+from fuser.chain import Stage
 from fuser.cuda import launch
 from fuser.cuda.launch import Kernel, Launch
 from fuser.functional import pointwise
@@ -30,7 +31,6 @@ from fuser.fused_ops import (
     PointwiseChain,
 )
 from fuser.op import BasicOperation
-from fuser.reference.activation import Functor
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -387,7 +387,7 @@ def test_scalars_that_change_between_forward_and_backward_are_the_forwards(fusio
         y = model(x)
         if is_changed:
             model[0].scale, model[2].dropout_probability = 5.0, 0.1
-            model[1].functor = fuser.SiTUGLU(beta1=0.5).functor
+            model[1].function = fuser.SiTUGLU(beta1=0.5).function
         y.backward(random_tensor((4, 8), BF16, 2))
         return x.grad
 
@@ -670,12 +670,12 @@ def test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation
 def test_a_group_reduces_the_amax_of_what_is_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: t.mul_(2))
     quantizer = fuser.Float8CurrentScalingQuantizer().bound_to("a group")
-    functor = Functor("swiglu")
+    stage = Stage("swiglu")
     x, dy = random_tensor((3, 16, 32), BF16, 1), random_tensor((3, 16, 16), BF16, 2)
     with on_kernels():
         for make in (
-            lambda: (pointwise.activation(functor, x), None),
-            lambda: pointwise.activation_bias_backward(functor, dy, x),
+            lambda: (pointwise.activation(stage, x), None),
+            lambda: pointwise.activation_bias_backward(stage, dy, x),
         ):
             (values, dbias), (other, other_dbias) = make(), make()
             assert isinstance(values, Values)
@@ -720,7 +720,7 @@ def test_a_delayed_scale_may_have_no_dimensions_and_its_amax_is_raised(runs_kern
 def test_empty_values_are_quantized_and_their_sums_are_zero() -> None:
     x, dy = torch.empty(0, 64, dtype=BF16), torch.empty(0, 32, dtype=BF16)
     with on_kernels():
-        values, dbias = pointwise.activation_bias_backward(Functor("swiglu"), dy, x)
+        values, dbias = pointwise.activation_bias_backward(Stage("swiglu"), dy, x)
         assert fuser.MXFP8Quantizer()(values).shape == (0, 64)
     assert torch.equal(dbias, torch.zeros(64, dtype=BF16))
 

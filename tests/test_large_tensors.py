@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fuser.chain import Stage
 from fuser.cuda import (
     block_scaling,
     fp8_scaling,
@@ -19,7 +20,6 @@ from fuser.cuda import (
     nvfp4,
     pointwise,
 )
-from fuser.cuda.chain import Stage
 from fuser.errors import InputError
 from fuser.formats import (
     DType,

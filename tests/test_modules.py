@@ -29,7 +29,7 @@ def test_a_layernorm_mlp_is_its_ops(normalization: str, activation: str) -> None
     oracles.randomize(mlp)
     norm, up, act, down = mlp.ops
     assert type(norm).__name__ == normalization
-    assert act.functor.name == activation
+    assert act.function.name == activation
     x = x_of(5, 64)
     torch.testing.assert_close(mlp(x), down(act(up(norm(x)))))
     linear = ("BasicLinear", "Bias")
@@ -314,7 +314,7 @@ def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:
     clamped = modules.LayerNormMLP(
         64, 96, activation="clamped_swiglu", activation_params={"limit": 2.0}
     )
-    assert clamped.ops[2].functor.scalars[0] == 2.0
+    assert clamped.ops[2].function.scalars[0] == 2.0
 
 
 def test_a_factory_is_told_the_layers_name() -> None:

@@ -16,6 +16,7 @@ from emulator import emulated
 from pipeline_kernels import on_kernels
 
 import fuser
+from fuser.chain import Stage
 from fuser.cuda import launch, module, replay
 from fuser.cuda.arguments import Struct, encode, int32, int64
 from fuser.cuda.launch import Kernel, Launch
@@ -24,7 +25,6 @@ from fuser.errors import KernelUnavailable
 from fuser.formats import DType, NumberFormat
 from fuser.functional import fp8_scaling, normalization, pointwise
 from fuser.reference import fp8_scaling as reference
-from fuser.reference.activation import Functor
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -357,7 +357,7 @@ def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
 ) -> None:
     quantizer = NVFP4Quantizer(**options)
     inputs = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
-    gelu = Functor("gelu")
+    gelu = Stage("gelu")
     with on_kernels():
         plain = [pointwise.activation(gelu, x.to(BF16)).tensor() for x in inputs]
     expected = [quantizer(x) for x in plain]
@@ -384,16 +384,16 @@ def test_replayed_values_are_what_they_were(
     what: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantizer = Float8CurrentScalingQuantizer()
-    functor, gamma = Functor("gelu"), torch.linspace(0.5, 1.5, 32).to(BF16)
+    stage, gamma = Stage("gelu"), torch.linspace(0.5, 1.5, 32).to(BF16)
 
     def quantized(seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         x, dy = (torch.randn(rows, 32, generator=generator).to(BF16) for _ in range(2))
         beside: tuple[torch.Tensor | None, ...] = ()
         if what == "forward":
-            values: Any = pointwise.activation(functor, x)
+            values: Any = pointwise.activation(stage, x)
         elif what == "backward":
-            values, *beside = pointwise.activation_bias_backward(functor, dy, x)
+            values, *beside = pointwise.activation_bias_backward(stage, dy, x)
         elif what == "rmsnorm":
             values, *beside = normalization.rmsnorm(x, gamma, 1e-5, BF16)
         else:
@@ -462,7 +462,7 @@ def test_a_users_own_quantizer_is_called_every_time() -> None:
     with on_kernels():
         for _ in range(4):
             quantizer(x)
-            quantizer(pointwise.activation(Functor("gelu"), x))
+            quantizer(pointwise.activation(Stage("gelu"), x))
     assert len(quantizer.seen) == 8
 
 

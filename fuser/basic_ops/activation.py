@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fuser.cuda.chain import Stage
+from fuser.chain import Stage
 from fuser.functional import pointwise
 from fuser.functional.values import Values
 from fuser.op import (
@@ -20,7 +20,6 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.reference.activation import Functor
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Float8CurrentScalingQuantizer
 
@@ -29,7 +28,7 @@ INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
 
 
 class Activation(BasicOperation):
-    """Base of the activations: a functor applied to every element or gate pair.
+    """Base of the activations: a function of every element or gate pair.
 
     Computes in fp32 and rounds once to the compute dtype. Backward recomputes
     from the input, which is the only thing saved.
@@ -43,31 +42,31 @@ class Activation(BasicOperation):
 
     parameter_names = ()
     emits_quantized = ("forward", "backward")
-    backward_attributes = ("functor", "cache_quantized_input")
-    functor_name = ""
+    backward_attributes = ("function", "cache_quantized_input")
+    function: Stage
+    """What is applied: of the class, or of an instance whose formula has scalars."""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
         self.cache_quantized_input = cache_quantized_input
-        self.functor = Functor(self.functor_name)
 
     def extra_repr(self) -> str:
-        parts = [f"{scalar:g}" for scalar in self.functor.scalars]
-        if self.functor.interleave is not None:
-            parts.append(f"glu_interleave_size={self.functor.interleave}")
+        parts = [f"{scalar:g}" for scalar in self.function.scalars]
+        if self.function.interleave is not None:
+            parts.append(f"glu_interleave_size={self.function.interleave}")
         return ", ".join(parts)
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
-        features = self.functor.output_features(spec.shape[-1])
+        features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         if side == "backward":
-            return (f"{self.functor.name}_backward",)
+            return (f"{self.function.name}_backward",)
         caches = self.cache_quantized_input and key.ops[0].requires_grad
-        return ("quantize", self.functor.name) if caches else (self.functor.name,)
+        return ("quantize", self.function.name) if caches else (self.function.name,)
 
     def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
@@ -75,7 +74,7 @@ class Activation(BasicOperation):
     @property
     def takes_scalars(self) -> bool:  # type: ignore[override]
         """Unless it is gated, and halves the last dimension."""
-        return not self.functor.is_gated
+        return not self.function.is_gated
 
     @property
     def saves_input(self) -> bool:  # type: ignore[override]
@@ -90,7 +89,7 @@ class Activation(BasicOperation):
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
             ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
-        return pointwise.activation(self.functor, x, is_plain=not ctx.has_recipe)
+        return pointwise.activation(self.function, x, is_plain=not ctx.has_recipe)
 
     def stage(
         self,
@@ -100,8 +99,8 @@ class Activation(BasicOperation):
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
         """This op in a chain, for an input of ``shape``: what it does, and its operand."""
-        self.functor.output_features(shape[-1])
-        return pointwise.stages_of(self.functor)[0], None
+        self.function.output_features(shape[-1])
+        return self.function, None
 
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
         """The input of the forward, as backward sees it."""
@@ -121,7 +120,7 @@ class Activation(BasicOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, is_plain = self.saved_input(ctx), not ctx.has_recipe
-        dx = pointwise.activation_backward(ctx.functor, grad_output, x, is_plain=is_plain)
+        dx = pointwise.activation_backward(ctx.function, grad_output, x, is_plain=is_plain)
         return emit_grad(dx, ctx), ()
 
 
@@ -131,61 +130,61 @@ class GELU(Activation):
     ``0.5 x (1 + tanh(0.79788456 (x + 0.044715 x^3)))``
     """
 
-    functor_name = "gelu"
+    function = Stage("gelu")
 
 
 class QGELU(Activation):
     """Sigmoid-approximated GELU: ``x sigmoid(1.702 x)``."""
 
-    functor_name = "qgelu"
+    function = Stage("qgelu")
 
 
 class ReLU(Activation):
     """``max(x, 0)``."""
 
-    functor_name = "relu"
+    function = Stage("relu")
 
 
 class SReLU(Activation):
     """Squared ReLU: ``max(x, 0)^2`` (So et al., 2021)."""
 
-    functor_name = "srelu"
+    function = Stage("srelu")
 
 
 class SiLU(Activation):
     """``x sigmoid(x)``."""
 
-    functor_name = "silu"
+    function = Stage("silu")
 
 
 class GLU(Activation):
     """``sigmoid(a) b`` with ``a, b`` the halves of the last dimension (Dauphin et al., 2016)."""
 
-    functor_name = "glu"
+    function = Stage("glu")
 
 
 class GEGLU(Activation):
     """``gelu(a) b`` (Shazeer, 2020)."""
 
-    functor_name = "geglu"
+    function = Stage("geglu")
 
 
 class QGEGLU(Activation):
     """``qgelu(a) b``."""
 
-    functor_name = "qgeglu"
+    function = Stage("qgeglu")
 
 
 class ReGLU(Activation):
     """``relu(a) b`` (Shazeer, 2020)."""
 
-    functor_name = "reglu"
+    function = Stage("reglu")
 
 
 class SReGLU(Activation):
     """``max(a, 0)^2 b``."""
 
-    functor_name = "sreglu"
+    function = Stage("sreglu")
 
 
 class SwiGLU(Activation):
@@ -197,13 +196,11 @@ class SwiGLU(Activation):
         Gate and linear part alternate in blocks of that many columns.
     """
 
-    functor_name = "swiglu"
-
     def __init__(
         self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        self.functor = Functor("swiglu", interleave=glu_interleave_size)
+        self.function = Stage("swiglu", interleave=glu_interleave_size)
 
 
 class SiTUGLU(Activation):
@@ -217,8 +214,6 @@ class SiTUGLU(Activation):
         As in :class:`SwiGLU`.
     """
 
-    functor_name = "situglu"
-
     def __init__(
         self,
         *,
@@ -228,7 +223,7 @@ class SiTUGLU(Activation):
         glu_interleave_size: int | None = None,
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        self.functor = Functor("situglu", (beta1, beta2), glu_interleave_size)
+        self.function = Stage("situglu", (beta1, beta2), glu_interleave_size)
 
 
 class ClampedSwiGLU(Activation):
@@ -244,8 +239,6 @@ class ClampedSwiGLU(Activation):
         As in :class:`SwiGLU`.
     """
 
-    functor_name = "clamped_swiglu"
-
     def __init__(
         self,
         *,
@@ -257,4 +250,4 @@ class ClampedSwiGLU(Activation):
     ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
         scalars = (limit, alpha, glu_linear_offset)
-        self.functor = Functor("clamped_swiglu", scalars, glu_interleave_size)
+        self.function = Stage("clamped_swiglu", scalars, glu_interleave_size)

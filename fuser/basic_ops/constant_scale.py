@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.cuda.chain import Stage
+from fuser.chain import Stage
 from fuser.functional import pointwise
 from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
 from fuser.specs import PlanKey, TensorSpec

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.cuda.chain import Stage
+from fuser.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.op import (
@@ -19,7 +19,6 @@ from fuser.op import (
     emit_grad,
     quantizes_values,
 )
-from fuser.reference.activation import Functor
 from fuser.specs import PlanKey, TensorSpec
 
 
@@ -31,7 +30,7 @@ class ScaledActivation(BasicOperation):
 
     Parameters
     ----------
-    functor
+    function
         The activation that is scaled.
     activation_recompute_in_mlp
         Whether a fused grouped MLP may recompute this activation in backward.
@@ -47,11 +46,11 @@ class ScaledActivation(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     emits_quantized = ("forward", "backward")
-    backward_attributes = ("functor",)
+    backward_attributes = ("function",)
 
-    def __init__(self, functor: Functor, *, activation_recompute_in_mlp: bool = False) -> None:
+    def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
-        self.functor = functor
+        self.function = function
         if activation_recompute_in_mlp:
             raise InputError(
                 f"{type(self).__name__} got activation_recompute_in_mlp=True, which is for the "
@@ -65,11 +64,11 @@ class ScaledActivation(BasicOperation):
     ) -> TensorSpec:
         (scales,) = extras
         self._check_scales(spec.shape, scales.shape)
-        features = self.functor.output_features(spec.shape[-1])
+        features = self.function.output_features(spec.shape[-1])
         return TensorSpec((*spec.shape[:-1], features), autocast or spec.dtype)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        name = f"scaled_{self.functor.name}"
+        name = f"scaled_{self.function.name}"
         return (name if side == "forward" else f"{name}_backward",)
 
     def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
@@ -85,8 +84,8 @@ class ScaledActivation(BasicOperation):
         """As of ``Activation``."""
         (scales,) = extras
         self._check_scales(shape, scales.shape)
-        self.functor.output_features(shape[-1])
-        return pointwise.stages_of(self.functor, is_scaled=True)[0], scales
+        self.function.output_features(shape[-1])
+        return self.function.scaled, scales
 
     def fuser_forward(
         self,
@@ -104,7 +103,7 @@ class ScaledActivation(BasicOperation):
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
-        y = pointwise.scaled_activation(self.functor, x, scales)
+        y = pointwise.scaled_activation(self.function, x, scales)
         return emit(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
@@ -118,7 +117,7 @@ class ScaledActivation(BasicOperation):
         x, scales = ctx.saved_tensors
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(
-            ctx.functor, grad_output, x, scales, wants_dscales=wants_dscales
+            ctx.function, grad_output, x, scales, wants_dscales=wants_dscales
         )
         return emit_grad(dx, ctx), [()], [(dscales,)]
 
@@ -134,7 +133,7 @@ class ScaledSReLU(ScaledActivation):
     """``max(x, 0)^2 * scales``."""
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
-        super().__init__(Functor("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp)
+        super().__init__(Stage("srelu"), activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledTanhSReLU(ScaledActivation):
@@ -150,7 +149,7 @@ class ScaledTanhSReLU(ScaledActivation):
         self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False
     ) -> None:
         super().__init__(
-            Functor("tanh_srelu", (float(tanh_clamp_scale),)),
+            Stage("tanh_srelu", (float(tanh_clamp_scale),)),
             activation_recompute_in_mlp=activation_recompute_in_mlp,
         )
         self.tanh_clamp_scale = float(tanh_clamp_scale)
@@ -166,7 +165,7 @@ class ScaledSwiGLU(ScaledActivation):
         activation_recompute_in_mlp: bool = False,
     ) -> None:
         super().__init__(
-            Functor("swiglu", interleave=glu_interleave_size),
+            Stage("swiglu", interleave=glu_interleave_size),
             activation_recompute_in_mlp=activation_recompute_in_mlp,
         )
 
@@ -183,7 +182,7 @@ class ScaledSiTUGLU(ScaledActivation):
         beta2: float = 25.0,
     ) -> None:
         super().__init__(
-            Functor("situglu", (beta1, beta2), glu_interleave_size),
+            Stage("situglu", (beta1, beta2), glu_interleave_size),
             activation_recompute_in_mlp=activation_recompute_in_mlp,
         )
 
@@ -201,6 +200,6 @@ class ScaledClampedQGeGLU(ScaledActivation):
         glu_linear_offset: float = 1.0,
     ) -> None:
         super().__init__(
-            Functor("clamped_swiglu", (limit, alpha, glu_linear_offset), glu_interleave_size),
+            Stage("clamped_swiglu", (limit, alpha, glu_linear_offset), glu_interleave_size),
             activation_recompute_in_mlp=activation_recompute_in_mlp,
         )

@@ -1,41 +1,18 @@
-"""What a pointwise chain is: its stages, its C++ type, what its kernels read, and the checks."""
+"""A pointwise chain as kernels have it: its C++ type, what its kernels read, and the checks."""
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from fuser.chain import STAGES, Stage, Stages
 from fuser.cuda.arguments import ELEMENTS, Struct, float32, int32, int64
 from fuser.errors import InputError, InputTypeError
-
-# name -> the struct in activations.cuh, and how many scalars the formula has
-UNARY = {
-    "gelu": ("GELU", 0),
-    "qgelu": ("QGELU", 0),
-    "relu": ("ReLU", 0),
-    "srelu": ("SReLU", 0),
-    "silu": ("SiLU", 0),
-    "tanh_srelu": ("TanhSReLU", 1),
-}
-GATED = {
-    "glu": ("GLU", 0),
-    "geglu": ("GEGLU", 0),
-    "qgeglu": ("QGEGLU", 0),
-    "reglu": ("ReGLU", 0),
-    "sreglu": ("SReGLU", 0),
-    "swiglu": ("SwiGLU", 0),
-    "situglu": ("SiTUGLU", 2),
-    "clamped_swiglu": ("ClampedSwiGLU", 3),
-}
-ACTIVATIONS = {**UNARY, **GATED}
-# The other stages, and how many scalars they have.
-PLAIN = {"bias": 0, "constant_scale": 1, "add_extra_input": 0, "dropout": 1}
 
 # A thread asks for four vectors of 16 bytes or more before it waits for one: this many rows, by the
 # tensors that are read. Four blocks of 256 threads have 64 KB on their way then. On an H200 bias +
@@ -43,77 +20,11 @@ PLAIN = {"bias": 0, "constant_scale": 1, "add_extra_input": 0, "dropout": 1}
 ROWS = {1: 4, 2: 4, 3: 2}
 
 MAX_SIZE = 2**31
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+# Operands that are added, and have a gradient.
+ADDED = ("columns", "elements")
 
 Tensors = Sequence[torch.Tensor | None]
-
-
-# -- what a chain is ----------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One op of a chain.
-
-    Parameters
-    ----------
-    name
-        ``"bias"``, ``"constant_scale"``, ``"add_extra_input"``, ``"dropout"``,
-        or an activation, a key of ``ACTIVATIONS``.
-    scalars
-        The scale; the probability that a dropout zeroes an element; what the
-        activation's formula takes.
-    interleave
-        Width of the column blocks in which the gate and the linear part of a
-        gated activation alternate; None for the halves of a row.
-    is_scaled
-        Whether the rows of an activation are multiplied by its operand, before
-        the output is rounded.
-
-    Raises
-    ------
-    InputError
-        If there is no such stage.
-    """
-
-    name: str
-    # Stages are keys of what is launched: 0.0 is another scalar than -0.0, and a NaN is itself.
-    scalars: tuple[float, ...] = field(default=(), compare=False)
-    interleave: int | None = None
-    is_scaled: bool = False
-    _bits: bytes = field(init=False, repr=False, default=b"")
-
-    def __post_init__(self) -> None:
-        if not self.is_activation and self.name not in PLAIN:
-            raise InputError(
-                f"A chain got a stage {self.name!r}; there are {', '.join([*PLAIN, *ACTIVATIONS])}."
-            )
-        count = ACTIVATIONS[self.name][1] if self.is_activation else PLAIN[self.name]
-        if len(self.scalars) != count:
-            raise InputError(f"Stage {self.name} got scalars {self.scalars}; it takes {count}.")
-        if self.interleave is not None and (not self.is_gated or self.interleave < 1):
-            raise InputError(
-                f"Stage {self.name} got interleave {self.interleave}; gated activations take a "
-                "positive one, and other stages none."
-            )
-        if self.is_scaled and not self.is_activation:
-            raise InputError(f"Stage {self.name} got is_scaled=True; only activations are scaled.")
-        bits = struct.pack(f"{count}d", *self.scalars)
-        object.__setattr__(self, "_bits", bits)
-        if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
-            raise InputError(f"A dropout got p={self.scalars[0]}; it is between 0 and 1.")
-
-    @property
-    def is_activation(self) -> bool:
-        """Whether backward reads the input of this stage."""
-        return self.name in ACTIVATIONS
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the output has half the columns of the input."""
-        return self.name in GATED
-
-
-Stages = tuple[Stage, ...]
 
 
 # -- chains ----------------------------------------------------------------
@@ -195,11 +106,7 @@ class Chain:
     @functools.cached_property
     def with_operand(self) -> tuple[int, ...]:
         """The numbers of the stages that have an operand."""
-        return tuple(
-            i
-            for i, stage in enumerate(self.stages)
-            if stage.is_scaled or (not stage.is_activation and stage.name != "constant_scale")
-        )
+        return tuple(i for i, stage in enumerate(self.stages) if stage.operand is not None)
 
     @functools.cached_property
     def reads_input(self) -> bool:
@@ -208,7 +115,7 @@ class Chain:
 
     def reads_operand(self, i: int) -> bool:
         """Whether the kernel reads the operand of a stage that has one."""
-        if self.wanted is None or self.stages[i].name not in ("bias", "add_extra_input"):
+        if self.wanted is None or self.stages[i].operand not in ADDED:
             return True
         return i >= self.saved and any(stage.is_activation for stage in self.stages[i:])
 
@@ -226,33 +133,30 @@ class Chain:
     def _stage_type(self, i: int) -> str:
         stage = self.stages[i]
         grad = "true" if self.wanted is not None and self.wanted[i] else "false"
-        function = f"fuser::{ACTIVATIONS.get(stage.name, ('',))[0]}<{ELEMENTS[self.dtype]}>"
+        name = f"fuser::{STAGES[stage.name].struct}"
         if stage.is_scaled:
             dtype = self.scale_dtypes[i]
             if dtype not in ELEMENTS:
                 raise InputTypeError(f"Scales are float32, float16 or bfloat16; got {dtype}.")
+            function = f"{name}<{ELEMENTS[self.dtype]}>"
             return f"fuser::ScaledActivation<{function}, {ELEMENTS[dtype]}, {grad}>"
         if stage.is_activation:
-            return f"fuser::Activation<{function}>"
-        name = {
-            "bias": f"fuser::Bias<{grad}>",
-            "add_extra_input": f"fuser::AddExtraInput<{grad}>",
-            "constant_scale": "fuser::ConstantScale",
-            "dropout": "fuser::Dropout",
-        }[stage.name]
+            return f"fuser::Activation<{name}<{ELEMENTS[self.dtype]}>>"
+        if stage.operand in ADDED:
+            name = f"{name}<{grad}>"
         return f"fuser::Done<{name}>" if i < self.saved else name
 
     @functools.cached_property
     def forward_rows(self) -> int:
         """Rows that a thread reads at once."""
-        extras = sum(stage.name == "add_extra_input" for stage in self.stages)
+        extras = sum(stage.operand == "elements" for stage in self.stages)
         return ROWS.get(self.lines + extras, 1)
 
     @functools.cached_property
     def backward_rows(self) -> int:
         """Rows that a thread reads at once."""
         extras = sum(
-            stage.name == "add_extra_input" and self.reads_operand(i)
+            stage.operand == "elements" and self.reads_operand(i)
             for i, stage in enumerate(self.stages)
         )
         return ROWS.get(1 + self.lines * self.reads_input + extras, 1)
@@ -299,7 +203,7 @@ class Chain:
             if grad is None:
                 continue
             name = self.stages[i].name
-            if i not in self.with_operand or name == "dropout":
+            if self.stages[i].operand in (None, "seed"):
                 raise InputError(f"Stage {i}, {name}, has no operand with a gradient.")
             self._check(f"The gradient of stage {i}, {name},", grad, i, rows, columns)
             operand = operands[i]
@@ -322,12 +226,12 @@ class Chain:
     def _check(self, what: str, tensor: torch.Tensor, i: int, rows: int, columns: int) -> None:
         stage, width = self.stages[i], self.width(i, columns)
         dtype: torch.dtype | None = self.dtype
-        if stage.is_scaled:
+        if stage.operand == "rows":
             count, dtype = rows, tensor.dtype if tensor.dtype in ELEMENTS else torch.float32
-        elif stage.name == "dropout":
+        elif stage.operand == "seed":
             count, dtype = 2, torch.int64
         else:
-            count = width if stage.name == "bias" else rows * width
+            count = width if stage.operand == "columns" else rows * width
         if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
             raise InputError(
                 f"{what} is {described(tensor)}; it is {count} contiguous elements of {dtype}."
@@ -347,7 +251,7 @@ class Chain:
         return [
             tensor
             for stage, tensor in zip(self.stages, tensors, strict=True)
-            if stage.name in ("bias", "add_extra_input")
+            if stage.operand in ADDED
         ]
 
     def is_aligned(self, inputs: Inputs, run: int, *others: torch.Tensor | None) -> bool:
@@ -378,9 +282,13 @@ def _scalars(stage: Stage) -> tuple[Any, ...]:
         (p,) = stage.scalars
         scale = 1 / (1 - p) if p < 1 else 0.0
         return float32(scale), np.uint32(min(round(p * 2**32), 2**32 - 1))
+    scalars = stage.scalars
+    if stage.is_activation:
+        # A limit past fp32's largest number limits nothing, nor does that number.
+        scalars = tuple(max(-MAX_FLOAT32, min(value, MAX_FLOAT32)) for value in scalars)
     if stage.name in ("situglu", "tanh_srelu"):
-        return tuple(float32(v) for beta in stage.scalars for v in (beta, 1 / beta))
-    return tuple(map(float32, stage.scalars))
+        return tuple(float32(v) for beta in scalars for v in (beta, 1 / beta))
+    return tuple(map(float32, scalars))
 
 
 # -- tensors -----------------------------------------------------------------

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from fuser.chain import ACTIVATIONS, STAGES, Stage, Stages
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
-from fuser.cuda.chain import (
-    ACTIVATIONS,
-    Chain,
-    Stage,
-    Stages,
-    Tensors,
-    chain_of,
-    described,
-    scale_dtypes_of,
-)
+from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
 from fuser.cuda.launch import TILE, Kernel, Launch
 from fuser.cuda.operands import boolean, check_buffer, check_element, check_matrix
 from fuser.errors import InputError
@@ -492,8 +484,8 @@ def instantiations() -> tuple[Kernel, ...]:
             kernels.append(_forward_kernel(forward, vector, with_amax))
             kernels.append(_backward_kernel(backward, vector, with_amax))
 
-    for name, (_, count) in ACTIVATIONS.items():
-        add((Stage(name, (1.0,) * count),), bf16)
+    for name in ACTIVATIONS:
+        add((Stage(name, (1.0,) * STAGES[name].scalars),), bf16)
     for dtype in ELEMENTS:
         add(GELU, dtype, vectors=(True, False))
         add(SWIGLU, dtype, vectors=(True, False))

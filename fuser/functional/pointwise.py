@@ -6,20 +6,18 @@ written. Gradients of operands are returned with it as tensors, which are filled
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from fuser.chain import Stage, Stages
 from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
-from fuser.cuda.chain import Stage, Stages
 from fuser.cuda.launch import kernels_take
 from fuser.errors import KernelUnavailable
 from fuser.functional.values import Values, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
-from fuser.reference.activation import Functor
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -44,46 +42,46 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
 # -- ops ----------------------------------------------------------------------
 
 
-def activation(functor: Functor, x: torch.Tensor, *, is_plain: bool = False) -> Result:
-    """``functor`` of ``x``; see the reference.
+def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Result:
+    """``stage`` of ``x``; see the reference.
 
     ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
     """
-    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(x):
-        return reference.activation(functor, x)
-    return _Forward(stages_of(functor), x, NO_OPERAND)
+    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(x):
+        return reference.activation(stage, x)
+    return _Forward((stage,), x, NO_OPERAND)
 
 
 def activation_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+    stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> Result:
     """Gradient of ``x``; see the reference, and :func:`activation`."""
-    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(dy, x):
-        return reference.activation_backward(functor, dy, x)
-    return _Backward(stages_of(functor), dy, x, NO_OPERAND, NO_OPERAND)
+    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+        return reference.activation_backward(stage, dy, x)
+    return _Backward((stage,), dy, x, NO_OPERAND, NO_OPERAND)
 
 
 def activation_bias_backward(
-    functor: Functor, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
+    stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` before an activation, and of its bias."""
-    if is_torchs(functor, x.numel(), is_plain=is_plain) or not _takes(dy, x):
-        dx = reference.activation_backward(functor, dy, x)
+    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+        dx = reference.activation_backward(stage, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
-    stages = (_BIAS, *stages_of(functor))
+    stages = (_BIAS, stage)
     return _Backward(stages, dy, x, (None, None), (dbias, None), saved=1), dbias
 
 
-def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -> Result:
-    """``functor(x) * scales[..., None]``; see the reference."""
+def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> Result:
+    """``stage(x) * scales[..., None]``; see the reference."""
     if not _takes(x):
-        return reference.scaled_activation(functor, x, scales)
-    return _Forward(stages_of(functor, is_scaled=True), x, (as_stored(scales).contiguous(),))
+        return reference.scaled_activation(stage, x, scales)
+    return _Forward((stage.scaled,), x, (as_stored(scales).contiguous(),))
 
 
 def scaled_activation_backward(
-    functor: Functor,
+    stage: Stage,
     dy: torch.Tensor,
     x: torch.Tensor,
     scales: torch.Tensor,
@@ -93,11 +91,11 @@ def scaled_activation_backward(
     """Gradients of ``x`` and, where it is wanted, of ``scales``; see the reference."""
     if not _takes(dy, x):
         return reference.scaled_activation_backward(
-            functor, dy, x, scales, wants_dscales=wants_dscales
+            stage, dy, x, scales, wants_dscales=wants_dscales
         )
     operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
-    stages = stages_of(functor, is_scaled=True)
+    stages = (stage.scaled,)
     return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
 
 
@@ -181,9 +179,9 @@ def chain_backward(
     return _Backward(stages, dy, x, contiguous, grads), grads
 
 
-def is_torchs(functor: Functor, count: int, *, is_plain: bool) -> bool:
+def is_torchs(stage: Stage, count: int, *, is_plain: bool) -> bool:
     """Whether so many elements go to torch's own function, which is as good; see `activation`."""
-    return is_plain and functor.is_native and count < FEW_ELEMENTS
+    return is_plain and stage.name in reference.NATIVE and count < FEW_ELEMENTS
 
 
 def reads_in_place(x: torch.Tensor) -> bool:
@@ -194,14 +192,6 @@ def reads_in_place(x: torch.Tensor) -> bool:
 # -- what kernels are given -----------------------------------------------------
 
 _BIAS = Stage("bias")
-
-
-@functools.lru_cache(maxsize=256)
-def stages_of(functor: Functor, is_scaled: bool = False) -> Stages:
-    """An activation as a chain of one stage."""
-    # A limit past fp32's largest number limits nothing, nor does that number.
-    scalars = tuple(max(-MAX_FLOAT32, min(v, MAX_FLOAT32)) for v in functor.scalars)
-    return (Stage(functor.name, scalars, functor.interleave, is_scaled),)
 
 
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:

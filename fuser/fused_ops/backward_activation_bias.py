@@ -30,7 +30,7 @@ class BackwardActivationBias(FusedOperation):
     def kernels(
         cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
-        name = f"{activation.functor.name}_backward"
+        name = f"{activation.function.name}_backward"
         if kernels_run_on(key.device):
             return ((f"{name}_bias", 2),)
         return ((name, 1), ("sum", 1))
@@ -52,6 +52,6 @@ class BackwardActivationBias(FusedOperation):
         ctx: Any = basic_op_ctxs[1]
         x = activation.saved_input(ctx)
         dx, dbias = pointwise.activation_bias_backward(
-            ctx.functor, grad_output, x, is_plain=not ctx.has_recipe
+            ctx.function, grad_output, x, is_plain=not ctx.has_recipe
         )
         return emit_grad(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())

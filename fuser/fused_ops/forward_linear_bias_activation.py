@@ -49,7 +49,7 @@ class ForwardLinearBiasActivation(FusedOperation):
             and _is_gelu_epilogue(activation, key.device)
         ):
             return (("addmm+gelu", 3),)
-        return (biased, (activation.functor.name, 1))
+        return (biased, (activation.function.name, 1))
 
     @classmethod
     def emits_in_kernel(

@@ -9,7 +9,7 @@ import torch
 
 from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Dropout
 from fuser.basic_ops.scaled_activation import ScaledActivation
-from fuser.cuda.chain import Stage, Stages
+from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
 from fuser.functional.values import kernels_run_on, why_no_kernels
 from fuser.op import (
@@ -50,7 +50,7 @@ class PointwiseChain(FusedOperation):
             )
         ops = (first, *rest)
         activations = [op for op in ops if isinstance(op, (Activation, ScaledActivation))]
-        gated = [op for op in activations if op.functor.is_gated]
+        gated = [op for op in activations if op.function.is_gated]
         if len(gated) > 1:
             names = " and ".join(type(op).__name__ for op in gated)
             return f"a chain halves its columns once, and {names} both do."

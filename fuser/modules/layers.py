@@ -435,7 +435,7 @@ class LayerNormMLP(_Layer):
             normalization, hidden_size, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
         act = ACTIVATIONS[activation](**(activation_params or {}))
-        width = ffn_hidden_size * (2 if act.functor.is_gated else 1)
+        width = ffn_hidden_size * (2 if act.function.is_gated else 1)
         first, second = (f"{name}.{part}" if name else part for part in ("fc1", "fc2"))
         fc1 = _linear(hidden_size, width, bias, first, linear_options)
         fc2 = _linear(ffn_hidden_size, hidden_size, bias, second, linear_options)

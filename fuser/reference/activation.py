@@ -7,85 +7,18 @@ A gated unit reads its gate from the first half of the last dimension.
 from __future__ import annotations
 
 import functools
-import math
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from fuser.errors import InputError
+from fuser.chain import Stage
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 QGELU_ALPHA = 1.702
-
-
-# How many of a function's leading scalars must be positive.
-_POSITIVE_SCALARS = {"situglu": 2, "clamped_swiglu": 1, "tanh_srelu": 1}
-
-
-@dataclass(frozen=True)
-class Functor:
-    """A pointwise function as a value: its name, its scalars, its memory layout.
-
-    ``interleave`` is the width of the column blocks in which gate and linear
-    part alternate; None where the halves lie side by side.
-
-    Raises
-    ------
-    InputError
-        If a scalar is not finite, a scale of SiTUGLU or a limit is not
-        positive, or the interleave width is not.
-    """
-
-    name: str
-    # Functors are keys: 0.0 is another scalar than -0.0.
-    scalars: tuple[float, ...] = field(default=(), compare=False)
-    interleave: int | None = None
-    _bits: bytes = field(init=False, repr=False, default=b"")
-
-    def __post_init__(self) -> None:
-        must_be_positive = self.scalars[: _POSITIVE_SCALARS.get(self.name, 0)]
-        if not all(map(math.isfinite, self.scalars)) or any(v <= 0 for v in must_be_positive):
-            raise InputError(
-                f"{self.name} got scalars {self.scalars}; all must be finite and the first "
-                f"{len(must_be_positive)} positive."
-            )
-        bits = struct.pack(f"{len(self.scalars)}d", *self.scalars)
-        object.__setattr__(self, "_bits", bits)
-        if self.interleave is not None and self.interleave <= 0:
-            raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
-
-    @functools.cached_property
-    def is_native(self) -> bool:
-        """Whether one call of torch computes it, in any dtype."""
-        return self.name in _NATIVE
-
-    def output_features(self, features: int) -> int:
-        """Columns of the output for ``features`` columns of input.
-
-        Raises
-        ------
-        InputError
-            If a gated unit cannot split that many columns.
-        """
-        if not self.is_gated:
-            return features
-        multiple = 2 * (self.interleave or 1)
-        if features % multiple:
-            raise InputError(
-                f"{self.name} splits the last dimension into a gate and a linear part, so it "
-                f"must be a multiple of {multiple}; got {features}."
-            )
-        return features // 2
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the output has half the columns of the input."""
-        return self.name in _GATED
 
 
 @dataclass(frozen=True)
@@ -199,39 +132,39 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
     ),
 }
 
-# torch runs these in one kernel in any dtype, with fp32 inside.
-_NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
+# What torch runs in one kernel in any dtype, with fp32 inside.
+NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
 
 
-def activation(functor: Functor, x: torch.Tensor) -> torch.Tensor:
-    """``functor`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x.
+def activation(stage: Stage, x: torch.Tensor) -> torch.Tensor:
+    """``stage`` of ``x``; shape ``[..., n]``, or ``[..., n / 2]`` if gated; dtype of x.
 
     Raises
     ------
     InputError
         If a gated unit cannot split the columns of ``x``.
     """
-    native = _NATIVE.get(functor.name)
+    native = NATIVE.get(stage.name)
     if native is not None:
         return native.forward(x)
-    return _forward_fp32(functor, x).to(x.dtype)
+    return _forward_fp32(stage, x).to(x.dtype)
 
 
-def activation_backward(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def activation_backward(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Gradient of the input ``x``, in x's shape and dtype, from that of the output."""
-    native = _NATIVE.get(functor.name)
+    native = NATIVE.get(stage.name)
     if native is not None and dy.dtype is x.dtype:
         return native.backward(dy, x)
-    return _backward_fp32(functor, dy.float(), x).to(x.dtype)
+    return _backward_fp32(stage, dy.float(), x).to(x.dtype)
 
 
-def scaled_activation(functor: Functor, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """``functor(x) * scales[..., None]``: one factor a row; one rounding, to x's dtype."""
-    return (_forward_fp32(functor, x) * scales.float().unsqueeze(-1)).to(x.dtype)
+def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``stage(x) * scales[..., None]``: one factor a row; one rounding, to x's dtype."""
+    return (_forward_fp32(stage, x) * scales.float().unsqueeze(-1)).to(x.dtype)
 
 
 def scaled_activation_backward(
-    functor: Functor,
+    stage: Stage,
     dy: torch.Tensor,
     x: torch.Tensor,
     scales: torch.Tensor,
@@ -245,43 +178,43 @@ def scaled_activation_backward(
     dy = dy.float()
     dscales = None
     if wants_dscales:
-        dscales = (dy * _forward_fp32(functor, x)).sum(-1).to(scales.dtype)
-    dx = _backward_fp32(functor, dy * scales.float().unsqueeze(-1), x).to(x.dtype)
+        dscales = (dy * _forward_fp32(stage, x)).sum(-1).to(scales.dtype)
+    dx = _backward_fp32(stage, dy * scales.float().unsqueeze(-1), x).to(x.dtype)
     return dx, dscales
 
 
-def _forward_fp32(functor: Functor, x: torch.Tensor) -> torch.Tensor:
+def _forward_fp32(stage: Stage, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
-    if not functor.is_gated:
-        return _UNARY[functor.name](*functor.scalars).forward(x)
-    gate, linear = _halves(functor, x)
-    gate_function, linear_function = _GATED[functor.name](*functor.scalars)
+    if not stage.is_gated:
+        return _UNARY[stage.name](*stage.scalars).forward(x)
+    gate, linear = _halves(stage, x)
+    gate_function, linear_function = _GATED[stage.name](*stage.scalars)
     y = gate_function.forward(gate) * linear_function.forward(linear)
-    return y if functor.interleave is None else y.flatten(-2)
+    return y if stage.interleave is None else y.flatten(-2)
 
 
-def _backward_fp32(functor: Functor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     x = x.float()
-    if not functor.is_gated:
-        return _UNARY[functor.name](*functor.scalars).backward(dy, x)
+    if not stage.is_gated:
+        return _UNARY[stage.name](*stage.scalars).backward(dy, x)
     # Both gradients are written into one tensor: joining two would move them again.
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    gate, linear = _halves(functor, x)
-    d_gate, d_linear = _halves(functor, dx)
-    gate_function, linear_function = _GATED[functor.name](*functor.scalars)
+    gate, linear = _halves(stage, x)
+    d_gate, d_linear = _halves(stage, dx)
+    gate_function, linear_function = _GATED[stage.name](*stage.scalars)
     dy = dy.reshape(gate.shape)
     d_gate.copy_(gate_function.backward(dy * linear_function.forward(linear), gate))
     d_linear.copy_(linear_function.backward(dy * gate_function.forward(gate), linear))
     return dx
 
 
-def _halves(functor: Functor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(stage: Stage, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and linear part of ``x``: ``[..., n / 2]``, or blocks ``[..., n / (2 w), w]``.
 
     Views where ``x`` is contiguous.
     """
-    features = functor.output_features(x.shape[-1])
-    width = functor.interleave
+    features = stage.output_features(x.shape[-1])
+    width = stage.interleave
     if width is None:
         return x[..., :features], x[..., features:]
     blocks = x.reshape(*x.shape[:-1], features // width, 2, width)

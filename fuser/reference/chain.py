@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.chain import Stage, Stages
+from fuser.chain import Stage, Stages
 from fuser.reference.activation import (
-    Functor,
     activation,
     activation_backward,
     scaled_activation,
@@ -54,10 +53,10 @@ def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> tor
     if stage.name == "constant_scale":
         return x * stage.scalars[0]
     if stage.is_activation and not stage.is_scaled:
-        return activation(_functor(stage), x)
+        return activation(stage, x)
     assert operand is not None
     if stage.is_scaled:
-        return scaled_activation(_functor(stage), x, operand)
+        return scaled_activation(stage, x, operand)
     return dropout(x, operand, *stage.scalars) if stage.name == "dropout" else x + operand
 
 
@@ -76,9 +75,5 @@ def _backward(
     assert x is not None
     if stage.is_scaled:
         assert operand is not None
-        return scaled_activation_backward(_functor(stage), dy, x, operand)
-    return activation_backward(_functor(stage), dy, x), None
-
-
-def _functor(stage: Stage) -> Functor:
-    return Functor(stage.name, stage.scalars, stage.interleave)
+        return scaled_activation_backward(stage, dy, x, operand)
+    return activation_backward(stage, dy, x), None

@@ -236,7 +236,7 @@ def _is_torchs(op: Any, key: PlanKey, spec: TensorSpec) -> bool:
     if isinstance(op, Dropout):
         return not op.training or op.dropout_probability == 0
     return isinstance(op, Activation) and pointwise.is_torchs(
-        op.functor, math.prod(spec.shape), is_plain=key.recipe is None
+        op.function, math.prod(spec.shape), is_plain=key.recipe is None
     )
 
 

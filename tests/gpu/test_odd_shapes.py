@@ -11,8 +11,8 @@ from quantize_cases import assert_same
 from test_padding import EVERY_FORMAT, RECIPES, block
 
 import fuser
+from fuser.chain import Stage
 from fuser.functional import pointwise
-from fuser.reference.activation import Functor
 
 FORMATS = {name: q for name, q in EVERY_FORMAT.items() if name != "delayed"}
 SHAPES = ((5, 40), (33, 64), (64, 33), (2, 3, 50), (7,), (1, 1), (1000, 1030), (0, 40))
@@ -42,10 +42,10 @@ def test_values_that_are_not_in_memory_are_padded_too(
     quantizer: Any, shape: tuple[int, ...]
 ) -> None:
     x = oracles.random_tensor(shape, torch.bfloat16, 1).cuda()
-    plain = pointwise.activation(Functor("swiglu"), x).tensor()
+    plain = pointwise.activation(Stage("swiglu"), x).tensor()
     expected = quantizer(plain)
     for _ in range(5):
-        made = quantizer(pointwise.activation(Functor("swiglu"), x))
+        made = quantizer(pointwise.activation(Stage("swiglu"), x))
         for name, buffer in expected.buffers().items():
             assert_same(made.buffers()[name], buffer, name)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pointwise_cases import Case, activation, tensors_of
 
-from fuser.cuda.chain import ACTIVATIONS, Stage
+from fuser.chain import ACTIVATIONS, Stage
 from fuser.cuda.pointwise import (
     BIAS_GELU,
     EVERYTHING,

@@ -11,11 +11,11 @@ from quantize_cases import GPU, Input, assert_same
 from replay_cases import Pair, check, pairs
 from streams import check_replay, check_two_streams
 
+from fuser.chain import Stage
 from fuser.cuda import launch
 from fuser.formats import DType
 from fuser.functional import pointwise
 from fuser.reference import fp8_scaling as reference
-from fuser.reference.activation import Functor
 from fuser.tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -48,7 +48,7 @@ def replayed() -> int:
 
 def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
     """Buffers of x and of gelu(x)."""
-    made = [quantizer(x), quantizer(pointwise.activation(Functor("gelu"), x))]
+    made = [quantizer(x), quantizer(pointwise.activation(Stage("gelu"), x))]
     return [buffer for one in made for buffer in one.buffers().values()]
 
 

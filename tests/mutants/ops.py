@@ -56,8 +56,8 @@ BASIC_OPS = (
     Mutant(
         "the gradient of scales is a mean",
         "reference/activation.py",
-        "(dy * _forward_fp32(functor, x)).sum(-1)",
-        "(dy * _forward_fp32(functor, x)).mean(-1)",
+        "(dy * _forward_fp32(stage, x)).sum(-1)",
+        "(dy * _forward_fp32(stage, x)).mean(-1)",
         GRADIENTS_OF_EVERY_OP,
         select="Scaled",
     ),
@@ -175,8 +175,8 @@ BASIC_OPS = (
     Mutant(
         "a scaled activation hands on a gradient of scales that nobody wants",
         "basic_ops/scaled_activation.py",
-        "ctx.functor, grad_output, x, scales, wants_dscales=wants_dscales",
-        "ctx.functor, grad_output, x, scales, wants_dscales=True",
+        "ctx.function, grad_output, x, scales, wants_dscales=wants_dscales",
+        "ctx.function, grad_output, x, scales, wants_dscales=True",
         "test_robustness.py::test_frozen_scales_of_an_activation_cost_no_sum",
     ),
     Mutant(

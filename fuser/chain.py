@@ -1,0 +1,158 @@
+"""Stages of pointwise chains: what each op of a chain does, as a value.
+
+References, kernels and ops share it, and it knows none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from fuser.errors import InputError
+
+
+class Traits(NamedTuple):
+    """What all stages of a name have in common.
+
+    ``struct`` is their type in device code. Of ``scalars`` numbers the first
+    ``positive`` must be positive. ``operand`` says what tensor the stage reads:
+    ``"columns"``, one element a column; ``"elements"``, one an element;
+    ``"seed"``, two int64; None for none. Backward reads the input of an
+    activation, and of no other stage.
+    """
+
+    struct: str
+    scalars: int = 0
+    positive: int = 0
+    is_activation: bool = False
+    is_gated: bool = False
+    operand: str | None = None
+
+
+_UNARY = Traits("", is_activation=True)
+_GATED = Traits("", is_activation=True, is_gated=True)
+
+STAGES = {
+    "bias": Traits("Bias", operand="columns"),
+    "constant_scale": Traits("ConstantScale", scalars=1),
+    "add_extra_input": Traits("AddExtraInput", operand="elements"),
+    "dropout": Traits("Dropout", scalars=1, operand="seed"),
+    "gelu": _UNARY._replace(struct="GELU"),
+    "qgelu": _UNARY._replace(struct="QGELU"),
+    "relu": _UNARY._replace(struct="ReLU"),
+    "srelu": _UNARY._replace(struct="SReLU"),
+    "silu": _UNARY._replace(struct="SiLU"),
+    "tanh_srelu": _UNARY._replace(struct="TanhSReLU", scalars=1, positive=1),
+    "glu": _GATED._replace(struct="GLU"),
+    "geglu": _GATED._replace(struct="GEGLU"),
+    "qgeglu": _GATED._replace(struct="QGEGLU"),
+    "reglu": _GATED._replace(struct="ReGLU"),
+    "sreglu": _GATED._replace(struct="SReGLU"),
+    "swiglu": _GATED._replace(struct="SwiGLU"),
+    "situglu": _GATED._replace(struct="SiTUGLU", scalars=2, positive=2),
+    "clamped_swiglu": _GATED._replace(struct="ClampedSwiGLU", scalars=3, positive=1),
+}
+ACTIVATIONS = tuple(name for name, traits in STAGES.items() if traits.is_activation)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One op of a chain.
+
+    Parameters
+    ----------
+    name
+        A key of ``STAGES``.
+    scalars
+        The scale; the probability that a dropout zeroes an element; what the
+        activation's formula takes.
+    interleave
+        Width of the column blocks in which the gate and the linear part of a
+        gated activation alternate; None for the halves of a row.
+    is_scaled
+        Whether the rows of an activation are multiplied by its operand, one
+        scale a row, before the output is rounded.
+
+    Raises
+    ------
+    InputError
+        If there is no such stage, or it does not take these scalars, an
+        interleave or scales.
+    """
+
+    name: str
+    # Stages are keys of what is launched: 0.0 is another scalar than -0.0, and a NaN is itself.
+    scalars: tuple[float, ...] = field(default=(), compare=False)
+    interleave: int | None = None
+    is_scaled: bool = False
+    _bits: bytes = field(init=False, repr=False, default=b"")
+
+    def __post_init__(self) -> None:
+        traits = STAGES.get(self.name)
+        if traits is None:
+            raise InputError(f"A chain got a stage {self.name!r}; there are {', '.join(STAGES)}.")
+        if len(self.scalars) != traits.scalars:
+            raise InputError(
+                f"Stage {self.name} got scalars {self.scalars}; it takes {traits.scalars}."
+            )
+        is_finite = not traits.is_activation or all(map(math.isfinite, self.scalars))
+        if not is_finite or any(value <= 0 for value in self.scalars[: traits.positive]):
+            raise InputError(
+                f"{self.name} got scalars {self.scalars}; all must be finite and the first "
+                f"{traits.positive} positive."
+            )
+        if self.interleave is not None and not traits.is_gated:
+            raise InputError(
+                f"Stage {self.name} got interleave {self.interleave}; gated activations take one."
+            )
+        if self.interleave is not None and self.interleave < 1:
+            raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
+        if self.is_scaled and not traits.is_activation:
+            raise InputError(f"Stage {self.name} got is_scaled=True; only activations are scaled.")
+        if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
+            raise InputError(f"A dropout got p={self.scalars[0]}; it is between 0 and 1.")
+        object.__setattr__(self, "_bits", struct.pack(f"{traits.scalars}d", *self.scalars))
+
+    @property
+    def is_activation(self) -> bool:
+        """Whether backward reads the input of this stage."""
+        return STAGES[self.name].is_activation
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the output has half the columns of the input."""
+        return STAGES[self.name].is_gated
+
+    @property
+    def operand(self) -> str | None:
+        """What tensor the stage reads, as in :class:`Traits`; ``"rows"``, one scale a row."""
+        return "rows" if self.is_scaled else STAGES[self.name].operand
+
+    @functools.cached_property
+    def scaled(self) -> Stage:
+        """The same activation with one scale a row."""
+        return replace(self, is_scaled=True)
+
+    def output_features(self, features: int) -> int:
+        """Columns of the output for ``features`` columns of input.
+
+        Raises
+        ------
+        InputError
+            If a gated activation cannot split that many columns.
+        """
+        if not self.is_gated:
+            return features
+        multiple = 2 * (self.interleave or 1)
+        if features % multiple:
+            raise InputError(
+                f"{self.name} splits the last dimension into a gate and a linear part, so it "
+                f"must be a multiple of {multiple}; got {features}."
+            )
+        return features // 2
+
+
+Stages = tuple[Stage, ...]
