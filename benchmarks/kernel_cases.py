@@ -15,14 +15,14 @@ from timing import Call
 
 from fuser.chain import Stage
 from fuser.cuda import mxfp8, normalization, normalization_backward, pointwise
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.formats import mxfp8_scale_shape
 from fuser.functional import block_scaling, nvfp4
 from fuser.functional import fp8_scaling as fp8
 from fuser.functional import mxfp8 as mx
 from fuser.functional import normalization as norm_ops
 from fuser.functional import pointwise as ops
-from fuser.functional.values import Values, written
+from fuser.functional.values import LazyTensor, written
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
 from fuser.reference.activation import activation, activation_backward
@@ -54,7 +54,7 @@ class Inputs:
 
     def kernel(self, launch: Call, reference: Call) -> Call:
         """A launch, or what stands for it where kernels do not run."""
-        return launch if kernels_take(self.empty(1)) else reference
+        return launch if kernels_support(self.empty(1)) else reference
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def dequantize_nvfp4(inputs: Inputs, *, columnwise: bool) -> Calls:
 
 
 def norm_workspace(x: torch.Tensor, *, has_beta: bool) -> torch.Tensor | None:
-    if not kernels_take(x):
+    if not kernels_support(x):
         return None
     shape = normalization_backward.workspace_shape(x, has_beta=has_beta)
     return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -489,7 +489,7 @@ def layernorm_backward(inputs: Inputs) -> Calls:
 
 # -- values into quantized stores ---------------------------------------------
 
-Made = torch.Tensor | Values
+Made = torch.Tensor | LazyTensor
 Quantize = Callable[[Inputs], Callable[[Made], object]]
 
 
@@ -547,7 +547,7 @@ def stored(
     def fused() -> None:
         values = make()
         quantize(values)
-        if isinstance(values, Values):
+        if isinstance(values, LazyTensor):
             values.finish()
 
     return {"fuser": fused, "unfused": lambda: quantize(written(make()))}

@@ -15,14 +15,14 @@ from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
 from fuser.formats import DType, NumberFormat
-from fuser.functional.values import Values, kernels_run_on, written
+from fuser.functional.values import LazyTensor, kernels_run_on, written
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.quantizer_for import fp8_dtype, make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
-from fuser.specs import Emission, PlanKey, TensorSpec
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -51,7 +51,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def emit(values: torch.Tensor | Values, quantizer: Any | None) -> torch.Tensor:
+def write_output(values: torch.Tensor | LazyTensor, quantizer: Any | None) -> torch.Tensor:
     """``values`` as the op that reads them next wants them: quantized, or as they are for None.
 
     What is quantized stays as it is: a second time would round again. What is
@@ -65,7 +65,7 @@ def emit(values: torch.Tensor | Values, quantizer: Any | None) -> torch.Tensor:
     return quantized
 
 
-def emit_grad(grad_input: torch.Tensor | Values, ctx: OperationContext) -> torch.Tensor:
+def write_grad_input(grad_input: torch.Tensor | LazyTensor, ctx: OperationContext) -> torch.Tensor:
     """The gradient of an op's main input as the op before wants it.
 
     It is quantized from the dtype in which the input arrived, as the op before
@@ -78,7 +78,7 @@ def emit_grad(grad_input: torch.Tensor | Values, ctx: OperationContext) -> torch
         grad_input = written(grad_input)
         if not isinstance(grad_input, QuantizedTensor):
             grad_input = grad_input.to(ctx.input_dtype)
-    return emit(grad_input, quantizer)
+    return write_output(grad_input, quantizer)
 
 
 def quantizes_values(side: str, key: PlanKey) -> bool:
@@ -341,7 +341,7 @@ class BasicOperation(FusibleOperation):
     backward_attributes: tuple[str, ...] = ()
     """Attributes of the op that its backward reads from the context, as they were in the forward;
     a fusion that runs one half of the op finds them there too."""
-    emits_quantized: tuple[str, ...] = ()
+    can_quantize_output: tuple[str, ...] = ()
     """Where the op quantizes what it hands on for a neighbour that asks, ``"forward"`` its output
     and ``"backward"`` the gradient of its input; elsewhere the neighbour quantizes."""
 
@@ -407,14 +407,14 @@ class BasicOperation(FusibleOperation):
         """Attributes of the op's contexts that are the same in all calls of one plan."""
         return {}
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         """Whether what the op hands on quantized is written so by the kernel that makes it.
 
         If not, quantizing is a kernel of its own.
         """
         return False
 
-    def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
+    def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
         """What this op quantizes on ``side`` because it arrives plain: how, by role."""
         return {}
 
@@ -472,32 +472,32 @@ class BasicOperation(FusibleOperation):
 
     # -- quantizers -----------------------------------------------------------
 
-    def wanted_input(self, key: PlanKey) -> Emission | None:
+    def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         """How this op wants its main input, None for plain; ``key`` is narrowed to this op.
 
         The copies are those that this op reads, forward and backward.
         """
         return self._wanted("forward", key)
 
-    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
         """How this op wants the gradient of its output, None for plain."""
         if key.recipe is None or not key.recipe.quantizes_backward:
             return None
         return self._wanted("backward", key)
 
-    def emitted(self, side: str, key: PlanKey, wanted: Emission | None) -> Emission | None:
+    def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
         """How this op hands on its output (``"forward"``) or the gradient of its input.
 
         ``wanted`` is how the neighbour that reads it wants it.
         """
-        return wanted if side in self.emits_quantized else None
+        return wanted if side in self.can_quantize_output else None
 
-    def _wanted(self, mode: str, key: PlanKey) -> Emission | None:
+    def _wanted(self, mode: str, key: PlanKey) -> QuantSpec | None:
         roles = self.quantizer_roles(mode)
         if key.recipe is None or not roles:
             return None
         form = self.quantizer_format(key.recipe, roles[0])
-        return Emission(form, rowwise=True, columnwise=True)
+        return QuantSpec(form, rowwise=True, columnwise=True)
 
     def num_quantizers(self, mode: str) -> int:
         """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
@@ -971,8 +971,8 @@ class FusedOperation(FusibleOperation):
         return ((cls.__name__, len(where["key"].ops)),)
 
     @classmethod
-    def emits_in_kernel(cls, *ops: Any, **where: Any) -> bool:
-        """As of a basic op; called as ``emits_in_kernel(*ops, side=side, key=key)``."""
+    def fuses_quantize(cls, *ops: Any, **where: Any) -> bool:
+        """As of a basic op; called as ``fuses_quantize(*ops, side=side, key=key)``."""
         return False
 
     def get_input_quantizer(self) -> Any | None:

@@ -39,7 +39,7 @@ class TensorKey:
 
 
 @dataclass(frozen=True)
-class Emission:
+class QuantSpec:
     """How a tensor travels from one op to the next where it travels quantized."""
 
     format: NumberFormat
@@ -76,10 +76,10 @@ class OpKey:
     input_requires_grad: bool
     params: tuple[TensorKey, ...]
     extra_inputs: tuple[TensorKey, ...]
-    input: Emission | None = None
-    output: Emission | None = None
-    grad_output: Emission | None = None
-    grad_input: Emission | None = None
+    input: QuantSpec | None = None
+    output: QuantSpec | None = None
+    grad_output: QuantSpec | None = None
+    grad_input: QuantSpec | None = None
 
 
 @dataclass(frozen=True)

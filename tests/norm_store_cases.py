@@ -43,10 +43,10 @@ Running = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 """A context in which launchers run, and must write the given tensors completely."""
 
 
-class Into(launching.Machine):
+class Into(launching.LaunchBackend):
     """Runs kernels of tiles that load a matrix with a producer in the matrix's place."""
 
-    def __init__(self, machine: launching.Machine, made: Producer) -> None:
+    def __init__(self, machine: launching.LaunchBackend, made: Producer) -> None:
         self.machine, self.made = machine, made
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:

@@ -113,7 +113,7 @@ GPU_CASES = (
 # -- recording ----------------------------------------------------------------
 
 
-class Recorder(launching.Machine):
+class Recorder(launching.LaunchBackend):
     """Runs nothing, and notes which kernels would."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ import fuser.tensors
 from fuser.chain import STAGES, Stage
 from fuser.formats import DType
 from fuser.functional import normalization, pointwise
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.tensors import Float8CurrentScalingQuantizer, Quantizer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -162,7 +162,7 @@ SEED = torch.tensor([2**40, 2**61])
 GELU, SWIGLU = Stage("gelu"), Stage("swiglu")
 Options = dict[str, Any]
 
-BASES: dict[type[Values], Options] = {
+BASES: dict[type[LazyTensor], Options] = {
     normalization._Norm: {
         "x": drawn(1, dtype=F32),
         "dtype": BF16,
@@ -189,7 +189,7 @@ EXTRA = drawn(6, dtype=F32)
 LAYERNORM = {"parameters": (GAMMA, BETA), "statistics": (MEAN, RSTD), "wanted": (True, True)}
 BIASED = {"stages": (Stage("bias"), GELU), "operands": (BIAS, None)}
 # What differs from the base, twice.
-OF_PRODUCERS: dict[type[Values], dict[str, tuple[Options, Options]]] = {
+OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
     normalization._Norm: {
         "x": ({}, {"x": drawn(5, dtype=F32)}),
         "dtype": ({}, {"dtype": F16}),
@@ -230,7 +230,7 @@ OF_PRODUCERS: dict[type[Values], dict[str, tuple[Options, Options]]] = {
 
 def of_producers() -> Iterator[Pair]:
     """A pair for each parameter of each constructor; the stages of a chain have theirs below."""
-    for cls in Values.__subclasses__():
+    for cls in LazyTensor.__subclasses__():
         if not cls.__module__.startswith("fuser."):
             continue
         for name in list(inspect.signature(cls).parameters):
@@ -281,12 +281,12 @@ def of_stages() -> Iterator[Pair]:
         yield Pair(f"_Backward.{name}", (_two(pointwise._Backward, *backward),))
 
 
-def _two(cls: type[Values], one: Options, other: Options) -> tuple[Any, Any]:
+def _two(cls: type[LazyTensor], one: Options, other: Options) -> tuple[Any, Any]:
     base = BASES[cls]
     return _producing(cls, base | one), _producing(cls, base | other)
 
 
-def _producing(cls: type[Values], options: Options) -> Callable[[str], Results]:
+def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Results]:
     """What is written plainly and quantized, and what is written beside it."""
 
     def on(device: str, value: Any) -> Any:

@@ -15,12 +15,12 @@ import fuser
 from fuser import recipe as recipes
 from fuser.chain import Stage
 from fuser.cuda import launch, module
-from fuser.cuda.launch import Kernel, Launch, Machine
+from fuser.cuda.launch import Kernel, Launch, LaunchBackend
 from fuser.cuda.module import Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType
 from fuser.functional import block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise
-from fuser.functional.values import Values, written
+from fuser.functional.values import LazyTensor, written
 
 BF16, F32 = torch.bfloat16, torch.float32
 REASON = "swiglu.cu does not compile (error: expected a semicolon)."
@@ -28,11 +28,11 @@ REASON = "swiglu.cu does not compile (error: expected a semicolon)."
 
 def fail(kernel: Kernel) -> None:
     """What :mod:`fuser.cuda.module` does where a kernel does not compile."""
-    module.give_up(Obstacle(REASON))
+    module.disable_kernels(Obstacle(REASON))
     raise KernelUnavailable(f"{kernel.symbol} cannot run.")
 
 
-class Broken(Machine):
+class Broken(LaunchBackend):
     """Takes tensors on the CPU, and has no kernel that compiles."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -184,7 +184,7 @@ def test_values_whose_kernel_does_not_compile_are_written_by_torch(
 ) -> None:
     def run() -> list[Any]:
         values, *beside = made if isinstance(made := make(), tuple) else (made,)
-        is_values.append(isinstance(values, Values))
+        is_values.append(isinstance(values, LazyTensor))
         return [quantizer(values), *beside]
 
     is_values: list[bool] = []

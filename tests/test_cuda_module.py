@@ -237,7 +237,7 @@ def test_a_cupy_that_is_imported_and_built_for_another_cuda_than_torch_is_not_us
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = module.installation()
     assert (found.cupy_version, found.cupy_cuda_major, found.torch_cuda_major) == ("14.2.0", 12, 13)
-    reason = module.cannot_run.__wrapped__()
+    reason = module.missing_requirement.__wrapped__()
     assert reason is not None
     assert "CuPy 14.2.0 is built for CUDA 12 and torch" in reason
     assert "for CUDA 13; they must be the same." in reason
@@ -248,7 +248,7 @@ def test_a_cupy_that_is_imported_and_built_for_another_cuda_than_torch_is_not_us
 def unavailable(monkeypatch: pytest.MonkeyPatch) -> Obstacle:
     """A reason why kernels cannot run, in force for this test."""
     reason = Obstacle("There is no GPU in this test.", ("pip install gpu",))
-    monkeypatch.setattr(module, "cannot_run", lambda: str(reason))
+    monkeypatch.setattr(module, "missing_requirement", lambda: str(reason))
     return reason
 
 
@@ -318,7 +318,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
         compiler=types.SimpleNamespace(CompileException=CompileException),
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(module, "cannot_run", lambda: None)
+    monkeypatch.setattr(module, "missing_requirement", lambda: None)
     monkeypatch.setattr(module, "compile_failure", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     caches = (module.function, module.kernel, module._compiled)
@@ -373,10 +373,10 @@ def test_after_a_compile_error_no_kernel_is_taken_and_one_warning_says_why(
     module.kernel("mxfp8", "fuser_probe", 0)
     (kernels / "probe.cu").write_text("syntax error")
     with emulated():
-        assert launching.kernels_take(x)
+        assert launching.kernels_support(x)
         with pytest.raises(KernelUnavailable), pytest.warns(match="compile") as warned:
             module.kernel("probe", "fuser_probe", 0)
-        assert not launching.kernels_take(x)
+        assert not launching.kernels_support(x)
     sentence = (
         "fuser/cuda/kernels/probe.cu does not compile for sm_90a (CompileException: "
         'fuser/cuda/kernels/probe.cu(3): error: expected a ";"). Run `python -m fuser doctor`.'

@@ -17,7 +17,7 @@ import fuser.report.draw
 from fuser.formats import DType, NumberFormat
 from fuser.plan.plan import Channel, FusionPlan, Refusal, Step, format_time
 from fuser.report.draw import Box, Line, Text, lay_out
-from fuser.specs import Emission, OpKey, PlanKey, TensorKey
+from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -234,7 +234,7 @@ def test_svg_holds_every_name_reason_and_number_as_text(make_plan, tmp_path):
 
 def test_arrows_carry_the_bytes_of_the_main_line(tmp_path):
     plan = fuser.Sequential(fuser.Linear(64, 256, bias=False), fuser.SwiGLU()).plan(X)
-    assert plan.line_bytes == (256.0, 1024.0, 512.0)
+    assert plan.activation_bytes == (256.0, 1024.0, 512.0)
     texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
     labels = [text for text in texts if re.fullmatch(r"[\d.]+ k?B", text)]
     assert labels == ["256 B", "1.0 kB", "512 B"] * 2
@@ -502,7 +502,7 @@ def test_importing_does_not_import_matplotlib():
 # -- plans that no model needs to have -----------------------------------------
 
 
-def plan_of(ops, forward, backward=(), refusals=(), channels=(), line_bytes=None):
+def plan_of(ops, forward, backward=(), refusals=(), channels=(), activation_bytes=None):
     tensor = TensorKey(torch.float32, True)
     extras = [sum(c.consumer == i for c in channels) for i in range(len(ops))]
     keys = tuple(OpKey(torch.float32, bool(backward), True, (), (tensor,) * n) for n in extras)
@@ -515,13 +515,13 @@ def plan_of(ops, forward, backward=(), refusals=(), channels=(), line_bytes=None
         unfused_backward=tuple(backward),
         refusals=tuple(refusals),
         channels=tuple(channels),
-        line_bytes=tuple(line_bytes or [1e3] * (len(ops) + 1)),
-        grad_line_bytes=tuple(line_bytes or [1e3] * (len(ops) + 1)),
+        activation_bytes=tuple(activation_bytes or [1e3] * (len(ops) + 1)),
+        grad_activation_bytes=tuple(activation_bytes or [1e3] * (len(ops) + 1)),
         nominal_tokens=8192,
     )
 
 
-EMITTED = Emission(NumberFormat("FP8 128x128", DType.kFloat8E4M3, 128**2), True, True)
+EMITTED = QuantSpec(NumberFormat("FP8 128x128", DType.kFloat8E4M3, 128**2), True, True)
 names = st.sampled_from(["Bias", "GELU", "Q", "AddExtraInput", "AnOpWithALongName" * 3])
 kernels = st.sampled_from(["", "mm", "dgrad mm, wgrad mm", "a_kernel_with_a_long_name, add_, sum"])
 reasons = st.sampled_from(["no.", LONG_REASON, "word " * 40, "x" * 300])

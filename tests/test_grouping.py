@@ -594,7 +594,7 @@ def test_a_forward_may_change_the_shape_and_is_asked_for_it_when_planning() -> N
 
     model, x = fuser.Sequential(Widened(), fuser.Linear(2 * N, N)), leaf()
     assert model(x).shape == x.shape
-    assert model.plan(x).line_bytes[1:] == (8 * N, 4 * N, 4 * N)
+    assert model.plan(x).activation_bytes[1:] == (8 * N, 4 * N, 4 * N)
 
 
 def test_an_op_whose_class_changes_computes_as_the_new_one() -> None:

@@ -23,7 +23,7 @@ from fuser.chain import Stage
 from fuser.cuda import launch
 from fuser.cuda.launch import Kernel, Launch
 from fuser.functional import pointwise
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.fused_ops import (
     BackwardActivationBias,
     BackwardAddLayerNorm,
@@ -270,7 +270,7 @@ def test_an_activation_and_its_bias_are_one_kernel_backward(launched: list[str])
 
 
 def test_without_kernels_the_plan_names_what_torch_runs() -> None:
-    assert not launch.kernels_take(torch.empty(1))
+    assert not launch.kernels_support(torch.empty(1))
     plan = str(residual(fuser.RMSNorm, True).plan(leaf(torch.empty(6, 16)), torch.empty(6, 16)))
     assert "add, rmsnorm" in plan
     assert "rmsnorm_backward, add_" in plan
@@ -678,7 +678,7 @@ def test_a_group_reduces_the_amax_of_what_is_not_in_memory(monkeypatch: pytest.M
             lambda: pointwise.activation_bias_backward(stage, dy, x),
         ):
             (values, dbias), (other, other_dbias) = make(), make()
-            assert isinstance(values, Values)
+            assert isinstance(values, LazyTensor)
             found, expected = quantizer(values), quantizer(other.tensor())
             for name, buffer in expected.buffers().items():
                 assert torch.equal(found.buffers()[name], buffer), name

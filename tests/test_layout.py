@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fuser
 from fuser import recipe as recipes
 from fuser.cuda.launch import Kernel, Launch
-from fuser.plan.plan import LayoutNote
+from fuser.plan.plan import VectorNote
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS, COLUMNS = 32, 64
@@ -154,7 +154,7 @@ MODELS: dict[str, tuple[Callable[[], fuser.Sequential], Any]] = {
 }
 
 
-def noted(notes: tuple[LayoutNote, ...], side: str) -> tuple[bool, bool]:
+def noted(notes: tuple[VectorNote, ...], side: str) -> tuple[bool, bool]:
     """Whether a side's kernels read a copy, and whether they move one element at a time."""
     texts = [note.text for note in notes if note.side == side]
     return (
@@ -328,7 +328,7 @@ def test_a_note_says_which_tensor_what_happens_and_why(
 ) -> None:
     model = fuser.Sequential(fuser.RMSNorm(COLUMNS)).to(BF16)
     plan = plan_of(model, layout(BF16))
-    assert plan.layout == (LayoutNote("forward", (0,), text),)
+    assert plan.layout == (VectorNote("forward", (0,), text),)
     heading, line = str(plan).splitlines()[-5:-3]
     assert heading == "inputs that kernels cannot read in 16-byte vectors"
     assert line == f"  forward  RMSNorm over 0 {text}"

@@ -244,7 +244,7 @@ def test_a_plan_says_what_every_step_emits() -> None:
     assert "emits" in str(plan)
     assert "MXFP8 E4M3" in plan.to_dot()
     # 64 bytes of E4M3, two scales, twice nothing: the weight is frozen.
-    assert plan.line_bytes == (256.0, 66.0, 256.0, 256.0)
+    assert plan.activation_bytes == (256.0, 66.0, 256.0, 256.0)
 
 
 @pytest.mark.parametrize("recipe", OVERRIDABLE.values(), ids=OVERRIDABLE)

@@ -558,7 +558,7 @@ def test_add_extra_input_promotes_and_each_gradient_has_its_inputs_dtype(
     assert y.dtype == torch.float32
     assert torch.equal(y, x.float() + e.float())
     # A plan knows it: bytes a token of what goes in and of what comes out.
-    line = fuser.Sequential(fuser.AddExtraInput()).plan(x, e).line_bytes
+    line = fuser.Sequential(fuser.AddExtraInput()).plan(x, e).activation_bytes
     assert line == (4 * main.itemsize, 4 * 4)
     y.backward(torch.full_like(y, 0.5))
     assert (x.grad.dtype, e.grad.dtype) == (main, extra)

@@ -24,7 +24,7 @@ from fuser.formats import DType, mxfp8_scale_shape, padded_shape
 from fuser.functional.values import matrix_of
 from fuser.gemm import matmul as gemm
 from fuser.gemm import native as native_gemm
-from fuser.plan.plan import LayoutNote
+from fuser.plan.plan import VectorNote
 from fuser.reference import mxfp8 as reference
 from fuser.tensors import mxfp8, nvfp4
 from fuser.tensors.quantizer import whole_blocks
@@ -405,7 +405,7 @@ def test_padding_costs_a_copy_and_the_longer_result() -> None:
     # Written and read: 32 x 64 of fp32; 27 rows of 64 bytes and 2 scales.
     more = 2 * 32 * 64 * 4 + 2 * 27 * (64 + 2)
     text = f"pads the input of shape (5, 64) to 32 x 64 for MXFP8: {more / 1000:.1f} kB more."
-    assert plan.padding == (LayoutNote("forward", (0,), text),)
+    assert plan.padding == (VectorNote("forward", (0,), text),)
     assert f"\ntensors that are padded to whole blocks\n  forward  BasicLinear over 0 {text}" in (
         str(plan)
     )

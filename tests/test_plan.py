@@ -324,7 +324,7 @@ def test_the_dict_is_json_and_holds_the_plan(make: Callable[..., fuser.Sequentia
     assert tuple(refusals) == plan.refusals
     assert tuple(Channel(**channel) for channel in data["channels"]) == plan.channels
     assert tuple(data["ops"]) == plan.ops
-    assert tuple(data["line_bytes"]) == plan.line_bytes
+    assert tuple(data["activation_bytes"]) == plan.activation_bytes
     assert data["nominal_tokens"] == plan.nominal_tokens
     assert data["key"] == plan.key.describe()
 
@@ -466,7 +466,7 @@ def test_plans_of_several_pipelines_are_merged_with_running_indices() -> None:
         assert plan.steps("forward", fused=fused) == sum(forward, ())
         assert plan.steps("backward", fused=fused) == sum(reversed(backward), ())
     assert plan.channels == (Channel("residual", 5, 12),)
-    assert len(plan.line_bytes) == len(plan.ops) + 1
+    assert len(plan.activation_bytes) == len(plan.ops) + 1
     assert len(plan.key.ops) == len(plan.ops)
     assert {refusal.ops for refusal in plan.refusals} == {
         tuple(i + shift for i in refusal.ops)

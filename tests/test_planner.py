@@ -557,7 +557,7 @@ def test_a_step_costs_the_bytes_and_the_launches_of_its_kernels() -> None:
     machine = MACHINES["cpu"]
     seconds = (tokens / T * NOMINAL_TOKENS + params) / machine.bandwidth + 2 * machine.launch
     assert step.microseconds == pytest.approx(seconds * 1e6)
-    assert plan.line_bytes == (16, 24, 24, 24)
+    assert plan.activation_bytes == (16, 24, 24, 24)
 
 
 # Of a fusion's kernels: how many ops each finishes, and the numbers a token that all of them move.

@@ -37,7 +37,7 @@ KERNEL = Kernel("probe", "fuser_probe")
 GRID = Launch((2, 3), (32,))
 
 
-class Noting(launch.Machine):
+class Noting(launch.LaunchBackend):
     """Runs nothing, and notes launches."""
 
     def __init__(self) -> None:
@@ -229,8 +229,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         given.append(("memset", address, byte, count, stream))
 
     ready = launch.Prepared(77, GRID.sizes, 0, struct.Struct("i"))
-    monkeypatch.setattr(launch, "machine", launch.Machine())
-    monkeypatch.setattr(launch.Machine, "run", lambda *_: None)
+    monkeypatch.setattr(launch, "machine", launch.LaunchBackend())
+    monkeypatch.setattr(launch.LaunchBackend, "run", lambda *_: None)
     monkeypatch.setattr(replay, "begin", lambda device: (launches, buffer, size, 55, 66))
     monkeypatch.setattr(
         replay,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import fuser
 from fuser.recipe import Float8CurrentScaling, MXFP8BlockScaling
-from fuser.runtime.call_key import ParameterSlots
+from fuser.runtime.call_key import CallKeyReader
 
 SIZE = 32
 
@@ -321,7 +321,7 @@ def test_threads_that_call_one_model_in_different_modes_get_their_own_plans() ->
 def test_parameters_are_read_in_the_order_of_the_ops() -> None:
     linear, norm = fuser.Linear(8, 4), fuser.LayerNorm(4)
     ops = [*linear.basic_ops, norm]
-    slots = ParameterSlots(ops, 0)
+    slots = CallKeyReader(ops, 0)
     params, _ = slots.read(x_of(3, 8), (), None)
     assert slots.counts == [1, 1, 2]
     wanted = [linear.weight, linear.bias, *norm.parameters()]
@@ -330,7 +330,7 @@ def test_parameters_are_read_in_the_order_of_the_ops() -> None:
 
 
 def test_shapes_do_not_enter_the_signature() -> None:
-    slots = ParameterSlots(list(mlp()[0].basic_ops), 1)
+    slots = CallKeyReader(list(mlp()[0].basic_ops), 1)
     signatures = {
         slots.read(x_of(*shape), (x_of(*shape),), None)[1]
         for shape in [(3, SIZE), (2, 5, SIZE), (SIZE,), (0, SIZE)]
@@ -339,7 +339,7 @@ def test_shapes_do_not_enter_the_signature() -> None:
 
 
 def test_an_op_without_parameters_has_a_signature_too() -> None:
-    params, signature = ParameterSlots([fuser.GELU()], 0).read(x_of(3, 8), (), None)
+    params, signature = CallKeyReader([fuser.GELU()], 0).read(x_of(3, 8), (), None)
     assert params == ()
     assert torch.float32 in signature
 

@@ -10,15 +10,15 @@ import torch
 
 from fuser.chain import Stage
 from fuser.functional import pointwise
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.op import (
     BasicOperation,
     Grads,
     OperationContext,
     cast,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Float8CurrentScalingQuantizer
@@ -41,7 +41,7 @@ class Activation(BasicOperation):
     """
 
     parameter_names = ()
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("function", "cache_quantized_input")
     function: Stage
     """What is applied: of the class, or of an instance whose formula has scalars."""
@@ -68,7 +68,7 @@ class Activation(BasicOperation):
         caches = self.cache_quantized_input and key.ops[0].requires_grad
         return ("quantize", self.function.name) if caches else (self.function.name,)
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     @property
@@ -84,7 +84,7 @@ class Activation(BasicOperation):
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(math.prod(spec.shape), 1) if not self.saves_input else 0
 
-    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | Values:
+    def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
         """The output; keeps the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
@@ -114,14 +114,14 @@ class Activation(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return emit(self.run(ctx, input_), next_op_input_quantizer)
+        return write_output(self.run(ctx, input_), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, is_plain = self.saved_input(ctx), not ctx.has_recipe
         dx = pointwise.activation_backward(ctx.function, grad_output, x, is_plain=is_plain)
-        return emit_grad(dx, ctx), ()
+        return write_grad_input(dx, ctx), ()
 
 
 class GELU(Activation):

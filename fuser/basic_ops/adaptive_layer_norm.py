@@ -10,7 +10,7 @@ import torch
 
 from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad
+from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
 from fuser.reference import normalization as reference
 from fuser.specs import PlanKey, TensorSpec
 
@@ -41,7 +41,7 @@ class AdaptiveLayerNorm(BasicOperation):
 
     num_extra_inputs = 2
     takes_floating_extras = True
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("batch_dim",)
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
@@ -102,7 +102,7 @@ class AdaptiveLayerNorm(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(x, gain, mean, rstd)
             ctx.extras = tuple((tensor.shape, tensor.dtype) for tensor in (scale, shift))
-        return emit(y.view(x.shape), next_op_input_quantizer), [()]
+        return write_output(y.view(x.shape), next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -121,7 +121,7 @@ class AdaptiveLayerNorm(BasicOperation):
             None if grad is None else grad.to(dtype).view(shape)
             for grad, (shape, dtype) in zip(grads, ctx.extras, strict=True)
         )
-        return None if dx is None else emit_grad(dx.view(x.shape), ctx), [()], [shaped]
+        return None if dx is None else write_grad_input(dx.view(x.shape), ctx), [()], [shaped]
 
     @staticmethod
     def _rows(x: torch.Tensor, batch_dim: int) -> torch.Tensor:

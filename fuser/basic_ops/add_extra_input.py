@@ -10,7 +10,14 @@ import torch
 from fuser.chain import Stage
 from fuser.errors import InputError
 from fuser.functional import pointwise
-from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    quantizes_values,
+    write_grad_input,
+    write_output,
+)
 from fuser.specs import PlanKey, TensorSpec
 
 
@@ -32,7 +39,7 @@ class AddExtraInput(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     saves_input = False
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -48,7 +55,7 @@ class AddExtraInput(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("add",) if side == "forward" else ()
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return bool(self.kernels(side, key)) and quantizes_values(side, key)
 
     def check_extra(self, main: tuple[int, ...], extra: tuple[int, ...]) -> None:
@@ -83,7 +90,7 @@ class AddExtraInput(BasicOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ((extra,),) = basic_op_extra_inputs
         self.check_extra(input_.shape, extra.shape)
-        return emit(pointwise.add(input_, extra), next_op_input_quantizer), ((),)
+        return write_output(pointwise.add(input_, extra), next_op_input_quantizer), ((),)
 
     def fuser_backward(
         self,
@@ -92,4 +99,4 @@ class AddExtraInput(BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        return emit_grad(grad_output, basic_op_ctxs[0]), [()], [(grad_output,)]
+        return write_grad_input(grad_output, basic_op_ctxs[0]), [()], [(grad_output,)]

@@ -32,8 +32,8 @@ from fuser.op import (
     check_parallelism,
     default_device,
     default_dtype,
-    emit,
-    emit_grad,
+    write_grad_input,
+    write_output,
 )
 from fuser.precision.contexts import (
     current_parameter_init,
@@ -42,7 +42,7 @@ from fuser.precision.contexts import (
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.specs import Emission, PlanKey, TensorSpec
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
@@ -76,7 +76,7 @@ class BasicLinear(BasicOperation):
     """
 
     parameter_names = ("weight",)
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     module_type = "linear"
 
     def __init__(
@@ -197,7 +197,7 @@ class BasicLinear(BasicOperation):
             "weight_quantizer": None,
         }
 
-    def quantizes(self, side: str, key: PlanKey) -> dict[str, Emission]:
+    def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
         (op,) = key.ops
         arrives = {
             "input": op.input is not None,
@@ -207,7 +207,7 @@ class BasicLinear(BasicOperation):
         operands = operands_of(side, key, self.quantizer_format)
         return {role: operand for role, operand in operands.items() if not arrives[role]}
 
-    def wanted_input(self, key: PlanKey) -> Emission | None:
+    def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         (op,) = key.ops
         recipe = key.recipe
         if recipe is None or op.input_dtype != self._compute_dtype(key):
@@ -216,7 +216,7 @@ class BasicLinear(BasicOperation):
             return None  # backward wants the original, which a quantizing producer would hide
         return operands_of("forward", key, self.quantizer_format)["input"]
 
-    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
         return operands_of("backward", key, self.quantizer_format).get("grad_output")
 
     def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
@@ -511,7 +511,7 @@ class BasicLinear(BasicOperation):
         as ``torch._fused_adam_``, are not seen: say True after them.
         """
         y = self.matmul(ctx, input_, is_first_microbatch=is_first_microbatch)
-        return emit(y, next_op_input_quantizer)
+        return write_output(y, next_op_input_quantizer)
 
     def op_backward(
         self,
@@ -539,7 +539,7 @@ class BasicLinear(BasicOperation):
             dy = dy.to(dtype)
         grad_input = grad_weight = None
         if weight is not None:
-            grad_input = emit_grad(gemm.dgrad(dy, weight, scale, addend), ctx)
+            grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
         if x is not None:
             main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
             if main_grad is None:
@@ -573,7 +573,7 @@ class BasicLinear(BasicOperation):
             )
             if addend is not None:
                 grad_input = grad_input + addend
-            grad_input = emit_grad(grad_input, ctx)
+            grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
             main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)

@@ -18,9 +18,9 @@ from fuser.op import (
     check_parallelism,
     default_device,
     default_dtype,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
 
@@ -47,7 +47,7 @@ class Bias(BasicOperation):
     saves_input = False
     passes_gradient_on = True
     parameter_names = ("bias",)
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Bias(BasicOperation):
             return ("add",)
         return ("sum",) if key.ops[0].params[0].requires_grad else ()
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return bool(self.kernels(side, key)) and quantizes_values(side, key)
 
     def addend(self, ctx: OperationContext) -> torch.Tensor:
@@ -125,17 +125,17 @@ class Bias(BasicOperation):
     ) -> torch.Tensor:
         self._check_features(input_.shape)
         bias = self.addend(ctx)
-        return emit(pointwise.bias(cast(input_, bias.dtype), bias), next_op_input_quantizer)
+        return write_output(pointwise.bias(cast(input_, bias.dtype), bias), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         """``dy``, and its sum over rows; None where that is not wanted."""
         if not ctx.params_require_grad[0]:
-            return emit_grad(grad_output, ctx), (None,)
+            return write_grad_input(grad_output, ctx), (None,)
         if ctx.grad_input_quantizer is not None:
             dx, dbias = pointwise.bias_backward(grad_output, grad_output.shape[-1])
-            return emit_grad(dx, ctx), (dbias,)
+            return write_grad_input(dx, ctx), (dbias,)
         rows = grad_output
         if rows.dim() != 2:
             rows = rows.reshape(-1, rows.shape[-1])

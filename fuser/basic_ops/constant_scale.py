@@ -9,7 +9,14 @@ import torch
 
 from fuser.chain import Stage
 from fuser.functional import pointwise
-from fuser.op import BasicOperation, Grads, OperationContext, emit, emit_grad, quantizes_values
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    quantizes_values,
+    write_grad_input,
+    write_output,
+)
 from fuser.specs import PlanKey, TensorSpec
 
 
@@ -19,7 +26,7 @@ class ConstantScale(BasicOperation):
     parameter_names = ()
     takes_scalars = True
     saves_input = False
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("scale",)
 
     def __init__(self, scale: float) -> None:
@@ -37,7 +44,7 @@ class ConstantScale(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("mul",)
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def stage(
@@ -57,9 +64,9 @@ class ConstantScale(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return emit(pointwise.constant_scale(input_, self.scale), next_op_input_quantizer)
+        return write_output(pointwise.constant_scale(input_, self.scale), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return emit_grad(pointwise.constant_scale(grad_output, ctx.scale), ctx), ()
+        return write_grad_input(pointwise.constant_scale(grad_output, ctx.scale), ctx), ()

@@ -15,9 +15,9 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
 
@@ -39,7 +39,7 @@ class Dropout(BasicOperation):
     parameter_names = ()
     takes_scalars = True
     saves_input = False
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("dropout_probability",)
 
     def __init__(self, p: float) -> None:
@@ -62,7 +62,7 @@ class Dropout(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("dropout",) if side == "forward" else ("dropout_backward",)
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def stage(
@@ -88,17 +88,17 @@ class Dropout(BasicOperation):
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if not self.training or self.dropout_probability == 0:
             ctx.save_for_backward(None)
-            return emit(x, next_op_input_quantizer)
+            return write_output(x, next_op_input_quantizer)
         seed = pointwise.dropout_seed(x.device)
         ctx.save_for_backward(seed)
         y = pointwise.dropout(x, seed, self.dropout_probability)
-        return emit(y, next_op_input_quantizer)
+        return write_output(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         (seed,) = ctx.saved_tensors
         if seed is None:
-            return emit_grad(grad_output, ctx), ()
+            return write_grad_input(grad_output, ctx), ()
         dx = pointwise.dropout(grad_output, seed, ctx.dropout_probability)
-        return emit_grad(dx, ctx), ()
+        return write_grad_input(dx, ctx), ()

@@ -11,7 +11,7 @@ from fuser.errors import StateError
 from fuser.formats import NumberFormat
 from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.recipe import Recipe
-from fuser.specs import Emission, PlanKey
+from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 # -- planning ---------------------------------------------------------------------
@@ -20,7 +20,7 @@ FormatOf = Callable[[Recipe, str], NumberFormat]
 """The format in which a linear quantizes what has a role, under a recipe."""
 
 
-def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Emission]:
+def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, QuantSpec]:
     """How the GEMMs of one linear read what it quantizes on ``side``, by role; {} for nothing.
 
     ``key`` is narrowed to the linear, whose first parameter is its weight.
@@ -38,7 +38,7 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Emiss
             "weight": (True, wants_dgrad and is_quantized_backward),
         }
     return {
-        role: Emission(format_of(recipe, role), rowwise, columnwise)
+        role: QuantSpec(format_of(recipe, role), rowwise, columnwise)
         for role, (rowwise, columnwise) in copies.items()
     }
 

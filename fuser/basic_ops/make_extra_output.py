@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, emit_grad
+from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input
 from fuser.specs import PlanKey, TensorSpec
 
 
@@ -26,7 +26,7 @@ class MakeExtraOutput(BasicOperation):
     takes_scalars = True
     num_extra_outputs = 1
     saves_input = False
-    emits_quantized = ("backward",)
+    can_quantize_output = ("backward",)
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
@@ -60,4 +60,4 @@ class MakeExtraOutput(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         ((grad_extra,),) = basic_op_grad_extra_outputs
-        return emit_grad(grad_output + grad_extra, basic_op_ctxs[0]), [()], [()]
+        return write_grad_input(grad_output + grad_extra, basic_op_ctxs[0]), [()], [()]

@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
-from fuser.functional.values import Values, kernels_run_on, written
+from fuser.functional.values import LazyTensor, kernels_run_on, written
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -18,9 +18,9 @@ from fuser.op import (
     cast,
     default_device,
     default_dtype,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
 
@@ -90,7 +90,7 @@ class _Normalization(BasicOperation):
         rows = math.prod(spec.shape) // math.prod(self.normalized_shape)
         return 4 * rows * self.num_statistics
 
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("zero_centered_gamma",)
     num_statistics = 1
 
@@ -105,7 +105,7 @@ class _Normalization(BasicOperation):
         input_: torch.Tensor,
         extra: torch.Tensor | None = None,
         wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
         """The norm of ``input_ + extra``; keeps what backward needs in ``ctx``.
 
         With it the sum, where an ``extra`` is given and the sum is wanted or
@@ -118,7 +118,7 @@ class _Normalization(BasicOperation):
         ctx: OperationContext,
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Values | None, Grads]:
+    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
         None where not wanted.
@@ -136,7 +136,7 @@ class _Normalization(BasicOperation):
             and all(other is dtype for other in others)
         )
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         one_dimension = len(self.normalized_shape) == 1
         return one_dimension and self.runs_in_kernel(key) and quantizes_values(side, key)
 
@@ -148,7 +148,7 @@ class _Normalization(BasicOperation):
         """The kernel ``name``; where it quantizes, after one for what it needs of whole rows."""
         (op_key,) = key.ops
         emission = op_key.output if side == "forward" else op_key.grad_input
-        if emission is None or not self.emits_in_kernel(side, key):
+        if emission is None or not self.fuses_quantize(side, key):
             return (name,)
         return (f"{name}_rows", name)
 
@@ -159,15 +159,15 @@ class _Normalization(BasicOperation):
         prev_op_grad_output_quantizer: Any | None,
         next_op_input_quantizer: Any | None,
     ) -> torch.Tensor:
-        return emit(self.normalize(ctx, input_)[0], next_op_input_quantizer)
+        return write_output(self.normalize(ctx, input_)[0], next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         dx, param_grads = self.input_grad_and_param_grads(ctx, grad_output)
-        return None if dx is None else emit_grad(dx, ctx), param_grads
+        return None if dx is None else write_grad_input(dx, ctx), param_grads
 
-    def _shaped(self, y: torch.Tensor | Values, shape: torch.Size) -> torch.Tensor | Values:
+    def _shaped(self, y: torch.Tensor | LazyTensor, shape: torch.Size) -> torch.Tensor | LazyTensor:
         """The output in the shape of the input, or its gradient in that of the output."""
         if len(self.normalized_shape) > 1:
             y = written(y)  # its rows are no longer those of the norm
@@ -239,7 +239,7 @@ class LayerNorm(_Normalization):
         input_: torch.Tensor,
         extra: torch.Tensor | None = None,
         wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
         x = self.rows(input_)
         weight, bias = self.weight, self.bias
         y, mean, rstd, z = functional.layernorm(
@@ -261,7 +261,7 @@ class LayerNorm(_Normalization):
         ctx: OperationContext,
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Values | None, Grads]:
+    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         wants_dgamma, wants_dbeta = ctx.params_require_grad
         dx, dgamma, dbeta = functional.layernorm_backward(
@@ -313,7 +313,7 @@ class RMSNorm(_Normalization):
         input_: torch.Tensor,
         extra: torch.Tensor | None = None,
         wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | Values, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
         x = self.rows(input_)
         weight = self.weight
         y, rstd, z = functional.rmsnorm(
@@ -334,7 +334,7 @@ class RMSNorm(_Normalization):
         ctx: OperationContext,
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Values | None, Grads]:
+    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         x, weight, rstd = ctx.saved_tensors
         (wants_dgamma,) = ctx.params_require_grad
         dx, dgamma = functional.rmsnorm_backward(
@@ -362,7 +362,7 @@ class L2Normalization(BasicOperation):
     """
 
     parameter_names = ()
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
 
     def __init__(
         self,
@@ -388,11 +388,11 @@ class L2Normalization(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         name = "l2norm" if side == "forward" else "l2norm_backward"
         emission = key.ops[0].output if side == "forward" else key.ops[0].grad_input
-        if emission is None or not self.emits_in_kernel(side, key):
+        if emission is None or not self.fuses_quantize(side, key):
             return (name,)
         return (f"{name}_rows", name)
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def op_forward(
@@ -407,11 +407,11 @@ class L2Normalization(BasicOperation):
         y, rnorm = functional.l2norm(rows, self.eps)
         if ctx.requires_grad:
             ctx.save_for_backward(rows, rnorm)
-        return emit(y.view(x.shape), next_op_input_quantizer)
+        return write_output(y.view(x.shape), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, rnorm = ctx.saved_tensors
         dx = functional.l2norm_backward(grad_output.reshape(x.shape), x, rnorm)
-        return emit_grad(dx.view(grad_output.shape), ctx), ()
+        return write_grad_input(dx.view(grad_output.shape), ctx), ()

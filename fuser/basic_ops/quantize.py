@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
-from fuser.specs import Emission, PlanKey, TensorSpec
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 
@@ -36,7 +36,7 @@ class Quantize(BasicOperation):
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
 
-    def emitted(self, side: str, key: PlanKey, wanted: Emission | None) -> Emission | None:
+    def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
         """Quantized where this op does so, with the copies that the reader wants."""
         made = self._wanted(side, key)
         if made is None or not self.kernels(side, key):
@@ -45,11 +45,11 @@ class Quantize(BasicOperation):
             return made
         return replace(made, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
-    def wanted_input(self, key: PlanKey) -> Emission | None:
+    def input_quantization(self, key: PlanKey) -> QuantSpec | None:
         """Plain: this op knows which copies the one after it reads, its neighbours do not."""
         return None
 
-    def wanted_grad_output(self, key: PlanKey) -> Emission | None:
+    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
         """Plain, as for the input."""
         return None
 
@@ -69,7 +69,7 @@ class Quantize(BasicOperation):
         arrives = key.ops[0].input if side == "forward" else key.ops[0].grad_output
         return ("quantize",) if arrives is None else ()
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return True
 
     def op_forward(

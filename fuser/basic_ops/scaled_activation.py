@@ -15,9 +15,9 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
 
@@ -45,7 +45,7 @@ class ScaledActivation(BasicOperation):
     parameter_names = ()
     num_extra_inputs = 1
     takes_floating_extras = True
-    emits_quantized = ("forward", "backward")
+    can_quantize_output = ("forward", "backward")
     backward_attributes = ("function",)
 
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
@@ -71,7 +71,7 @@ class ScaledActivation(BasicOperation):
         name = f"scaled_{self.function.name}"
         return (name if side == "forward" else f"{name}_backward",)
 
-    def emits_in_kernel(self, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def stage(
@@ -104,7 +104,7 @@ class ScaledActivation(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
         y = pointwise.scaled_activation(self.function, x, scales)
-        return emit(y, next_op_input_quantizer), [()]
+        return write_output(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
         self,
@@ -119,7 +119,7 @@ class ScaledActivation(BasicOperation):
         dx, dscales = pointwise.scaled_activation_backward(
             ctx.function, grad_output, x, scales, wants_dscales=wants_dscales
         )
-        return emit_grad(dx, ctx), [()], [(dscales,)]
+        return write_grad_input(dx, ctx), [()], [(dscales,)]
 
     def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:
         if scales != x[:-1]:

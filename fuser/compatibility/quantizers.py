@@ -19,7 +19,7 @@ import torch
 from fuser import tensors
 from fuser.errors import InputError
 from fuser.formats import DType
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.op import FusibleOperation, default_device
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
@@ -94,7 +94,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
 
     # -- quantizing -------------------------------------------------------------
 
-    def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
+    def __call__(self, tensor: torch.Tensor | LazyTensor) -> QuantizedTensor:
         value = self.value()
         if isinstance(value, ChangeableQuantizer):
             return Quantizer.__call__(value, tensor)

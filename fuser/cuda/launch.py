@@ -136,7 +136,7 @@ recording = _Recording()
 # -- where launches go --------------------------------------------------------
 
 
-class Machine:
+class LaunchBackend:
     """What runs kernels: the GPUs of this process.
 
     A subclass put into :data:`machine` runs every launch elsewhere.
@@ -165,8 +165,12 @@ class Machine:
                 fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """As :func:`kernels_take`."""
-        return tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and module.cannot_run() is None
+        """As :func:`kernels_support`."""
+        return (
+            tensor.is_cuda
+            and tensor.dtype in KERNEL_DTYPES
+            and module.missing_requirement() is None
+        )
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function of this name."""
@@ -251,11 +255,11 @@ class _Slot(threading.local):
 
 _slot = _Slot()
 
-machine = Machine()
+machine = LaunchBackend()
 """Where launches go; read at every launch."""
 
 
-def kernels_take(tensor: torch.Tensor) -> bool:
+def kernels_support(tensor: torch.Tensor) -> bool:
     """Whether kernels run on tensors like this one, of its dtype and where it is.
 
     None do after one has not compiled.

@@ -141,17 +141,17 @@ compile_failure: Obstacle | None = None
 
 def kernels_unavailable() -> str | None:
     """Why CUDA kernels are not taken here, as a sentence; None if they are."""
-    return cannot_run() if compile_failure is None else str(compile_failure)
+    return missing_requirement() if compile_failure is None else str(compile_failure)
 
 
 @functools.cache
-def cannot_run() -> str | None:
+def missing_requirement() -> str | None:
     """What is missing for CUDA kernels here, as a sentence; found once in a process."""
     found = obstacle(installation())
     return None if found is None else str(found)
 
 
-def give_up(failure: Obstacle) -> None:
+def disable_kernels(failure: Obstacle) -> None:
     """Take no kernels in this process any more, and warn of the reason, the first time.
 
     One kernel that does not compile mostly means that none does. Where only one does not, torch
@@ -315,7 +315,7 @@ def _compiled(name: str, expressions: tuple[str, ...], device: int) -> Any:
     except Exception as error:
         # A log of the compiler; no compiler or one that does not know the chip; no room for files.
         what = f"{_shown(name)} does not compile for {arch_name(capability)}"
-        give_up(_compile_obstacle(what, error))
+        disable_kernels(_compile_obstacle(what, error))
         raise KernelUnavailable(f"{what}:\n{error}") from error
     return module
 

@@ -2,7 +2,7 @@
 
 A launcher checks its tensors, picks a kernel and lays out arguments; for tensors that differ from
 earlier ones in nothing but their addresses, all of it comes out the same. :func:`replayed` notes
-that once, as a :class:`Tape`, and from then on only allocates and launches.
+that once, as a :class:`LaunchSequence`, and from then on only allocates and launches.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def replayed(
         else:
             return function()
     machine, layout = launch.machine, tuple(key)
-    tape: Tape | None = machine.tapes.get(layout)
+    tape: LaunchSequence | None = machine.tapes.get(layout)
     if tape is not None:
         return tape.play(tensors) if tape.is_complete else function()
     if layout not in machine.seen:
@@ -96,7 +96,7 @@ class Allocation(NamedTuple):
 
 
 @dataclass
-class Tape:
+class LaunchSequence:
     """What a function did: allocations, then launches over slots; and which slots it returned."""
 
     allocations: list[Allocation]
@@ -110,7 +110,7 @@ class Tape:
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Do it again over other inputs; the result has tensors of its own."""
-        if type(launch.machine) is not launch.Machine:
+        if type(launch.machine) is not launch.LaunchBackend:
             return self._run(inputs)
         if self.written is None:
             self._write(inputs)
@@ -186,7 +186,7 @@ def _named(value: Any, names: Sequence[str]) -> str:
 
 def record(
     tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
-) -> tuple[Tape, Result]:
+) -> tuple[LaunchSequence, Result]:
     """Call ``function``, and note what it does."""
     recorder = _Recorder(tensors)
     outer = launch.recording.listener
@@ -206,7 +206,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape([], [])
+        self.tape = LaunchSequence([], [])
         self.places = {id(t): place for place, t in enumerate(tensors) if t is not None}
         self.count = len(tensors)
         self.kept: list[Any] = list(tensors)  # so that no id is used twice

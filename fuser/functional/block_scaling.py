@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from fuser.cuda import block_scaling as kernels
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.formats import DType, fp8_block_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, or_torch, source_of
+from fuser.functional.values import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
 from fuser.reference import block_scaling as reference
 
 Wanted = torch.Tensor | None
 
 
-@or_torch
+@fallback_to_torch
 def quantize(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     dtype: DType,
     *,
     block_dim: int,
@@ -27,7 +27,7 @@ def quantize(
     eps: float = 0.0,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted]:
     """Data and ``scale_inv``, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         return reference.quantize(
             x,
             dtype,
@@ -56,7 +56,7 @@ def quantize(
     return row, row_scale_inv, col, col_scale_inv
 
 
-@or_torch
+@fallback_to_torch
 def dequantize(
     data: torch.Tensor,
     scale_inv: torch.Tensor,
@@ -70,7 +70,7 @@ def dequantize(
     shape = data.shape[::-1] if columnwise else data.shape
     out = torch.empty(shape, dtype=out_dtype, device=data.device)
     options: dict[str, Any] = {"block_dim": block_dim, "columnwise": columnwise}
-    if not kernels_take(out):
+    if not kernels_support(out):
         return reference.dequantize(data, scale_inv, dtype, out_dtype, **options)
     kernels.dequantize(data, scale_inv, dtype, out_dtype, **options, out=out)
     return out

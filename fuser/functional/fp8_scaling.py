@@ -8,29 +8,36 @@ from typing import Any
 import torch
 
 from fuser.cuda import fp8_scaling as kernels
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.cuda.replay import replayed
 from fuser.formats import DType
-from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
+from fuser.functional.values import (
+    LazyTensor,
+    buffer,
+    fallback_to_torch,
+    matrix_of,
+    rows_of,
+    source_of,
+)
 from fuser.reference import fp8_scaling as reference
 
 
-@or_torch
-def amax(x: torch.Tensor | Values) -> torch.Tensor:
+@fallback_to_torch
+def amax(x: torch.Tensor | LazyTensor) -> torch.Tensor:
     """``max |x|`` of ``[M, K]`` as fp32 ``[1]``; see the reference."""
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         return reference.amax(x)
     out = torch.zeros(1, dtype=torch.float32, device=x.device)
-    if isinstance(x, Values):
+    if isinstance(x, LazyTensor):
         x.amax(out)
     else:
         kernels.amax(rows_of(x), out=out)
     return out
 
 
-@or_torch
+@fallback_to_torch
 def quantize_current(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     dtype: DType,
     *,
     pow2: bool = False,
@@ -40,7 +47,7 @@ def quantize_current(
     amax_value: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Data, transposed data and ``scale_inv`` of ``x [M, K]``; see the reference."""
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         return reference.quantize_current(
             x,
             dtype,
@@ -70,9 +77,9 @@ def quantize_current(
     return row, col, scale_inv
 
 
-@or_torch
+@fallback_to_torch
 def quantize_delayed(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     scale: torch.Tensor,
     dtype: DType,
     *,
@@ -84,7 +91,7 @@ def quantize_delayed(
 
     ``amax``, fp32 ``[1]``, is raised to that of ``x``; None records nothing.
     """
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         row, col, scale_inv, seen = reference.quantize_delayed(
             x, scale, dtype, rowwise=rowwise, columnwise=columnwise
         )
@@ -99,29 +106,29 @@ def quantize_delayed(
     return row, col, scale_inv
 
 
-@or_torch
+@fallback_to_torch
 def dequantize(
     data: torch.Tensor, scale_inv: torch.Tensor, dtype: DType, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``data * scale_inv`` in ``out_dtype``; see the reference."""
     out = torch.empty(data.shape, dtype=out_dtype, device=data.device)
-    if not kernels_take(out):
+    if not kernels_support(out):
         return reference.dequantize(data, scale_inv, dtype, out_dtype)
     kernels.dequantize(data.contiguous(), scale_inv, dtype, out_dtype, out=out)
     return out
 
 
-@or_torch
+@fallback_to_torch
 def transpose(data: torch.Tensor) -> torch.Tensor:
     """``[M, K]`` bytes as ``[K, M]``, contiguous."""
     out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
-    if not kernels_take(out):
+    if not kernels_support(out):
         return out.copy_(data.t())
     kernels.transpose(data.contiguous(), out=out)
     return out
 
 
-@or_torch
+@fallback_to_torch
 def update_delayed(
     amax_histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -132,7 +139,7 @@ def update_delayed(
 ) -> None:
     """Bring many states of delayed scaling up to date, all on one device; see the reference."""
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
-    if scales and kernels_take(scales[0]):
+    if scales and kernels_support(scales[0]):
         replayed(
             ("update_delayed", margin, algorithm, len(scales)),
             (*amax_histories, *scales, *max_fp8),

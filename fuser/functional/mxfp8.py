@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from fuser.cuda import mxfp8 as kernels
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.formats import DType, mxfp8_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, or_torch, source_of
+from fuser.functional.values import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
 from fuser.reference import mxfp8 as reference
 
 Wanted = torch.Tensor | None
 
 
-@or_torch
+@fallback_to_torch
 def quantize(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     dtype: DType,
     *,
     rowwise: bool = True,
@@ -23,7 +23,7 @@ def quantize(
     two_dimensional: bool = False,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted]:
     """Data and scales, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         return reference.quantize(
             x,
             dtype,
@@ -47,7 +47,7 @@ def quantize(
     return row, row_scale, col, col_scale
 
 
-@or_torch
+@fallback_to_torch
 def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor,
@@ -58,7 +58,7 @@ def dequantize(
 ) -> torch.Tensor:
     """The values ``[M, K]`` of one copy in ``out_dtype``; see the reference."""
     out = torch.empty(data.shape, dtype=out_dtype, device=data.device)
-    if not kernels_take(out):
+    if not kernels_support(out):
         return reference.dequantize(data, scale, dtype, out_dtype, columnwise=columnwise)
     kernels.dequantize(data, scale, dtype, out_dtype, columnwise=columnwise, out=out)
     return out

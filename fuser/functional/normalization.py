@@ -15,13 +15,13 @@ import torch
 from fuser.cuda import normalization as kernels
 from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.cuda.norm_operands import takes
-from fuser.functional.values import Values, as_stored, or_torch, rows_of
+from fuser.functional.values import LazyTensor, as_stored, fallback_to_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.wrapper_tensor import WrapperTensor
 
-Result = torch.Tensor | Values
+Result = torch.Tensor | LazyTensor
 Wanted = torch.Tensor | None
 
 
@@ -82,7 +82,7 @@ def l2norm(x: torch.Tensor, eps: float) -> tuple[Result, torch.Tensor]:
 # -- backward -----------------------------------------------------------------
 
 
-@or_torch
+@fallback_to_torch
 def rmsnorm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -102,7 +102,7 @@ def rmsnorm_backward(
     return norm.where(wanted[0]), norm.grads[0]
 
 
-@or_torch
+@fallback_to_torch
 def layernorm_backward(
     dy: torch.Tensor,
     x: torch.Tensor,
@@ -145,7 +145,7 @@ def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
 def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
     """Whether kernels run on such an x, an output of dtype ``y``, and what is added to x."""
     return (
-        kernels_take(x)
+        kernels_support(x)
         and takes(x.dtype, y)
         and x.shape[1] > 0
         and (added is None or added.dtype is x.dtype)
@@ -171,7 +171,7 @@ def _like(tensor: torch.Tensor, is_wanted: bool) -> Wanted:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-class _Norm(Values):
+class _Norm(LazyTensor):
     """The output of a norm: LayerNorm with two ``parameters``, RMSNorm with one, L2 with none."""
 
     def __init__(
@@ -196,12 +196,12 @@ class _Norm(Values):
         self.z = _like(self.x, wants_sum)
         self.has_statistics = False
 
-    def by_kernel(self) -> torch.Tensor:
+    def _from_kernel(self) -> torch.Tensor:
         y = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         self._run(y, None)
         return y.view(self.shape)
 
-    def by_torch(self) -> torch.Tensor:
+    def _from_reference(self) -> torch.Tensor:
         z = self.x if self.extra is None else self.x + self.extra
         if self.z is not None:
             self.z.copy_(z)
@@ -259,7 +259,7 @@ class _Norm(Values):
         self.has_statistics = True
 
 
-class _NormBackward(Values):
+class _NormBackward(LazyTensor):
     """The gradient of a norm's input; ``grads``, those of its parameters, are written with it."""
 
     def __init__(
@@ -281,7 +281,7 @@ class _NormBackward(Values):
         self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, wanted, strict=True)]
         self.means: Wanted = None
 
-    def where(self, is_wanted: bool) -> Values | None:
+    def where(self, is_wanted: bool) -> LazyTensor | None:
         """These values; where they are not wanted, what is beside them alone."""
         if is_wanted:
             return self
@@ -289,12 +289,12 @@ class _NormBackward(Values):
             self._run(None)
         return None
 
-    def by_kernel(self) -> torch.Tensor:
+    def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.x.shape, dtype=self.dtype, device=self.device)
         self._run(dx)
         return dx.view(self.shape)
 
-    def by_torch(self) -> torch.Tensor:
+    def _from_reference(self) -> torch.Tensor:
         grads: tuple[Wanted, ...] = ()
         if not self.parameters:
             dx = reference.l2norm_backward(self.dy, self.x, *self.statistics)

@@ -6,17 +6,24 @@ import torch
 
 from fuser.cuda import fp8_scaling as amax_kernels
 from fuser.cuda import nvfp4 as kernels
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.formats import nvfp4_scale_shape
-from fuser.functional.values import Values, buffer, matrix_of, or_torch, rows_of, source_of
+from fuser.functional.values import (
+    LazyTensor,
+    buffer,
+    fallback_to_torch,
+    matrix_of,
+    rows_of,
+    source_of,
+)
 from fuser.reference import nvfp4 as reference
 
 Wanted = torch.Tensor | None
 
 
-@or_torch
+@fallback_to_torch
 def quantize(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     *,
     rowwise: bool = True,
     columnwise: bool = True,
@@ -27,7 +34,7 @@ def quantize(
     seed: int = 0,
 ) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
     """Data, scales and amax, rowwise and columnwise, of ``x [M, K]``; see the reference."""
-    if isinstance(x, torch.Tensor) and not kernels_take(x):
+    if isinstance(x, torch.Tensor) and not kernels_support(x):
         return reference.quantize(
             x,
             rowwise=rowwise,
@@ -44,7 +51,7 @@ def quantize(
     amaxes = torch.zeros(1 + hadamard, dtype=torch.float32, device=x.device)
     if hadamard:
         kernels.hadamard_amax(source_of(x), random_signs=random_signs, out=amaxes)
-    elif isinstance(x, Values):
+    elif isinstance(x, LazyTensor):
         x.amax(amaxes)
     else:
         amax_kernels.amax(x, out=amaxes)
@@ -75,7 +82,7 @@ def quantize(
     return row, row_scale, row_amax, col, col_scale, col_amax
 
 
-@or_torch
+@fallback_to_torch
 def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor,
@@ -88,7 +95,7 @@ def dequantize(
     rows, columns = data.shape[0], 2 * data.shape[1]
     shape = (columns, rows) if columnwise else (rows, columns)
     out = torch.empty(shape, dtype=out_dtype, device=data.device)
-    if not kernels_take(out):
+    if not kernels_support(out):
         return reference.dequantize(data, scale, amax, out_dtype, columnwise=columnwise)
     kernels.dequantize(data, scale, amax, out_dtype, columnwise=columnwise, out=out)
     return out

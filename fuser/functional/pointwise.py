@@ -13,15 +13,15 @@ import torch
 from fuser.chain import Stage, Stages
 from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
-from fuser.functional.values import Values, as_stored
+from fuser.functional.values import LazyTensor, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.wrapper_tensor import WrapperTensor
 
-Result = torch.Tensor | Values
+Result = torch.Tensor | LazyTensor
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
@@ -47,7 +47,7 @@ def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Resu
 
     ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
     """
-    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(x):
         return reference.activation(stage, x)
     return _Forward((stage,), x, NO_OPERAND)
 
@@ -56,7 +56,7 @@ def activation_backward(
     stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> Result:
     """Gradient of ``x``; see the reference, and :func:`activation`."""
-    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         return reference.activation_backward(stage, dy, x)
     return _Backward((stage,), dy, x, NO_OPERAND, NO_OPERAND)
 
@@ -65,7 +65,7 @@ def activation_bias_backward(
     stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
     """Gradients of the sum ``x`` before an activation, and of its bias."""
-    if is_torchs(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
+    if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         dx = reference.activation_backward(stage, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)
     dbias = torch.empty(x.shape[-1], dtype=x.dtype, device=x.device)
@@ -143,7 +143,7 @@ def add(x: torch.Tensor, extra: torch.Tensor) -> Result:
 # -- chains, where kernels run ------------------------------------------------
 
 
-def chain(stages: Stages, x: torch.Tensor, operands: Operands) -> Values:
+def chain(stages: Stages, x: torch.Tensor, operands: Operands) -> LazyTensor:
     """The output of ``stages``, each rounded to the dtype of ``x``.
 
     ``operands``, one a stage: a bias, an extra input, the seed of a dropout, scales, or None.
@@ -158,7 +158,7 @@ def chain_backward(
     x: torch.Tensor | None,
     operands: Operands,
     wanted: Sequence[bool],
-) -> tuple[Values, list[torch.Tensor | None]]:
+) -> tuple[LazyTensor, list[torch.Tensor | None]]:
     """Gradients of the input of ``stages`` and, where ``wanted``, of the operands.
 
     What no activation after it reads again may be None: ``x``, a bias, an
@@ -179,7 +179,7 @@ def chain_backward(
     return _Backward(stages, dy, x, contiguous, grads), grads
 
 
-def is_torchs(stage: Stage, count: int, *, is_plain: bool) -> bool:
+def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
     """Whether so many elements go to torch's own function, which is as good; see `activation`."""
     return is_plain and stage.name in reference.NATIVE and count < FEW_ELEMENTS
 
@@ -196,7 +196,7 @@ _BIAS = Stage("bias")
 
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
     """Whether kernels run on such tensors, which must have one dtype."""
-    return kernels_take(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
+    return kernels_support(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if reads_in_place(x) else x.contiguous()
 
 
-class _Forward(Values):
+class _Forward(LazyTensor):
     """The output of a chain."""
 
     def __init__(self, stages: Stages, x: torch.Tensor, operands: Operands) -> None:
@@ -219,7 +219,7 @@ class _Forward(Values):
         self.shape = torch.Size((*leading, features >> halves))
         self.dtype, self.device = x.dtype, x.device
 
-    def by_kernel(self) -> torch.Tensor:
+    def _from_kernel(self) -> torch.Tensor:
         stage, *more = self.stages
         if not more and stage.name in _TORCH:
             return _TORCH[stage.name](self.x, *self.operands, *stage.scalars)
@@ -227,7 +227,7 @@ class _Forward(Values):
         kernels.pointwise(self.stages, self.x, self.operands, y)
         return y
 
-    def by_torch(self) -> torch.Tensor:
+    def _from_reference(self) -> torch.Tensor:
         y = reference_chain.forward(self.stages, self.x, self.operands)
         return y.contiguous().view(self.shape)
 
@@ -241,7 +241,7 @@ class _Forward(Values):
         return kernels.forward_producer(self.stages, self.x, self.operands, *self.matrix)
 
 
-class _Backward(Values):
+class _Backward(LazyTensor):
     """The gradient of a chain's input; ``grads``, those of its operands, are written with it."""
 
     def __init__(
@@ -264,12 +264,12 @@ class _Backward(Values):
         self.dtype, self.device = dy.dtype, dy.device
         self.sums: torch.Tensor | None = None
 
-    def by_kernel(self) -> torch.Tensor:
+    def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._run(dx, None)
         return dx
 
-    def by_torch(self) -> torch.Tensor:
+    def _from_reference(self) -> torch.Tensor:
         dx, grads = reference_chain.backward(
             self.stages, self.dy, self.x, self.operands, self.saved
         )

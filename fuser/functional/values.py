@@ -16,7 +16,7 @@ from fuser.errors import KernelUnavailable
 _ON_CPU = torch.empty(0, device="cpu")
 
 
-class Values:
+class LazyTensor:
     """A tensor that a kernel can make, in the form in which it is first stored.
 
     The function that gets one writes it once: plainly (:meth:`tensor`), or quantized, by
@@ -26,7 +26,7 @@ class Values:
     the way.
 
     Where a kernel cannot be had, :meth:`tensor` is torch's work. The others
-    raise :class:`~fuser.errors.KernelUnavailable`, and :func:`or_torch` asks
+    raise :class:`~fuser.errors.KernelUnavailable`, and :func:`fallback_to_torch` asks
     for the tensor then.
     """
 
@@ -39,7 +39,7 @@ class Values:
         """Rows and columns: the last dimension, and all others."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
-    def view(self, shape: torch.Size) -> Values:
+    def view(self, shape: torch.Size) -> LazyTensor:
         """The same values in another shape, with rows as long."""
         self.shape = shape
         return self
@@ -47,15 +47,15 @@ class Values:
     def tensor(self) -> torch.Tensor:
         """The values, contiguous, by a kernel that writes them plainly."""
         try:
-            return self.by_kernel()
+            return self._from_kernel()
         except KernelUnavailable:
-            return self.by_torch()
+            return self._from_reference()
 
-    def by_kernel(self) -> torch.Tensor:
+    def _from_kernel(self) -> torch.Tensor:
         """:meth:`tensor`, by kernels alone."""
         raise NotImplementedError
 
-    def by_torch(self) -> torch.Tensor:
+    def _from_reference(self) -> torch.Tensor:
         """:meth:`tensor`, and all that is computed along with it, in plain torch."""
         raise NotImplementedError
 
@@ -78,16 +78,16 @@ class Values:
         """Complete what the kernel that took the producer has left in parts."""
 
 
-def written(values: torch.Tensor | Values) -> torch.Tensor:
+def written(values: torch.Tensor | LazyTensor) -> torch.Tensor:
     """``values`` in memory."""
-    return values.tensor() if isinstance(values, Values) else values
+    return values.tensor() if isinstance(values, LazyTensor) else values
 
 
 def kernels_run_on(device: str) -> bool:
     """Whether kernels take tensors on a device of that type."""
     if device == "cuda":
         return module.kernels_unavailable() is None
-    return launch.kernels_take(_ON_CPU)
+    return launch.kernels_support(_ON_CPU)
 
 
 def why_no_kernels(device: str) -> str | None:
@@ -105,7 +105,7 @@ Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
 
-def or_torch(
+def fallback_to_torch(
     function: Callable[Concatenate[First, Rest], Result],
 ) -> Callable[Concatenate[First, Rest], Result]:
     """A function that is called again, from its start, where a kernel of its cannot be had.
@@ -119,7 +119,7 @@ def or_torch(
         try:
             return function(x, *args, **options)
         except KernelUnavailable:
-            again: Any = x.tensor().view(x.matrix) if isinstance(x, Values) else x
+            again: Any = x.tensor().view(x.matrix) if isinstance(x, LazyTensor) else x
             return function(again, *args, **options)
 
     return attempt
@@ -147,21 +147,21 @@ def as_stored(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_neg() if x.is_neg() else x
 
 
-def matrix_of(x: torch.Tensor | Values) -> tuple[int, int]:
+def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:
     """Rows and columns of ``[M, K]``, or of values of any shape."""
-    if isinstance(x, Values):
+    if isinstance(x, LazyTensor):
         return x.matrix
     m, k = x.shape
     return m, k
 
 
-def source_of(x: torch.Tensor | Values) -> torch.Tensor | Producer:
+def source_of(x: torch.Tensor | LazyTensor) -> torch.Tensor | Producer:
     """What a kernel takes to quantize ``x``."""
-    return x.producer() if isinstance(x, Values) else rows_of(x)
+    return x.producer() if isinstance(x, LazyTensor) else rows_of(x)
 
 
 def buffer(
-    x: torch.Tensor | Values,
+    x: torch.Tensor | LazyTensor,
     shape: tuple[int, int],
     is_wanted: bool,
     dtype: torch.dtype = torch.uint8,

@@ -10,7 +10,7 @@ import torch
 from fuser.basic_ops import Activation, Bias
 from fuser.functional import pointwise
 from fuser.functional.values import kernels_run_on
-from fuser.op import FusedOperation, Grads, OperationContext, emit_grad, quantizes_values
+from fuser.op import FusedOperation, Grads, OperationContext, quantizes_values, write_grad_input
 from fuser.specs import PlanKey
 
 
@@ -36,9 +36,7 @@ class BackwardActivationBias(FusedOperation):
         return ((name, 1), ("sum", 1))
 
     @classmethod
-    def emits_in_kernel(
-        cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey
-    ) -> bool:
+    def fuses_quantize(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def fuser_backward(
@@ -54,4 +52,4 @@ class BackwardActivationBias(FusedOperation):
         dx, dbias = pointwise.activation_bias_backward(
             ctx.function, grad_output, x, is_plain=not ctx.has_recipe
         )
-        return emit_grad(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())
+        return write_grad_input(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import LayerNorm, MakeExtraOutput, RMSNorm
-from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
+from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
 from fuser.specs import PlanKey
 
 
@@ -27,13 +27,13 @@ class _BackwardAddNorm(FusedOperation):
         name = f"{type(norm).__name__.lower()}_backward"
         if not norm.runs_in_kernel(key.window(1, 2)):
             return ((name, 1), ("add_", 1))
-        if key.ops[0].grad_input is None or not cls.emits_in_kernel(make, norm, side=side, key=key):
+        if key.ops[0].grad_input is None or not cls.fuses_quantize(make, norm, side=side, key=key):
             return ((f"{name}_add", 2),)
         return ((f"{name}_rows", 0), (f"{name}_add", 2))
 
     @classmethod
-    def emits_in_kernel(cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey) -> bool:
-        emits: bool = norm.emits_in_kernel(side, key.window(1, 2))
+    def fuses_quantize(cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey) -> bool:
+        emits: bool = norm.fuses_quantize(side, key.window(1, 2))
         return emits
 
     def fuser_backward(
@@ -46,7 +46,7 @@ class _BackwardAddNorm(FusedOperation):
         norm = self.members[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         dx, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output, grad_extra)
-        return emit_grad(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]
+        return write_grad_input(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]
 
 
 class BackwardAddRMSNorm(_BackwardAddNorm):

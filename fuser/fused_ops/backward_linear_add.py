@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import BasicLinear, MakeExtraOutput
-from fuser.op import FusedOperation, Grads, OperationContext, emit_grad
+from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
 from fuser.specs import PlanKey
 
 
@@ -43,4 +43,4 @@ class BackwardLinearAdd(FusedOperation):
         ctx = basic_op_ctxs[1]
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         grad_input, param_grads = linear.op_backward(ctx, grad_output, addend=grad_extra)
-        return emit_grad(grad_input, basic_op_ctxs[0]), [(), param_grads], [(), ()]
+        return write_grad_input(grad_input, basic_op_ctxs[0]), [(), param_grads], [(), ()]

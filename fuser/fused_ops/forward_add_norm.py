@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
-from fuser.op import FusedOperation, OperationContext, emit
+from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -30,12 +30,12 @@ class _ForwardAddNorm(FusedOperation):
         return (*((name, 0) for name in first), (last, count))
 
     @classmethod
-    def emits_in_kernel(
+    def fuses_quantize(
         cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, side: str, key: PlanKey
     ) -> bool:
         count = len(key.ops)
         own = key.window(count - 1, count)
-        return cls._adds_in_kernel(norm, key) and norm.emits_in_kernel(side, own)
+        return cls._adds_in_kernel(norm, key) and norm.fuses_quantize(side, own)
 
     @classmethod
     def _adds_in_kernel(cls, norm: Any, key: PlanKey) -> bool:
@@ -59,7 +59,7 @@ class _ForwardAddNorm(FusedOperation):
         add.check_extra(input_.shape, extra.shape)
         exposes_sum = len(self.members) == 3
         y, z = norm.normalize(basic_op_ctxs[-1], input_, extra, exposes_sum)
-        y = emit(y, next_op_input_quantizer)
+        y = write_output(y, next_op_input_quantizer)
         return y, ((), (z,), ()) if exposes_sum else ((), ())
 
 

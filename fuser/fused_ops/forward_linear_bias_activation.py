@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
-from fuser.op import FusedOperation, OperationContext, emit, quantizes_values
+from fuser.op import FusedOperation, OperationContext, quantizes_values, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -52,7 +52,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         return (biased, (activation.function.name, 1))
 
     @classmethod
-    def emits_in_kernel(
+    def fuses_quantize(
         cls,
         linear: BasicLinear,
         bias: Bias,
@@ -78,7 +78,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         bias = members[1].addend(basic_op_ctxs[1])
         if len(members) == 2:
             y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
-            return emit(y, next_op_input_quantizer), ((), ())
+            return write_output(y, next_op_input_quantizer), ((), ())
         activation, ctx = members[2], basic_op_ctxs[2]
         if (
             not ctx.has_recipe
@@ -88,7 +88,7 @@ class ForwardLinearBiasActivation(FusedOperation):
             x, weight = linear.operands(basic_op_ctxs[0], input_)
             return gemm.linear_gelu(x, weight, bias), ((), (), ())
         y = activation.run(ctx, linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]))
-        return emit(y, next_op_input_quantizer), ((), (), ())
+        return write_output(y, next_op_input_quantizer), ((), (), ())
 
 
 def _is_gelu_epilogue(activation: Activation, device: str) -> bool:

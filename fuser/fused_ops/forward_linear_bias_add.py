@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
-from fuser.op import FusedOperation, OperationContext, emit
+from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -68,9 +68,12 @@ class ForwardLinearBiasAdd(FusedOperation):
         add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
         if len(self.members) == 2:
             x, weight = linear.operands(basic_op_ctxs[0], input_)
-            return emit(gemm.linear_add(x, weight, extra), next_op_input_quantizer), ((), ())
+            return write_output(gemm.linear_add(x, weight, extra), next_op_input_quantizer), (
+                (),
+                (),
+            )
         bias = self.members[1].addend(basic_op_ctxs[1])
         y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
         # A dispatch mode may have kept the GEMM's result, as selective checkpointing does.
         y = y + extra if _count_dispatch_modes() else y.add_(extra)
-        return emit(y, next_op_input_quantizer), ((), (), ())
+        return write_output(y, next_op_input_quantizer), ((), (), ())

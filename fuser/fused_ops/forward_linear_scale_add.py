@@ -9,7 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
-from fuser.op import FusedOperation, OperationContext, emit
+from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.specs import PlanKey
 
 
@@ -48,4 +48,4 @@ class ForwardLinearScaleAdd(FusedOperation):
         x, weight = linear.operands(basic_op_ctxs[0], input_)
         add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
         y = gemm.linear_add(x, weight, extra, scale.scale)
-        return emit(y, next_op_input_quantizer), ((), (), ())
+        return write_output(y, next_op_input_quantizer), ((), (), ())

@@ -17,9 +17,9 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
-    emit,
-    emit_grad,
     quantizes_values,
+    write_grad_input,
+    write_output,
 )
 from fuser.plan.window import Many, OneOf
 from fuser.specs import PlanKey
@@ -69,7 +69,7 @@ class PointwiseChain(FusedOperation):
         return ((name if side == "forward" else f"{name}_backward", len(key.ops)),)
 
     @classmethod
-    def emits_in_kernel(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> bool:
+    def fuses_quantize(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
     def fuser_forward(
@@ -107,7 +107,7 @@ class PointwiseChain(FusedOperation):
             ctx.stages, ctx.owners = stages, owners
             ctx.wanted = [_wants_grad(basic_op_ctxs[i]) for i in owners]
         y = pointwise.chain(stages, input_, operands) if stages else input_
-        return emit(y, next_op_input_quantizer), ((),) * len(self.members)
+        return write_output(y, next_op_input_quantizer), ((),) * len(self.members)
 
     def fuser_backward(
         self,
@@ -120,7 +120,7 @@ class PointwiseChain(FusedOperation):
         stages: Stages = ctx.stages
         grads: list[torch.Tensor | None] = []
         if not stages:
-            dx = emit_grad(grad_output, ctx)
+            dx = write_grad_input(grad_output, ctx)
         else:
             x, *operands = ctx.saved_tensors
             dy = cast(grad_output, ctx.input_dtype)
@@ -136,7 +136,7 @@ class PointwiseChain(FusedOperation):
                 )
             ]
             values, grads = pointwise.chain_backward(stages, dy, x, operands, asked)
-            dx = emit_grad(values, ctx)
+            dx = write_grad_input(values, ctx)
             for i, stage in enumerate(stages):
                 if stage.name == "add_extra_input" and ctx.wanted[i] and not asked[i]:
                     grads[i] = grad_output if is_dy[i] else dx

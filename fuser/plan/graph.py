@@ -12,7 +12,7 @@ import torch
 from fuser.errors import InputError
 from fuser.op import COMPUTE_DTYPES, BasicOperation
 from fuser.plan.parameter_slots import find_slots
-from fuser.specs import Emission, PlanKey, TensorSpec
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
 
 Node = Hashable
 Memory = Hashable
@@ -113,13 +113,13 @@ def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
     for gap in range(len(ops) + 1):
         before, after = gap - 1, gap
         if before >= 0:
-            wanted = ops[after].wanted_input(narrowed[after]) if after < len(ops) else None
+            wanted = ops[after].input_quantization(narrowed[after]) if after < len(ops) else None
             value = ops[before].emitted("forward", narrowed[before], wanted)
             keys[before] = replace(keys[before], output=value)
             if after < len(ops):
                 keys[after] = replace(keys[after], input=value)
         if after < len(ops) and key.ops[after].input_requires_grad:
-            wanted = ops[before].wanted_grad_output(narrowed[before]) if before >= 0 else None
+            wanted = ops[before].grad_output_quantization(narrowed[before]) if before >= 0 else None
             grad = ops[after].emitted("backward", narrowed[after], wanted)
             keys[after] = replace(keys[after], grad_input=grad)
             if before >= 0:
@@ -335,7 +335,7 @@ class OpGraph:
         emission = self.emission(gap, side)
         return spec.nbytes if emission is None else emission.nbytes(spec)
 
-    def emission(self, gap: int, side: str) -> Emission | None:
+    def emission(self, gap: int, side: str) -> QuantSpec | None:
         """How the main line there, or its gradient, travels quantized; None for plain."""
         keys = self.key.ops
         if gap == len(keys):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.specs import Emission, PlanKey
+from fuser.specs import PlanKey, QuantSpec
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Step:
     kernel: str
     bytes_per_token: float
     microseconds: float
-    emits: Emission | None = None
+    emits: QuantSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class LayoutNote:
+class VectorNote:
     """What a step does about a tensor: how it lies in memory, or that blocks do not divide it."""
 
     side: str
@@ -85,8 +85,8 @@ class FusionPlan:
 
     ``forward`` and ``backward`` hold the steps in the order in which they run:
     backward from the last op to the first, and empty where nothing needs a
-    gradient. ``line_bytes[i]`` is what the main line carries into op ``i``, in
-    bytes a token, and ``grad_line_bytes[i]`` what its gradient carries out of
+    gradient. ``activation_bytes[i]`` is what the main line carries into op ``i``, in
+    bytes a token, and ``grad_activation_bytes[i]`` what its gradient carries out of
     it; the last entries are the output's. ``layout`` and ``padding`` speak of
     the tensors for which the plan was asked, and are empty in one that is cached
     by its key.
@@ -102,12 +102,12 @@ class FusionPlan:
     unfused_backward: tuple[Step, ...]
     refusals: tuple[Refusal, ...]
     channels: tuple[Channel, ...]
-    line_bytes: tuple[float, ...]
-    grad_line_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+    grad_activation_bytes: tuple[float, ...]
     nominal_tokens: int
-    layout: tuple[LayoutNote, ...] = ()
+    layout: tuple[VectorNote, ...] = ()
     modules: tuple[ModuleCall, ...] = ()
-    padding: tuple[LayoutNote, ...] = ()
+    padding: tuple[VectorNote, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -155,7 +155,7 @@ class FusionPlan:
             lines.append("Modules in brackets are not counted.")
         return "\n".join(lines)
 
-    def _title(self, note: LayoutNote) -> str:
+    def _title(self, note: VectorNote) -> str:
         """The step that a note is about."""
         steps = self.steps(note.side)
         return next(s.fusion for s in steps if s.ops == note.ops) or self.ops[note.ops[0]]
@@ -190,7 +190,7 @@ class FusionPlan:
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
         """What is on the main line before op ``gap``, or on its gradient: bytes, and format."""
-        carried = (self.line_bytes if side == "forward" else self.grad_line_bytes)[gap]
+        carried = (self.activation_bytes if side == "forward" else self.grad_activation_bytes)[gap]
         edge = gap - 1 if side == "forward" else gap
         emits = [step.emits for step in self.steps(side) if _last_op(step, side) == edge]
         return [f"{format_bytes(carried)}/token", *(str(e.format) for e in emits if e is not None)]
@@ -219,8 +219,8 @@ class FusionPlan:
             "ops": list(self.ops),
             "channels": [dict(vars(channel)) for channel in self.channels],
             "nominal_tokens": self.nominal_tokens,
-            "line_bytes": list(self.line_bytes),
-            "grad_line_bytes": list(self.grad_line_bytes),
+            "activation_bytes": list(self.activation_bytes),
+            "grad_activation_bytes": list(self.grad_activation_bytes),
             "forward": steps(self.forward),
             "backward": steps(self.backward),
             "unfused_forward": steps(self.unfused_forward),
@@ -347,8 +347,8 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         refusals=first.refusals + moved(second.refusals),
         layout=first.layout + moved(second.layout),
         padding=first.padding + moved(second.padding),
-        line_bytes=first.line_bytes[:-1] + second.line_bytes,
-        grad_line_bytes=first.grad_line_bytes[:-1] + second.grad_line_bytes,
+        activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
+        grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
     )
 
 

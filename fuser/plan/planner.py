@@ -23,7 +23,7 @@ NOMINAL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceCosts:
     """What the cost model knows of a device: bytes a second, seconds a launch."""
 
     bandwidth: float
@@ -32,7 +32,7 @@ class Machine:
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
 # docs/facts.md). The CPU's numbers are nominal: the size of two cores and a call.
-MACHINES = {"cuda": Machine(4.2e12, 5e-6), "cpu": Machine(2e10, 2e-6)}
+MACHINES = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
 
 # Two covers of equal modelled time differ in host time: fewer steps win.
 STEP_COST = 1e-9
@@ -127,8 +127,8 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
             for source in row
             if source.producer is not None
         ),
-        line_bytes=_line_bytes(graph, "forward"),
-        grad_line_bytes=_line_bytes(graph, "backward"),
+        activation_bytes=_line_bytes(graph, "forward"),
+        grad_activation_bytes=_line_bytes(graph, "backward"),
         nominal_tokens=NOMINAL_TOKENS,
     )
     made: dict[tuple[int, int, Any], FusibleOperation] = {}
@@ -236,8 +236,8 @@ class _Search:
             if side == "backward" and i < self.first:
                 names = ()
             kernels = [(name, int(last)) for last, name in _marking_last(names)]
-            emits_in_kernel = op.emits_in_kernel(side, key)
-            candidates.append(self._candidate(window, side, None, kernels, emits_in_kernel))
+            fuses_quantize = op.fuses_quantize(side, key)
+            candidates.append(self._candidate(window, side, None, kernels, fuses_quantize))
         return candidates
 
     def joint(self, pinned: Pinned) -> list[tuple[Candidate, Candidate]]:
@@ -300,7 +300,7 @@ class _Search:
         try:
             reason = fusion.refuses(*bound, key=key)
             kernels = fusion.kernels(*bound, side=side, key=key) if reason is None else ()
-            emits_in_kernel = reason is None and fusion.emits_in_kernel(*bound, side=side, key=key)
+            fuses_quantize = reason is None and fusion.fuses_quantize(*bound, side=side, key=key)
         except Exception as error:  # a broken fusion must not break the pipeline
             reason = f"{fusion.__name__} raised {type(error).__name__}: {error}"
             warnings.warn(
@@ -313,7 +313,7 @@ class _Search:
         if reason is not None:
             self._refuse(fusion, window, reason)
             return None
-        return self._candidate(window, side, fusion, kernels, emits_in_kernel)
+        return self._candidate(window, side, fusion, kernels, fuses_quantize)
 
     def _refuse(self, fusion: type[FusedOperation], window: range, reason: str) -> None:
         refusal = Refusal(fusion.__name__, fusion.side, tuple(window), reason)
@@ -331,7 +331,7 @@ class _Search:
         side: str,
         run: type[FusedOperation] | FusedOperation | None,
         kernels: Sequence[tuple[str, int]],
-        emits_in_kernel: bool = False,
+        fuses_quantize: bool = False,
     ) -> Candidate:
         """Cost a window from the kernels it launches and the bytes each must move."""
         token_bytes = param_bytes = 0
@@ -354,7 +354,7 @@ class _Search:
             token_bytes += sum(for_tokens for _, for_tokens, _ in before)
             param_bytes += sum(for_params for _, _, for_params in before)
             after = self.graph.emitting_bytes(window.start, window.stop, side)
-            if after is not None and not emits_in_kernel:
+            if after is not None and not fuses_quantize:
                 names.append("quantize")
                 token_bytes += after
         a_token = token_bytes / self.graph.tokens

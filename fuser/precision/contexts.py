@@ -79,7 +79,7 @@ class _Regions:
 
 
 @dataclass(frozen=True, eq=False)
-class _Scope:
+class _AutocastFrame:
     """One entered autocast."""
 
     owner: autocast
@@ -89,7 +89,7 @@ class _Scope:
     outer_recipe: Recipe | None
 
 
-_scopes: ContextVar[tuple[_Scope, ...]] = ContextVar("fuser_scopes", default=())
+_scopes: ContextVar[tuple[_AutocastFrame, ...]] = ContextVar("fuser_scopes", default=())
 """Those entered here, the innermost last."""
 
 is_autocast_used = False
@@ -161,7 +161,7 @@ class autocast(contextlib.ContextDecorator):
         is_autocast_used = True
         scopes = _scopes.get()
         regions = scopes[-1].regions if scopes else _Regions()
-        scope = _Scope(
+        scope = _AutocastFrame(
             self, self.recipe, self.amax_reduction_group, regions, outer_recipe=current_recipe()
         )
         _scopes.set((*scopes, scope))

@@ -17,7 +17,7 @@ from fuser.source import compiled
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
 
 
-class ParameterSlots:
+class CallKeyReader:
     """The parameters of a pipeline's ops, each found by its name at every call.
 
     Raises

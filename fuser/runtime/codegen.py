@@ -20,13 +20,13 @@ from fuser.plan.graph import Source
 from fuser.plan.plan import span
 from fuser.runtime.diagnose import (
     check_result,
+    explain_shape_error,
     refuse_dropped,
     refuse_no_output,
     refuse_param_grads,
-    say_why,
 )
 from fuser.source import compiled
-from fuser.specs import Emission, PlanKey
+from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
@@ -34,7 +34,7 @@ _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
 
-class PlanWriter:
+class PlanCodegen:
     """Writes a plan out as Python source: ``forward``, and ``backward`` where there is one.
 
     ``forward`` returns the output and the extra outputs, None for those that went
@@ -126,9 +126,11 @@ class PlanWriter:
                 self.names[f"no_output{number}"] = functools.partial(refuse_no_output, op, indices)
                 add(f"        if x is None: no_output{number}()")
         windows = [[self.ops[i] for i in indices] for _, indices in steps]
-        self.names["say_why"] = functools.partial(say_why, windows, self.key.autocast_dtype)
+        self.names["explain_shape_error"] = functools.partial(
+            explain_shape_error, windows, self.key.autocast_dtype
+        )
         self._add_result_check("forward", steps)
-        add("        if isinstance(error, RuntimeError): say_why(step, x, error)")
+        add("        if isinstance(error, RuntimeError): explain_shape_error(step, x, error)")
         add("        raise")
         produced = "".join(f"out{i}_{k}, " for i, k in self.places)
         if not self.saving:
@@ -416,7 +418,7 @@ class PlanWriter:
         """The quantizer in which an op wants its input."""
         if self.key.recipe is None or index == len(self.ops):
             return "None"
-        return self._wanted(index, "forward", "get_input_quantizer", "wanted_input")
+        return self._wanted(index, "forward", "get_input_quantizer", "input_quantization")
 
     def _wanted_grad(self, index: int) -> str:
         """The quantizer in which the op before wants the gradient of this op's input."""
@@ -424,7 +426,7 @@ class PlanWriter:
         if self.key.recipe is None or not wants_any:
             return "None"
         return self._wanted(
-            index - 1, "backward", "get_grad_output_quantizer", "wanted_grad_output"
+            index - 1, "backward", "get_grad_output_quantizer", "grad_output_quantization"
         )
 
     def _wanted(self, index: int, mode: str, getter: str, question: str) -> str:
@@ -461,7 +463,7 @@ class PlanWriter:
         return name
 
 
-def _narrowed(getter: str, wanted: Emission | None) -> str:
+def _narrowed(getter: str, wanted: QuantSpec | None) -> str:
     if wanted is None:
         return "None"
     return f"{getter}.with_usage(rowwise={wanted.rowwise}, columnwise={wanted.columnwise})"

@@ -13,7 +13,7 @@ from fuser.specs import TensorSpec
 from fuser.tensors import Float8Quantizer
 
 
-def say_why(
+def explain_shape_error(
     windows: Sequence[Sequence[BasicOperation]],
     autocast: torch.dtype | None,
     step: int,

@@ -1,8 +1,8 @@
 """Running a plan: the Python that it means, as one autograd node.
 
-``Run.source`` is what runs (``runtime/codegen.py``). While torch's profiler runs, every step runs
-in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them NVTX
-ranges.
+``CompiledPlan.source`` is what runs (``runtime/codegen.py``). While torch's profiler runs, every
+step runs in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them
+NVTX ranges.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_checkpointed_forward
 from fuser.recipe import DelayedScaling
-from fuser.runtime.codegen import PlannedOps, PlanWriter
+from fuser.runtime.codegen import PlanCodegen, PlannedOps
 from fuser.runtime.diagnose import refuse_other_kinds, refuse_transform
 from fuser.source import compiled
 from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
 
 
-class Run:
+class CompiledPlan:
     """A plan ready to be called.
 
     Parameters
@@ -77,7 +77,7 @@ class Run:
             for i, op in enumerate(ops)
             if op.accumulates_into_main_grad and key.ops[i].params[0].requires_grad
         ]
-        writer = PlanWriter(key, ops, sources, returned, param_counts, self.places)
+        writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places)
         self.saving = writer.saving
         self.source, self.forward, self.backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
@@ -156,7 +156,7 @@ class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[Run, tuple[torch.Tensor, ...], list[dict[str, Any]] | None],
+        call: tuple[CompiledPlan, tuple[torch.Tensor, ...], list[dict[str, Any]] | None],
         input_: torch.Tensor,
         *params_and_extra_inputs: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from fuser.formats import padded_shape
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import FusionPlan, LayoutNote, Step, format_bytes
-from fuser.specs import Emission, TensorSpec
+from fuser.plan.plan import FusionPlan, Step, VectorNote, format_bytes
+from fuser.specs import QuantSpec, TensorSpec
 
 NAMES = {"input": "input", "weight": "weight", "grad_output": "gradient of its output"}
 
 
-def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[LayoutNote, ...]:
+def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[VectorNote, ...]:
     """A note for each tensor that a step of ``plan`` pads to quantize it; ``graph`` is the call's.
 
     The bytes are those of a copy with the padding, written and read; of the plain values before
@@ -40,13 +40,13 @@ def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[LayoutNote, ...]:
                     f"pads the {name} of shape {spec.shape} to {padded[0]} x {padded[1]} for "
                     f"{made.format.name}: {format_bytes(more)} more."
                 )
-                notes.append(LayoutNote(side, step.ops, text))
+                notes.append(VectorNote(side, step.ops, text))
     return tuple(notes)
 
 
 def _quantized(
     graph: OpGraph, side: str, step: Step
-) -> Iterator[tuple[str, TensorSpec, Emission, bool]]:
+) -> Iterator[tuple[str, TensorSpec, QuantSpec, bool]]:
     """What a step quantizes: its name, itself, how, and whether it is in memory before."""
     for i in step.ops:
         op = graph.ops[i]

@@ -25,12 +25,12 @@ from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
 from fuser.precision.recomputation import conditions_of_forward
-from fuser.runtime.call_key import ParameterSlots
+from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
-from fuser.runtime.executor import Run
+from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.padding import padding_notes
 from fuser.runtime.vectorization import layout_notes
-from fuser.specs import Emission, OpKey, PlanKey, TensorKey, TensorSpec
+from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
 
 _registered = RegisteredFusions()
@@ -88,10 +88,10 @@ class OperationFuser:
         self.checks = Checks(self.basic_ops, self.sources)
         self.num_extra_inputs = self.checks.num_extra_inputs
         self.planned_count = 0
-        self._plans: dict[PlanKey, Run] = {}
-        self._runs: dict[tuple[Any, ...], Run] = {}
-        self._last: tuple[tuple[Any, ...], Run | None] = ((), None)
-        self._slots = ParameterSlots((), 0)  # until the first call or plan
+        self._plans: dict[PlanKey, CompiledPlan] = {}
+        self._runs: dict[tuple[Any, ...], CompiledPlan] = {}
+        self._last: tuple[tuple[Any, ...], CompiledPlan | None] = ((), None)
+        self._slots = CallKeyReader((), 0)  # until the first call or plan
         self._is_started = False
         self._start_lock = threading.Lock()
         self._hooked = [
@@ -195,7 +195,7 @@ class OperationFuser:
         input_: torch.Tensor,
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
-    ) -> tuple[Run, tuple[torch.Tensor, ...]]:
+    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...]]:
         """What an earlier call of this signature ran, else planned now; kept as the last.
 
         Returned with the parameters, among them those that were added to an op since its last
@@ -266,7 +266,7 @@ class OperationFuser:
 
     def _find_parameters(self) -> None:
         """Where the parameters are at this moment; kept as it is if that has not changed."""
-        slots = ParameterSlots(self.basic_ops, self.num_extra_inputs)
+        slots = CallKeyReader(self.basic_ops, self.num_extra_inputs)
         for index in slots.computed:
             op = self.basic_ops[index]
             if op._forward_pre_hooks and len(self.basic_ops) > 1:
@@ -297,7 +297,7 @@ class OperationFuser:
         extra_inputs: Sequence[torch.Tensor],
         *,
         only_planning: bool,
-    ) -> Run:
+    ) -> CompiledPlan:
         """Check the tensors, build the plan key, and plan unless an equal key was planned."""
         self.checks.kinds(input_, params, extra_inputs)
         device = self.checks.device(input_, params, extra_inputs, only_planning=only_planning)
@@ -319,7 +319,7 @@ class OperationFuser:
             if key.recipe is not None:
                 warn_if_emulated(key.recipe, key.arch)
             planned = make_plan(graph, key, _registered)
-            run = Run(
+            run = CompiledPlan(
                 planned.plan,
                 key,
                 self.basic_ops,
@@ -378,7 +378,7 @@ class OperationFuser:
             main_requires = requires
         if isinstance(input_, QuantizedTensor):
             usage = input_._usage()
-            arrives = Emission(input_.format, usage.rowwise, usage.columnwise)
+            arrives = QuantSpec(input_.format, usage.rowwise, usage.columnwise)
             keys[0] = replace(keys[0], input=arrives)
         return tuple(keys)
 
@@ -421,7 +421,7 @@ def _with_dimension(value: Any) -> Any:
     return value[None] if isinstance(value, torch.Tensor) else value
 
 
-def _keep(table: dict[Any, Run], key: Any, run: Run) -> None:
+def _keep(table: dict[Any, CompiledPlan], key: Any, run: CompiledPlan) -> None:
     if len(table) >= MAX_PLANS:
         table.pop(next(iter(table)), None)
     table[key] = run

@@ -30,7 +30,7 @@ from fuser.functional import pointwise
 from fuser.functional.values import are_rows, kernels_run_on
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
-from fuser.plan.plan import FusionPlan, LayoutNote, Step
+from fuser.plan.plan import FusionPlan, Step, VectorNote
 from fuser.specs import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16
@@ -44,7 +44,7 @@ Rows = Callable[[torch.Tensor], torch.Tensor | None]
 
 def layout_notes(
     graph: OpGraph, plan: FusionPlan, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
-) -> tuple[LayoutNote, ...]:
+) -> tuple[VectorNote, ...]:
     """What the kernels of ``plan`` do about the call's tensors that they cannot read by vectors.
 
     ``graph`` is that of the call. A tensor on the meta device may lie at any address. What torch's
@@ -54,7 +54,7 @@ def layout_notes(
         return ()
     graph.bind(plan.key)
     extras = [(("extra input", k), f"extra input {k}", t) for k, t in enumerate(extra_inputs)]
-    found: list[LayoutNote] = []
+    found: list[VectorNote] = []
     for memory, name, tensor in ((graph.arriving[0], "the input", input_), *extras):
         # Of tensors of other kinds nobody knows where they lie.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
@@ -67,7 +67,7 @@ def layout_notes(
                     reading = _reading(graph, side, step, op, is_main)
                     if reading is not None and seen is not None:
                         notes = reading.notes(name, seen.detach())
-                        found += [LayoutNote(side, step.ops, text) for text in notes]
+                        found += [VectorNote(side, step.ops, text) for text in notes]
     return tuple(found)
 
 
@@ -235,7 +235,7 @@ def _is_torchs(op: Any, key: PlanKey, spec: TensorSpec) -> bool:
     """Whether a pointwise op alone does nothing, or torch is as good at it."""
     if isinstance(op, Dropout):
         return not op.training or op.dropout_probability == 0
-    return isinstance(op, Activation) and pointwise.is_torchs(
+    return isinstance(op, Activation) and pointwise.prefers_torch(
         op.function, math.prod(spec.shape), is_plain=key.recipe is None
     )
 

@@ -11,7 +11,7 @@ import torch
 
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
 from fuser.functional import block_scaling
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -103,7 +103,7 @@ class Float8BlockQuantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.block_scaling_dim)
 
-    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         row, row_scale, col, col_scale = block_scaling.quantize(
             rows,
             self.fp8_dtype,

@@ -13,7 +13,7 @@ import torch
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat, check_fp8_dtype
 from fuser.functional import fp8_scaling
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -143,7 +143,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
-    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         amax = None
         if self.group is not None:
             amax = fp8_scaling.amax(rows)
@@ -229,7 +229,7 @@ class Float8Quantizer(Quantizer):
         usage = (self.rowwise, self.columnwise)
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
-    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         data, transpose, scale_inv = fp8_scaling.quantize_delayed(
             rows,
             self.scale if self.saturates else self._scale_that_holds(rows),
@@ -240,7 +240,7 @@ class Float8Quantizer(Quantizer):
         )
         return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
 
-    def _scale_that_holds(self, rows: torch.Tensor | Values) -> torch.Tensor:
+    def _scale_that_holds(self, rows: torch.Tensor | LazyTensor) -> torch.Tensor:
         amax = fp8_scaling.amax(rows)
         largest = self.fp8_dtype.max / amax
         return torch.where((amax < math.inf) & (largest < self.scale), largest, self.scale)

@@ -18,7 +18,7 @@ from fuser.formats import (
     padded_shape,
 )
 from fuser.functional import mxfp8
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
 
@@ -97,7 +97,7 @@ class MXFP8Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.with_2d_quantization)
 
-    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         padded = whole_blocks(rows, MXFP8_BLOCK)
         if padded is not None:
             return self._buffers(padded)

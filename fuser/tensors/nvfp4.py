@@ -12,7 +12,7 @@ import torch
 from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
 from fuser.functional import nvfp4
-from fuser.functional.values import Values
+from fuser.functional.values import LazyTensor
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
@@ -152,7 +152,7 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
-    def buffers_of(self, rows: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         padded = whole_blocks(rows, NVFP4_BLOCK)
         if padded is not None:
             return self._buffers(padded)

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from fuser.cuda.launch import kernels_take
+from fuser.cuda.launch import kernels_support
 from fuser.cuda.replay import replayed
 from fuser.errors import InputError
 from fuser.formats import NumberFormat, padded_shape
-from fuser.functional.values import Values, matrix_of, written
+from fuser.functional.values import LazyTensor, matrix_of, written
 from fuser.tensors.base import QuantizedTensor
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -51,7 +51,7 @@ class Quantizer:
         if "replay_key" not in cls.__dict__:
             cls.replay_key = None  # type: ignore[assignment]
 
-    def __call__(self, tensor: torch.Tensor | Values) -> QuantizedTensor:
+    def __call__(self, tensor: torch.Tensor | LazyTensor) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
 
         A format of whole blocks pads it with zeros inside; the result has the tensor's shape.
@@ -68,7 +68,7 @@ class Quantizer:
         """
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
-        if isinstance(tensor, Values):
+        if isinstance(tensor, LazyTensor):
             if self.takes_values:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
@@ -87,12 +87,12 @@ class Quantizer:
         rows = source if source.dim() == 2 else _rows(source)
         return self._made(self._buffers(rows), source)
 
-    def _buffers(self, x: torch.Tensor | Values) -> dict[str, torch.Tensor | None]:
+    def _buffers(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         """:meth:`buffers_of`, replayed where the same was launched before."""
         if _is_dynamo_compiling():
             return self.buffers_of(x)  # which is traced
         key = self.replay_key
-        if isinstance(x, Values):
+        if isinstance(x, LazyTensor):
             of_values, tensors = x.replay_key()
 
             def written() -> dict[str, torch.Tensor | None]:
@@ -103,7 +103,7 @@ class Quantizer:
             if key is None or of_values is None:
                 return written()
             return replayed((key, of_values), (*self.state_tensors(), *tensors), written)
-        if key is None or not kernels_take(x):
+        if key is None or not kernels_support(x):
             return self.buffers_of(x)
         return replayed(key, (*self.state_tensors(), x), lambda: self.buffers_of(x))
 
@@ -120,7 +120,7 @@ class Quantizer:
         return ()
 
     def _made(
-        self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | Values
+        self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | LazyTensor
     ) -> QuantizedTensor:
         return self.tensor_class(buffers, source.shape, source.dtype, source.device, self.unbound())
 
@@ -182,7 +182,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1 if k else math.prod(x.shape[:-1]), k)
 
 
-def whole_blocks(x: torch.Tensor | Values, multiple: int) -> torch.Tensor | None:
+def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | None:
     """``x [M, K]`` with zeros after it, up to multiples in both dimensions; None if it has them.
 
     Values that are not in memory are written plainly for it.

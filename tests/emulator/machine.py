@@ -211,7 +211,7 @@ def memories(args: Sequence[Any]) -> list[Memory]:
 
 
 @dataclass
-class Emulator(launching.Machine):
+class Emulator(launching.LaunchBackend):
     """Runs launches in the worker, and compares the runs of each."""
 
     sources: Path

@@ -56,7 +56,7 @@ def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
 def nothing_remembered() -> Iterator[None]:
     """Inside, launches are new ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "machine", launch.Machine())
+        patch.setattr(launch, "machine", launch.LaunchBackend())
         yield
 
 

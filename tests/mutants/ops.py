@@ -64,8 +64,8 @@ BASIC_OPS = (
     Mutant(
         "the output of an extra input's fork gets the main gradient alone",
         "basic_ops/make_extra_output.py",
-        "emit_grad(grad_output + grad_extra, basic_op_ctxs[0])",
-        "emit_grad(grad_output, basic_op_ctxs[0])",
+        "write_grad_input(grad_output + grad_extra, basic_op_ctxs[0])",
+        "write_grad_input(grad_output, basic_op_ctxs[0])",
         "test_ops.py::test_make_extra_output_sums_the_gradients_of_the_outputs_that_were_used",
     ),
     Mutant(
@@ -137,7 +137,7 @@ BASIC_OPS = (
     Mutant(
         "a frozen Bias hands on its gradient plain, where the plan promises it quantized",
         "basic_ops/bias.py",
-        "return emit_grad(grad_output, ctx), (None,)",
+        "return write_grad_input(grad_output, ctx), (None,)",
         "return grad_output, (None,)",
         "test_operand_flow.py test_low_precision.py test_kernels_in_pipelines.py",
         select="frozen or neighbours or hands_on or emits",
@@ -360,8 +360,8 @@ FUSED_OPS = (
     Mutant(
         "a norm's gradient with another added is quantized as the op between wants it",
         "fused_ops/backward_add_norm.py",
-        "return emit_grad(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]",
-        "return emit_grad(dx, basic_op_ctxs[1]), [(), param_grads], [(), ()]",
+        "return write_grad_input(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]",
+        "return write_grad_input(dx, basic_op_ctxs[1]), [(), param_grads], [(), ()]",
         "test_operand_flow.py::"
         "test_the_gradient_of_a_norm_and_of_a_residual_arrives_as_the_plan_says",
     ),

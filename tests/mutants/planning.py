@@ -280,7 +280,7 @@ PLANNER = (
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
         "plan/planner.py",
-        "if after is not None and not emits_in_kernel:",
+        "if after is not None and not fuses_quantize:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
         "test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation",
