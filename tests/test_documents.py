@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from html import unescape
 from pathlib import Path
@@ -24,6 +25,8 @@ DOCUMENTS = tuple(
 # All Python blocks of these run in their order; those of CONTRIBUTING.md have tests of their own.
 RUN = ("README.md", "docs/low_precision.md", "docs/plans.md")
 LINES_OF_README = 120
+# What the examples write.
+FILES_OF_EXAMPLES = ("losses.csv", "recipes.csv", "recipes_losses.csv")
 
 
 def read(document: str) -> str:
@@ -169,6 +172,25 @@ def test_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
         assert there.exists(), target
         if heading:
             assert heading in anchors(there.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_files_that_a_document_names_exist(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    files = [f"/{path}" for path in all_files()]
+    for name in re.findall(r"`([\w./]+\.(?:py|cu|cuh|cpp|csv|svg))`", text):
+        if name not in FILES_OF_EXAMPLES:
+            assert any(file.endswith(f"/{name}") for file in files), name
+
+
+@functools.cache
+def all_files() -> tuple[str, ...]:
+    """Every file of the library, its tests and its benchmarks, relative to the repository."""
+    return tuple(
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fuser", "tests", "benchmarks", "examples", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    )
 
 
 @pytest.mark.parametrize(
