@@ -25,6 +25,7 @@ DOCUMENTS = tuple(
 # All Python blocks of these run in their order; those of CONTRIBUTING.md have tests of their own.
 RUN = ("README.md", "docs/low_precision.md", "docs/plans.md")
 LINES_OF_README = 120
+WIDTH_OF_README = 838  # pixels that GitHub gives a picture
 # What the examples write.
 FILES_OF_EXAMPLES = ("losses.csv", "recipes.csv", "recipes_losses.csv")
 
@@ -54,7 +55,7 @@ def names_after(*codes: str) -> dict[str, Any]:
     return names
 
 
-def test_the_readme_has_at_most_120_lines() -> None:
+def test_the_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= LINES_OF_README
 
 
@@ -106,6 +107,13 @@ def test_the_picture_of_a_document_has_the_plan_that_the_document_prints(
     plan = names.get("plan") or names["model"].plan(names["x"])
     drawn = plan.draw(tmp_path / "drawn.svg").read_text(encoding="utf-8")
     assert svg_texts(drawn) == svg_texts(read(picture))
+
+
+def test_the_picture_of_the_readme_is_legible_on_its_page() -> None:
+    svg = read("docs/plan_small.svg")
+    (width,) = re.findall(r'viewBox="0 0 ([\d.]+) ', svg)
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+    assert min(sizes) * WIDTH_OF_README / float(width) >= 8
 
 
 def svg_texts(svg: str) -> list[str]:
