@@ -191,6 +191,26 @@ def test_files_that_a_document_names_exist(document: str) -> None:
             assert any(file.endswith(f"/{name}") for file in files), name
 
 
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
+        if Path(name).suffix not in (".py", ".cu", ".cuh", ".csv", ".svg"):
+            assert set(name.split(".")) <= words_of_the_code(), name
+
+
+@functools.cache
+def words_of_the_code() -> frozenset[str]:
+    """Every word in the sources of the library and its tests."""
+    sources = (path for path in all_files() if Path(path).suffix in (".py", ".cu", ".cuh"))
+    return frozenset(
+        word
+        for source in sources
+        if source != "tests/test_documents.py"
+        for word in re.findall(r"\w+", read(source))
+    )
+
+
 @functools.cache
 def all_files() -> tuple[str, ...]:
     """Every file of the library, its tests and its benchmarks, relative to the repository."""
