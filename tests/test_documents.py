@@ -1,8 +1,10 @@
-"""README.md and ARCHITECTURE.md: their snippets run as printed, and their links lead somewhere."""
+"""The documents: their snippets run as printed, their links lead somewhere, the README is short."""
 
 from __future__ import annotations
 
+import functools
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,35 @@ import fuser
 from fuser.cuda.launch import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "ARCHITECTURE.md", "examples/README.md")
+FOLDERS = (".", "docs", "benchmarks", "benchmarks/results", "examples")
+DOCUMENTS = tuple(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).glob("*.md"))
+)
+# All Python blocks of these run in their order; those of CONTRIBUTING.md have tests of their own.
+RUN = ("README.md", "docs/low_precision.md", "docs/plans.md")
+LINES_OF_README = 120
+WIDTH_OF_README = 838  # pixels that GitHub gives a picture
+# What the examples write.
+FILES_OF_EXAMPLES = ("losses.csv", "recipes.csv", "recipes_losses.csv")
+
+
+def read(document: str) -> str:
+    """The text of a document."""
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    """The Python in a text that begins at the margin: indented blocks are parts of a file."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
 
 
 def snippets(document: str, heading: str) -> list[str]:
     """The Python in a section of a document, up to the next heading of its rank or above."""
     rank = heading.partition(" ")[0]
-    text = (ROOT / document).read_text(encoding="utf-8").split(f"\n{heading}\n")[1]
-    section = re.split(rf"^#{{1,{len(rank)}}} ", text, flags=re.M)[0]
-    return re.findall(r"^```python\n(.*?)^```", section, re.M | re.S)
+    text = read(document).split(f"\n{heading}\n")[1]
+    return python_blocks(re.split(rf"^#{{1,{len(rank)}}} ", text, flags=re.M)[0])
 
 
 def names_after(*codes: str) -> dict[str, Any]:
@@ -33,25 +55,75 @@ def names_after(*codes: str) -> dict[str, Any]:
     return names
 
 
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= LINES_OF_README
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_document_with_python_is_run(document: str) -> None:
+    assert not python_blocks(read(document)) or document in (*RUN, "CONTRIBUTING.md")
+
+
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-def test_the_readmes_code_runs_and_prints_the_plan_that_stands_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("document", RUN)
+def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
+    document: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if torch.cuda.is_available():
-        pytest.skip("the printed plan is that of a machine without a GPU.")
+        pytest.skip("the printed plans are those of a machine without a GPU.")
     monkeypatch.chdir(tmp_path)
-    names = names_after(*snippets("README.md", "## Use"))
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"```\n{capsys.readouterr().out}```\n" in text
-    assert (tmp_path / "plan.svg").is_file()
-    comment = f'"{names["plan"].forward[2].fusion}"'
-    assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in text
-    assert all(p.grad is not None for p in names["block"].parameters())
+    names = names_after(*python_blocks(read(document)))
+    printed = capsys.readouterr().out
+    if document == "docs/low_precision.md":
+        assert not printed
+        assert all(p.grad is not None for p in names["block"].parameters())
+    else:
+        assert f"```\n{printed}```\n" in read(document)
+    if document == "README.md":
+        assert all(p.grad is not None for p in names["model"].parameters())
+    if document == "docs/plans.md":
+        assert (tmp_path / "plan.svg").is_file()
+        comment = f'"{names["plan"].forward[2].fusion}"'
+        assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
 
 
-def test_the_op_and_the_fusion_that_architecture_adds_work() -> None:
-    op = snippets("ARCHITECTURE.md", "## Adding an op")
-    names = names_after(*op, *snippets("ARCHITECTURE.md", "## Adding a fusion"))
+@pytest.mark.parametrize(
+    ("document", "picture"),
+    [("README.md", "docs/plan_small.svg"), ("docs/plans.md", "docs/plan.svg")],
+)
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_the_picture_of_a_document_has_the_plan_that_the_document_prints(
+    document: str, picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the pictures are those of a machine without a GPU.")
+    pytest.importorskip("matplotlib")
+    assert re.search(rf"\]\([\w/]*{Path(picture).name}\)", read(document))
+    monkeypatch.chdir(tmp_path)
+    names = names_after(*python_blocks(read(document)))
+    plan = names.get("plan") or names["model"].plan(names["x"])
+    drawn = plan.draw(tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert svg_texts(drawn) == svg_texts(read(picture))
+
+
+def test_the_picture_of_the_readme_is_legible_on_its_page() -> None:
+    svg = read("docs/plan_small.svg")
+    (width,) = re.findall(r'viewBox="0 0 ([\d.]+) ', svg)
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+    assert min(sizes) * WIDTH_OF_README / float(width) >= 8
+
+
+def svg_texts(svg: str) -> list[str]:
+    """What is written in a picture."""
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
+
+
+def test_the_op_and_the_fusion_of_contributing_work() -> None:
+    op = snippets("CONTRIBUTING.md", "## Adding an op")
+    names = names_after(*op, *snippets("CONTRIBUTING.md", "## Adding a fusion"))
     model = names["model"]
     torch.nn.init.normal_(model[1].bias)
     x = torch.randn(3, 64, requires_grad=True)
@@ -67,16 +139,16 @@ def test_the_op_and_the_fusion_that_architecture_adds_work() -> None:
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
-def test_the_kernel_test_and_the_kernels_that_architecture_shows_work() -> None:
-    test, kernels = snippets("ARCHITECTURE.md", "## Writing a kernel")
+def test_the_kernel_test_and_the_kernels_of_contributing_work() -> None:
+    test, kernels = snippets("CONTRIBUTING.md", "## Adding a kernel")
     names_after(test)["test_probe_writes_scale_times_x_plus_the_index"]()
     made = names_after(kernels)["instantiations"]()
     assert len(made) == 4
     assert all(isinstance(kernel, Kernel) for kernel in made)
 
 
-def test_probe_has_the_lines_that_architecture_says() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+def test_probe_has_the_lines_that_contributing_says() -> None:
+    text = read("CONTRIBUTING.md")
     lines = {
         name: len((ROOT / "fuser" / name).read_text(encoding="utf-8").splitlines())
         for name in ("cuda/probe.py", "cuda/kernels/probe.cu")
@@ -85,24 +157,80 @@ def test_probe_has_the_lines_that_architecture_says() -> None:
     assert counts == list(lines.values())
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        number = 0
+        while (anchor := f"{slug}-{number}" if number else slug) in found:
+            number += 1
+        found.add(anchor)
+    return found
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(document)):
+        if target.startswith("https://"):
+            continue
         path, _, heading = target.partition("#")
         there = (ROOT / document).parent / path if path else ROOT / document
         assert there.exists(), target
         if heading:
-            titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
-            slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-            assert heading in slugs, target
+            assert heading in anchors(there.read_text(encoding="utf-8")), target
 
 
-def test_the_names_that_a_script_of_te_ops_uses_are_here() -> None:
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("### For users of te.ops\n")[1]
-    rows = re.findall(r"^\| (.*?) \| (.*?) \|$", table.split("\n### ")[0], re.M)
-    assert rows[0] == ("there", "here")
-    for there, here in rows[1:]:
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_files_that_a_document_names_exist(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    files = [f"/{path}" for path in all_files()]
+    for name in re.findall(r"`([\w./]+\.(?:py|cu|cuh|cpp|csv|svg))`", text):
+        if name not in FILES_OF_EXAMPLES:
+            assert any(file.endswith(f"/{name}") for file in files), name
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
+        if Path(name).suffix not in (".py", ".cu", ".cuh", ".csv", ".svg"):
+            assert set(name.split(".")) <= words_of_the_code(), name
+
+
+@functools.cache
+def words_of_the_code() -> frozenset[str]:
+    """Every word in the sources of the library and its tests."""
+    sources = (path for path in all_files() if Path(path).suffix in (".py", ".cu", ".cuh"))
+    return frozenset(
+        word
+        for source in sources
+        if source != "tests/test_documents.py"
+        for word in re.findall(r"\w+", read(source))
+    )
+
+
+@functools.cache
+def all_files() -> tuple[str, ...]:
+    """Every file of the library, its tests and its benchmarks, relative to the repository."""
+    return tuple(
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fuser", "tests", "benchmarks", "examples", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "heading"),
+    [("README.md", "## te.ops"), ("docs/te_ops.md", "# For users of te.ops")],
+)
+def test_the_names_that_a_script_of_te_ops_uses_are_here(document: str, heading: str) -> None:
+    table = f"\n{read(document)}".split(f"\n{heading}\n")[1].split("\n## ")[0]
+    first, *rows = re.findall(r"^\| (.*?) \| (.*?) \|$", table, re.M)
+    assert first in [("there", "here"), ("te.ops", "fuser")]
+    assert len(rows) >= 5
+    for there, here in rows:
         for name in re.findall(r"`(?:te\.|transformer_engine\.common\.)?(\w+)`", there):
             is_module = here == "`fuser.modules`"
             if here.startswith("not here"):
