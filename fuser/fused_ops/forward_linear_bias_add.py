@@ -68,10 +68,8 @@ class ForwardLinearBiasAdd(FusedOperation):
         add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
         if len(self.members) == 2:
             x, weight = linear.operands(basic_op_ctxs[0], input_)
-            return write_output(gemm.linear_add(x, weight, extra), next_op_input_quantizer), (
-                (),
-                (),
-            )
+            y = gemm.linear_add(x, weight, extra)
+            return write_output(y, next_op_input_quantizer), ((), ())
         bias = self.members[1].addend(basic_op_ctxs[1])
         y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
         # A dispatch mode may have kept the GEMM's result, as selective checkpointing does.

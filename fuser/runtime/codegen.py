@@ -122,7 +122,7 @@ class PlanCodegen:
                 self._add_plain_forward(number, op, indices[0])
             else:
                 self._add_forward(number, op, indices)
-            if not _is_ours(op):
+            if op.is_external:
                 self.names[f"no_output{number}"] = functools.partial(refuse_no_output, op, indices)
                 add(f"        if x is None: no_output{number}()")
         windows = [[self.ops[i] for i in indices] for _, indices in steps]
@@ -365,7 +365,7 @@ class PlanCodegen:
 
         Those of the library ask their contexts.
         """
-        return name if _is_ours(op) or not self.saving else f"marked({name}, {wanted})"
+        return name if not (op.is_external and self.saving) else f"marked({name}, {wanted})"
 
     def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> str:
         return _tuple(
@@ -478,11 +478,6 @@ def _context_class(**constants: Any) -> type[OperationContext]:
     """
     bare = {"__slots__": (), "__init__": object.__init__}
     return type("OperationContext", (OperationContext,), bare | constants)
-
-
-def _is_ours(op: FusibleOperation) -> bool:
-    """Whether the class of ``op`` is one of the library's."""
-    return type(op).__module__.startswith(f"{__package__}.")
 
 
 def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
