@@ -913,7 +913,7 @@ class FusedOperation(FusibleOperation):
 
     Holds nothing of its own: parameters and saved state stay with the basic
     ops. A fusion that the planner may find by itself names its ``window`` (op
-    types, and the patterns of :mod:`fuser.plan.window`) and its ``side``:
+    types, and the patterns of :mod:`fuser.plan`) and its ``side``:
 
     - ``"forward"`` and ``"backward"`` fusions are interchangeable with that
       half of the unfused ops: same outputs, same saved state;

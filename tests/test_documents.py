@@ -90,6 +90,15 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
 
 
+def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
+    layers = (fuser.Linear(8, 16), fuser.GELU(), fuser.Linear(16, 8, bias=False))
+    pipeline = fuser.OperationFuser(layers)
+    pipeline(torch.ones(4, 8, requires_grad=True, device="cpu"))
+    (run,) = pipeline._runs.values()
+    (written,) = re.findall(r"^```py\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
+    assert written.rstrip() == run.source.rstrip()
+
+
 @pytest.mark.parametrize(
     ("document", "picture"),
     [("README.md", "docs/plan_small.svg"), ("docs/plans.md", "docs/plan.svg")],

@@ -46,7 +46,7 @@ def check_window(name: str, window: Any) -> None:
     if not is_fit or not all(_is_element(element) for element in window):
         raise InputTypeError(
             f"{name}.window is {window!r}; it is a tuple of op classes, such as (fuser.GELU,), or "
-            "of fuser.plan.window.Optional, OneOf and Many of them."
+            "of fuser.plan.Optional, OneOf and Many of them."
         )
 
 
