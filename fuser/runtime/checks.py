@@ -31,15 +31,15 @@ class Checks:
         self.sources = sources
         self.num_extra_inputs = sum(s.caller_index is not None for row in sources for s in row)
 
-    def extra_input_takers(self, first: int = 0) -> list[str]:
-        """Each op that takes extra inputs from the caller, counted from ``first``, for messages.
+    def extra_input_takers(self) -> list[str]:
+        """Each op that takes extra inputs from the caller, for messages.
 
         With how many of them it takes, where that is more than one.
         """
         counts = [sum(s.caller_index is not None for s in row) for row in self.sources]
         return [
             f"{f'{count} ' if count > 1 else ''}for op {i}, {type(op).__name__}"
-            for i, (op, count) in enumerate(zip(self.ops, counts, strict=True), first)
+            for i, (op, count) in enumerate(zip(self.ops, counts, strict=True))
             if count
         ]
 
