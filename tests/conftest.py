@@ -1,4 +1,4 @@
-"""Tests outside ``tests/gpu`` run on the CPU, also on a machine that has a GPU."""
+"""Every test is seeded; those outside ``tests/gpu`` run on the CPU, also beside a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read, tensors or values not in memory yet; and torch where a kernel is not had."""
+"""Lazy tensors: values that a kernel can compute but has not stored yet, with a torch fallback."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class LazyTensor:
     gradients of parameters, is in memory only then. The bits do not depend on
     the way.
 
-    Where a kernel cannot be had, :meth:`tensor` is torch's work. The others
-    raise :class:`~fuser.errors.KernelUnavailable`, and :func:`fallback_to_torch` asks
-    for the tensor then.
+    If its kernel is unavailable, :meth:`tensor` computes it with torch. The other
+    methods raise :class:`~fuser.errors.KernelUnavailable`; :func:`fallback_to_torch`
+    catches that and takes :meth:`tensor`.
     """
 
     shape: torch.Size
@@ -108,10 +108,9 @@ Result = TypeVar("Result")
 def fallback_to_torch(
     function: Callable[Concatenate[First, Rest], Result],
 ) -> Callable[Concatenate[First, Rest], Result]:
-    """A function that is called again, from its start, where a kernel of its cannot be had.
+    """Decorator: if a kernel is unavailable, call the function again; the second call uses torch.
 
-    No kernel is taken from then on, so that the second time it goes by torch, over
-    values that torch has written.
+    All kernels are off by then, and lazy tensors were computed by torch.
     """
 
     @functools.wraps(function)
