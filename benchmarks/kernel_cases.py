@@ -22,7 +22,7 @@ from fuser.functional import fp8_scaling as fp8
 from fuser.functional import mxfp8 as mx
 from fuser.functional import normalization as norm_ops
 from fuser.functional import pointwise as ops
-from fuser.functional.values import LazyTensor, written
+from fuser.functional.lazy import LazyTensor, written
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
 from fuser.reference.activation import activation, activation_backward

@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
 from fuser.formats import DType, NumberFormat
-from fuser.functional.values import LazyTensor, kernels_run_on, written
+from fuser.functional.lazy import LazyTensor, kernels_run_on, written
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
 from fuser.precision.contexts import current_recipe

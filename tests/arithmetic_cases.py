@@ -10,8 +10,8 @@ from number_formats import E2M1, E4M3, E5M2
 from quantize_cases import Place, assert_same
 
 from fuser.cuda.arguments import float32, int32, int64
+from fuser.cuda.checks import bits_of
 from fuser.cuda.launch import Kernel, Launch
-from fuser.cuda.operands import bits_of
 from fuser.formats import DType
 from fuser.reference import fp8_scaling, mxfp8
 

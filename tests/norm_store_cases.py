@@ -60,12 +60,12 @@ class Into(launching.LaunchBackend):
 @contextmanager
 def into(made: Producer) -> Iterator[None]:
     """Inside, launchers of stores take the producer for their matrix."""
-    before = launching.machine
-    launching.machine = Into(before, made)
+    before = launching.backend
+    launching.backend = Into(before, made)
     try:
         yield
     finally:
-        launching.machine = before
+        launching.backend = before
 
 
 # -- stores -------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import Kernel, Launch
-from fuser.cuda.norm_operands import DTYPE_PAIRS
+from fuser.cuda.norm_common import DTYPE_PAIRS
 from fuser.reference import normalization as reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -131,12 +131,12 @@ class Recorder(launching.LaunchBackend):
     @contextmanager
     def running(self, written: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside, launches are recorded."""
-        before = launching.machine
-        launching.machine = self
+        before = launching.backend
+        launching.backend = self
         try:
             yield
         finally:
-            launching.machine = before
+            launching.backend = before
 
 
 # -- tensors ------------------------------------------------------------------

@@ -73,7 +73,7 @@ class LinearByHand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any) -> torch.Tensor:
         qx, qw = (
-            make_quantizer(recipe, role)(t).only("rowwise").dequantize()
+            make_quantizer(recipe, role)(t).with_usage("rowwise").dequantize()
             for role, t in (("input", x), ("weight", weight))
         )
         is_exact = recipe.backward_override == "high_precision"

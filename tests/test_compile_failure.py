@@ -20,7 +20,7 @@ from fuser.cuda.module import Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType
 from fuser.functional import block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise
-from fuser.functional.values import LazyTensor, written
+from fuser.functional.lazy import LazyTensor, written
 
 BF16, F32 = torch.bfloat16, torch.float32
 REASON = "swiglu.cu does not compile (error: expected a semicolon)."
@@ -35,7 +35,7 @@ def fail(kernel: Kernel) -> None:
 class Broken(LaunchBackend):
     """Takes tensors on the CPU, and has no kernel that compiles."""
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def supports(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.dtype in launch.KERNEL_DTYPES
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
@@ -52,7 +52,7 @@ class Broken(LaunchBackend):
 def nothing_compiles() -> Iterator[None]:
     """Inside, the first kernel of a pipeline on the CPU does not compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "machine", Broken())
+        patch.setattr(launch, "backend", Broken())
         patch.setattr(module, "compile_failure", None)
         patch.setattr(pointwise, "FEW_ELEMENTS", 0)
         yield

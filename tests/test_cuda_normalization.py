@@ -34,7 +34,7 @@ from normalization_cases import (
 from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.launch import Kernel
-from fuser.cuda.norm_operands import takes
+from fuser.cuda.norm_common import takes
 from fuser.errors import InputError
 
 

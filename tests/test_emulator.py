@@ -538,9 +538,9 @@ def test_a_shuffle_from_no_thread_is_found() -> None:
 
 def test_a_kernel_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "SECONDS", 1)
-    from emulator import machine
+    from emulator import backend
 
-    machine._worker.stop()
+    backend._worker.stop()
     y = torch.zeros(1, dtype=torch.int32)
     message = fault("does not end", "spin", Launch((1,), (2,)), y)
     assert "in fuser_spin, block (0, 0, 0), thread (0, 0, 0)" in message
@@ -596,13 +596,13 @@ def test_a_machine_without_the_tools_skips_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compilation, "why_unavailable", lambda: "there is no g++ here.")
-    before = launching.machine
+    before = launching.backend
     with (
         pytest.raises(pytest.skip.Exception, match=r"emulator: there is no g\+\+ here"),
         emulated(),
     ):
         pass
-    assert launching.machine is before
+    assert launching.backend is before
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fuser.chain import Stage
 from fuser.cuda import launch
 from fuser.cuda.launch import Kernel, Launch
 from fuser.functional import pointwise
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.fused_ops import (
     BackwardActivationBias,
     BackwardAddLayerNorm,
@@ -587,7 +587,7 @@ def test_what_is_quantized_as_it_is_made_has_the_bits_of_a_plain_tensor_quantize
         found = trained(layer(fusions), recipe)
         made = set(launched)
         for quantizer in QUANTIZERS:
-            monkeypatch.setattr(quantizer, "takes_values", False)
+            monkeypatch.setattr(quantizer, "accepts_lazy", False)
         expected = trained(layer(fusions), recipe)
     assert found.keys() == expected.keys()
     for tensor, value in expected.items():
@@ -641,7 +641,7 @@ def test_shapes_that_no_block_divides_have_the_bits_of_a_plain_tensor_quantized(
         model = layer(fuser.FUSIONS, 24)
         found = [trained(copy.deepcopy(model), recipe, shape) for _ in range(4)]
         for quantizer in QUANTIZERS:
-            monkeypatch.setattr(quantizer, "takes_values", False)
+            monkeypatch.setattr(quantizer, "accepts_lazy", False)
         expected = trained(layer(ADDING_NORMS, 24), recipe, shape)
     for results in found:
         for tensor, value in expected.items():

@@ -79,7 +79,7 @@ def one_linear(recipe: Any) -> dict[str, torch.Tensor]:
     )
 
     def copy(tensor: fuser.QuantizedTensor, which: str) -> torch.Tensor:
-        return tensor.only(which).dequantize()
+        return tensor.with_usage(which).dequantize()
 
     out = {"y": copy(qx, "rowwise") @ copy(qw, "rowwise").T}
     override = recipe.backward_override

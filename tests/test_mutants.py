@@ -144,8 +144,8 @@ def test_only_chooses_by_area_mistake_and_file_and_list_runs_nothing(
     for pattern, count in ((".", len(MUTANTS)), ("^launch cache$", len(AREAS["launch cache"]))):
         assert run.main(["--list", "--only", pattern]) == 0
         assert capsys.readouterr().out.endswith(f"{count} mutants.\n")
-    assert run.main(["--list", "--only", "replay"]) == 0
-    assert "cuda/replay.py" in capsys.readouterr().out
+    assert run.main(["--list", "--only", "launch_cache"]) == 0
+    assert "cuda/launch_cache.py" in capsys.readouterr().out
     assert run.main(["--list", "--only", "no such thing"]) == 2
     assert "matches 'no such thing'" in capsys.readouterr().err
 

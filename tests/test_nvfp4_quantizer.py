@@ -37,7 +37,7 @@ def test_a_transformed_copy_has_the_bytes_of_the_rounded_transform(
     plain = fuser.NVFP4Quantizer()(x)
     assert torch.equal(made._rowwise_data, plain._rowwise_data)
     assert torch.equal(made._amax_rowwise, plain._amax_rowwise)
-    error = made.only("columnwise").dequantize().float() - x.float()
+    error = made.with_usage("columnwise").dequantize().float() - x.float()
     assert error.norm() < 0.15 * x.float().norm()
 
 
@@ -48,7 +48,7 @@ def test_bytes_under_other_signs_are_not_exchanged() -> None:
     )
     expected = other.dequantize()
     one.copy_(other)
-    back = one.only("columnwise").dequantize()
+    back = one.with_usage("columnwise").dequantize()
     assert (back - expected).norm() < 0.3 * expected.norm()
 
 
@@ -60,7 +60,10 @@ def test_a_recipe_reaches_the_sign_mask_by_a_factory() -> None:
     dy = oracles.random_tensor((32, 32), torch.float32, 2)
     with fuser.autocast(recipe=recipe):
         op(x).backward(dy)
-    expected = made(dy).only("columnwise").dequantize().T @ made(x).only("columnwise").dequantize()
+    expected = (
+        made(dy).with_usage("columnwise").dequantize().T
+        @ made(x).with_usage("columnwise").dequantize()
+    )
     assert torch.equal(op.weight.grad, expected)
 
 

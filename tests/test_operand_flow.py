@@ -282,9 +282,9 @@ def test_an_input_with_one_copy_only_is_completed_for_training() -> None:
     dy = oracles.random_tensor((32, 32), torch.float32, 2)
     y.backward(dy)
     weight = make_quantizer(recipe, "weight")(linear.weight.detach())
-    assert torch.equal(y.detach(), x.dequantize() @ weight.only("rowwise").dequantize().T)
+    assert torch.equal(y.detach(), x.dequantize() @ weight.with_usage("rowwise").dequantize().T)
     columns = MXFP8Quantizer(rowwise=False)(x.dequantize()).dequantize()
-    quantized_dy = make_quantizer(recipe, "grad_output")(dy).only("columnwise").dequantize()
+    quantized_dy = make_quantizer(recipe, "grad_output")(dy).with_usage("columnwise").dequantize()
     assert torch.equal(linear.weight.grad, quantized_dy.T @ columns)
 
 

@@ -21,7 +21,7 @@ from pipeline_kernels import on_kernels
 import fuser
 from fuser import recipe as recipes
 from fuser.formats import DType, mxfp8_scale_shape, padded_shape
-from fuser.functional.values import matrix_of
+from fuser.functional.lazy import matrix_of
 from fuser.gemm import matmul as gemm
 from fuser.gemm import native as native_gemm
 from fuser.plan.plan import VectorNote
@@ -94,9 +94,9 @@ def test_a_tensor_of_any_shape_has_the_bytes_of_one_that_zeros_fill_up(
         assert torch.equal(tensor.buffers()[name], buffer), name
     m, k = math.prod(shape[:-1]), shape[-1]
     for which in COPIES:
-        values = whole.only(which).dequantize()[:m, :k].reshape(shape)
-        assert torch.equal(tensor.only(which).dequantize(), values)
-        assert tensor.only(which).dequantize().is_contiguous()
+        values = whole.with_usage(which).dequantize()[:m, :k].reshape(shape)
+        assert torch.equal(tensor.with_usage(which).dequantize(), values)
+        assert tensor.with_usage(which).dequantize().is_contiguous()
 
 
 @every_format
@@ -107,7 +107,7 @@ def test_an_empty_tensor_of_any_shape_is_quantized_to_an_empty_one(
     tensor = quantizer(torch.empty(shape))
     assert tensor.shape == shape
     for which in COPIES:
-        assert tensor.only(which).dequantize().shape == shape
+        assert tensor.with_usage(which).dequantize().shape == shape
 
 
 @every_format
@@ -119,7 +119,7 @@ def test_one_row_and_one_dimension_are_quantized_like_any(
     tensor = quantizer(x)
     step = 2**-1 if "FP4" in quantizer.format.name or "E5M2" in str(quantizer.format) else 2**-3
     for which in COPIES:
-        assert (tensor.only(which).dequantize() - x).norm() <= step * x.norm()
+        assert (tensor.with_usage(which).dequantize() - x).norm() <= step * x.norm()
 
 
 @every_format
@@ -128,7 +128,7 @@ def test_kernels_take_empty_tensors_one_row_and_one_dimension(quantizer: Any) ->
         x = oracles.random_tensor(shape, torch.bfloat16, 1)
         expected = quantizer(x)
         with on_kernels():
-            for _ in range(4):  # launched, noted and replayed
+            for _ in range(4):  # launched, noted and cached_launches
                 made = quantizer(x)
                 back = made.dequantize()
         for name, buffer in expected.buffers().items():
@@ -162,8 +162,8 @@ def test_what_is_not_finite_stays_in_the_values_that_share_its_scale(
     x[39, 49] = bad
     tensor, whole = quantizer(x), quantizer(filled_up(x, quantizer.format.multiple))
     for which in COPIES:
-        found = tensor.only(which).dequantize()
-        expected = whole.only(which).dequantize()[:40, :50]
+        found = tensor.with_usage(which).dequantize()
+        expected = whole.with_usage(which).dequantize()[:40, :50]
         assert torch.equal(found.isfinite(), expected.isfinite())
         if quantizer.format.name == "MXFP8":
             assert torch.isfinite(found[:32, :32]).all()
@@ -178,12 +178,14 @@ def test_views_of_rows_read_and_write_the_values_of_an_odd_tensor(quantizer: Any
     for start, stop in ((0, 45), (32, 45), (32, 40), (3, 7), (44, 45)):
         part = tensor[start:stop]
         for which in (w for w in COPIES if part._has(w)):
-            values = tensor.only(which).dequantize()
-            assert torch.equal(part.only(which).dequantize(), values[start:stop])
-            assert torch.equal(part.compact().only(which).dequantize(), values[start:stop])
+            values = tensor.with_usage(which).dequantize()
+            assert torch.equal(part.with_usage(which).dequantize(), values[start:stop])
+            assert torch.equal(part.compact().with_usage(which).dequantize(), values[start:stop])
         part.zero_()
         assert not tensor.dequantize()[start:stop].any()
-        assert not tensor.only("columnwise").dequantize()[start:stop].any() or quantizer.with_rht
+        assert (
+            not tensor.with_usage("columnwise").dequantize()[start:stop].any() or quantizer.with_rht
+        )
 
 
 def test_a_write_through_a_view_of_the_last_block_clears_its_padding() -> None:
@@ -191,8 +193,8 @@ def test_a_write_through_a_view_of_the_last_block_clears_its_padding() -> None:
     x[40, 7] = math.nan
     tensor = fuser.MXFP8Quantizer()(x)
     tensor[32:].copy_(torch.ones(13, 50))
-    assert tensor.only("columnwise").dequantize().isfinite().all()
-    assert tensor.only("columnwise").dequantize_padded(torch.float32).isfinite().all()
+    assert tensor.with_usage("columnwise").dequantize().isfinite().all()
+    assert tensor.with_usage("columnwise").dequantize_padded(torch.float32).isfinite().all()
     dy = fuser.MXFP8Quantizer()(torch.ones(45, 3))
     found = gemm.quantized_wgrad(dy, tensor, torch.float32, is_split=True)
     assert found.isfinite().all()
@@ -494,7 +496,7 @@ def test_the_emulated_weight_gradient_is_the_product_of_the_transformed_copies()
     for tensor in (dy, x):
         twin = fuser.NVFP4Tensor(
             tensor.buffers(), tensor.shape, tensor.dtype, tensor.device, plain
-        ).only("columnwise")
+        ).with_usage("columnwise")
         transformed.append(twin.dequantize_padded(torch.float32))
     expected = (transformed[0].T @ transformed[1])[:7, :40]
     found = gemm.quantized_wgrad(dy, x, torch.float32, is_split=True)

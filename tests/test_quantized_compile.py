@@ -49,7 +49,9 @@ def test_quantizing_is_traced_to_the_same_bytes(backend: str, quantizer: Any) ->
 @every_backend
 def test_dequantizing_is_traced_to_the_same_values(backend: str, quantizer: Any) -> None:
     def both(tensor: fuser.QuantizedTensor) -> Any:
-        return tensor.only("rowwise").dequantize(), tensor.only("columnwise").dequantize()
+        return tensor.with_usage("rowwise").dequantize(), tensor.with_usage(
+            "columnwise"
+        ).dequantize()
 
     tensor = quantizer(values())
     for found, expected in zip(compiled(both, backend)(tensor), both(tensor), strict=True):

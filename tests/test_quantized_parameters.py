@@ -646,7 +646,7 @@ def test_what_a_tensor_was_quantized_from_is_forgotten_when_it_is_written(quanti
     del tensor, other
     for keep in (
         lambda t: t.detach(),
-        lambda t: t.only("rowwise"),
+        lambda t: t.with_usage("rowwise"),
         lambda t: t.detach()[:, :3],  # as torch's do, other views keep the tensor itself
         lambda t: t.detach()[:32],
         lambda t: t.clone(),
@@ -670,7 +670,7 @@ def test_one_copy_of_a_view_keeps_no_bytes_of_the_other(quantizer: Any) -> None:
             part = view(tensor.detach())
             if not isinstance(part, fuser.QuantizedTensor) or not part._has(which):
                 continue
-            part = part.only(which)
+            part = part.with_usage(which)
             is_turned = part.stride(-1) != 1
             kept = "columnwise" if (which == "rowwise") == is_turned else "rowwise"
             del tensor

@@ -155,11 +155,11 @@ def test_both_copies_dequantize_near_the_values(quantizer: Any) -> None:
         getattr(quantizer, "fp8_dtype", None), 2**-2
     )
     for which in ("rowwise", "columnwise"):
-        back = tensor.only(which).dequantize()
+        back = tensor.with_usage(which).dequantize()
         # A scale rounded down to a power of two costs nothing; the largest sets the step.
         assert (back - x).norm() <= step * x.norm()
         assert back.dtype is torch.float32
-        half = tensor.only(which).dequantize(dtype=torch.bfloat16)
+        half = tensor.with_usage(which).dequantize(dtype=torch.bfloat16)
         assert half.dtype is torch.bfloat16
         assert torch.equal(half, back.bfloat16())
 
@@ -170,13 +170,13 @@ def test_one_usage_gives_the_same_bytes_as_both(quantizer: Any) -> None:
     both = quantizer(x)
     for rowwise, which in ((True, "rowwise"), (False, "columnwise")):
         alone = quantizer.with_usage(rowwise=rowwise, columnwise=not rowwise)(x)
-        assert same_buffers(alone, both.only(which))
+        assert same_buffers(alone, both.with_usage(which))
 
 
 @every_quantizer
 def test_update_usage_drops_and_refuses(quantizer: Any) -> None:
     tensor = quantizer(values())
-    before = tensor.only("rowwise").dequantize()
+    before = tensor.with_usage("rowwise").dequantize()
     tensor.update_usage(columnwise_usage=False)
     assert not tensor._usage().columnwise
     assert torch.equal(tensor.dequantize(), before)

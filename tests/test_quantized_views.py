@@ -102,8 +102,8 @@ def test_rows_keep_the_copies_whose_blocks_they_do_not_cut(
     assert copies(part) == kept
     assert torch.equal(part.dequantize() if kept else part, tensor.dequantize()[start:stop])
     for which in kept:
-        expected = tensor.only(which).dequantize()[start:stop]
-        assert torch.equal(part.only(which).dequantize(), expected)
+        expected = tensor.with_usage(which).dequantize()[start:stop]
+        assert torch.equal(part.with_usage(which).dequantize(), expected)
 
 
 def test_a_last_block_may_be_short() -> None:
@@ -114,7 +114,7 @@ def test_a_last_block_may_be_short() -> None:
 
 
 def test_a_tensor_without_a_copy_that_survives_is_dequantized() -> None:
-    tensor = QUANTIZERS["mxfp8"](values(64)).only("columnwise")
+    tensor = QUANTIZERS["mxfp8"](values(64)).with_usage("columnwise")
     assert copies(tensor[3:7]) == NONE
     assert torch.equal(tensor[3:7], tensor.dequantize()[3:7])
     pieces = tensor.split(48)
@@ -129,7 +129,7 @@ def test_a_view_of_a_view_has_no_copy_that_was_dropped(quantizer: Any) -> None:
     part.update_usage(rowwise_usage=False)
     inner = part[128:]
     assert copies(inner) == ("columnwise",)
-    assert torch.equal(inner.dequantize(), tensor.only("columnwise").dequantize()[256:])
+    assert torch.equal(inner.dequantize(), tensor.with_usage("columnwise").dequantize()[256:])
     assert copies(tensor[256:]) == BOTH
 
 
@@ -212,7 +212,7 @@ def test_a_transpose_stays_quantized_where_both_copies_are_the_same_values(quant
         assert same_buffers(turned.t(), tensor)
         assert torch.equal(tensor[128:].t().dequantize(), tensor.dequantize()[128:].t())
         assert torch.equal(turned.contiguous().dequantize(), tensor.dequantize().t())
-        assert copies(tensor.only("rowwise").t()) == ("columnwise",)
+        assert copies(tensor.with_usage("rowwise").t()) == ("columnwise",)
 
 
 @pytest.mark.parametrize("option", [{"with_rht": True}, {"stochastic_rounding": True, "seed": 1}])
@@ -264,7 +264,7 @@ def test_a_write_through_rows_reaches_the_parent(
     tensor = quantizer(values(384))
     part, beside = tensor[start:stop], tensor[256:]
     expected, x = tensor.dequantize(), values(stop - start, seed=5)
-    before = [tensor.only(which).dequantize() for which in COPIES]
+    before = [tensor.with_usage(which).dequantize() for which in COPIES]
     write(expected[start:stop], x)
     write(part, x)
     assert torch.equal(part.dequantize(), tensor.dequantize()[start:stop])
@@ -273,8 +273,8 @@ def test_a_write_through_rows_reaches_the_parent(
     if (start, stop) != (0, 384) and block and start % block == stop % block == 0:
         alone = quantizer(expected[start:stop])
         for which, old in zip(COPIES, before, strict=True):
-            old[start:stop] = alone.only(which).dequantize()
-            assert torch.equal(tensor.only(which).dequantize(), old)
+            old[start:stop] = alone.with_usage(which).dequantize()
+            assert torch.equal(tensor.with_usage(which).dequantize(), old)
     else:
         assert same_buffers(tensor, quantizer(expected))
 
@@ -316,11 +316,11 @@ def test_a_copy_that_a_view_has_lost_is_written_too() -> None:
     part = tensor[3:7]
     assert copies(part) == ROWS
     part.zero_()
-    assert not tensor.only("columnwise").dequantize()[3:7].any()
+    assert not tensor.with_usage("columnwise").dequantize()[3:7].any()
     aligned = tensor[32:]
     aligned.update_usage(columnwise_usage=False)
     aligned.zero_()
-    assert not tensor.only("columnwise").dequantize()[32:].any()
+    assert not tensor.with_usage("columnwise").dequantize()[32:].any()
 
 
 def test_a_write_through_a_transpose_reaches_the_parent() -> None:
@@ -339,11 +339,11 @@ def test_a_write_through_a_transpose_reaches_the_parent() -> None:
 @pytest.mark.parametrize("which", COPIES)
 def test_views_of_a_transpose_have_the_copies_that_it_has(name: str, which: str) -> None:
     tensor = QUANTIZERS[name](values(384))
-    expected = tensor.only(which).dequantize()
+    expected = tensor.with_usage(which).dequantize()
     other = COPIES[1 - COPIES.index(which)]
     turned = tensor.t()
     turned.update_usage(**{f"{which}_usage": False})
-    for one in (tensor.only(which).t(), turned):
+    for one in (tensor.with_usage(which).t(), turned):
         assert copies(one) == (other,)
         for back, plain in (
             (one.t(), expected),
@@ -365,8 +365,8 @@ def test_views_of_a_transpose_have_the_copies_that_it_has(name: str, which: str)
     before[128:256] *= -1
     assert tensor._version > version
     for both in COPIES:
-        again = QUANTIZERS[name](before).only(both).dequantize()
-        assert torch.equal(tensor.only(both).dequantize(), again)
+        again = QUANTIZERS[name](before).with_usage(both).dequantize()
+        assert torch.equal(tensor.with_usage(both).dequantize(), again)
 
 
 def test_a_write_through_transposed_rows_of_a_square_leaves_the_rest() -> None:
@@ -381,7 +381,11 @@ def test_a_write_through_transposed_rows_of_a_square_leaves_the_rest() -> None:
 def test_one_copy_and_a_compact_view_are_there_to_be_read() -> None:
     tensor = QUANTIZERS["mxfp8"](values(64))
     before = tensor.dequantize()
-    for part in (tensor.only("rowwise"), tensor.only("rowwise")[32:], tensor[32:].compact()):
+    for part in (
+        tensor.with_usage("rowwise"),
+        tensor.with_usage("rowwise")[32:],
+        tensor[32:].compact(),
+    ):
         with pytest.raises(fuser.StateError, match="there to be read"):
             part.zero_()
         with pytest.raises(fuser.StateError, match="there to be read"):
@@ -393,11 +397,11 @@ def test_one_copy_and_a_compact_view_are_there_to_be_read() -> None:
 
 
 def test_a_view_makes_no_copy_that_would_not_follow_its_parent() -> None:
-    tensor = QUANTIZERS["current"](values(64)).only("rowwise")
+    tensor = QUANTIZERS["current"](values(64)).with_usage("rowwise")
     part = tensor[3:7]
     with pytest.raises(fuser.StateError, match="clone it first"):
         part.update_usage(columnwise_usage=True)
-    assert torch.equal(part.only("columnwise")._transpose, part._data.t())
+    assert torch.equal(part.with_usage("columnwise")._transpose, part._data.t())
     twin = part.clone()
     twin.update_usage(columnwise_usage=True)
     assert torch.equal(twin._transpose, part._data.t())
@@ -593,8 +597,8 @@ def test_columns_of_one_copy_are_there_to_be_read() -> None:
     tensor = QUANTIZERS["mxfp8"](values(64))
     before = tensor.dequantize()
     for which in COPIES:
-        part = tensor.only(which)[:, :32]
-        assert torch.equal(part, tensor.only(which).dequantize()[:, :32])
+        part = tensor.with_usage(which)[:, :32]
+        assert torch.equal(part, tensor.with_usage(which).dequantize()[:, :32])
         with pytest.raises(fuser.StateError, match="there to be read"):
             part.zero_()
     assert torch.equal(tensor.dequantize(), before)
@@ -615,7 +619,7 @@ def test_an_infinity_leaves_the_other_values_of_a_tensor_with_one_scale() -> Non
 @every_quantizer
 def test_every_write_advances_the_version_that_views_share(quantizer: Any) -> None:
     tensor, x = quantizer(values(384)), values(384, seed=5)
-    one, part = tensor.only("rowwise"), tensor[3:7] if copies(tensor[3:7]) else tensor[:128]
+    one, part = tensor.with_usage("rowwise"), tensor[3:7] if copies(tensor[3:7]) else tensor[:128]
     writes: tuple[Callable[[], object], ...] = (
         lambda: tensor.copy_(x),
         lambda: tensor.copy_(quantizer(x)),
@@ -637,7 +641,7 @@ def test_a_saved_copy_that_was_written_to_is_noticed() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: fuser.QuantizedTensor) -> torch.Tensor:
-            ctx.save_for_backward(weight.only("columnwise"))
+            ctx.save_for_backward(weight.with_usage("columnwise"))
             return 2 * x
 
         @staticmethod
@@ -947,9 +951,11 @@ def _one(pieces: Any, pick: int) -> torch.Tensor:
 def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data: Any) -> None:
     draw, quantizer = data.draw, QUANTIZERS[name]
     tensor: torch.Tensor = quantizer(values(draw(row_counts(quantizer)), k=draw(WIDTHS)))
-    tensor = draw(st.sampled_from([tensor, tensor.only("rowwise"), tensor.only("columnwise")]))
+    tensor = draw(
+        st.sampled_from([tensor, tensor.with_usage("rowwise"), tensor.with_usage("columnwise")])
+    )
     # The values of each copy; which one a copy of the view has turns with every t().
-    plain = {which: tensor.only(which).dequantize() for which in copies(tensor)}
+    plain = {which: tensor.with_usage(which).dequantize() for which in copies(tensor)}
     for _ in range(draw(st.integers(1, 5))):
         step, operation = steps(draw, tensor.shape)
         tensor = operation(tensor)
@@ -962,7 +968,7 @@ def test_any_sequence_of_views_gives_what_it_gives_on_the_values(name: str, data
             plain = {"rowwise": expected}
             continue
         for which in copies(tensor):
-            found = tensor.only(which).dequantize()
+            found = tensor.with_usage(which).dequantize()
             assert found.shape == plain[which].shape, step
             assert torch.equal(bits(found), bits(plain[which])), (step, which)
         plain = {which: plain[which] for which in copies(tensor)}
@@ -991,10 +997,10 @@ def test_a_view_and_its_parent_never_disagree(name: str, data: Any) -> None:
         WRITES[draw(st.sampled_from(sorted(WRITES)))](view, x * 2.0 ** draw(st.integers(-3, 3)))
         for (view, path), is_turned in zip(views, turned, strict=True):
             for which in copies(view):
-                expected = tensor.only(COPIES[COPIES.index(which) ^ is_turned]).dequantize()
+                expected = tensor.with_usage(COPIES[COPIES.index(which) ^ is_turned]).dequantize()
                 for operation in path:
                     expected = operation(expected)
-                assert torch.equal(bits(view.only(which).dequantize()), bits(expected))
+                assert torch.equal(bits(view.with_usage(which).dequantize()), bits(expected))
             if not copies(view):
                 expected = tensor.dequantize()
                 for operation in path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from launch_cache_cases import Pair, check, pairs
 from pipeline_kernels import on_kernels
-from replay_cases import Pair, check, pairs
 
 
 @pytest.mark.parametrize("pair", pairs(), ids=str)

@@ -32,7 +32,7 @@ BF16 = 2
 class _Idle(Recorder):
     """Takes a CPU's tensors too, and runs nothing."""
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def supports(self, tensor: torch.Tensor) -> bool:
         return tensor.dtype in launch.KERNEL_DTYPES
 
 
@@ -45,7 +45,7 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> t
 def idle() -> Iterator[None]:
     with stand_in_for_hopper(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", scaled_mm)
-        patch.setattr(launch, "machine", _Idle())
+        patch.setattr(launch, "backend", _Idle())
         # What is listened to is launched one by one, and never replayed.
         patch.setattr(launch.recording, "listener", lambda *launched: None)
         yield

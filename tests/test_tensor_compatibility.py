@@ -67,7 +67,7 @@ def test_float8_data_may_be_of_a_float8_dtype_and_in_the_tensors_shape() -> None
         fp8_dtype=DType.kFloat8E4M3,
     )
     assert torch.equal(twin.dequantize(), tensor.dequantize())
-    assert torch.equal(twin.only("columnwise")._transpose, tensor._transpose)
+    assert torch.equal(twin.with_usage("columnwise")._transpose, tensor._transpose)
     x = values(7, (4, 96)).requires_grad_()
     assert torch.equal(x @ twin[0].t(), x @ tensor[0].t())
 
@@ -103,7 +103,7 @@ def test_float8_data_has_the_shape_of_the_tensor_and_shares_its_bytes() -> None:
         expected = decoded(view._data) * tensor._scale_inv
         assert torch.equal(expected, view.dequantize())
     assert tensor._data.data_ptr() == tensor.buffers()["_rowwise_data"].data_ptr()
-    assert tensor.only("columnwise")._data is None
+    assert tensor.with_usage("columnwise")._data is None
 
 
 def decoded(data: torch.Tensor) -> torch.Tensor:
@@ -117,14 +117,14 @@ def test_setting_float8_data_sets_the_contents_without_a_stale_transpose() -> No
     assert tensor._version > version
     assert tensor._transpose is None
     for which in COPIES:
-        assert torch.equal(tensor.only(which).dequantize(), other.dequantize())
+        assert torch.equal(tensor.with_usage(which).dequantize(), other.dequantize())
     tensor._transpose = other._transpose
-    assert torch.equal(tensor.only("columnwise").dequantize(), other.dequantize())
+    assert torch.equal(tensor.with_usage("columnwise").dequantize(), other.dequantize())
     with pytest.raises(fuser.InputError, match="64 x 96"):
         tensor._data = other._data[1]
     tensor._data.zero_()
     tensor._reset_caches()
-    assert not tensor.only("columnwise").dequantize().any()
+    assert not tensor.with_usage("columnwise").dequantize().any()
 
 
 # -- methods ---------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_make_like_shares_bytes_in_another_shape_or_dtype(quantizer: Any) -> Non
         assert (tensor.view(64, 96)[32:].dequantize() == 1).all()
         assert not tensor.view(64, 96)[:32].dequantize().any()
     with pytest.raises(fuser.StateError, match="there to be read"):
-        tensor.only("rowwise").to_dtype(torch.float16).zero_()
+        tensor.with_usage("rowwise").to_dtype(torch.float16).zero_()
 
 
 @every_quantizer

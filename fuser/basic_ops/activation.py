@@ -10,7 +10,7 @@ import torch
 
 from fuser.chain import Stage
 from fuser.functional import pointwise
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.op import (
     BasicOperation,
     Grads,

@@ -16,12 +16,12 @@ from fuser import gemm
 from fuser.basic_ops.linear_operands import (
     gemm_name,
     native_row,
-    one_copy,
     operands_of,
     original,
     plain,
     quantized,
     readable,
+    saved_operand,
 )
 from fuser.errors import InputError, StateError
 from fuser.op import (
@@ -38,7 +38,7 @@ from fuser.op import (
 from fuser.precision.contexts import (
     current_parameter_init,
     initialised_weight,
-    recomputed_conditions,
+    recomputed_state,
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
@@ -357,21 +357,21 @@ class BasicLinear(BasicOperation):
             ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
             ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
             # What is made anew at every call, by a quantizer that says so, nobody else has.
-            x_is_own = qx is not input_ and input_quantizer.replay_key is not None
+            x_is_own = qx is not input_ and input_quantizer.launch_key is not None
             weight_is_own = (
                 is_first_microbatch is None
                 and not isinstance(weight, QuantizedTensor)
-                and weight_quantizer.replay_key is not None
+                and weight_quantizer.launch_key is not None
             )
-            which = "rowwise" if override == "dequantized" else "columnwise"
+            usage = "rowwise" if override == "dequantized" else "columnwise"
             kept: list[torch.Tensor] = [qx, qw]
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             else:
                 if wants_wgrad and not x_is_own:
-                    kept[0] = one_copy(qx, which, input_quantizer)
+                    kept[0] = saved_operand(qx, usage, input_quantizer)
                 if wants_dgrad and not weight_is_own:
-                    kept[1] = one_copy(qw, which, weight_quantizer)
+                    kept[1] = saved_operand(qw, usage, weight_quantizer)
             if override is None:
                 ctx.grad_output_quantizer = self.quantizer_value("backward", 0)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
@@ -426,7 +426,7 @@ class BasicLinear(BasicOperation):
         kept = self._kept_weight.get(weight) if self._kept_weight else None  # type: ignore[no-untyped-call]
         if kept is not None and kept[0] == made_for:
             made: QuantizedTensor = kept[1]
-            is_taken = recomputed_conditions() is not None or not is_first_microbatch
+            is_taken = recomputed_state() is not None or not is_first_microbatch
             if is_taken and (made._has("columnwise") or not columnwise):
                 return made
         made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)

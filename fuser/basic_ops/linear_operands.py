@@ -82,21 +82,21 @@ def quantized(
     return made(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
 
-def readable(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
+def readable(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> QuantizedTensor:
     """A tensor with its ``"rowwise"`` or ``"columnwise"`` copy, for a GEMM to read at once."""
-    return tensor if tensor._has(which) else one_copy(tensor, which, quantizer)
+    return tensor if tensor._has(usage) else saved_operand(tensor, usage, quantizer)
 
 
-def one_copy(tensor: QuantizedTensor, which: str, quantizer: Quantizer) -> QuantizedTensor:
+def saved_operand(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> QuantizedTensor:
     """A tensor's ``"rowwise"`` or ``"columnwise"`` copy alone.
 
     Where it is not there and cannot be made from the other, the values are quantized again.
     """
     try:
-        return tensor.only(which)
+        return tensor.with_usage(usage)
     except StateError:
-        usage = {name: name == which for name in ("rowwise", "columnwise")}
-        return quantizer.with_usage(**usage)(tensor)
+        needed = {name: name == usage for name in ("rowwise", "columnwise")}
+        return quantizer.with_usage(**needed)(tensor)
 
 
 def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
-from fuser.functional.values import LazyTensor, kernels_run_on, written
+from fuser.functional.lazy import LazyTensor, kernels_run_on, written
 from fuser.op import (
     BasicOperation,
     Grads,

@@ -19,7 +19,7 @@ import torch
 from fuser import tensors
 from fuser.errors import InputError
 from fuser.formats import DType
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.op import FusibleOperation, default_device
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
@@ -250,7 +250,7 @@ _Class = TypeVar("_Class", bound=type[ChangeableQuantizer])
 def _changeable(value_class: type[Quantizer]) -> Callable[[_Class], _Class]:
     def register(cls: _Class) -> _Class:
         _VALUE_OF[cls], _CHANGEABLE[value_class] = value_class, cls
-        cls.takes_values, cls.replay_key = value_class.takes_values, value_class.replay_key  # type: ignore[method-assign]
+        cls.accepts_lazy, cls.launch_key = value_class.accepts_lazy, value_class.launch_key  # type: ignore[method-assign]
         cls.__doc__ = value_class.__doc__
         return cls
 

@@ -19,8 +19,7 @@ import functools
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
-from fuser.cuda.launch import Kernel, tiles
-from fuser.cuda.operands import (
+from fuser.cuda.checks import (
     ALIGNED,
     FLOAT8,
     as_producer,
@@ -34,6 +33,7 @@ from fuser.cuda.operands import (
     is_aligned,
     loads,
 )
+from fuser.cuda.launch import Kernel, tiles
 from fuser.formats import FP8_BLOCK, DType, fp8_block_scale_shape
 
 

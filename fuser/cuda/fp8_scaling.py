@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
-from fuser.cuda.launch import TILE, Kernel, Launch, tiles
-from fuser.cuda.operands import (
+from fuser.cuda.checks import (
     ALIGNED,
     FLOAT8,
     as_producer,
@@ -33,6 +32,7 @@ from fuser.cuda.operands import (
     is_aligned,
     loads,
 )
+from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.errors import InputError
 from fuser.formats import DType, ceil_div
 

@@ -109,7 +109,7 @@ class Kernel:
         launch
             The shape of the launch; nothing is launched where its grid is empty.
         args
-            As :func:`encode` takes them.
+            As :func:`encode` supports them.
 
         Raises
         ------
@@ -121,7 +121,7 @@ class Kernel:
         if 0 not in launch.grid:
             if recording.listener is not None:
                 recording.listener(self, launch, args)
-            machine.run(self, launch, args)
+            backend.run(self, launch, args)
 
 
 class _Recording(threading.local):
@@ -139,16 +139,16 @@ recording = _Recording()
 class LaunchBackend:
     """What runs kernels: the GPUs of this process.
 
-    A subclass put into :data:`machine` runs every launch elsewhere.
+    A subclass put into :data:`backend` runs every launch elsewhere.
     """
 
     @functools.cached_property
-    def tapes(self) -> dict[Any, Any]:
-        """Launches that :mod:`fuser.cuda.replay` can make again, by what they depend on."""
+    def sequences(self) -> dict[Any, Any]:
+        """Launches that :mod:`fuser.cuda.launch_cache` can make again, by what they depend on."""
         return {}
 
     @functools.cached_property
-    def seen(self) -> dict[Any, None]:
+    def seen_once(self) -> dict[Any, None]:
         """What it has met once."""
         return {}
 
@@ -164,7 +164,7 @@ class LaunchBackend:
             with torch.cuda.device(device):
                 fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def supports(self, tensor: torch.Tensor) -> bool:
         """As :func:`kernels_support`."""
         return (
             tensor.is_cuda
@@ -255,7 +255,7 @@ class _Slot(threading.local):
 
 _slot = _Slot()
 
-machine = LaunchBackend()
+backend = LaunchBackend()
 """Where launches go; read at every launch."""
 
 
@@ -264,12 +264,12 @@ def kernels_support(tensor: torch.Tensor) -> bool:
 
     None do after one has not compiled.
     """
-    return module.compile_failure is None and machine.takes(tensor)
+    return module.compile_failure is None and backend.supports(tensor)
 
 
 def multiprocessors(device: torch.device) -> int:
     """How many multiprocessors a device has, for grids that fill it once."""
-    return machine.multiprocessors(device)
+    return backend.multiprocessors(device)
 
 
 @functools.cache
@@ -280,7 +280,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that a block can have on a device, in bytes."""
-    return machine.shared_bytes(device)
+    return backend.shared_bytes(device)
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int64
+from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
-from fuser.cuda.norm_operands import (
+from fuser.cuda.norm_common import (
     DTYPE_PAIRS,
     MAX_SIZE,
     are_aligned,
@@ -34,7 +35,6 @@ from fuser.cuda.norm_operands import (
     vectors_of,
     whole_warps,
 )
-from fuser.cuda.operands import boolean
 from fuser.errors import InputError
 
 # Four loads of 16 bytes a thread in flight, at up to 64 registers; rows of one warp or less share a
@@ -77,7 +77,7 @@ def rmsnorm(
         Read; [columns], contiguous, fp32, fp16 or bf16.
     y
         Written; like ``x``, contiguous, in a dtype that goes with it
-        (:func:`~fuser.cuda.norm_operands.takes`); None where nobody reads it: see
+        (:func:`~fuser.cuda.norm_common.takes`); None where nobody reads it: see
         :func:`norm_producer`.
     rstd
         Written; fp32, one a row; None where nobody needs it.
@@ -195,7 +195,7 @@ def norm_producer(
     rstd, mean
         Read; as the forward wrote them.
     y_dtype
-        A dtype that goes with that of ``x`` (:func:`~fuser.cuda.norm_operands.takes`).
+        A dtype that goes with that of ``x`` (:func:`~fuser.cuda.norm_common.takes`).
     gamma, beta, zero_centered_gamma
         As in the forward.
 

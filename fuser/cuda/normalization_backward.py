@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
-from fuser.cuda.norm_operands import (
+from fuser.cuda.norm_common import (
     DTYPE_PAIRS,
     VECTOR_BYTES,
     are_aligned,
@@ -33,7 +34,6 @@ from fuser.cuda.norm_operands import (
     vectors_of,
     whole_warps,
 )
-from fuser.cuda.operands import boolean
 from fuser.errors import InputError
 
 # Blocks that stay, one or two on a multiprocessor, so that their partial sums are few; each has up

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
-from fuser.cuda.launch import Kernel, tiles
-from fuser.cuda.operands import (
+from fuser.cuda.checks import (
     ALIGNED,
     as_producer,
     boolean,
@@ -33,6 +32,7 @@ from fuser.cuda.operands import (
     is_aligned,
     loads,
 )
+from fuser.cuda.launch import Kernel, tiles
 from fuser.errors import InputError
 from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
 

@@ -13,8 +13,8 @@ import torch
 from fuser.chain import ACTIVATIONS, STAGES, Stage, Stages
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
+from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
 from fuser.cuda.launch import TILE, Kernel, Launch
-from fuser.cuda.operands import boolean, check_buffer, check_element, check_matrix
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 

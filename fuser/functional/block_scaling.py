@@ -9,7 +9,7 @@ import torch
 from fuser.cuda import block_scaling as kernels
 from fuser.cuda.launch import kernels_support
 from fuser.formats import DType, fp8_block_scale_shape
-from fuser.functional.values import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
+from fuser.functional.lazy import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
 from fuser.reference import block_scaling as reference
 
 Wanted = torch.Tensor | None

@@ -9,9 +9,9 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.replay import replayed
+from fuser.cuda.launch_cache import cached_launches
 from fuser.formats import DType
-from fuser.functional.values import (
+from fuser.functional.lazy import (
     LazyTensor,
     buffer,
     fallback_to_torch,
@@ -140,7 +140,7 @@ def update_delayed(
     """Bring many states of delayed scaling up to date, all on one device; see the reference."""
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
-        replayed(
+        cached_launches(
             ("update_delayed", margin, algorithm, len(scales)),
             (*amax_histories, *scales, *max_fp8),
             lambda: kernels.update_delayed(amax_histories, scales, max_fp8, **options),

@@ -7,7 +7,7 @@ import torch
 from fuser.cuda import mxfp8 as kernels
 from fuser.cuda.launch import kernels_support
 from fuser.formats import DType, mxfp8_scale_shape
-from fuser.functional.values import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
+from fuser.functional.lazy import LazyTensor, buffer, fallback_to_torch, matrix_of, source_of
 from fuser.reference import mxfp8 as reference
 
 Wanted = torch.Tensor | None

@@ -2,7 +2,7 @@
 
 ``x``, ``extra`` and their gradients are ``[rows, n]``, statistics ``[rows, 1]`` in fp32, and
 parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. On kernels a norm's output is
-:class:`~fuser.functional.values.Values`, and what is returned with it is written with it.
+:class:`~fuser.functional.lazy.Values`, and what is returned with it is written with it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fuser.cuda import normalization as kernels
 from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.norm_operands import takes
-from fuser.functional.values import LazyTensor, as_stored, fallback_to_torch, rows_of
+from fuser.cuda.norm_common import takes
+from fuser.functional.lazy import LazyTensor, as_stored, fallback_to_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -219,7 +219,7 @@ class _Norm(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
-    def replay_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+    def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         count, is_measured = len(self.parameters), self.has_statistics
         what = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
         return what, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
@@ -314,7 +314,7 @@ class _NormBackward(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         self._measure(amax=out)
 
-    def replay_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
+    def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         what = ("norm backward", self.zero_centered, len(self.parameters))
         read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
         return what, (*read, *self.grads)

@@ -8,7 +8,7 @@ from fuser.cuda import fp8_scaling as amax_kernels
 from fuser.cuda import nvfp4 as kernels
 from fuser.cuda.launch import kernels_support
 from fuser.formats import nvfp4_scale_shape
-from fuser.functional.values import (
+from fuser.functional.lazy import (
     LazyTensor,
     buffer,
     fallback_to_torch,

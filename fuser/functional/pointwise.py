@@ -1,6 +1,6 @@
 """Pointwise ops and their gradients, by kernels where they run and in plain torch elsewhere.
 
-On kernels a result is :class:`~fuser.functional.values.Values`: nothing is launched before it is
+On kernels a result is :class:`~fuser.functional.lazy.Values`: nothing is launched before it is
 written. Gradients of operands are returned with it as tensors, which are filled when it is written.
 """
 
@@ -15,7 +15,7 @@ from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
-from fuser.functional.values import LazyTensor, as_stored
+from fuser.functional.lazy import LazyTensor, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
 from fuser.reference.dropout import dropout as reference_dropout
@@ -234,7 +234,7 @@ class _Forward(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         kernels.pointwise(self.stages, self.x, self.operands, None, out)
 
-    def replay_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
         return self.stages, (self.x, *self.operands)
 
     def producer(self) -> Producer:
@@ -282,7 +282,7 @@ class _Backward(LazyTensor):
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
-    def replay_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
+    def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
         return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
 
     def producer(self) -> Producer:

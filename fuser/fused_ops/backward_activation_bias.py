@@ -9,7 +9,7 @@ import torch
 
 from fuser.basic_ops import Activation, Bias
 from fuser.functional import pointwise
-from fuser.functional.values import kernels_run_on
+from fuser.functional.lazy import kernels_run_on
 from fuser.op import FusedOperation, Grads, OperationContext, quantizes_values, write_grad_input
 from fuser.specs import PlanKey
 

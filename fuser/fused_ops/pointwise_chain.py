@@ -11,7 +11,7 @@ from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Drop
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.values import kernels_run_on, why_no_kernels
+from fuser.functional.lazy import kernels_run_on, why_no_kernels
 from fuser.op import (
     FusedOperation,
     Grads,

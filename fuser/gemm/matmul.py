@@ -164,9 +164,9 @@ def _scaled(operand: Operand, scale: float) -> Operand:
     return operand if scale == 1.0 else operand._replace(scale_inv=operand.scale_inv * scale)
 
 
-def _values(tensor: QuantizedTensor, which: str, dtype: torch.dtype) -> torch.Tensor:
+def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
     """The values of one copy of a tensor, which need not be those of the other."""
-    return tensor.only(which).dequantize(dtype=dtype)
+    return tensor.with_usage(usage).dequantize(dtype=dtype)
 
 
 def _column_values(
@@ -185,7 +185,7 @@ def _column_values(
 
 
 def _columns(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    values, k = tensor.only("columnwise").dequantize_padded(dtype), tensor.shape[-1]
+    values, k = tensor.with_usage("columnwise").dequantize_padded(dtype), tensor.shape[-1]
     return values if values.shape[1] == k else values[:, :k]
 
 
@@ -207,7 +207,7 @@ def _product(
     if a.format.multiple == 1:
         return product
     rows, columns = (
-        tensor._matrix()[which == "columnwise"] for tensor, which in ((a, a_copy), (b, b_copy))
+        tensor._matrix()[usage == "columnwise"] for tensor, usage in ((a, a_copy), (b, b_copy))
     )
     return product[:rows, :columns]
 

@@ -162,31 +162,33 @@ class OpGraph:
         self.sources = tuple(sources)
         self.returned = returned_outputs(ops) if returned is None else returned
         # An empty batch is planned as one token, and its shapes are not checked here.
-        told = 0 not in input_spec.shape  # whether every op so far has told its output
-        self.line = [_without_zeros(input_spec)]
-        self.tokens = math.prod(self.line[0].shape[:-1])
+        shape_is_known = (
+            0 not in input_spec.shape
+        )  # whether every op so far has shape_is_known its output
+        self.main_specs = [_without_zeros(input_spec)]
+        self.tokens = math.prod(self.main_specs[0].shape[:-1])
         given = [_without_zeros(spec) for spec in extra_specs]
         self.extra_inputs: list[tuple[TensorSpec, ...]] = []
         self.extra_outputs: list[tuple[TensorSpec, ...]] = []
         for op, row in zip(ops, sources, strict=True):
-            spec = self.line[-1]
+            spec = self.main_specs[-1]
             extras = tuple(self._extra_spec(source, given) for source in row)
             for extra in extras if op.takes_floating_extras else ():
                 if extra.dtype not in COMPUTE_DTYPES:
                     raise InputError(
-                        f"{_named(ops, len(self.line) - 1)} got an extra input of {extra.dtype}; "
-                        f"it takes {', '.join(map(str, COMPUTE_DTYPES))}."
+                        f"{_named(ops, len(self.main_specs) - 1)} got an extra input of "
+                        f"{extra.dtype}; it takes {', '.join(map(str, COMPUTE_DTYPES))}."
                     )
             try:
                 output = op.output_spec(spec, extras, autocast)
             except InputError:
-                if told:
+                if shape_is_known:
                     raise
                 output = None
-            told = told and output is not None
+            shape_is_known = shape_is_known and output is not None
             self.extra_inputs.append(extras)
             self.extra_outputs.append(op.extra_output_specs(spec))
-            self.line.append(output or spec)
+            self.main_specs.append(output or spec)
 
     def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
         if source.caller_index is not None:
@@ -213,7 +215,7 @@ class OpGraph:
         self.flows = {"forward": values, "backward": gradients}
         value, gradient = self._memory_names(key)
         places: list[Node] = ["input", *range(len(self.ops)), "output"]
-        for gap in range(len(self.line)):
+        for gap in range(len(self.main_specs)):
             source, target = places[gap], places[gap + 1]
             _add(values, source, target, value["line", gap], self.gap_bytes(gap, "forward"))
             if gap == len(self.ops) or key.ops[gap].input_requires_grad:
@@ -319,7 +321,7 @@ class OpGraph:
                     leaving |= tensors
             op, op_key = self.ops[i], self.key.ops[i]
             if op_key.requires_grad:
-                statistics += op.saved_bytes(self.line[i])
+                statistics += op.saved_bytes(self.main_specs[i])
                 if op.saves_input:
                     at = start if recomputes else i
                     saved[self.arriving[at]] = self.gap_bytes(at, "forward")
@@ -331,11 +333,11 @@ class OpGraph:
 
     def gap_bytes(self, gap: int, side: str) -> int:
         """Bytes of the main line between op ``gap - 1`` and op ``gap``, or of its gradient."""
-        spec = self.line[gap]
-        emission = self.emission(gap, side)
+        spec = self.main_specs[gap]
+        emission = self.quant_spec(gap, side)
         return spec.nbytes if emission is None else emission.nbytes(spec)
 
-    def emission(self, gap: int, side: str) -> QuantSpec | None:
+    def quant_spec(self, gap: int, side: str) -> QuantSpec | None:
         """How the main line there, or its gradient, travels quantized; None for plain."""
         keys = self.key.ops
         if gap == len(keys):
@@ -363,7 +365,7 @@ class OpGraph:
                     nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
                     kernels.append((f"quantize {role}", 0, 2 * nbytes))
                 else:
-                    nbytes = made.nbytes(self.line[i if role == "input" else i + 1])
+                    nbytes = made.nbytes(self.main_specs[i if role == "input" else i + 1])
                     kernels.append((f"quantize {role}", 2 * nbytes, 0))
         return kernels
 
@@ -373,7 +375,7 @@ class OpGraph:
         The plain tensor is written and read; None where nothing is quantized there.
         """
         gap = stop if side == "forward" else start
-        return None if self.emission(gap, side) is None else 2 * self.line[gap].nbytes
+        return None if self.quant_spec(gap, side) is None else 2 * self.main_specs[gap].nbytes
 
     def _param_bytes(self, op: int, side: str) -> int:
         keys = self.key.ops[op].params

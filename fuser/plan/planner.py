@@ -367,7 +367,7 @@ class _Search:
             kernel=", ".join(names),
             bytes_per_token=a_token + param_bytes / NOMINAL_TOKENS,
             microseconds=cost * 1e6,
-            emits=self.graph.emission(window.stop if side == "forward" else window.start, side),
+            emits=self.graph.quant_spec(window.stop if side == "forward" else window.start, side),
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
@@ -377,7 +377,7 @@ def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:
 
 
 def _line_bytes(graph: OpGraph, side: str) -> tuple[float, ...]:
-    return tuple(graph.gap_bytes(gap, side) / graph.tokens for gap in range(len(graph.line)))
+    return tuple(graph.gap_bytes(gap, side) / graph.tokens for gap in range(len(graph.main_specs)))
 
 
 def _listed(window: range) -> str:

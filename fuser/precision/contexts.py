@@ -37,7 +37,7 @@ current_recipe = _active_recipe.get
 PastScales = dict[Recipe | None, tuple[torch.Tensor, ...]]
 
 
-class Region:
+class AmaxStep:
     """One step of delayed scaling's forward, inside an outermost autocast.
 
     It begins with the autocast, or after the step before, and ends with the
@@ -70,11 +70,11 @@ class Region:
 class _Regions:
     """The regions of an outermost autocast and of all inside it, one after another."""
 
-    last: Region | None = None  # before the first forward
+    last: AmaxStep | None = None  # before the first forward
 
-    def current(self) -> Region:
+    def current(self) -> AmaxStep:
         if self.last is None or self.last.is_over:
-            self.last = Region()
+            self.last = AmaxStep()
         return self.last
 
 
@@ -202,7 +202,7 @@ def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:
 # -- recomputation ------------------------------------------------------------
 
 
-class Conditions(NamedTuple):
+class AutocastState(NamedTuple):
     """What a forward ran under, for code that runs it again or ends its step.
 
     The recipe, the region, None outside every autocast, and the group over
@@ -210,15 +210,15 @@ class Conditions(NamedTuple):
     """
 
     recipe: Recipe | None = None
-    region: Region | None = None
+    region: AmaxStep | None = None
     group: Any = None
 
 
-UNQUANTIZED = Conditions()
+UNQUANTIZED = AutocastState()
 """Those of a forward outside every autocast."""
 
 
-def current_conditions() -> Conditions:
+def current_state() -> AutocastState:
     """What a forward runs under at this moment."""
     again = _recomputed.get()
     if again is not None:
@@ -227,16 +227,16 @@ def current_conditions() -> Conditions:
     if not scopes:
         return UNQUANTIZED
     scope = scopes[-1]
-    return Conditions(scope.recipe, scope.regions.current(), scope.group)
+    return AutocastState(scope.recipe, scope.regions.current(), scope.group)
 
 
-_recomputed: ContextVar[Conditions | None] = ContextVar("fuser_recomputed", default=None)
-recomputed_conditions = _recomputed.get
+_recomputed: ContextVar[AutocastState | None] = ContextVar("fuser_recomputed", default=None)
+recomputed_state = _recomputed.get
 """The conditions of the forward that is being recomputed; None where none is."""
 
 
 @contextlib.contextmanager
-def recomputing_under(conditions: Conditions) -> Iterator[None]:
+def recomputing_under(conditions: AutocastState) -> Iterator[None]:
     """Run a forward again, in a backward, under the conditions of the first time."""
     recipe, recomputed = _active_recipe.get(), _recomputed.get()
     _active_recipe.set(conditions.recipe)

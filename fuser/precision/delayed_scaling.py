@@ -22,7 +22,7 @@ from torch.autograd import Variable
 from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.fp8_scaling import update_delayed
-from fuser.precision.contexts import Region, current_conditions, recomputed_conditions
+from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
 
@@ -63,7 +63,7 @@ class DelayedScales:
         self._of_parameters: dict[int, Float8Quantizer] = {}
         self._identity = _Identity()
         # Regions whose forward may be recomputed, and ran with the scales of now.
-        self._regions: weakref.WeakSet[Region] = weakref.WeakSet()
+        self._regions: weakref.WeakSet[AmaxStep] = weakref.WeakSet()
 
     def quantizer(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], index: int, device: torch.device
@@ -74,7 +74,7 @@ class DelayedScales:
         be asked for there first: a reentrant checkpoint runs its forward without gradients.
         """
         is_other = self._is_other(recipe, device)
-        again = recomputed_conditions() if self.mode == "forward" else None
+        again = recomputed_state() if self.mode == "forward" else None
         is_reading = again is not None or _is_evaluating.get()
         if again is not None and again.region is not None:
             past = again.region.past_scales.get(self._identity, {}).get(recipe)
@@ -90,7 +90,7 @@ class DelayedScales:
             return quantizer
         if is_reading:
             return quantizer.unbound()
-        _, region, group = current_conditions()
+        _, region, group = current_state()
         if region is not None:
             region.recorded[self] = group
             if region.may_be_recomputed:
@@ -269,7 +269,7 @@ class _Backward:
 
     def __init__(self) -> None:
         self.states: weakref.WeakKeyDictionary[DelayedScales, Any] = weakref.WeakKeyDictionary()
-        self.regions: weakref.WeakKeyDictionary[Region, None] = weakref.WeakKeyDictionary()
+        self.regions: weakref.WeakKeyDictionary[AmaxStep, None] = weakref.WeakKeyDictionary()
 
 
 # Those that run, by autograd's number of them.
@@ -285,7 +285,7 @@ def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
         _running_backward().states[state] = group
 
 
-def end_with_backward(region: Region) -> None:
+def end_with_backward(region: AmaxStep) -> None:
     """See to it that ``region`` ends when the backward that runs does."""
     with _backwards_lock:
         _running_backward().regions[region] = None

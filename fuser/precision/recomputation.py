@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-from fuser.precision.contexts import UNQUANTIZED, Conditions, current_conditions
+from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state
 
 _autograd = torch._C._autograd
 _top_hooks = _autograd._top_saved_tensors_default_hooks
@@ -36,16 +36,16 @@ class _Calls:
         """Those of the checkpoints around this one."""
         # By op and not by pipeline: hooks that come or go after the forward regroup the ops. An op
         # is known by its attributes, which it shares with its twin that runs when it is called.
-        self._conditions: dict[int, list[Conditions]] = {}
+        self._conditions: dict[int, list[AutocastState]] = {}
         self._repeated: dict[Any, dict[int, int]] = {}
         self._ops: dict[int, Any] = {}
 
-    def note(self, ops: Ops, conditions: Conditions) -> None:
+    def note(self, ops: Ops, conditions: AutocastState) -> None:
         for op in ops:
             self._ops[id(op.__dict__)] = op  # kept, so that no other op gets the number
             self._conditions.setdefault(id(op.__dict__), []).append(conditions)
 
-    def next(self, ops: Ops, recomputation: Any) -> Conditions | None:
+    def next(self, ops: Ops, recomputation: Any) -> AutocastState | None:
         """The conditions of the call that this one repeats; None where the forward had no such.
 
         ``recomputation`` names the one that runs: a graph that is retained has several.
@@ -65,7 +65,7 @@ class _Calls:
 _calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
 
-def conditions_of_forward(ops: Ops) -> Conditions | None:
+def state_of_forward(ops: Ops) -> AutocastState | None:
     """In a recomputation: what the call of ``ops`` that this one repeats ran under; else None.
 
     A call in a checkpointed function is noted down, for its own recomputation.
@@ -76,7 +76,7 @@ def conditions_of_forward(ops: Ops) -> Conditions | None:
     repeats, checkpoints = _surroundings(hooks)
     conditions = None if repeats is None else repeats(ops)
     if checkpoints:
-        noted = current_conditions() if conditions is None else conditions
+        noted = current_state() if conditions is None else conditions
         if noted.region is not None:
             noted.region.may_be_recomputed = True
         for calls in checkpoints:
@@ -154,7 +154,7 @@ def _known_codes() -> _Codes | None:
 
 def _surroundings(
     hooks: tuple[Any, Any] | None,
-) -> tuple[Callable[[Ops], Conditions | None] | None, list[_Calls]]:
+) -> tuple[Callable[[Ops], AutocastState | None] | None, list[_Calls]]:
     """What the running code repeats, None if nothing, and the checkpoints whose forward it is in.
 
     The nearest recomputation counts, and checkpoints inside it. A backward that
@@ -163,7 +163,7 @@ def _surroundings(
     codes = _known_codes()
     if codes is None:
         return None, []
-    repeats: Callable[[Ops], Conditions | None] | None = None
+    repeats: Callable[[Ops], AutocastState | None] | None = None
     checkpoints: list[_Calls] = []
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not codes.engine:
@@ -184,7 +184,7 @@ def _surroundings(
     return repeats, checkpoints
 
 
-def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], Conditions | None]:
+def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], AutocastState | None]:
     calls = _calls.get(key)
     if calls is None:
         # Nothing was noted: no autocast had been entered then.

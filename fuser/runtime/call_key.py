@@ -1,4 +1,4 @@
-"""The signature of a call: what a plan may depend on, read by a function written for that."""
+"""The key of a call: what a plan may depend on, read by a function written for that."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class CallKeyReader:
 
     @functools.cached_property
     def read(self) -> Callable[[torch.Tensor, tuple[torch.Tensor, ...], Any], Reading]:
-        """``read(x, extras, registered)``: the parameters, and the signature of a call.
+        """``read(x, extras, registered)``: the parameters, and the key of a call.
 
-        Calls of one signature run the same plan. It is made at every call, so
+        Calls with one key run the same plan. It is made at every call, so
         that nothing can go stale, and by code written once with every tensor
         named: 1.9 us for four parameters, where a loop takes 3.3. A parameter's
         device is not in it: that is looked at when planning, and when a run
@@ -61,7 +61,7 @@ class CallKeyReader:
             f"    params = ({''.join(f'{p}, ' for p in params)}) = ({slots})",
             "    is_cpu = x.is_cpu",
             "    device = 'cpu' if is_cpu else autocast_device(x)",
-            "    signature = (",
+            "    call_key = (",
             "        registered,",
             "        kernels.compile_failure,",
             "        current_recipe(),",
@@ -73,9 +73,9 @@ class CallKeyReader:
             *(f"        {e}.dtype, {e}.requires_grad, {e}.device," for e in self._extras),
             *(f"        type({p}), {p}.dtype, {p}.requires_grad, {p}.is_meta," for p in params),
             "    )",
-            "    return params, signature",
+            "    return params, call_key",
         ]
-        return compiled("\n".join(lines) + "\n", "signature", {**_ASKED, **owners})["read"]
+        return compiled("\n".join(lines) + "\n", "call_key", {**_ASKED, **owners})["read"]
 
 
 def autocast_device(tensor: torch.Tensor) -> str:

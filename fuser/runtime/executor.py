@@ -15,12 +15,12 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser.errors import StateError
-from fuser.functional.values import kernels_run_on
+from fuser.functional.lazy import kernels_run_on
 from fuser.op import BasicOperation
 from fuser.plan.graph import Source
 from fuser.plan.plan import FusionPlan
 from fuser.precision import contexts
-from fuser.precision.contexts import UNQUANTIZED, current_conditions
+from fuser.precision.contexts import UNQUANTIZED, current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
     end_with_backward,
@@ -167,7 +167,7 @@ class _PipelineFunction(torch.autograd.Function):
         conditions, kept = UNQUANTIZED, None
         states: Sequence[DelayedScales] = ()
         if contexts.is_autocast_used:
-            conditions, kept = current_conditions(), _kinds(saved)
+            conditions, kept = current_state(), _kinds(saved)
             if run.is_delayed:
                 # Those of now: a checkpoint that is loaded before the backward brings others.
                 states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]

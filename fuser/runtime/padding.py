@@ -50,12 +50,12 @@ def _quantized(
     """What a step quantizes: its name, itself, how, and whether it is in memory before."""
     for i in step.ops:
         op = graph.ops[i]
-        dtype = graph.line[i + 1].dtype  # in which a linear computes
-        shapes = {"input": graph.line[i].shape, "grad_output": graph.line[i + 1].shape}
+        dtype = graph.main_specs[i + 1].dtype  # in which a linear computes
+        shapes = {"input": graph.main_specs[i].shape, "grad_output": graph.main_specs[i + 1].shape}
         for role, made in op.quantizes(side, graph.key.window(i, i + 1)).items():
             shape = shapes.get(role) or tuple(next(op.parameters()).shape)
             yield NAMES[role], TensorSpec(shape, dtype), made, True
     if step.emits is not None:
         gap, name = (step.ops[-1] + 1, "output") if side == "forward" else (step.ops[0], "")
         is_plain = step.kernel.endswith("quantize")  # a kernel of its own
-        yield name or "gradient of its input", graph.line[gap], step.emits, is_plain
+        yield name or "gradient of its input", graph.main_specs[gap], step.emits, is_plain

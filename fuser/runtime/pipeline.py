@@ -1,4 +1,4 @@
-"""OperationFuser: one run of ops, planned once for each signature of a call, and then only run."""
+"""OperationFuser: one run of ops, planned once for each key of a call, and then only run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
-from fuser.functional.values import why_no_kernels
+from fuser.functional.lazy import why_no_kernels
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.graph_break import breaks_graph
@@ -24,7 +24,7 @@ from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated
 from fuser.precision.contexts import current_recipe, recomputing_under
-from fuser.precision.recomputation import conditions_of_forward
+from fuser.precision.recomputation import state_of_forward
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
@@ -151,21 +151,21 @@ class OperationFuser:
         if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
         if contexts.is_autocast_used and not is_placed:
-            again = conditions_of_forward(self.basic_ops)
+            again = state_of_forward(self.basic_ops)
             if again is not None:
                 with recomputing_under(again):
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
         try:
-            params, signature = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
             if self._takes_scalar(input_):
                 return self._run_scalar(input_, extra_inputs, kwargs)
             self._find_parameters()  # one may have gone to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
-            params, signature = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
-        if run is None or signature != known:
-            run, params = self._find_run(signature, input_, params, extra_inputs)
+        if run is None or call_key != known:
+            run, params = self._find_run(call_key, input_, params, extra_inputs)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
@@ -191,24 +191,24 @@ class OperationFuser:
 
     def _find_run(
         self,
-        signature: tuple[Any, ...],
+        call_key: tuple[Any, ...],
         input_: torch.Tensor,
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
     ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...]]:
-        """What an earlier call of this signature ran, else planned now; kept as the last.
+        """What an earlier call with this key ran, else planned now; kept as the last.
 
         Returned with the parameters, among them those that were added to an op since its last
         planning.
         """
-        run = self._runs.get(signature)
+        run = self._runs.get(call_key)
         if run is None:
             self._find_parameters()
-            params, signature = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key = self._slots.read(input_, extra_inputs, _registered)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
-            _keep(self._runs, signature, run)
+            _keep(self._runs, call_key, run)
         # One assignment: another thread sees both or neither.
-        self._last = (signature, run)
+        self._last = (call_key, run)
         return run, params
 
     def plan(
@@ -239,7 +239,7 @@ class OperationFuser:
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
         keys = self._op_keys(graph, input, params, extra_inputs)
-        made = [(graph.line[-1], any(key.requires_grad for key in keys))]
+        made = [(graph.main_specs[-1], any(key.requires_grad for key in keys))]
         made += [(graph.extra_outputs[i][k], keys[i].requires_grad) for i, k in self.returned]
         return tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)
@@ -374,7 +374,7 @@ class OperationFuser:
                 for source, spec in zip(self.sources[i], graph.extra_inputs[i], strict=True)
             )
             requires = main_requires or any(t.requires_grad for t in (*own, *extras))
-            keys.append(OpKey(graph.line[i].dtype, requires, main_requires, own, extras))
+            keys.append(OpKey(graph.main_specs[i].dtype, requires, main_requires, own, extras))
             main_requires = requires
         if isinstance(input_, QuantizedTensor):
             usage = input_._usage()

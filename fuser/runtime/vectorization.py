@@ -27,7 +27,7 @@ from fuser.basic_ops import (
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.cuda.arguments import TILE_RUN
 from fuser.functional import pointwise
-from fuser.functional.values import are_rows, kernels_run_on
+from fuser.functional.lazy import are_rows, kernels_run_on
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
 from fuser.plan.plan import FusionPlan, Step, VectorNote
@@ -63,7 +63,7 @@ def layout_notes(
             for step in plan.steps(side):
                 for op in _readers(graph, side, step, memory):
                     is_main = graph.arriving[op] == memory
-                    seen = _shaped(tensor, graph.line[op].shape) if is_main else tensor
+                    seen = _shaped(tensor, graph.main_specs[op].shape) if is_main else tensor
                     reading = _reading(graph, side, step, op, is_main)
                     if reading is not None and seen is not None:
                         notes = reading.notes(name, seen.detach())
@@ -165,12 +165,15 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
     """How a step reads what enters at its op ``i``, as main input or as extra; None for torch."""
     op, last = graph.ops[i], step.ops[-1]
     has_gemm = any(isinstance(graph.ops[k], BasicLinear) for k in step.ops)
-    if isinstance(op, AddExtraInput) and graph.extra_inputs[i][0].dtype is not graph.line[i].dtype:
+    if (
+        isinstance(op, AddExtraInput)
+        and graph.extra_inputs[i][0].dtype is not graph.main_specs[i].dtype
+    ):
         return None
     gap = last + 1 if side == "forward" else step.ops[0]
-    emission = graph.emission(gap, side)
+    emission = graph.quant_spec(gap, side)
     # What is padded is written plainly first.
-    emits = emission is not None and not emission.format.pads(graph.line[gap].shape)
+    emits = emission is not None and not emission.format.pads(graph.main_specs[gap].shape)
     if isinstance(op, (BasicLinear, Quantize)):
         return _quantizing(graph, i) if side == "forward" else None
     if isinstance(graph.ops[last], (LayerNorm, RMSNorm, L2Normalization)):
@@ -183,7 +186,7 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
 def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
     """How op ``i``, a linear or a Quantize, reads an input that arrives plain."""
     op: Any = graph.ops[i]
-    key, spec = graph.key.window(i, i + 1), graph.line[i]
+    key, spec = graph.key.window(i, i + 1), graph.main_specs[i]
     if isinstance(op, Quantize):
         made = key.ops[0].output if op.kernels("forward", key) else None
         dtype = spec.dtype
@@ -199,7 +202,7 @@ def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
 def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | None:
     """How the kernel of op ``i``, a norm, reads its input or what is added to it."""
     norm: Any = graph.ops[i]
-    spec, made = graph.line[i], graph.line[i + 1]
+    spec, made = graph.main_specs[i], graph.main_specs[i + 1]
     if isinstance(norm, L2Normalization):
         columns, dtype = spec.shape[-1], made.dtype
     else:
@@ -214,7 +217,7 @@ def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | N
 def _computing(graph: OpGraph, step: Step, i: int, is_main: bool, emits: bool) -> _Reading | None:
     """How a pointwise op, alone or in a chain, reads what enters at op ``i``."""
     op: Any = graph.ops[i]
-    spec, made = graph.line[i], graph.line[i + 1]
+    spec, made = graph.main_specs[i], graph.main_specs[i + 1]
     is_alone = not _is_chain(step)
     if is_alone and _is_torchs(op, graph.key, spec):
         return None
@@ -224,7 +227,7 @@ def _computing(graph: OpGraph, step: Step, i: int, is_main: bool, emits: bool) -
         run = 0
     rows_of = _pointwise_rows if is_main else _pointwise_extra
     dtype = made.dtype if is_main else graph.extra_inputs[i][0].dtype
-    return _Reading(rows_of, graph.line[step.ops[-1] + 1].shape[-1], dtype, run)
+    return _Reading(rows_of, graph.main_specs[step.ops[-1] + 1].shape[-1], dtype, run)
 
 
 def _is_chain(step: Step) -> bool:

@@ -169,9 +169,9 @@ class QuantizedTensor(WrapperTensor):
         """Whether either copy is the other's transpose, values and layout."""
         raise NotImplementedError
 
-    def _make_copy(self, which: str) -> None:
+    def _make_copy(self, usage: str) -> None:
         raise StateError(
-            f"{type(self).__name__} has no {which} copy, and in this format one cannot be made "
+            f"{type(self).__name__} has no {usage} copy, and in this format one cannot be made "
             "from the other: quantize the original with both."
         )
 
@@ -227,7 +227,7 @@ class QuantizedTensor(WrapperTensor):
         number_format: NumberFormat = self._quantizer.format
         return number_format
 
-    def operand(self, which: str) -> Operand:
+    def operand(self, usage: str) -> Operand:
         """The ``"rowwise"`` or ``"columnwise"`` copy as a GEMM reads it, contracted dimension last.
 
         Raises
@@ -236,22 +236,22 @@ class QuantizedTensor(WrapperTensor):
             If that copy is not here and cannot be made from the other.
         """
         source = self if self._view_of is None else self.compact()
-        data_name, scale_name = self._operand_names(which)
+        data_name, scale_name = self._operand_names(usage)
         data = getattr(source, data_name)
         if data is None:
-            source = source.only(which)
+            source = source.with_usage(usage)
             data = getattr(source, data_name)
         return Operand(data, self._quantizer.format, getattr(source, scale_name))
 
-    def _operand_names(self, which: str) -> tuple[str, ...]:
+    def _operand_names(self, usage: str) -> tuple[str, ...]:
         """The buffers of data and scales."""
-        return self._names(which)[:2]
+        return self._names(usage)[:2]
 
-    def _names(self, which: str) -> tuple[str, ...]:
-        return self.rowwise_names if which == "rowwise" else self.columnwise_names
+    def _names(self, usage: str) -> tuple[str, ...]:
+        return self.rowwise_names if usage == "rowwise" else self.columnwise_names
 
-    def _has(self, which: str) -> bool:
-        return getattr(self, self._names(which)[0]) is not None
+    def _has(self, usage: str) -> bool:
+        return getattr(self, self._names(usage)[0]) is not None
 
     def _usage(self) -> Any:
         """The quantizer with the copies that are really here."""
@@ -274,43 +274,43 @@ class QuantizedTensor(WrapperTensor):
             other, or both would be dropped.
         """
         wanted = {
-            which: self._has(which) if usage is None else usage
-            for which, usage in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))
+            usage: self._has(usage) if is_asked is None else is_asked
+            for usage, is_asked in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))
         }
         if not any(wanted.values()):
             raise StateError(f"{type(self).__name__} would be left without any copy of its data.")
-        for which, is_wanted in wanted.items():
-            if is_wanted and not self._has(which):
+        for usage, is_wanted in wanted.items():
+            if is_wanted and not self._has(usage):
                 if self._view_of is not None:
                     raise StateError(
-                        f"{self} is a view without a {which} copy, and one of its own would not "
+                        f"{self} is a view without a {usage} copy, and one of its own would not "
                         "follow the tensor that it is of: clone it first."
                     )
-                self._make_copy(which)
+                self._make_copy(usage)
         self._keep(wanted)
 
-    def release(self, which: str) -> None:
+    def release(self, usage: str) -> None:
         """Drop the ``"rowwise"`` or ``"columnwise"`` copy of a tensor that nobody else has."""
-        for name in self._names(which):
+        for name in self._names(usage):
             setattr(self, name, None)
 
     def _keep(self, wanted: dict[str, bool]) -> None:
-        for which, is_wanted in wanted.items():
+        for usage, is_wanted in wanted.items():
             if not is_wanted:
-                self.release(which)
+                self.release(usage)
 
-    def only(self, which: str) -> QuantizedTensor:
+    def with_usage(self, usage: str) -> QuantizedTensor:
         """This tensor with its ``"rowwise"`` or its ``"columnwise"`` copy alone, to read.
 
         Shares buffers and the version counter. It cannot be written to: the
         other copy would not follow.
         """
-        other = "columnwise" if which == "rowwise" else "rowwise"
-        source = self if self._has(which) else self.compact()
+        other = "columnwise" if usage == "rowwise" else "rowwise"
+        source = self if self._has(usage) else self.compact()
         alias = source.detach()
         assert isinstance(alias, QuantizedTensor)
-        if not alias._has(which):
-            alias._make_copy(which)
+        if not alias._has(usage):
+            alias._make_copy(usage)
         elif not alias._has(other) and alias._view_of is None:
             return alias
         alias.release(other)
@@ -318,7 +318,7 @@ class QuantizedTensor(WrapperTensor):
         if alias._view_of is not None:
             # The parent's other copy is not to live on through this one.
             view = alias._view_of
-            root = view.root.only(other if view.is_turned else which)
+            root = view.root.with_usage(other if view.is_turned else usage)
             alias._view_of = replace(view, root=root)
         return alias
 
@@ -434,12 +434,12 @@ class QuantizedTensor(WrapperTensor):
         if view is None:
             return True
         root, copies = view.root, ("rowwise", "columnwise")
-        if view.is_turned or any(self._has(which) != root._has(which) for which in copies):
+        if view.is_turned or any(self._has(usage) != root._has(usage) for usage in copies):
             return False
         start, stop = view.start, view.start + self._matrix()[0]
         if (start, stop) == (0, root._matrix()[0]):
             return True
-        is_whole = not any(root._cuts(which, start, stop) for which in copies)
+        is_whole = not any(root._cuts(usage, start, stop) for usage in copies)
         return self.has_independent_blocks and is_whole
 
     def _write(self, fresh: QuantizedTensor, non_blocking: bool = False) -> None:
@@ -455,10 +455,10 @@ class QuantizedTensor(WrapperTensor):
         self._source = None
         super()._was_written()
 
-    def _cuts(self, which: str, start: int, stop: int) -> bool:
+    def _cuts(self, usage: str, start: int, stop: int) -> bool:
         """Whether rows ``start`` to ``stop`` cut a block of the named copy."""
         units = self._row_units()
-        block = max(units[name][1] for name in self._names(which) if name in units)
+        block = max(units[name][1] for name in self._names(usage) if name in units)
         return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
 
     # -- as a parameter -----------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
 from fuser.functional import block_scaling
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -84,7 +84,7 @@ class Float8BlockQuantizer(Quantizer):
     block_scaling_dim: int = field(default=2, kw_only=True)
 
     tensor_class = Float8BlockwiseQTensor
-    takes_values = True
+    accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8BlockQuantizer", self.fp8_dtype)
@@ -96,7 +96,7 @@ class Float8BlockQuantizer(Quantizer):
         return NumberFormat("FP8 128x128", self.fp8_dtype, FP8_BLOCK * FP8_BLOCK)
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         scales = (self.block_scaling_dim, self.force_pow_2_scales, self.amax_epsilon)
         return "block", self.fp8_dtype, self.rowwise, self.columnwise, *scales
 

@@ -83,29 +83,29 @@ def _from_keywords(
             )
     given = {keywords[name]: value for name, value in named.items() if name in keywords}
     buffers = {name: _as_bytes(given.get(name)) for name in cls.buffer_names}
-    usage = {
-        which: buffers[names[0]] is not None
-        for which, names in (("rowwise", cls.rowwise_names), ("columnwise", cls.columnwise_names))
+    usages = {
+        usage: buffers[names[0]] is not None
+        for usage, names in (("rowwise", cls.rowwise_names), ("columnwise", cls.columnwise_names))
     }
-    if not any(usage.values()):
+    if not any(usages.values()):
         raise InputError(f"{cls.__name__} got no data.")
     if quantizer is None:
         quantizer = _quantizer_of(cls, named)
     device = next(buffer.device for buffer in buffers.values() if buffer is not None)
     tensor = cls(
-        buffers, shape, dtype, device, quantizer.with_usage(**usage).unbound(), requires_grad
+        buffers, shape, dtype, device, quantizer.with_usage(**usages).unbound(), requires_grad
     )
-    _check_layout(tensor, usage)
+    _check_layout(tensor, usages)
     return tensor
 
 
-def _check_layout(tensor: QuantizedTensor, usage: dict[str, bool]) -> None:
+def _check_layout(tensor: QuantizedTensor, usages: dict[str, bool]) -> None:
     """View each buffer as it lies in memory; refuse one that does not fit, or is missing."""
     both = {*tensor.rowwise_names, *tensor.columnwise_names}
     for name, shape in tensor._layout(*tensor._matrix()).items():
         buffer = getattr(tensor, name)
         is_needed = name not in both or any(
-            is_used and name in tensor._names(which) for which, is_used in usage.items()
+            is_used and name in tensor._names(usage) for usage, is_used in usages.items()
         )
         if buffer is None and not is_needed:
             continue
@@ -158,7 +158,7 @@ def get_data_tensors(
         If neither is asked for.
     """
     asked = (("rowwise", rowwise_data), ("columnwise", columnwise_data))
-    found = tuple(getattr(self, self._names(which)[0]) for which, is_asked in asked if is_asked)
+    found = tuple(getattr(self, self._names(usage)[0]) for usage, is_asked in asked if is_asked)
     if not found:
         raise InputError("get_data_tensors was asked for neither copy.")
     return found if len(found) == 2 else found[0]

@@ -230,13 +230,13 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
     if (start, stop) == (0, whole._matrix()[0]):
         return parts
     units = whole._row_units()
-    for which in ("rowwise", "columnwise"):
-        is_cut = whole._cuts(which, start, stop)
+    for usage in ("rowwise", "columnwise"):
+        is_cut = whole._cuts(usage, start, stop)
         end = stop
-        if which == "columnwise" and stop == whole._matrix()[0]:
+        if usage == "columnwise" and stop == whole._matrix()[0]:
             # Rows that pad the last block are part of it: a GEMM contracts them too.
             end = round_up(stop, whole.format.multiple)
-        for name in whole._names(which):
+        for name in whole._names(usage):
             buffer = parts[name]
             if is_cut:
                 parts[name] = None
@@ -294,7 +294,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
         type(source) is type(target)
         and source.shape == target.shape
         and source._usage().encoding() == target._usage().encoding()
-        and all(source._has(which) == target._has(which) for which in ("rowwise", "columnwise"))
+        and all(source._has(usage) == target._has(usage) for usage in ("rowwise", "columnwise"))
     )
     if exchanges_bytes and target._can_be_written_alone():
         target._write(source, non_blocking)

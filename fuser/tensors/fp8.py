@@ -13,7 +13,7 @@ import torch
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat, check_fp8_dtype
 from fuser.functional import fp8_scaling
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -79,8 +79,8 @@ class Float8Tensor(QuantizedTensor):
             data = fp8_scaling.transpose(self._columnwise_data)
         return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
 
-    def _operand_names(self, which: str) -> tuple[str, ...]:
-        return _OPERANDS[which]
+    def _operand_names(self, usage: str) -> tuple[str, ...]:
+        return _OPERANDS[usage]
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
         return {"_rowwise_data": (m, k), "_columnwise_data": (k, m), "_scale_inv": (1,)}
@@ -91,8 +91,8 @@ class Float8Tensor(QuantizedTensor):
     def _is_transposable(self) -> bool:
         return True
 
-    def _make_copy(self, which: str) -> None:
-        if which == "rowwise":
+    def _make_copy(self, usage: str) -> None:
+        if usage == "rowwise":
             assert self._columnwise_data is not None
             self._rowwise_data = fp8_scaling.transpose(self._columnwise_data)
         else:
@@ -134,7 +134,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8Tensor
-    takes_values = True
+    accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8CurrentScalingQuantizer", self.fp8_dtype)
@@ -160,7 +160,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         if self.group is not None:
             return None
         copies = (self.rowwise, self.columnwise)
@@ -201,7 +201,7 @@ class Float8Quantizer(Quantizer):
     saturates: bool = field(default=True, kw_only=True)
 
     tensor_class = Float8Tensor
-    takes_values = True
+    accepts_lazy = True
 
     @functools.cached_property
     def format(self) -> NumberFormat:
@@ -246,7 +246,7 @@ class Float8Quantizer(Quantizer):
         return torch.where((amax < math.inf) & (largest < self.scale), largest, self.scale)
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         if not self.saturates:
             return None  # it does more than launch
         return "delayed", self.fp8_dtype, self.rowwise, self.columnwise

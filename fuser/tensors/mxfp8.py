@@ -18,7 +18,7 @@ from fuser.formats import (
     padded_shape,
 )
 from fuser.functional import mxfp8
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
 
@@ -80,7 +80,7 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = field(default=False, kw_only=True)
 
     tensor_class = MXFP8Tensor
-    takes_values = True
+    accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("MXFP8Quantizer", self.fp8_dtype)
@@ -91,7 +91,7 @@ class MXFP8Quantizer(Quantizer):
         return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         return "mx", self.fp8_dtype, self.rowwise, self.columnwise, self.with_2d_quantization
 
     def encoding(self) -> tuple[Any, ...]:

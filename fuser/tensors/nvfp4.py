@@ -12,7 +12,7 @@ import torch
 from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
 from fuser.functional import nvfp4
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
@@ -113,7 +113,7 @@ class NVFP4Quantizer(Quantizer):
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
 
     tensor_class = NVFP4Tensor
-    takes_values = True
+    accepts_lazy = True
 
     def __post_init__(
         self,
@@ -141,7 +141,7 @@ class NVFP4Quantizer(Quantizer):
         return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         if self.stochastic_rounding and self.seed is None:
             return None  # a seed is drawn at every call, and launched with
         copies = (self.rowwise, self.columnwise)

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.replay import replayed
+from fuser.cuda.launch_cache import cached_launches
 from fuser.errors import InputError
 from fuser.formats import NumberFormat, padded_shape
-from fuser.functional.values import LazyTensor, matrix_of, written
+from fuser.functional.lazy import LazyTensor, matrix_of, written
 from fuser.tensors.base import QuantizedTensor
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -37,7 +37,7 @@ class Quantizer:
     columnwise: bool = True
 
     tensor_class: ClassVar[type[QuantizedTensor]]
-    takes_values: ClassVar[bool] = False
+    accepts_lazy: ClassVar[bool] = False
     """Whether :meth:`buffers_of` takes values that are not in memory yet."""
     # Quantizers that differ in usage alone, by usage; each instance has the one of its family.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
@@ -46,10 +46,10 @@ class Quantizer:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
         # What was said of another class's work need not be true of this one's.
-        if "buffers_of" in cls.__dict__ and "takes_values" not in cls.__dict__:
-            cls.takes_values = False
-        if "replay_key" not in cls.__dict__:
-            cls.replay_key = None  # type: ignore[assignment]
+        if "buffers_of" in cls.__dict__ and "accepts_lazy" not in cls.__dict__:
+            cls.accepts_lazy = False
+        if "launch_key" not in cls.__dict__:
+            cls.launch_key = None  # type: ignore[assignment]
 
     def __call__(self, tensor: torch.Tensor | LazyTensor) -> QuantizedTensor:
         """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
@@ -69,14 +69,14 @@ class Quantizer:
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
         if isinstance(tensor, LazyTensor):
-            if self.takes_values:
+            if self.accepts_lazy:
                 return self._made(self._buffers(tensor), tensor)
             tensor = tensor.tensor()
         if tensor.requires_grad and torch.is_grad_enabled():
             quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
             return quantized
         source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
-        if source.requires_grad and (_is_dynamo_compiling() or self.replay_key is None):
+        if source.requires_grad and (_is_dynamo_compiling() or self.launch_key is None):
             source = source.detach()
         if not (source.dim() and source.dtype in QUANTIZABLE):
             raise InputError(
@@ -91,9 +91,9 @@ class Quantizer:
         """:meth:`buffers_of`, replayed where the same was launched before."""
         if _is_dynamo_compiling():
             return self.buffers_of(x)  # which is traced
-        key = self.replay_key
+        key = self.launch_key
         if isinstance(x, LazyTensor):
-            of_values, tensors = x.replay_key()
+            of_values, tensors = x.launch_key()
 
             def written() -> dict[str, torch.Tensor | None]:
                 buffers = self.buffers_of(x)
@@ -102,13 +102,13 @@ class Quantizer:
 
             if key is None or of_values is None:
                 return written()
-            return replayed((key, of_values), (*self.state_tensors(), *tensors), written)
+            return cached_launches((key, of_values), (*self.state_tensors(), *tensors), written)
         if key is None or not kernels_support(x):
             return self.buffers_of(x)
-        return replayed(key, (*self.state_tensors(), x), lambda: self.buffers_of(x))
+        return cached_launches(key, (*self.state_tensors(), x), lambda: self.buffers_of(x))
 
     @functools.cached_property
-    def replay_key(self) -> Hashable | None:
+    def launch_key(self) -> Hashable | None:
         """What :meth:`buffers_of` launches depends on besides layouts; None if it may do anything.
 
         One that says so makes new tensors at every call, with the copies that are asked for.

@@ -10,8 +10,8 @@ What a kernel does wrong is a :class:`KernelError` with the kernel's name, the p
 and the thread: see :func:`emulated` for what is found.
 """
 
+from emulator.backend import emulated, prepare
 from emulator.compile import why_unavailable
 from emulator.errors import KernelError
-from emulator.machine import emulated, prepare
 
 __all__ = ["KernelError", "emulated", "prepare", "why_unavailable"]

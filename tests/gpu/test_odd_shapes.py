@@ -32,7 +32,7 @@ def test_every_call_has_the_bytes_and_the_values_of_the_cpu(
         for name, buffer in expected.buffers().items():
             assert_same(made.buffers()[name], buffer, name)
         for which in ("rowwise", "columnwise"):
-            found, values = (t.only(which).dequantize() for t in (made, expected))
+            found, values = (t.with_usage(which).dequantize() for t in (made, expected))
             assert_same(found, values, which)
 
 

@@ -421,7 +421,7 @@ SENTENCES = (
         "runtime/vectorization.py",
         "begin = 0 if rows.is_meta else rows.data_ptr() % VECTOR_BYTES",
         "begin = 0",
-        "test_layout.py",
+        "test_vectorization.py",
         select="note",
     ),
     Mutant(

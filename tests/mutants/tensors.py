@@ -41,8 +41,8 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a write through transposed rows is taken for one of rows",
         "tensors/base.py",
-        "if view.is_turned or any(self._has(which)",
-        "if any(self._has(which)",
+        "if view.is_turned or any(self._has(usage)",
+        "if any(self._has(usage)",
         "test_quantized_views.py",
         select="transpose or turned",
     ),
@@ -81,9 +81,9 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a subclass of a quantizer counts as one that only launches",
         "tensors/quantizer.py",
-        '        if "replay_key" not in cls.__dict__:\n',
-        '        if "replay_key" in cls.__dict__ and "buffers_of" not in cls.__dict__:\n',
-        "test_replay.py::test_a_users_own_quantizer_is_called_every_time",
+        '        if "launch_key" not in cls.__dict__:\n',
+        '        if "launch_key" in cls.__dict__ and "buffers_of" not in cls.__dict__:\n',
+        "test_launch_cache.py::test_a_users_own_quantizer_is_called_every_time",
     ),
     Mutant(
         "a tensor that was written to through a view is said to come from its old values",
@@ -133,7 +133,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "one copy of a view keeps the other copy of its parent",
         "tensors/base.py",
-        "root = view.root.only(other if view.is_turned else which)",
+        "root = view.root.with_usage(other if view.is_turned else usage)",
         "root = view.root",
         "test_quantized_parameters.py::test_one_copy_of_a_view_keeps_no_bytes_of_the_other",
     ),
@@ -471,8 +471,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "under an override wgrad reads the columnwise copy of what was saved rowwise",
         "basic_ops/basic_linear.py",
-        'which = "rowwise" if override == "dequantized" else "columnwise"',
-        'which = "columnwise"',
+        'usage = "rowwise" if override == "dequantized" else "columnwise"',
+        'usage = "columnwise"',
         "test_backward_override.py",
     ),
     Mutant(
@@ -536,7 +536,7 @@ MATRIX_PRODUCTS = (
     Mutant(
         "the rows of a product are those of a columnwise copy's tensor",
         "gemm/matmul.py",
-        'tensor._matrix()[which == "columnwise"] for',
+        'tensor._matrix()[usage == "columnwise"] for',
         "tensor._matrix()[0] for",
         "test_padding.py::"
         "test_a_native_product_of_columnwise_copies_is_cut_to_the_columns_of_their_tensors",

@@ -63,7 +63,7 @@ KEPT_WEIGHTS = (
     Mutant(
         "a recomputation of the first microbatch quantizes its weight again",
         "basic_ops/basic_linear.py",
-        "is_taken = recomputed_conditions() is not None or not is_first_microbatch",
+        "is_taken = recomputed_state() is not None or not is_first_microbatch",
         "is_taken = not is_first_microbatch",
         "test_microbatches.py test_kept_weight.py",
         select="recomputation",
@@ -71,7 +71,7 @@ KEPT_WEIGHTS = (
     Mutant(
         "a first microbatch takes the weight that the one before it kept",
         "basic_ops/basic_linear.py",
-        "is_taken = recomputed_conditions() is not None or not is_first_microbatch",
+        "is_taken = recomputed_state() is not None or not is_first_microbatch",
         "is_taken = True",
         "test_microbatches.py test_kept_weight.py",
     ),
@@ -140,8 +140,8 @@ DELAYED_SCALING = (
     Mutant(
         "the gradients' state is only read in a recomputation",
         "precision/delayed_scaling.py",
-        'recomputed_conditions() if self.mode == "forward" else None',
-        "recomputed_conditions()",
+        'recomputed_state() if self.mode == "forward" else None',
+        "recomputed_state()",
         "test_recomputation.py::test_delayed_scaling_goes_on_alike_with_checkpointing_and_without",
     ),
     Mutant(
@@ -355,8 +355,8 @@ RECOMPUTATION = (
     Mutant(
         "a checkpoint in a recomputation notes what is in force in the backward",
         "precision/recomputation.py",
-        "noted = current_conditions() if conditions is None else conditions",
-        "noted = current_conditions()",
+        "noted = current_state() if conditions is None else conditions",
+        "noted = current_state()",
         "test_recomputation.py::test_checkpoints_may_be_nested",
     ),
     Mutant(

@@ -23,7 +23,7 @@ import fuser.tensors
 from fuser.chain import STAGES, Stage
 from fuser.formats import DType
 from fuser.functional import normalization, pointwise
-from fuser.functional.values import LazyTensor
+from fuser.functional.lazy import LazyTensor
 from fuser.tensors import Float8CurrentScalingQuantizer, Quantizer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,4 +1,4 @@
-"""The machine that launches go to inside ``emulated()``, and what it finds about a launch."""
+"""The launch backend inside ``emulated()``, and what it finds about a launch."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def emulated(
     emulator = Emulator(
         sources or module.KERNELS, deterministic, multiprocessors, [Output(t) for t in written]
     )
-    before = launching.machine
-    launching.machine = emulator
+    before = launching.backend
+    launching.backend = emulator
     try:
         yield
     finally:
-        launching.machine = before
+        launching.backend = before
     for position, output in enumerate(emulator.outputs):
         output.note_torch()
         if output.unwritten.any():
@@ -207,7 +207,7 @@ def memories(args: Sequence[Any]) -> list[Memory]:
     return found
 
 
-# -- the machine --------------------------------------------------------------
+# -- the backend --------------------------------------------------------------
 
 
 @dataclass
@@ -219,7 +219,7 @@ class Emulator(launching.LaunchBackend):
     multiprocessor_count: int
     outputs: list[Output]
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def supports(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and tensor.dtype in launching.KERNEL_DTYPES
 
     def multiprocessors(self, device: torch.device) -> int:

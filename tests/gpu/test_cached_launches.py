@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from launch_cache_cases import Pair, check, pairs
 from quantize_cases import GPU, Input, assert_same
-from replay_cases import Pair, check, pairs
 from streams import check_replay, check_two_streams
 
 from fuser.chain import Stage
@@ -40,9 +40,9 @@ SHAPES = pytest.mark.parametrize("shape", [(96, 128), (384, 512)], ids=["one til
 ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "whole"])
 
 
-def replayed() -> int:
+def cached_launches() -> int:
     """Tapes of this process that were written out."""
-    tapes = launch.machine.tapes.values()
+    tapes = launch.backend.sequences.values()
     return sum(tape is not None and tape.written is not None for tape in tapes)
 
 
@@ -56,7 +56,7 @@ def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
 def nothing_remembered() -> Iterator[None]:
     """Inside, launches are new ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "machine", launch.LaunchBackend())
+        patch.setattr(launch, "backend", launch.LaunchBackend())
         yield
 
 
@@ -67,7 +67,7 @@ def test_calls_that_differ_in_one_field_get_their_own_launches(pair: Pair) -> No
 
 @SHAPES
 def test_current_scaling_is_the_references_at_every_call(shape: tuple[int, int]) -> None:
-    quantizer, before = Float8CurrentScalingQuantizer(amax_epsilon=1e-3), replayed()
+    quantizer, before = Float8CurrentScalingQuantizer(amax_epsilon=1e-3), cached_launches()
     for call in range(6):
         x = torch.randn(shape, device="cuda").bfloat16() * (call + 1)
         made = quantizer(x)
@@ -75,7 +75,7 @@ def test_current_scaling_is_the_references_at_every_call(shape: tuple[int, int])
         assert_same(made._data, row, "row")
         assert_same(made._transpose, col, "col")
         assert_same(made._scale_inv, scale_inv, "scale_inv")
-    assert replayed() == before + 1
+    assert cached_launches() == before + 1
 
 
 @QUANTIZERS

@@ -67,10 +67,10 @@ class LazyTensor:
         """The values as another kernel makes and stores them, as a matrix."""
         raise NotImplementedError
 
-    def replay_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
+    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
         """All that launches depend on besides tensors' layouts, and the tensors.
 
-        For :func:`fuser.cuda.replay.replayed`; the first is None where it cannot be said.
+        For :func:`fuser.cuda.launch_cache.replayed`; the first is None where it cannot be said.
         """
         return None, ()
 
@@ -95,7 +95,7 @@ def why_no_kernels(device: str) -> str | None:
     if device == "cuda":
         return module.kernels_unavailable()
     failure = module.compile_failure
-    return str(failure) if failure is not None and launch.machine.takes(_ON_CPU) else None
+    return str(failure) if failure is not None and launch.backend.supports(_ON_CPU) else None
 
 
 # -- where a kernel cannot be had -----------------------------------------------

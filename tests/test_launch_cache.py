@@ -17,10 +17,10 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser.chain import Stage
-from fuser.cuda import launch, module, replay
+from fuser.cuda import launch, launch_cache, module
 from fuser.cuda.arguments import Struct, encode, int32, int64
 from fuser.cuda.launch import Kernel, Launch
-from fuser.cuda.replay import replayed
+from fuser.cuda.launch_cache import cached_launches
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType, NumberFormat
 from fuser.functional import fp8_scaling, normalization, pointwise
@@ -50,7 +50,7 @@ class Noting(launch.LaunchBackend):
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kernel, Launch, tuple[Any, ...]]]:
     machine = Noting()
-    monkeypatch.setattr(launch, "machine", machine)
+    monkeypatch.setattr(launch, "backend", machine)
     return machine.launches
 
 
@@ -62,7 +62,7 @@ class Work:
         self.beside = beside
 
     def __call__(self, x: torch.Tensor, *others: torch.Tensor | None, what: Any = 0) -> Any:
-        return replayed(what, (x, *others), lambda: self.run(x))
+        return cached_launches(what, (x, *others), lambda: self.run(x))
 
     def run(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         self.calls += 1
@@ -161,7 +161,7 @@ def test_a_part_of_what_was_made_comes_back_as_that_part(noted: list[Any]) -> No
 
     for _ in range(4):
         x = torch.ones(4, 8)
-        assert replayed("part", (x,), lambda x=x: run(x))["out"].shape == (1, 8)
+        assert cached_launches("part", (x,), lambda x=x: run(x))["out"].shape == (1, 8)
 
 
 def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
@@ -172,12 +172,12 @@ def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
     for _ in range(4):
         work(torch.ones(4, 8).as_subclass(Mine))
     assert work.calls == 4
-    assert not launch.machine.tapes
+    assert not launch.backend.sequences
 
 
 def test_one_tensor_in_two_places_is_not_taken_for_two(noted: list[Any]) -> None:
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
-        replayed("add", (x, y), lambda: KERNEL(GRID, x, y))
+        cached_launches("add", (x, y), lambda: KERNEL(GRID, x, y))
 
     a, b = torch.ones(4), torch.ones(4)
     for pair in ((a, a), (a, a), (a, a), (a, b), (b, a), (b, b)):
@@ -206,11 +206,11 @@ def test_a_function_that_fails_is_asked_again(noted: list[Any]) -> None:
 def test_layouts_that_never_return_do_not_pile_up(
     noted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay, "MOST_TAPES", 8)
+    monkeypatch.setattr(launch_cache, "MOST_SEQUENCES", 8)
     work = Work()
     for rows in range(1, 30):
         work(torch.ones(rows, 8))
-    assert len(launch.machine.tapes) <= 8
+    assert len(launch.backend.sequences) <= 8
 
 
 # -- what -----------------------------------------------------------------------
@@ -229,15 +229,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         given.append(("memset", address, byte, count, stream))
 
     ready = launch.Prepared(77, GRID.sizes, 0, struct.Struct("i"))
-    monkeypatch.setattr(launch, "machine", launch.LaunchBackend())
+    monkeypatch.setattr(launch, "backend", launch.LaunchBackend())
     monkeypatch.setattr(launch.LaunchBackend, "run", lambda *_: None)
-    monkeypatch.setattr(replay, "begin", lambda device: (launches, buffer, size, 55, 66))
+    monkeypatch.setattr(launch_cache, "begin", lambda device: (launches, buffer, size, 55, 66))
     monkeypatch.setattr(
-        replay,
+        launch_cache,
         "prepared",
         lambda kernel, grid, format_, device: ready._replace(packer=struct.Struct(format_)),
     )
-    monkeypatch.setattr(replay, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
+    monkeypatch.setattr(launch_cache, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
     monkeypatch.setattr(module, "driver_memset", lambda: memset)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -268,7 +268,7 @@ def test_a_tape_keeps_numbers_that_have_no_literal(driver: list[Any]) -> None:
             KERNEL(GRID, x, *values)
             return x
 
-        return replayed("numbers", (x, None), run)
+        return cached_launches("numbers", (x, None), run)
 
     x = torch.ones(4)
     assert all(work(x) is x for _ in range(3))
@@ -367,7 +367,7 @@ def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
             quantizer(pointwise.activation(gelu, x.to(BF16)) if source == "values" else y)
             for x, y in zip(inputs, plain, strict=True)
         ]
-    # What is padded is asked for each time; its quantizing is replayed, and noted a call later.
+    # What is padded is asked for each time; its quantizing is cached one call later.
     assert len(calls) == (2 if shape[0] == 32 else 4 + 3)
     for one, other in zip(made, expected, strict=True):
         for name, buffer in other.buffers().items():
@@ -426,7 +426,7 @@ def test_a_quantizer_that_draws_numbers_draws_anew() -> None:
 
 def test_quantizers_that_launch_the_same_share_tapes() -> None:
     quantizer = Float8CurrentScalingQuantizer()
-    assert quantizer.replay_key == Float8CurrentScalingQuantizer().replay_key is not None
+    assert quantizer.launch_key == Float8CurrentScalingQuantizer().launch_key is not None
     for other in (
         Float8CurrentScalingQuantizer(columnwise=False),
         Float8CurrentScalingQuantizer(DType.kFloat8E5M2),
@@ -438,9 +438,9 @@ def test_quantizers_that_launch_the_same_share_tapes() -> None:
         fuser.Float8BlockQuantizer(),
         fuser.Float8BlockQuantizer(block_scaling_dim=1),
     ):
-        assert other.replay_key is not None
-        assert other.replay_key != quantizer.replay_key
-    keys = [fuser.NVFP4Quantizer(**options).replay_key for options in NVFP4.values()]
+        assert other.launch_key is not None
+        assert other.launch_key != quantizer.launch_key
+    keys = [fuser.NVFP4Quantizer(**options).launch_key for options in NVFP4.values()]
     assert None not in keys
     assert len(set(keys)) == len(keys)
 
@@ -449,7 +449,7 @@ def test_quantizers_that_launch_the_same_share_tapes() -> None:
 class Mine(fuser.MXFP8Quantizer):
     """A user's, which does more than launch."""
 
-    takes_values = True
+    accepts_lazy = True
     seen: list[Any] = field(default_factory=list, kw_only=True)
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
@@ -470,7 +470,7 @@ def test_a_replay_inside_a_recording_is_part_of_it(noted: list[Any]) -> None:
     inner = Work()
 
     def outer(x: torch.Tensor) -> Any:
-        return replayed("outer", (x,), lambda: inner(x))
+        return cached_launches("outer", (x,), lambda: inner(x))
 
     for _ in range(3):
         inner(torch.ones(4, 8))
@@ -490,6 +490,6 @@ def test_a_copy_of_a_quantizer_has_its_fields_and_nothing_derived() -> None:
     named = Named()
     assert copy.deepcopy(named).format == mine
     quantizer = Float8CurrentScalingQuantizer()
-    assert quantizer.replay_key is not None
+    assert quantizer.launch_key is not None
     assert quantizer.format.name == "FP8"
-    assert set(quantizer.__getstate__()).isdisjoint(("replay_key", "_family", "format"))
+    assert set(quantizer.__getstate__()).isdisjoint(("launch_key", "_family", "format"))

@@ -23,12 +23,12 @@ from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.source import compiled
 
 # Layouts that a process meets are few; one whose shapes never repeat must not fill memory.
-MOST_TAPES = 4096
+MOST_SEQUENCES = 4096
 
 Result = TypeVar("Result")
 
 
-def replayed(
+def cached_launches(
     what: Hashable, tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
 ) -> Result:
     """What ``function`` returns, which allocates tensors and launches kernels.
@@ -58,24 +58,24 @@ def replayed(
             key.append(tensor.data_ptr() & 15)
         else:
             return function()
-    machine, layout = launch.machine, tuple(key)
-    tape: LaunchSequence | None = machine.tapes.get(layout)
-    if tape is not None:
-        return tape.play(tensors) if tape.is_complete else function()
-    if layout not in machine.seen:
-        _add(machine.seen, layout, None)
+    backend, layout = launch.backend, tuple(key)
+    sequence: LaunchSequence | None = backend.sequences.get(layout)
+    if sequence is not None:
+        return sequence.play(tensors) if sequence.is_complete else function()
+    if layout not in backend.seen_once:
+        _add(backend.seen_once, layout, None)
         return function()
     given = [id(tensor) for tensor in tensors if tensor is not None]
     if len(set(given)) < len(given):
         return function()  # one tensor in two places: which of them is it in a launch?
-    tape, result = record(tensors, function)
-    _add(machine.tapes, layout, tape)
+    sequence, result = record(tensors, function)
+    _add(backend.sequences, layout, sequence)
     return result
 
 
 def _add(known: dict[Any, Any], layout: Hashable, value: Any) -> None:
     """Keep ``value``, and of too many the latest."""
-    while len(known) >= MOST_TAPES:
+    while len(known) >= MOST_SEQUENCES:
         known.pop(next(iter(known)), None)
     known[layout] = value
 
@@ -83,7 +83,7 @@ def _add(known: dict[Any, Any], layout: Hashable, value: Any) -> None:
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-# -- tapes --------------------------------------------------------------------
+# -- sequences --------------------------------------------------------------------
 
 
 class Allocation(NamedTuple):
@@ -110,7 +110,7 @@ class LaunchSequence:
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Do it again over other inputs; the result has tensors of its own."""
-        if type(launch.machine) is not launch.LaunchBackend:
+        if type(launch.backend) is not launch.LaunchBackend:
             return self._run(inputs)
         if self.written is None:
             self._write(inputs)
@@ -126,7 +126,7 @@ class LaunchSequence:
             make = torch.zeros if is_zeroed else torch.empty
             tensors.append(make(shape, dtype=dtype, device=device))
         for kernel, grid, args in self.launches:
-            launch.machine.run(kernel, grid, tuple(filled(arg, tensors) for arg in args))
+            launch.backend.run(kernel, grid, tuple(filled(arg, tensors) for arg in args))
         return filled(self.result, tensors)
 
     def _write(self, inputs: Sequence[torch.Tensor | None]) -> None:
@@ -196,9 +196,9 @@ def record(
             result = function()
     finally:
         launch.recording.listener = outer
-    tape = recorder.tape
-    tape.result = recorder.slotted(result)
-    return tape, result
+    sequence = recorder.sequence
+    sequence.result = recorder.slotted(result)
+    return sequence, result
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = LaunchSequence([], [])
+        self.sequence = LaunchSequence([], [])
         self.places = {id(t): place for place, t in enumerate(tensors) if t is not None}
         self.count = len(tensors)
         self.kept: list[Any] = list(tensors)  # so that no id is used twice
@@ -217,10 +217,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **(kwargs or {}))
         if func in _ALLOCATING and made.is_contiguous():
             allocation = Allocation(tuple(made.shape), made.dtype, made.device, func in _ZEROING)
-            self.tape.allocations.append(allocation)
-            self.places[id(made)] = self.count + len(self.tape.allocations) - 1
+            self.sequence.allocations.append(allocation)
+            self.places[id(made)] = self.count + len(self.sequence.allocations) - 1
         elif not func.is_view:
-            self.tape.is_complete = False
+            self.sequence.is_complete = False
         elif _are_alike(made, args[0]) and id(args[0]) in self.places:
             self.places[id(made)] = self.places[id(args[0])]
         self.kept.append(made)
@@ -228,14 +228,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
         """Note a launch."""
-        self.tape.launches.append((kernel, shape, tuple(map(self.slotted, args))))
+        self.sequence.launches.append((kernel, shape, tuple(map(self.slotted, args))))
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in the place of tensors."""
         if isinstance(value, torch.Tensor):
             place = self.places.get(id(value))
             if place is None:
-                self.tape.is_complete = False
+                self.sequence.is_complete = False
                 return None
             return Slot(place)
         if type(value) is Struct:
