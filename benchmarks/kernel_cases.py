@@ -14,18 +14,24 @@ from plain_torch import E4M3, EPS
 from timing import Call
 
 from fuser.chain import Stage
-from fuser.cuda import mxfp8, normalization, normalization_backward, pointwise
+from fuser.cuda import fp8_scaling, mxfp8, normalization, normalization_backward, pointwise
 from fuser.cuda.launch import kernels_support
 from fuser.formats import mxfp8_scale_shape
-from fuser.functional import block_scaling, nvfp4
-from fuser.functional import fp8_scaling as fp8
-from fuser.functional import mxfp8 as mx
 from fuser.functional import normalization as norm_ops
 from fuser.functional import pointwise as ops
-from fuser.functional.lazy import LazyTensor, written
+from fuser.functional.amax import amax as amax_of
+from fuser.functional.delayed_scaling import update_delayed
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
 from fuser.reference.activation import activation, activation_backward
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 
 STATES, HISTORY = 100, 1024
 # Rows and columns where none are given. Blocks of every format divide those of the CPU.
@@ -179,13 +185,13 @@ def bias_gelu_backward(inputs: Inputs) -> Calls:
 
 def amax(inputs: Inputs) -> Calls:
     x = inputs.normal()
-    return {"fuser": lambda: fp8.amax(x), **in_torch(plain.eager_amax, x, compile_as=plain.amax)}
+    return {"fuser": lambda: amax_of(x), **in_torch(plain.eager_amax, x, compile_as=plain.amax)}
 
 
 def current(inputs: Inputs, *, columnwise: bool) -> Calls:
-    x = inputs.normal()
+    x, quantizer = inputs.normal(), Float8CurrentScalingQuantizer(columnwise=columnwise)
     return {
-        "fuser": lambda: fp8.quantize_current(x, E4M3, columnwise=columnwise),
+        "fuser": lambda: quantizer.buffers_of(x),
         **in_torch(plain.current_row_col if columnwise else plain.current_row, x),
         **te_quantizer(
             "float8_tensor:Float8CurrentScalingQuantizer",
@@ -200,8 +206,9 @@ def current(inputs: Inputs, *, columnwise: bool) -> Calls:
 def delayed(inputs: Inputs) -> Calls:
     x, largest = inputs.normal(), torch.zeros(1, device=inputs.device)
     scale = torch.full((1,), 64.0, device=inputs.device)
+    quantizer = Float8Quantizer(scale, largest)
     return {
-        "fuser": lambda: fp8.quantize_delayed(x, scale, E4M3, amax=largest),
+        "fuser": lambda: quantizer.buffers_of(x),
         **in_torch(plain.delayed, x, scale),
         **te_quantizer(
             "float8_tensor:Float8Quantizer",
@@ -215,16 +222,20 @@ def delayed(inputs: Inputs) -> Calls:
 
 
 def dequantize(inputs: Inputs) -> Calls:
-    data, _, scale_inv = fp8.quantize_current(inputs.normal(), E4M3, columnwise=False)
+    tensor = Float8CurrentScalingQuantizer(columnwise=False)(inputs.normal())
     return {
-        "fuser": lambda: fp8.dequantize(data, scale_inv, E4M3, inputs.dtype),
-        **in_torch(plain.dequantize, data, scale_inv),
+        "fuser": tensor.dequantize,
+        **in_torch(plain.dequantize, tensor._rowwise_data, tensor._scale_inv),
     }
 
 
 def transpose(inputs: Inputs) -> Calls:
-    data, _, _ = fp8.quantize_current(inputs.normal(), E4M3, columnwise=False)
-    return {"fuser": lambda: fp8.transpose(data), **in_torch(plain.transpose, data)}
+    data = inputs.normal().to(torch.float8_e4m3fn).view(torch.uint8)
+    out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
+    launch = inputs.kernel(
+        lambda: fp8_scaling.transpose(data, out=out), lambda: plain.transpose(data)
+    )
+    return {"fuser": launch, **in_torch(plain.transpose, data)}
 
 
 def delayed_update(inputs: Inputs) -> Calls:
@@ -239,7 +250,7 @@ def delayed_update(inputs: Inputs) -> Calls:
     # that both variants write amaxes first: one more kernel each.
     def update() -> None:
         stored[:, 0].fill_(1.0)
-        fp8.update_delayed(histories, scales, maxima)
+        update_delayed(histories, scales, maxima)
 
     def in_eager() -> None:
         stacked[0].fill_(1.0)
@@ -256,9 +267,9 @@ def delayed_update(inputs: Inputs) -> Calls:
 
 
 def blocks_of_128(inputs: Inputs, *, block_dim: int) -> Calls:
-    x = inputs.normal()
+    x, quantizer = inputs.normal(), Float8BlockQuantizer(block_scaling_dim=block_dim)
     return {
-        "fuser": lambda: block_scaling.quantize(x, E4M3, block_dim=block_dim),
+        "fuser": lambda: quantizer.buffers_of(x),
         **in_torch(plain.blocks_1x128 if block_dim == 1 else plain.blocks_128x128, x),
         **te_quantizer(
             "float8_blockwise_tensor:Float8BlockQuantizer",
@@ -271,25 +282,20 @@ def blocks_of_128(inputs: Inputs, *, block_dim: int) -> Calls:
 
 
 def dequantize_blocks_of_128(inputs: Inputs, *, columnwise: bool) -> Calls:
-    options = {"rowwise": not columnwise, "columnwise": columnwise}
-    copies = block_scaling.quantize(inputs.normal(), E4M3, block_dim=1, **options)
-    data, scale = copies[2:] if columnwise else copies[:2]
-    assert data is not None
-    assert scale is not None
-    calls: Calls = {
-        "fuser": lambda: block_scaling.dequantize(
-            data, scale, E4M3, inputs.dtype, block_dim=1, columnwise=columnwise
-        )
-    }
+    tensor = Float8BlockQuantizer(
+        rowwise=not columnwise, columnwise=columnwise, block_scaling_dim=1
+    )(inputs.normal())
+    calls: Calls = {"fuser": tensor.dequantize}
     if not columnwise:
+        data, scale = tensor._rowwise_data, tensor._rowwise_scale_inv
         calls |= in_torch(plain.dequantize_rows, data, scale[:, : inputs.M].t())
     return calls
 
 
 def mxfp8_copies(inputs: Inputs, *, square: bool = False) -> Calls:
-    x = inputs.normal()
+    x, quantizer = inputs.normal(), MXFP8Quantizer(with_2d_quantization=square)
     calls: Calls = {
-        "fuser": lambda: mx.quantize(x, E4M3, two_dimensional=square),
+        "fuser": lambda: quantizer.buffers_of(x),
         **in_torch(plain.mxfp8_square if square else plain.mxfp8, x),
     }
     if square:
@@ -321,41 +327,33 @@ def mxfp8_swizzled(inputs: Inputs) -> Calls:
 
 
 def dequantize_mxfp8(inputs: Inputs) -> Calls:
-    data, scale, _, _ = mx.quantize(inputs.normal(), E4M3, columnwise=False)
-    assert data is not None
-    assert scale is not None
+    tensor = MXFP8Quantizer(columnwise=False)(inputs.normal())
+    scale = tensor._rowwise_scale_inv[: inputs.M, : inputs.K // 32]
     return {
-        "fuser": lambda: mx.dequantize(data, scale, E4M3, inputs.dtype, columnwise=False),
-        **in_torch(plain.dequantize_rows, data, scale[: inputs.M, : inputs.K // 32]),
+        "fuser": tensor.dequantize,
+        **in_torch(plain.dequantize_rows, tensor._rowwise_data, scale),
     }
 
 
 def nvfp4_copies(inputs: Inputs, **options: Any) -> Calls:
-    x = inputs.normal()
+    x, quantizer = inputs.normal(), NVFP4Quantizer(**options)
     return {
-        "fuser": lambda: nvfp4.quantize(x, **options),
+        "fuser": lambda: quantizer.buffers_of(x),
         **te_quantizer(
             "nvfp4_tensor:NVFP4Quantizer",
             x,
             columnwise=options.get("columnwise", True),
-            with_rht=options.get("hadamard", False),
-            with_post_rht_amax=options.get("hadamard", False),
-            with_2d_quantization=options.get("two_dimensional", False),
-            stochastic_rounding=options.get("stochastic", False),
+            with_rht=options.get("with_rht", False),
+            with_post_rht_amax=options.get("with_rht", False),
+            with_2d_quantization=options.get("with_2d_quantization", False),
+            stochastic_rounding=options.get("stochastic_rounding", False),
         ),
     }
 
 
 def dequantize_nvfp4(inputs: Inputs, *, columnwise: bool) -> Calls:
-    options = {"rowwise": not columnwise, "columnwise": columnwise}
-    copies = nvfp4.quantize(inputs.normal(), **options)
-    data, scale, largest = copies[3:] if columnwise else copies[:3]
-    assert data is not None
-    assert scale is not None
-    assert largest is not None
-    return {
-        "fuser": lambda: nvfp4.dequantize(data, scale, largest, inputs.dtype, columnwise=columnwise)
-    }
+    quantizer = NVFP4Quantizer(rowwise=not columnwise, columnwise=columnwise)
+    return {"fuser": quantizer(inputs.normal()).dequantize}
 
 
 # -- norms --------------------------------------------------------------------
@@ -494,21 +492,20 @@ Quantize = Callable[[Inputs], Callable[[Made], object]]
 
 
 def into_current(_: Inputs) -> Callable[[Made], object]:
-    return lambda values: fp8.quantize_current(values, E4M3)
+    return Float8CurrentScalingQuantizer().buffers_of
 
 
 def into_delayed(inputs: Inputs) -> Callable[[Made], object]:
     scale = torch.full((1,), 64.0, device=inputs.device)
-    largest = torch.zeros(1, device=inputs.device)
-    return lambda values: fp8.quantize_delayed(values, scale, E4M3, amax=largest)
+    return Float8Quantizer(scale, torch.zeros(1, device=inputs.device)).buffers_of
 
 
 def into_blocks(_: Inputs) -> Callable[[Made], object]:
-    return lambda values: block_scaling.quantize(values, E4M3, block_dim=1)
+    return Float8BlockQuantizer(block_scaling_dim=1).buffers_of
 
 
 def into_mxfp8(_: Inputs) -> Callable[[Made], object]:
-    return lambda values: mx.quantize(values, E4M3)
+    return MXFP8Quantizer().buffers_of
 
 
 def made_swiglu(inputs: Inputs) -> Callable[[], Made]:
@@ -550,7 +547,7 @@ def stored(
         if isinstance(values, LazyTensor):
             values.finish()
 
-    return {"fuser": fused, "unfused": lambda: quantize(written(make()))}
+    return {"fuser": fused, "unfused": lambda: quantize(materialize(make()))}
 
 
 # -- the table ----------------------------------------------------------------
@@ -592,19 +589,19 @@ CASES = (
     Case("NVFP4 row+col", nvfp4_copies, "2*b + 1 + 2/16", "12"),
     Case(
         "NVFP4 row+col 16x16",
-        functools.partial(nvfp4_copies, two_dimensional=True),
+        functools.partial(nvfp4_copies, with_2d_quantization=True),
         "2*b + 1 + 2/16",
         "7",
     ),
     Case(
         "NVFP4 row+col Hadamard",
-        functools.partial(nvfp4_copies, hadamard=True),
+        functools.partial(nvfp4_copies, with_rht=True),
         "2*b + 1 + 2/16",
         "22",
     ),
     Case(
         "NVFP4 row+col stochastic",
-        functools.partial(nvfp4_copies, stochastic=True),
+        functools.partial(nvfp4_copies, stochastic_rounding=True, seed=0),
         "2*b + 1 + 2/16",
         "30",
     ),

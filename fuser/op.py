@@ -15,7 +15,7 @@ from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError, InputIndexError, InputTypeError, StateError
 from fuser.formats import DType, NumberFormat
-from fuser.functional.lazy import LazyTensor, kernels_run_on, written
+from fuser.functional.lazy import LazyTensor, kernels_run_on, materialize
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls, noting
 from fuser.precision.contexts import current_recipe
@@ -58,7 +58,7 @@ def write_output(values: torch.Tensor | LazyTensor, quantizer: Any | None) -> to
     not in memory yet is written here, plainly or quantized.
     """
     if quantizer is None:
-        return values if type(values) is torch.Tensor else written(values)
+        return values if type(values) is torch.Tensor else materialize(values)
     if isinstance(values, QuantizedTensor):
         return values
     quantized: torch.Tensor = quantizer(values)
@@ -73,9 +73,9 @@ def write_grad_input(grad_input: torch.Tensor | LazyTensor, ctx: OperationContex
     """
     quantizer = ctx.grad_input_quantizer
     if quantizer is None:
-        return grad_input if type(grad_input) is torch.Tensor else written(grad_input)
+        return grad_input if type(grad_input) is torch.Tensor else materialize(grad_input)
     if grad_input.dtype is not ctx.input_dtype:
-        grad_input = written(grad_input)
+        grad_input = materialize(grad_input)
         if not isinstance(grad_input, QuantizedTensor):
             grad_input = grad_input.to(ctx.input_dtype)
     return write_output(grad_input, quantizer)

@@ -19,8 +19,10 @@ from fuser.cuda.launch import Kernel, Launch, LaunchBackend
 from fuser.cuda.module import Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.formats import DType
-from fuser.functional import block_scaling, fp8_scaling, mxfp8, normalization, nvfp4, pointwise
-from fuser.functional.lazy import LazyTensor, written
+from fuser.functional import normalization, pointwise
+from fuser.functional.amax import amax
+from fuser.functional.delayed_scaling import update_delayed
+from fuser.functional.lazy import LazyTensor, materialize
 
 BF16, F32 = torch.bfloat16, torch.float32
 REASON = "swiglu.cu does not compile (error: expected a semicolon)."
@@ -64,6 +66,8 @@ def flat(results: Any) -> list[Any]:
         return [part for result in results for part in flat(result)]
     if hasattr(results, "buffers") and not isinstance(results, torch.nn.Module):
         return list(results.buffers().values())
+    if isinstance(results, dict):
+        return list(results.values())
     return [results]
 
 
@@ -86,34 +90,32 @@ ONE = torch.ones(1)
 
 def updated() -> tuple[torch.Tensor, ...]:
     states = torch.rand(4, 2, generator=torch.Generator().manual_seed(1)), torch.ones(2)
-    fp8_scaling.update_delayed([states[0]], [states[1]], [torch.full((2,), 448.0)])
+    update_delayed([states[0]], [states[1]], [torch.full((2,), 448.0)])
     return states
 
 
-def delayed() -> tuple[torch.Tensor | None, ...]:
+def delayed() -> tuple[Any, ...]:
     amax = torch.zeros(1)
-    return *fp8_scaling.quantize_delayed(X, ONE, E4M3, amax=amax), amax
+    return fuser.Float8Quantizer(ONE, amax).buffers_of(X), amax
+
+
+def columnwise_alone(quantizer: fuser.Quantizer) -> torch.Tensor:
+    return quantizer(X).with_usage("columnwise").dequantize()
 
 
 FUNCTIONS: dict[str, Callable[[], Any]] = {
-    "amax": lambda: fp8_scaling.amax(X),
-    "current": lambda: fp8_scaling.quantize_current(X, E4M3),
+    "amax": lambda: amax(X),
+    "current": lambda: fuser.Float8CurrentScalingQuantizer().buffers_of(X),
     "delayed": delayed,
-    "fp8 dequantize": lambda: fp8_scaling.dequantize(BYTES, ONE, E4M3, BF16),
-    "transpose": lambda: fp8_scaling.transpose(BYTES),
+    "fp8 dequantize": lambda: fuser.Float8CurrentScalingQuantizer()(X).dequantize(),
+    "transpose": lambda: columnwise_alone(fuser.Float8CurrentScalingQuantizer()),
     "update": updated,
-    "mxfp8": lambda: mxfp8.quantize(X, E4M3),
-    "mxfp8 dequantize": lambda: mxfp8.dequantize(
-        BYTES, mxfp8.quantize(X, E4M3)[1], E4M3, BF16, columnwise=False
-    ),
-    "block": lambda: block_scaling.quantize(X, E4M3, block_dim=1),
-    "block dequantize": lambda: block_scaling.dequantize(
-        BYTES, torch.ones(1, 32), E4M3, BF16, block_dim=1, columnwise=False
-    ),
-    "nvfp4": lambda: nvfp4.quantize(X, hadamard=True),
-    "nvfp4 dequantize": lambda: nvfp4.dequantize(
-        BYTES[:, :32].contiguous(), nvfp4.quantize(X)[1], ONE, BF16, columnwise=False
-    ),
+    "mxfp8": lambda: fuser.MXFP8Quantizer().buffers_of(X),
+    "mxfp8 dequantize": lambda: columnwise_alone(fuser.MXFP8Quantizer()),
+    "block": lambda: fuser.Float8BlockQuantizer(block_scaling_dim=1).buffers_of(X),
+    "block dequantize": lambda: columnwise_alone(fuser.Float8BlockQuantizer()),
+    "nvfp4": lambda: fuser.NVFP4Quantizer(with_rht=True).buffers_of(X),
+    "nvfp4 dequantize": lambda: columnwise_alone(fuser.NVFP4Quantizer()),
     "rmsnorm, of gamma alone": lambda: normalization.rmsnorm_backward(
         DY, X, DY[0], SCALES[:, None], (False, True)
     ),
@@ -169,7 +171,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "l2norm backward": lambda: normalization.l2norm_backward(DY, X, SCALES[:, None]),
 }
 QUANTIZERS: dict[str, Callable[[Any], Any]] = {
-    "plain": written,
+    "plain": materialize,
     "mxfp8": fuser.MXFP8Quantizer(),
     "block": fuser.Float8BlockQuantizer(),
     "current": fuser.Float8CurrentScalingQuantizer(),
@@ -199,7 +201,7 @@ def test_values_whose_kernel_does_not_compile_are_written_by_torch(
 def test_a_chain_by_torch_equals_its_kernels() -> None:
     def run() -> list[Any]:
         values, *grads = chain_backward()
-        return [written(pointwise.chain(stages, X, operands)), written(values), *grads]
+        return [materialize(pointwise.chain(stages, X, operands)), materialize(values), *grads]
 
     stages, operands = stage_operands()
     with on_kernels():
@@ -282,7 +284,8 @@ def test_a_pipeline_trains_whichever_of_its_kernels_does_not_compile(
         for last in range(len(launched)):
             launched.clear()
             monkeypatch.setattr(module, "compile_failure", None)
-            with pytest.warns(match="From here on torch"):
+            # As in a new process: no launch is cached.
+            with on_kernels(), pytest.warns(match="From here on torch"):
                 found = trained(block(), RECIPES[name], steps=1)
             assert len(launched) == last
             for one, other in zip(found, expected, strict=True):

@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
-from fuser.functional.lazy import LazyTensor, kernels_run_on, written
+from fuser.functional.lazy import LazyTensor, kernels_run_on, materialize
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -170,7 +170,7 @@ class _Normalization(BasicOperation):
     def _shaped(self, y: torch.Tensor | LazyTensor, shape: torch.Size) -> torch.Tensor | LazyTensor:
         """The output in the shape of the input, or its gradient in that of the output."""
         if len(self.normalized_shape) > 1:
-            y = written(y)  # its rows are no longer those of the norm
+            y = materialize(y)  # its rows are no longer those of the norm
         return y.view(shape)
 
     def _sum(self, z: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:

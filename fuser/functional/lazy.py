@@ -11,9 +11,12 @@ import torch
 
 from fuser.cuda import launch, module
 from fuser.cuda.arguments import Producer
+from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
 
 _ON_CPU = torch.empty(0, device="cpu")
+
+Result = TypeVar("Result")
 
 
 class LazyTensor:
@@ -74,11 +77,17 @@ class LazyTensor:
         """
         return None, ()
 
+    def written_by(self, store: Callable[[Any], Result]) -> Result:
+        """``store(self)``, which launches a kernel that takes :meth:`producer`; then finish."""
+        result = store(self)
+        self.finish()
+        return result
+
     def finish(self) -> None:
         """Complete what the kernel that took the producer has left in parts."""
 
 
-def written(values: torch.Tensor | LazyTensor) -> torch.Tensor:
+def materialize(values: torch.Tensor | LazyTensor) -> torch.Tensor:
     """``values`` in memory."""
     return values.tensor() if isinstance(values, LazyTensor) else values
 
@@ -87,7 +96,7 @@ def kernels_run_on(device: str) -> bool:
     """Whether kernels take tensors on a device of that type."""
     if device == "cuda":
         return module.kernels_unavailable() is None
-    return launch.kernels_support(_ON_CPU)
+    return kernels_support(_ON_CPU)
 
 
 def why_no_kernels(device: str) -> str | None:
@@ -102,7 +111,6 @@ def why_no_kernels(device: str) -> str | None:
 
 First = TypeVar("First")
 Rest = ParamSpec("Rest")
-Result = TypeVar("Result")
 
 
 def fallback_to_torch(
@@ -122,6 +130,38 @@ def fallback_to_torch(
             return function(again, *args, **options)
 
     return attempt
+
+
+def kernel_or_torch(
+    x: torch.Tensor | LazyTensor,
+    kernel: Callable[[Any], Result],
+    reference: Callable[[torch.Tensor], Result],
+) -> Result:
+    """``kernel(x)`` where kernels run, ``reference(x)`` of the matrix elsewhere."""
+    if isinstance(x, LazyTensor) or kernels_support(x):
+        try:
+            return kernel(x)
+        except KernelUnavailable:
+            pass
+    return reference(materialize(x).view(matrix_of(x)))
+
+
+def filled(
+    out: torch.Tensor,
+    kernel: Callable[..., None],
+    reference: Callable[..., torch.Tensor],
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """``reference(*args, **options)``; by ``kernel``, which writes it to ``out``, where it runs."""
+    if kernels_support(out):
+        try:
+            kernel(*args, **options, out=out)
+        except KernelUnavailable:
+            pass
+        else:
+            return out
+    return reference(*args, **options)
 
 
 # -- inputs and outputs of kernels that quantize --------------------------------
@@ -161,9 +201,9 @@ def source_of(x: torch.Tensor | LazyTensor) -> torch.Tensor | Producer:
 
 def buffer(
     x: torch.Tensor | LazyTensor,
-    shape: tuple[int, int],
-    is_wanted: bool,
+    shape: tuple[int, ...],
+    is_needed: bool = True,
     dtype: torch.dtype = torch.uint8,
 ) -> torch.Tensor | None:
-    """An unwritten output on x's device, None where it is not wanted."""
-    return torch.empty(shape, dtype=dtype, device=x.device) if is_wanted else None
+    """An unwritten output on x's device; None if it is not needed."""
+    return torch.empty(shape, dtype=dtype, device=x.device) if is_needed else None

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from fuser.errors import InputError
 from fuser.formats import DType
-from fuser.functional.fp8_scaling import update_delayed
+from fuser.functional.delayed_scaling import update_delayed
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer

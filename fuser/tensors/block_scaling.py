@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from fuser.cuda import block_scaling as kernels
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
-from fuser.functional import block_scaling
-from fuser.functional.lazy import LazyTensor
+from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -50,12 +51,14 @@ class Float8BlockwiseQTensor(BlockScaledTensor):
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
-        return block_scaling.dequantize(
-            data,
-            scale,
-            self._quantizer.fp8_dtype,
-            dtype,
-            block_dim=self._quantizer.block_scaling_dim,
+        quantizer = self._quantizer
+        shape = data.shape[::-1] if columnwise else data.shape
+        return filled(
+            torch.empty(shape, dtype=dtype, device=data.device),
+            kernels.dequantize,
+            reference.dequantize,
+            *(data, scale, quantizer.fp8_dtype, dtype),
+            block_dim=quantizer.block_scaling_dim,
             columnwise=columnwise,
         )
 
@@ -103,15 +106,37 @@ class Float8BlockQuantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.block_scaling_dim)
 
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        row, row_scale, col, col_scale = block_scaling.quantize(
-            rows,
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        m, k = matrix_of(x)
+        row_shape, col_shape = (
+            fp8_block_scale_shape(m, k, columnwise, self.block_scaling_dim)
+            for columnwise in (False, True)
+        )
+        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
+        row_scale_inv = buffer(x, row_shape, self.rowwise, torch.float32)
+        col_scale_inv = buffer(x, col_shape, self.columnwise, torch.float32)
+        kernels.quantize(
+            source_of(x),
             self.fp8_dtype,
             block_dim=self.block_scaling_dim,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
+            row=row,
+            row_scale_inv=row_scale_inv,
+            col=col,
+            col_scale_inv=col_scale_inv,
         )
-        names = Float8BlockwiseQTensor.buffer_names
-        return dict(zip(names, (row, col, row_scale, col_scale), strict=True))
+        return self.copies(row, row_scale_inv, col, col_scale_inv)
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return self.copies(
+            *reference.quantize(
+                x,
+                self.fp8_dtype,
+                block_dim=self.block_scaling_dim,
+                rowwise=self.rowwise,
+                columnwise=self.columnwise,
+                pow2=self.force_pow_2_scales,
+                eps=self.amax_epsilon,
+            )
+        )

@@ -10,10 +10,21 @@ from typing import Any
 
 import torch
 
+from fuser.cuda import fp8_scaling as kernels
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat, check_fp8_dtype
-from fuser.functional import fp8_scaling
-from fuser.functional.lazy import LazyTensor
+from fuser.functional.amax import amax, raise_amax
+from fuser.functional.lazy import (
+    LazyTensor,
+    buffer,
+    filled,
+    kernel_or_torch,
+    matrix_of,
+    rows_of,
+    source_of,
+)
+from fuser.reference import fp8
+from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
@@ -76,8 +87,13 @@ class Float8Tensor(QuantizedTensor):
         if data is None:
             if self._columnwise_data is None:
                 raise StateError(f"{self} has no bytes: they were cleared or handed on.")
-            data = fp8_scaling.transpose(self._columnwise_data)
-        return fp8_scaling.dequantize(data, self._scale_inv, self._fp8_dtype, dtype)
+            data = _transposed(self._columnwise_data)
+        return filled(
+            torch.empty(data.shape, dtype=dtype, device=data.device),
+            kernels.dequantize,
+            reference.dequantize,
+            *(data.contiguous(), self._scale_inv, self._fp8_dtype, dtype),
+        )
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         return _OPERANDS[usage]
@@ -94,10 +110,30 @@ class Float8Tensor(QuantizedTensor):
     def _make_copy(self, usage: str) -> None:
         if usage == "rowwise":
             assert self._columnwise_data is not None
-            self._rowwise_data = fp8_scaling.transpose(self._columnwise_data)
+            self._rowwise_data = _transposed(self._columnwise_data)
         else:
             assert self._rowwise_data is not None
-            self._columnwise_data = fp8_scaling.transpose(self._rowwise_data)
+            self._columnwise_data = _transposed(self._rowwise_data)
+
+
+def _transposed(data: torch.Tensor) -> torch.Tensor:
+    """``[M, K]`` bytes as ``[K, M]``, contiguous."""
+    out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
+    return filled(out, kernels.transpose, fp8.transpose, data.contiguous())
+
+
+def _new_buffers(
+    x: torch.Tensor | LazyTensor, quantizer: Quantizer
+) -> dict[str, torch.Tensor | None]:
+    m, k = matrix_of(x)
+    data, transpose = buffer(x, (m, k), quantizer.rowwise), buffer(x, (k, m), quantizer.columnwise)
+    scale_inv = buffer(x, (1,), dtype=torch.float32)
+    return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
+
+
+def _outputs(buffers: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """Buffers as kernels call them."""
+    return dict(zip(("row", "col", "scale_inv"), buffers.values(), strict=True))
 
 
 def _as_matrix(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -144,20 +180,50 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return NumberFormat("FP8", self.fp8_dtype)
 
     def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        amax = None
-        if self.group is not None:
-            amax = fp8_scaling.amax(rows)
-            torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=self.group)
-        data, transpose, scale_inv = fp8_scaling.quantize_current(
-            rows,
+        if self.group is None:
+            return super().buffers_of(rows)
+        # Reduced once, whatever runs: ranks that differ in their kernels would wait for each other.
+        value = amax(rows)
+        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=self.group)
+        from_kernel = functools.partial(self.from_kernel, amax_value=value)
+        from_reference = functools.partial(self.from_reference, amax_value=value)
+        if isinstance(rows, LazyTensor):
+            return kernel_or_torch(rows, lambda x: x.written_by(from_kernel), from_reference)
+        return kernel_or_torch(rows, from_kernel, from_reference)
+
+    def from_kernel(
+        self, x: torch.Tensor | LazyTensor, amax_value: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
+        m, k = matrix_of(x)
+        buffers = _new_buffers(x, self)
+        if isinstance(x, torch.Tensor):
+            x = rows_of(x)
+        if amax_value is None and not kernels.is_one_tile(m, k):
+            amax_value = torch.zeros(1, dtype=torch.float32, device=x.device)
+            raise_amax(x, amax_value)
+        kernels.quantize_current(
+            source_of(x),
+            self.fp8_dtype,
+            pow2=self.force_pow_2_scales,
+            eps=self.amax_epsilon,
+            amax_value=amax_value,
+            **_outputs(buffers),
+        )
+        return buffers
+
+    def from_reference(
+        self, x: torch.Tensor, amax_value: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
+        made = reference.quantize_current(
+            x,
             self.fp8_dtype,
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
-            amax_value=amax,
+            amax_value=amax_value,
         )
-        return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
+        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -229,21 +295,27 @@ class Float8Quantizer(Quantizer):
         usage = (self.rowwise, self.columnwise)
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        data, transpose, scale_inv = fp8_scaling.quantize_delayed(
-            rows,
-            self.scale if self.saturates else self._scale_that_holds(rows),
-            self.fp8_dtype,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
-            amax=self.amax,
-        )
-        return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        buffers = _new_buffers(x, self)
+        source, scale = source_of(x), self._scale_for(x)
+        outputs = {**_outputs(buffers), "amax": self.amax}
+        kernels.quantize_delayed(source, scale, self.fp8_dtype, **outputs)
+        return buffers
 
-    def _scale_that_holds(self, rows: torch.Tensor | LazyTensor) -> torch.Tensor:
-        amax = fp8_scaling.amax(rows)
-        largest = self.fp8_dtype.max / amax
-        return torch.where((amax < math.inf) & (largest < self.scale), largest, self.scale)
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        *made, found = reference.quantize_delayed(x, self._scale_for(x), self.fp8_dtype, **usages)
+        if self.amax is not None:
+            self.amax.copy_(torch.maximum(self.amax, found))
+        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
+
+    def _scale_for(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
+        """The scale; without saturation, one that holds every finite value of ``x``."""
+        if self.saturates:
+            return self.scale
+        found = amax(x)
+        largest = self.fp8_dtype.max / found
+        return torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fuser.cuda import mxfp8 as kernels
 from fuser.formats import (
     MXFP8_BLOCK,
     DType,
@@ -17,10 +18,10 @@ from fuser.formats import (
     mxfp8_scale_shape,
     padded_shape,
 )
-from fuser.functional import mxfp8
-from fuser.functional.lazy import LazyTensor
+from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.reference import mxfp8 as reference
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, whole_blocks
+from fuser.tensors.quantizer import Quantizer
 
 
 class MXFP8Tensor(BlockScaledTensor):
@@ -57,9 +58,9 @@ class MXFP8Tensor(BlockScaledTensor):
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
-        return mxfp8.dequantize(
-            data, scale, self._quantizer.fp8_dtype, dtype, columnwise=columnwise
-        )
+        args = (data, scale, self._quantizer.fp8_dtype, dtype)
+        out = torch.empty(data.shape, dtype=dtype, device=data.device)
+        return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = field(default=False, kw_only=True)
 
     tensor_class = MXFP8Tensor
+    multiple = MXFP8_BLOCK
     accepts_lazy = True
 
     def __post_init__(self) -> None:
@@ -97,15 +99,29 @@ class MXFP8Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype, self.with_2d_quantization)
 
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        padded = whole_blocks(rows, MXFP8_BLOCK)
-        if padded is not None:
-            return self._buffers(padded)
-        row, row_scale, col, col_scale = mxfp8.quantize(
-            rows,
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        m, k = matrix_of(x)
+        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (m, k), self.columnwise)
+        row_scale = buffer(x, mxfp8_scale_shape(m, k, False), self.rowwise)
+        col_scale = buffer(x, mxfp8_scale_shape(m, k, True), self.columnwise)
+        kernels.quantize(
+            source_of(x),
             self.fp8_dtype,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
             two_dimensional=self.with_2d_quantization,
+            row=row,
+            row_scale=row_scale,
+            col=col,
+            col_scale=col_scale,
         )
-        return dict(zip(MXFP8Tensor.buffer_names, (row, col, row_scale, col_scale), strict=True))
+        return self.copies(row, row_scale, col, col_scale)
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        return self.copies(
+            *reference.quantize(
+                x,
+                self.fp8_dtype,
+                rowwise=self.rowwise,
+                columnwise=self.columnwise,
+                two_dimensional=self.with_2d_quantization,
+            )
+        )

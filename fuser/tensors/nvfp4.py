@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
+from fuser.cuda import nvfp4 as kernels
 from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
-from fuser.functional import nvfp4
-from fuser.functional.lazy import LazyTensor
+from fuser.functional.amax import raise_amax
+from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, rows_of, source_of
+from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, whole_blocks
+from fuser.tensors.quantizer import Quantizer
 
 
 class NVFP4Tensor(BlockScaledTensor):
@@ -63,11 +65,23 @@ class NVFP4Tensor(BlockScaledTensor):
         data, scale, columnwise = self._one_copy()
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax is not None
-        if not (columnwise and self._quantizer.with_rht):
-            return nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise)
-        turned = nvfp4.dequantize(data, scale, amax, torch.float32, columnwise=True).t()
-        back = inverse_hadamard_transform(turned, self._quantizer.with_random_sign_mask)
-        return back.t().to(dtype).contiguous()
+        is_transformed = columnwise and self._quantizer.with_rht
+        rows, pairs = data.shape
+        values = filled(
+            torch.empty(
+                (2 * pairs, rows) if columnwise else (rows, 2 * pairs),
+                dtype=torch.float32 if is_transformed else dtype,
+                device=data.device,
+            ),
+            kernels.dequantize,
+            reference.dequantize,
+            *(data, scale, amax, torch.float32 if is_transformed else dtype),
+            columnwise=columnwise,
+        )
+        if not is_transformed:
+            return values
+        signs = self._quantizer.with_random_sign_mask
+        return inverse_hadamard_transform(values.t(), signs).t().to(dtype).contiguous()
 
 
 @dataclass(frozen=True)
@@ -113,6 +127,7 @@ class NVFP4Quantizer(Quantizer):
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
 
     tensor_class = NVFP4Tensor
+    multiple = NVFP4_BLOCK
     accepts_lazy = True
 
     def __post_init__(
@@ -152,22 +167,50 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        padded = whole_blocks(rows, NVFP4_BLOCK)
-        if padded is not None:
-            return self._buffers(padded)
-        seed = 0
-        if self.stochastic_rounding:
-            seed = int(torch.randint(2**31, (), device="cpu")) if self.seed is None else self.seed
-        row, row_scale, row_amax, col, col_scale, col_amax = nvfp4.quantize(
-            rows,
-            rowwise=self.rowwise,
-            columnwise=self.columnwise,
-            two_dimensional=self.with_2d_quantization,
-            hadamard=self.with_rht,
-            random_signs=self.with_random_sign_mask,
-            stochastic=self.stochastic_rounding,
-            seed=seed,
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        m, k = matrix_of(x)
+        if isinstance(x, torch.Tensor):
+            x = rows_of(x)
+        amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
+        if self.with_rht:
+            kernels.hadamard_amax(source_of(x), random_signs=self.with_random_sign_mask, out=amaxes)
+        else:
+            raise_amax(x, amaxes)
+        row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
+        row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
+        col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
+        # A quantized tensor's two amaxes are apart, so that one may be written without the other.
+        new = torch.empty if m * k else torch.zeros
+        row_amax, col_amax = (
+            new((1,), dtype=torch.float32, device=x.device) if is_needed else None
+            for is_needed in (self.rowwise, self.columnwise)
         )
-        values = (row, col, row_scale, col_scale, row_amax, col_amax)
-        return dict(zip(NVFP4Tensor.buffer_names, values, strict=True))
+        kernels.quantize(
+            source_of(x),
+            **self._options(),
+            amax_value=amaxes,
+            row=row,
+            row_scale=row_scale,
+            row_amax=row_amax,
+            col=col,
+            col_scale=col_scale,
+            col_amax=col_amax,
+        )
+        return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        return self.copies(*reference.quantize(x, **usages, **self._options()))
+
+    def _options(self) -> dict[str, Any]:
+        """How kernels and the reference quantize; draws the seed of this call."""
+        seed = self.seed
+        if seed is None:
+            seed = int(torch.randint(2**31, (), device="cpu")) if self.stochastic_rounding else 0
+        return {
+            "two_dimensional": self.with_2d_quantization,
+            "hadamard": self.with_rht,
+            "random_signs": self.with_random_sign_mask,
+            "stochastic": self.stochastic_rounding,
+            "seed": seed if self.stochastic_rounding else 0,
+        }

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.launch_cache import cached_launches
-from fuser.errors import InputError
+from fuser.errors import InputError, KernelUnavailable
 from fuser.formats import NumberFormat, padded_shape
-from fuser.functional.lazy import LazyTensor, matrix_of, written
+from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.tensors.base import QuantizedTensor
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -37,8 +37,10 @@ class Quantizer:
     columnwise: bool = True
 
     tensor_class: ClassVar[type[QuantizedTensor]]
+    multiple: ClassVar[int] = 1
+    """The matrix is padded with zeros to multiples of it in both dimensions."""
     accepts_lazy: ClassVar[bool] = False
-    """Whether :meth:`buffers_of` takes values that are not in memory yet."""
+    """Whether :meth:`buffers_of` takes lazy tensors."""
     # Quantizers that differ in usage alone, by usage; each instance has the one of its family.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 
@@ -70,7 +72,7 @@ class Quantizer:
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
         if isinstance(tensor, LazyTensor):
             if self.accepts_lazy:
-                return self._made(self._buffers(tensor), tensor)
+                return self._made(self.buffers_of(tensor), tensor)
             tensor = tensor.tensor()
         if tensor.requires_grad and torch.is_grad_enabled():
             quantized: QuantizedTensor = _Quantize.apply(tensor, self)  # type: ignore[no-untyped-call]
@@ -85,27 +87,7 @@ class Quantizer:
                 "fp32, fp16 or bf16."
             )
         rows = source if source.dim() == 2 else _rows(source)
-        return self._made(self._buffers(rows), source)
-
-    def _buffers(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        """:meth:`buffers_of`, replayed where the same was launched before."""
-        if _is_dynamo_compiling():
-            return self.buffers_of(x)  # which is traced
-        key = self.launch_key
-        if isinstance(x, LazyTensor):
-            of_values, tensors = x.launch_key()
-
-            def written() -> dict[str, torch.Tensor | None]:
-                buffers = self.buffers_of(x)
-                x.finish()
-                return buffers
-
-            if key is None or of_values is None:
-                return written()
-            return cached_launches((key, of_values), (*self.state_tensors(), *tensors), written)
-        if key is None or not kernels_support(x):
-            return self.buffers_of(x)
-        return cached_launches(key, (*self.state_tensors(), x), lambda: self.buffers_of(x))
+        return self._made(self.buffers_of(rows), source)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -119,6 +101,11 @@ class Quantizer:
         """The tensors that it reads and writes besides the one that it quantizes."""
         return ()
 
+    def copies(self, *values: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+        """The buffers of the rowwise copy, then those of the columnwise one, by name."""
+        cls = self.tensor_class
+        return dict(zip((*cls.rowwise_names, *cls.columnwise_names), values, strict=True))
+
     def _made(
         self, buffers: dict[str, torch.Tensor | None], source: torch.Tensor | LazyTensor
     ) -> QuantizedTensor:
@@ -131,10 +118,40 @@ class Quantizer:
 
     # Typed so that a quantizer may take tensors alone.
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
-        """The buffers of a quantized ``[M, K]`` tensor, or of values of any shape, by name.
+        """The buffers of a quantized ``[M, K]`` tensor, or of a lazy one of any shape, by name.
 
-        A format of whole blocks gives those of the padded matrix (:func:`whole_blocks`).
+        A kernel computes them where kernels run, torch elsewhere. A format of whole blocks gives
+        those of the padded matrix (:func:`whole_blocks`).
         """
+        if self.multiple > 1:
+            rows = whole_blocks(rows, self.multiple)
+        launch: Callable[[], dict[str, torch.Tensor | None]]
+        tensors: tuple[torch.Tensor | None, ...]
+        if isinstance(rows, LazyTensor):
+            values_key, tensors = rows.launch_key()
+            key = None if values_key is None else self.launch_key
+            launch = functools.partial(rows.written_by, self.from_kernel)
+        elif kernels_support(rows):
+            values_key, key, tensors = None, self.launch_key, (rows,)
+            launch = functools.partial(self.from_kernel, rows)
+        else:
+            return self.from_reference(rows)
+        try:
+            if key is None or _is_dynamo_compiling():  # dynamo traces the launches
+                return launch()
+            return cached_launches((key, values_key), (*self.state_tensors(), *tensors), launch)
+        except KernelUnavailable:
+            return self.from_reference(materialize(rows).view(matrix_of(rows)))
+
+    def from_kernel(self, x: Any) -> dict[str, torch.Tensor | None]:
+        """:meth:`buffers_of` by kernels: allocates the buffers and launches what writes them.
+
+        ``x`` is a tensor that kernels read, of whole blocks, or a lazy tensor (:func:`source_of`).
+        """
+        raise KernelUnavailable(f"{type(self).__name__} has no kernel.")
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        """:meth:`buffers_of` in plain torch; ``x [M, K]`` has whole blocks."""
         raise NotImplementedError
 
     def encoding(self) -> tuple[Any, ...]:
@@ -182,16 +199,16 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1 if k else math.prod(x.shape[:-1]), k)
 
 
-def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | None:
-    """``x [M, K]`` with zeros after it, up to multiples in both dimensions; None if it has them.
+def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | LazyTensor:
+    """``x [M, K]`` with zeros after it, up to multiples of ``multiple`` in both dimensions.
 
-    Values that are not in memory are written plainly for it.
+    Itself where it has whole blocks. A lazy tensor that is padded is written plainly first.
     """
     m, k = matrix_of(x)
     if not (m % multiple or k % multiple):
-        return None
+        return x
     rows, columns = padded_shape(m, k, multiple)
-    return F.pad(written(x).view(m, k), (0, columns - k, 0, rows - m))
+    return F.pad(materialize(x).view(m, k), (0, columns - k, 0, rows - m))
 
 
 class _Quantize(torch.autograd.Function):

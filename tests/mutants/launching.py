@@ -111,7 +111,7 @@ LAUNCH_CACHE = (
     ),
     Mutant(
         "the margin is left out of the key of delayed scaling's update",
-        "functional/fp8_scaling.py",
+        "functional/delayed_scaling.py",
         '("update_delayed", margin, algorithm, len(scales)),',
         '("update_delayed", algorithm, len(scales)),',
         "test_launch_cache.py::test_replayed_updates_of_delayed_scales_are_told_by_margin_and_algorithm",

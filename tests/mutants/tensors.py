@@ -222,7 +222,7 @@ QUANTIZED_TENSORS = (
     Mutant(
         "a weight with an infinity is written with a scale of zero",
         "tensors/fp8.py",
-        "torch.where((amax < math.inf) & (largest < self.scale), largest, self.scale)",
+        "torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)",
         "torch.where(largest < self.scale, largest, self.scale)",
         "test_delayed_parameters.py::"
         "test_a_weight_of_zeros_or_no_numbers_is_written_with_the_scale_of_the_state",

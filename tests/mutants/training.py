@@ -95,9 +95,9 @@ KEPT_WEIGHTS = (
 DELAYED_SCALING = (
     Mutant(
         "a second tensor of a step lowers the amax of the first",
-        "functional/fp8_scaling.py",
-        "amax.copy_(torch.maximum(amax, seen))",
-        "amax.copy_(seen)",
+        "tensors/fp8.py",
+        "self.amax.copy_(torch.maximum(self.amax, found))",
+        "self.amax.copy_(found)",
         "test_delayed_scaling.py::test_the_amax_of_a_step_is_the_largest_of_all_its_calls",
     ),
     Mutant(

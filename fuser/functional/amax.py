@@ -1,0 +1,34 @@
+"""The largest absolute value of a tensor: by kernels where they run, in plain torch elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cuda import fp8_scaling as kernels
+from fuser.functional.lazy import LazyTensor, kernel_or_torch, rows_of
+from fuser.reference import fp8_scaling as reference
+
+
+def amax(x: torch.Tensor | LazyTensor) -> torch.Tensor:
+    """``max |x|`` of ``[M, K]`` as fp32 ``[1]``; see the reference."""
+    return kernel_or_torch(x, _by_kernel, reference.amax)
+
+
+def _by_kernel(x: torch.Tensor | LazyTensor) -> torch.Tensor:
+    out = torch.zeros(1, dtype=torch.float32, device=x.device)
+    raise_amax(x, out)
+    return out
+
+
+def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
+    """Raise ``out``, fp32 ``[1]``, to ``max |x|``, by a kernel.
+
+    Raises
+    ------
+    KernelUnavailable
+        If the kernel cannot be compiled here.
+    """
+    if isinstance(x, LazyTensor):
+        x.amax(out)
+    else:
+        kernels.amax(rows_of(x), out=out)

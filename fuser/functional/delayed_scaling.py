@@ -1,0 +1,39 @@
+"""The update of delayed scaling: one kernel for many states, plain torch elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fuser.cuda import fp8_scaling as kernels
+from fuser.cuda.launch import kernels_support
+from fuser.cuda.launch_cache import cached_launches
+from fuser.errors import KernelUnavailable
+from fuser.reference import fp8_scaling as reference
+
+
+def update_delayed(
+    amax_histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    max_fp8: Sequence[torch.Tensor],
+    *,
+    margin: int = 0,
+    algorithm: str = "max",
+) -> None:
+    """Bring many states of delayed scaling up to date, all on one device; see the reference."""
+    options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
+    if scales and kernels_support(scales[0]):
+        try:
+            cached_launches(
+                ("update_delayed", margin, algorithm, len(scales)),
+                (*amax_histories, *scales, *max_fp8),
+                lambda: kernels.update_delayed(amax_histories, scales, max_fp8, **options),
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return
+    for state in zip(amax_histories, scales, max_fp8, strict=True):
+        reference.update_delayed(*state, **options)
