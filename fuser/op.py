@@ -35,6 +35,11 @@ _RUNNING_METHODS = (
     *("pre_first_fuser_forward", "pre_fuser_forward"),
 )
 
+_QUANTIZER_METHODS = (
+    *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
+    *("get_input_quantizer", "get_grad_output_quantizer"),
+)
+
 Grads = Iterable[torch.Tensor | None]
 _ByPlace = dict[tuple[str, int, str], Quantizer]
 
@@ -363,6 +368,12 @@ class BasicOperation(FusibleOperation):
         super().__init_subclass__(**kwargs)
         if "get_quantizer" in cls.__dict__:  # holds for what this library asks, too
             cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
+        cls._has_constant_quantizers = (
+            all(getattr(cls, name).__module__.startswith("fuser.") for name in _QUANTIZER_METHODS)
+            and cls.quantizer_value is not cls._quantizer_value_of_view
+        )
+
+    _has_constant_quantizers: ClassVar[bool] = True
 
     @property
     def is_fused_op(self) -> bool:
@@ -539,6 +550,16 @@ class BasicOperation(FusibleOperation):
             if made is not None:
                 return made
         return self._quantizer_under(recipe, mode, index, device)
+
+    def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
+        """:meth:`quantizer_value` where it is the same at every call, for a plan to hold.
+
+        None for delayed scaling and custom recipes, whose quantizers belong to an op's state, and
+        for a class whose quantizers code outside this library chooses.
+        """
+        if recipe.delayed() or recipe.custom() or not self._has_constant_quantizers:
+            return None
+        return self._made_quantizer(recipe, mode, index)
 
     def _quantizer_value_of_view(
         self, mode: str, index: int, device: torch.device | None = None

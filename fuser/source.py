@@ -1,14 +1,55 @@
-"""Source that fuser writes at run time: made into functions, and shown by tracebacks."""
+"""Generated code: Python that is written at run time, compiled, and shown by tracebacks."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _numbers = itertools.count()
+
+
+class SourceCode:
+    """Python under construction: its lines, and the objects that they name.
+
+    >>> src = SourceCode(twice=lambda x: 2 * x)
+    >>> with src.block("def run(x):"):
+    ...     src.add(f"return twice(x) + {src.bind('offset', 1)}")
+    >>> src.functions("example")["run"](3)
+    7
+    """
+
+    def __init__(self, **names: Any) -> None:
+        self.names = names
+        self._lines: list[str] = []
+        self._indent = ""
+
+    def add(self, *lines: str) -> None:
+        """Add lines to the block that is open."""
+        self._lines += [self._indent + line if line else "" for line in lines]
+
+    @contextlib.contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """What is added inside stands in a block under ``head``, such as ``"try:"``."""
+        self.add(head)
+        outer, self._indent = self._indent, self._indent + "    "
+        yield
+        self._indent = outer
+
+    def bind(self, name: str, value: Any) -> str:
+        """``name``, which the lines may use for ``value`` from now on."""
+        self.names[name] = value
+        return name
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines) + "\n"
+
+    def functions(self, what: str) -> dict[str, Callable[..., Any]]:
+        """The functions that the lines define, by name; see :func:`compiled`."""
+        return compiled(str(self), what, self.names)
 
 
 def compiled(source: str, what: str, globals_: dict[str, Any]) -> dict[str, Callable[..., Any]]:

@@ -55,6 +55,11 @@ class QuantSpec:
         made = (("rowwise", self.rowwise), ("columnwise", self.columnwise))
         return tuple(name for name, is_made in made if is_made)
 
+    @property
+    def usage(self) -> dict[str, bool]:
+        """Which copies are made, as ``Quantizer.with_usage`` takes it."""
+        return {"rowwise": self.rowwise, "columnwise": self.columnwise}
+
     def nbytes(self, spec: TensorSpec) -> int:
         """Bytes that such a tensor occupies quantized."""
         return self.format.nbytes(math.prod(spec.shape), len(self.copies))

@@ -186,16 +186,27 @@ class BasicLinear(BasicOperation):
         """What backward fusions written for other libraries read of a linear's context.
 
         The dtype in which it computes, whether the weight's gradient is wanted, whether backward
-        multiplies quantized tensors, and the quantizers, which a quantized forward sets.
+        multiplies quantized tensors, and the quantizers, with the copies that its GEMMs read.
+        Quantizers that are no constants of the plan are set by a quantized forward.
         """
-        (op,) = key.ops
-        return {
+        (op,), recipe = key.ops, key.recipe
+        constants: dict[str, Any] = {
             "dtype": key.autocast_dtype or op.params[0].dtype,
             "weight_requires_grad": op.params[0].requires_grad,
-            "with_quantized_compute": key.recipe is not None and key.recipe.quantizes_backward,
+            "with_quantized_compute": recipe is not None and recipe.quantizes_backward,
             "input_quantizer": None,
             "weight_quantizer": None,
         }
+        usages: list[tuple[str, str, int, QuantSpec]] = []
+        for side in ("forward", "backward"):
+            operands = operands_of(side, key, self.quantizer_format)
+            for index, (role, spec) in enumerate(operands.items()):
+                assert recipe is not None
+                name, quantizer = f"{role}_quantizer", self.constant_quantizer(recipe, side, index)
+                constants[name] = quantizer and quantizer.with_usage(**spec.usage)
+                usages.append((name, side, index, spec))
+        constants["operand_usages"] = tuple(usages)
+        return constants
 
     def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
         (op,) = key.ops
@@ -342,20 +353,13 @@ class BasicLinear(BasicOperation):
         override = ctx.backward_override
         wants_wgrad = ctx.requires_grad and weight.requires_grad
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
-        # Without an override backward reads columnwise copies.
-        x_columnwise = wants_wgrad and override is None
-        weight_columnwise = wants_dgrad and override is None
-        input_quantizer = self.quantizer_value("forward", 0)
-        weight_quantizer = self.quantizer_value("forward", 1)
-        assert input_quantizer is not None
-        assert weight_quantizer is not None
-        qx = quantized(input_, dtype, input_quantizer, rowwise=True, columnwise=x_columnwise)
-        qw = self._quantized_weight(
-            weight, dtype, weight_quantizer, weight_columnwise, is_first_microbatch
-        )
+        if ctx.input_quantizer is None:
+            self._look_up_quantizers(ctx)
+        input_quantizer: Quantizer = ctx.input_quantizer
+        weight_quantizer: Quantizer = ctx.weight_quantizer
+        qx = quantized(input_, dtype, input_quantizer)
+        qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
         if ctx.requires_grad:
-            ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
-            ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
             # What is made anew at every call, by a quantizer that says so, nobody else has.
             x_is_own = qx is not input_ and input_quantizer.launch_key is not None
             weight_is_own = (
@@ -372,10 +376,15 @@ class BasicLinear(BasicOperation):
                     kept[0] = saved_operand(qx, usage, input_quantizer)
                 if wants_dgrad and not weight_is_own:
                     kept[1] = saved_operand(qw, usage, weight_quantizer)
-            if override is None:
-                ctx.grad_output_quantizer = self.quantizer_value("backward", 0)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
+
+    def _look_up_quantizers(self, ctx: OperationContext) -> None:
+        """Set the quantizers of this call, where they are no constants of the plan."""
+        for name, mode, index, spec in ctx.operand_usages:
+            quantizer = self.quantizer_value(mode, index)
+            assert quantizer is not None
+            setattr(ctx, name, quantizer.with_usage(**spec.usage))
 
     def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
         """What a weight on ``device`` that is quantized as a parameter carries."""
@@ -405,7 +414,6 @@ class BasicLinear(BasicOperation):
         weight: torch.Tensor,
         dtype: torch.dtype,
         quantizer: Quantizer,
-        columnwise: bool,
         is_first_microbatch: bool | None,
     ) -> QuantizedTensor:
         """The quantized weight; the one of the first microbatch for those that follow.
@@ -417,19 +425,20 @@ class BasicLinear(BasicOperation):
                 self._bind(weight)
             return weight
         if is_first_microbatch is None:
-            return quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+            return quantized(weight, dtype, quantizer)
         version = None if weight.is_inference() else weight._version
         # Delayed scaling has another scale, and so another quantizer, in a recomputation.
         is_delayed = isinstance(quantizer, Float8Quantizer)
-        how = quantizer.encoding() if is_delayed else quantizer
+        both = quantizer.with_usage(rowwise=True, columnwise=True)
+        how = quantizer.encoding() if is_delayed else both
         made_for = (version, optimizer_steps(), weight.data_ptr(), dtype, how)
         kept = self._kept_weight.get(weight) if self._kept_weight else None  # type: ignore[no-untyped-call]
         if kept is not None and kept[0] == made_for:
             made: QuantizedTensor = kept[1]
             is_taken = recomputed_state() is not None or not is_first_microbatch
-            if is_taken and (made._has("columnwise") or not columnwise):
+            if is_taken and (made._has("columnwise") or not quantizer.columnwise):
                 return made
-        made = quantized(weight, dtype, quantizer, rowwise=True, columnwise=columnwise)
+        made = quantized(weight, dtype, quantizer)
         self._kept_weight = WeakTensorKeyDictionary({weight: (made_for, made)})
         return made
 
@@ -562,8 +571,7 @@ class BasicLinear(BasicOperation):
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None
         assert quantizer is not None
-        usage = {"rowwise": weight is not None, "columnwise": x is not None}
-        dy = quantized(grad_output, dtype, quantizer, **usage)
+        dy = quantized(grad_output, dtype, quantizer)
         _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):

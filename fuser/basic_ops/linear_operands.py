@@ -67,19 +67,11 @@ def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> s
 # -- running ----------------------------------------------------------------------
 
 
-def quantized(
-    tensor: torch.Tensor,
-    dtype: torch.dtype,
-    quantizer: Quantizer,
-    *,
-    rowwise: bool,
-    columnwise: bool,
-) -> QuantizedTensor:
-    """``tensor`` quantized from ``dtype``, with the copies asked for; as it is if quantized."""
+def quantized(tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer) -> QuantizedTensor:
+    """``tensor`` quantized from ``dtype``; as it is if it arrives quantized."""
     if isinstance(tensor, QuantizedTensor):
         return tensor
-    made = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-    return made(tensor if tensor.dtype is dtype else tensor.to(dtype))
+    return quantizer(tensor if tensor.dtype is dtype else tensor.to(dtype))
 
 
 def readable(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> QuantizedTensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fuser.cuda import launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
-from fuser.source import compiled
+from fuser.source import SourceCode
 
 # Layouts that a process meets are few; one whose shapes never repeat must not fill memory.
 MOST_SEQUENCES = 4096
@@ -134,36 +134,34 @@ class LaunchSequence:
         self.device = next(tensor.get_device() for tensor in inputs if tensor is not None)
         names = [f"t{i}" for i in range(len(inputs) + len(self.allocations))]
         given, made = names[: len(inputs)], names[len(inputs) :]
-        known: dict[str, Any] = {"begin": begin, "memset": module.driver_memset()}
-        lines = [f"def play({', '.join(given)}):"]
-        for name, (shape, dtype, device, _) in zip(made, self.allocations, strict=True):
-            known[f"new_{name}"] = partial(torch.empty, shape, dtype=dtype, device=device)
-            lines.append(f"{name} = new_{name}()  # {shape}, {dtype}")
-        lines.append(f"launch, buffer, size, stream, extra = begin({self.device})")
-        for name, (shape, dtype, _, is_zeroed) in zip(made, self.allocations, strict=True):
-            if is_zeroed and 0 not in shape:
-                count = math.prod(shape) * dtype.itemsize
-                lines.append(f"memset({name}.data_ptr(), 0, {count}, stream)")
-        addresses = [
-            "0" if i < len(inputs) and inputs[i] is None else f"{name}.data_ptr()"
-            for i, name in enumerate(names)
-        ]
-        with torch.cuda.device(self.device):
+        src = SourceCode(begin=begin, memset=module.driver_memset())
+        with src.block(f"def play({', '.join(given)}):"), torch.cuda.device(self.device):
+            for name, (shape, dtype, device, _) in zip(made, self.allocations, strict=True):
+                new = partial(torch.empty, shape, dtype=dtype, device=device)
+                src.add(f"{name} = {src.bind(f'new_{name}', new)}()  # {shape}, {dtype}")
+            src.add(f"launch, buffer, size, stream, extra = begin({self.device})")
+            for name, (shape, dtype, _, is_zeroed) in zip(made, self.allocations, strict=True):
+                if is_zeroed and 0 not in shape:
+                    count = math.prod(shape) * dtype.itemsize
+                    src.add(f"memset({name}.data_ptr(), 0, {count}, stream)")
+            addresses = [
+                "0" if i < len(inputs) and inputs[i] is None else f"{name}.data_ptr()"
+                for i, name in enumerate(names)
+            ]
             for i, (kernel, grid, args) in enumerate(self.launches):
                 encoded = encode(kernel.symbol, args)
                 ready = prepared(kernel, grid, encoded.format, self.device)
                 function, sizes, shared_bytes, packer = ready
-                known[f"pack_{i}"] = packer.pack_into
                 values = ", ".join(_literal(value, addresses) for value in encoded.values)
                 where = ", ".join(map(str, (function, *sizes, shared_bytes)))
-                lines += (
+                src.add(
                     f"# {kernel.symbol}",
-                    f"pack_{i}(buffer, 0, {values})",
+                    f"{src.bind(f'pack_{i}', packer.pack_into)}(buffer, 0, {values})",
                     f"size.value = {packer.size}",
                     f"launch({where}, stream, 0, extra)",
                 )
-        lines.append(f"return {_named(self.result, names)}")
-        self.written = compiled("\n    ".join(lines), "launches", known)["play"]
+            src.add(f"return {_named(self.result, names)}")
+        self.written = src.functions("launches")["play"]
 
 
 def _literal(value: Any, addresses: Sequence[str]) -> str:

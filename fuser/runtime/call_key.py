@@ -12,7 +12,7 @@ from fuser.cuda import module as kernels
 from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import find_slots, is_computed
 from fuser.precision.contexts import current_recipe
-from fuser.source import compiled
+from fuser.source import SourceCode
 
 Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
 
@@ -56,26 +56,28 @@ class CallKeyReader:
         slots = "".join(
             f"owner_of_{p}[{name!r}], " for p, (_, name) in zip(params, self._slots, strict=True)
         )
-        lines = [
-            "def read(x, extras, registered):",
-            f"    params = ({''.join(f'{p}, ' for p in params)}) = ({slots})",
-            "    is_cpu = x.is_cpu",
-            "    device = 'cpu' if is_cpu else autocast_device(x)",
-            "    call_key = (",
-            "        registered,",
-            "        kernels.compile_failure,",
-            "        current_recipe(),",
-            "        is_grad_enabled(),",
-            "        is_autocast_enabled(device) and get_autocast_dtype(device),",
-            "        x.shape[-1] == 0,  # refused, so of no plan",
-            "        type(x), x.dtype, x.requires_grad, is_cpu or x.device,",
-            "        len(extras),",
-            *(f"        {e}.dtype, {e}.requires_grad, {e}.device," for e in self._extras),
-            *(f"        type({p}), {p}.dtype, {p}.requires_grad, {p}.is_meta," for p in params),
-            "    )",
-            "    return params, call_key",
-        ]
-        return compiled("\n".join(lines) + "\n", "call_key", {**_ASKED, **owners})["read"]
+        src = SourceCode(**_ASKED, **owners)
+        with src.block("def read(x, extras, registered):"):
+            src.add(
+                f"params = ({''.join(f'{p}, ' for p in params)}) = ({slots})",
+                "is_cpu = x.is_cpu",
+                "device = 'cpu' if is_cpu else autocast_device(x)",
+            )
+            with src.block("call_key = ("):
+                src.add(
+                    "registered,",
+                    "kernels.compile_failure,",
+                    "current_recipe(),",
+                    "is_grad_enabled(),",
+                    "is_autocast_enabled(device) and get_autocast_dtype(device),",
+                    "x.shape[-1] == 0,  # refused, so of no plan",
+                    "type(x), x.dtype, x.requires_grad, is_cpu or x.device,",
+                    "len(extras),",
+                    *(f"{e}.dtype, {e}.requires_grad, {e}.device," for e in self._extras),
+                    *(f"type({p}), {p}.dtype, {p}.requires_grad, {p}.is_meta," for p in params),
+                )
+            src.add(")", "return params, call_key")
+        return src.functions("call_key")["read"]
 
 
 def autocast_device(tensor: torch.Tensor) -> str:

@@ -25,9 +25,9 @@ from fuser.runtime.diagnose import (
     refuse_no_output,
     refuse_param_grads,
 )
-from fuser.source import compiled
+from fuser.source import SourceCode
 from fuser.specs import PlanKey, QuantSpec
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -64,20 +64,40 @@ class PlanCodegen:
         self.param_counts = param_counts
         self.places = places
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
-        self.lines: list[str] = []
         self.titles: dict[str, str] = {}
-        self.names: dict[str, Any] = {
+        names: dict[str, Any] = {
             "filled": _filled,
             "total": _total,
             "plain": _plain,
             "marked": _marked,
             "no_kwargs": _NO_KWARGS,
             "view": FusibleOperation.quantizer_view,
+            "recipe": key.recipe,
         }
+        self.src = SourceCode(**names)
+        self.names = self.src.names
         recipe = key.recipe
         constants = {} if recipe is None else {"split_accumulators": recipe.split_accumulators}
+        # The ops that do not look for quantizers at a call, since these are constants.
+        self.constant_ops = {
+            i
+            for i, op in enumerate(ops)
+            if recipe is not None
+            and any(
+                op.num_quantizers(mode) and op.constant_quantizer(recipe, mode, 0) is not None
+                for mode in ("forward", "backward")
+            )
+        }
+        # Where the gradient of an op's input is wanted quantized: the expression that is evaluated
+        # at every call. A constant is an attribute of the context's class.
+        self.asked_grads: dict[int, str] = {}
         for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
             self.names[f"op{i}"] = op
+            self.names[f"state{i}"] = op.__dict__
+            wanted = self._wanted_grad(i)
+            grad_input_quantizer = self.names.get(wanted)
+            if grad_input_quantizer is None and wanted != "None":
+                self.asked_grads[i] = wanted
             self.names[f"Context{i}"] = _context_class(
                 requires_grad=op_key.requires_grad,
                 input_requires_grad=op_key.input_requires_grad,
@@ -87,6 +107,7 @@ class PlanCodegen:
                 has_recipe=recipe is not None,
                 backward_override=recipe and recipe.backward_override,
                 input_dtype=op_key.input_dtype,
+                grad_input_quantizer=grad_input_quantizer,
                 **constants,
                 **op.context_constants(key.window(i, i + 1)),
             )
@@ -96,160 +117,174 @@ class PlanCodegen:
         self._write_forward(forward)
         if self.saving:
             self._write_backward(backward)
-        source = "\n".join(self.lines) + "\n"
-        functions = compiled(source, "plan", self.names)
-        return source, functions["forward"], functions.get("backward")
+        # What a reader of the source, or of a traceback, cannot see in it.
+        quantizers = {n: value for n, value in self.names.items() if isinstance(value, Quantizer)}
+        self.src.add(*(f"# {name} = {value!r}" for name, value in quantizers.items()))
+        functions = self.src.functions("plan")
+        return str(self.src), functions["forward"], functions.get("backward")
 
     def _write_forward(self, steps: PlannedOps) -> None:
-        add = self.lines.append
-        add("def forward(x, extra_inputs, kwargs):")
-        add(f"    {self._each('c{i}, ')}= {self._each('Context{i}(), ')}")
-        add(f"    {self._each('c{i}.to_save = ')}None")
-        for i in range(len(self.ops)):
-            wanted = self._wanted_grad(i)
-            if wanted != "None":
-                add(f"    c{i}.grad_input_quantizer = {wanted}")
-            for name in self.ops[i].backward_attributes if i in self.saving else ():
-                add(f"    c{i}.{name} = op{i}.{name}")
-        add("    result = ()")
-        add("    try:")
-        for number, (op, indices) in enumerate(steps):
-            add(f"        step = {number}  # {type(op).__name__}")
-            if op.is_external:
-                self._add_recipe(indices)
-            self.titles[f"forward{number}"] = _title("forward", op, indices)
-            if _is_plain(op, "forward"):
-                self._add_plain_forward(number, op, indices[0])
-            else:
-                self._add_forward(number, op, indices)
-            if op.is_external:
-                self.names[f"no_output{number}"] = functools.partial(refuse_no_output, op, indices)
-                add(f"        if x is None: no_output{number}()")
-        windows = [[self.ops[i] for i in indices] for _, indices in steps]
-        self.names["explain_shape_error"] = functools.partial(
-            explain_shape_error, windows, self.key.autocast_dtype
-        )
-        self._add_result_check("forward", steps)
-        add("        if isinstance(error, RuntimeError): explain_shape_error(step, x, error)")
-        add("        raise")
-        produced = "".join(f"out{i}_{k}, " for i, k in self.places)
-        if not self.saving:
-            add(f"    return x, ({produced})")
-            return
-        end = ""
-        for i in self.saving:
-            add(f"    s{i} = c{i}.to_save or ()")
-            add(f"    n{i} = {end}len(s{i})")
-            end = f"n{i} + "
-        add(f"    {self._each('c{i}.to_save = ')}None")
-        saved, ends = self._each("*s{i}, ", self.saving), self._each("n{i}, ", self.saving)
-        specs = "".join(f"spec{i}_{k}, " for i, k in self.places)
-        results = (produced, self._each("c{i}, "), saved, ends, specs)
-        add(f"    return x, {', '.join(f'({each})' for each in results)}")
+        src = self.src
+        with src.block("def forward(x, extra_inputs, kwargs):"):
+            self._add_contexts()
+            src.add("result = ()")
+            with src.block("try:"):
+                for number, (op, indices) in enumerate(steps):
+                    self._add_forward_step(number, op, indices)
+            with src.block("except (RuntimeError, TypeError, ValueError) as error:"):
+                self._add_result_check("forward", steps)
+                windows = [[self.ops[i] for i in indices] for _, indices in steps]
+                explain = functools.partial(explain_shape_error, windows, self.key.autocast_dtype)
+                name = src.bind("explain_shape_error", explain)
+                src.add(f"if isinstance(error, RuntimeError): {name}(step, x, error)", "raise")
+            produced = "".join(f"out{i}_{k}, " for i, k in self.places)
+            if not self.saving:
+                src.add(f"return x, ({produced})")
+                return
+            end = ""
+            for i in self.saving:
+                src.add(f"s{i} = c{i}.to_save or ()", f"n{i} = {end}len(s{i})")
+                end = f"n{i} + "
+            src.add(f"{self._each('c{i}.to_save = ')}None")
+            saved, ends = self._each("*s{i}, ", self.saving), self._each("n{i}, ", self.saving)
+            specs = "".join(f"spec{i}_{k}, " for i, k in self.places)
+            results = (produced, self._each("c{i}, "), saved, ends, specs)
+            src.add(f"return x, {', '.join(f'({each})' for each in results)}")
+
+    def _add_contexts(self) -> None:
+        """Make the ops' contexts, and put into them what differs from call to call."""
+        src = self.src
+        src.add(f"{self._each('c{i}, ')}= {self._each('Context{i}(), ')}")
+        src.add(f"{self._each('c{i}.to_save = ')}None")
+        for i, op in enumerate(self.ops):
+            if i in self.asked_grads:
+                src.add(f"c{i}.grad_input_quantizer = {self.asked_grads[i]}")
+            if i in self.constant_ops and not op.is_external:
+                self._add_recipe((i,))
+            for name in op.backward_attributes if i in self.saving else ():
+                src.add(f"c{i}.{name} = op{i}.{name}")
 
     def _add_recipe(self, indices: tuple[int, ...]) -> None:
         """Tell ops under which recipe they run, for code that asks them for quantizers later."""
-        self.names["recipe"] = self.key.recipe
-        for i in indices:
-            self.names[f"state{i}"] = self.ops[i].__dict__
-            self.lines.append(f"        state{i}['_last_recipe'] = recipe")
+        self.src.add(*(f"state{i}['_last_recipe'] = recipe" for i in indices))
+
+    def _add_forward_step(
+        self, number: int, op: FusibleOperation, indices: tuple[int, ...]
+    ) -> None:
+        self.src.add(f"step = {number}  # {type(op).__name__}")
+        self.titles[f"forward{number}"] = _title("forward", op, indices)
+        if op.is_external:
+            self._add_recipe(indices)
+        if _is_plain(op, "forward"):
+            self._add_plain_forward(number, op, indices[0])
+        else:
+            self._add_forward(number, op, indices)
+        if op.is_external:
+            refuse = functools.partial(refuse_no_output, op, indices)
+            self.src.add(f"if x is None: {self.src.bind(f'no_output{number}', refuse)}()")
 
     def _add_plain_forward(self, number: int, op: BasicOperation, i: int) -> None:
         before, after = self._quantizers(op, (i,))
         # An op that takes no keywords is not given an empty dict: that costs 0.2 us.
         own = f", **(kwargs[{i}] if kwargs else {{}})" if keyword_names(type(op)) != () else ""
-        self.names[f"forward{number}"] = op.op_forward
-        self.lines += [
-            f"        x = forward{number}(c{i}, {self._main_input(op, i)}, "
-            f"prev_op_grad_output_quantizer={before},",
-            f"            next_op_input_quantizer={after}{own})",
-        ]
+        forward = self.src.bind(f"forward{number}", op.op_forward)
+        given = f"c{i}, {self._main_input(op, i)}, prev_op_grad_output_quantizer={before}"
+        self.src.add(
+            f"x = {forward}({given},",
+            f"    next_op_input_quantizer={after}{own})",
+        )
 
     def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
+        src = self.src
         before, after = self._quantizers(op, indices)
         extras = ", ".join(self._extra_inputs(op, i, indices) for i in indices)
         given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
         none = ", ".join(["no_kwargs"] * len(indices))
         counts = [self.ops[i].num_extra_outputs for i in indices]
-        inner = self._inner_outputs(indices)
         checked = self._checked(op, indices, "extra outputs", counts)
-        self.names[f"forward{number}"] = op.fuser_forward
-        self.lines += [
-            f"        result = forward{number}([{self._each('c{i}, ', indices)}], "
+        forward = src.bind(f"forward{number}", op.fuser_forward)
+        src.add(
+            f"result = {forward}([{self._each('c{i}, ', indices)}], "
             f"{self._main_input(op, indices[0])},",
-            f"            basic_op_extra_inputs=[{extras}],",
-            f"            prev_op_grad_output_quantizer={before},",
-            f"            next_op_input_quantizer={after},",
-            f"            basic_op_kwargs={given} if kwargs else [{none}])",
-            "        x, made = result",
-            "        result = ()",
-            f"        {_names_of_rows('out', indices, counts)} = {checked}(made)"
+            f"    basic_op_extra_inputs=[{extras}],",
+            f"    prev_op_grad_output_quantizer={before},",
+            f"    next_op_input_quantizer={after},",
+            f"    basic_op_kwargs={given} if kwargs else [{none}])",
+            "x, made = result",
+            "result = ()",
+            f"{_names_of_rows('out', indices, counts)} = {checked}(made)"
             if any(counts)
-            else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
-        ]
-        if self.saving:
-            for i, k in ((i, k) for i, k in self.places if i in indices):
-                spec = f"(out{i}_{k}.shape, out{i}_{k}.dtype)"
+            else f"if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
+        )
+        inner = self._inner_outputs(indices)
+        for i, k in self.places if self.saving else ():
+            if i in indices:
                 absent = f" if out{i}_{k} is not None else None" if (i, k) in inner else ""
-                self.lines.append(f"        spec{i}_{k} = {spec}{absent}")
+                src.add(f"spec{i}_{k} = (out{i}_{k}.shape, out{i}_{k}.dtype){absent}")
         self._add_drop(f"out{i}_{k}" for i, k in self._read_last(indices))
 
     def _write_backward(self, steps: PlannedOps) -> None:
-        add = self.lines.append
-        add("")
-        add("def backward(contexts, held, ends, dx, dout, specs):")
-        add("    saved = held.pop()  # what an op saved goes when its step is done")
-        add(f"    {self._each('c{i}, ')}= contexts")
-        add(f"    {self._each('n{i}, ', self.saving)}= ends")
+        src = self.src
         covered = {i for _, indices in steps for i in indices}
-        start = ""
-        for i in range(len(self.ops)):
-            is_read = i in self.saving and i in covered
-            add(f"    c{i}.saved_tensors = {f'saved[{start}:n{i}]' if is_read else 'None'}")
-            if i in self.saving:
-                start = f"n{i}"
-        add("    del saved")
-        if self.places:
-            add(f"    ({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
-        add("    result = ()")
-        add("    try:")
-        for number, (op, indices) in enumerate(steps):
-            self.titles[f"backward{number}"] = _title("backward", op, indices)
-            if _is_plain(op, "backward"):
-                i = indices[0]
-                self.names[f"backward{number}"] = op.op_backward
-                add(f"        step = {number}  # {type(op).__name__}")
-                add(f"        result = backward{number}(c{i}, dx)")
-                add(f"        dx, p{i} = result")
-                add("        result = ()")
-                self._add_release(indices)
-                self._add_none_check(op, indices, number + 1 < len(steps))
-                continue
-            self.names[f"backward{number}"] = op.fuser_backward
-            inner = self._inner_outputs(indices)
-            grads = ", ".join(self._extra_output_grads(i, inner) for i in indices)
-            params = self._each("p{i}, ", indices)
-            param_counts = [self.param_counts[i] for i in indices]
-            checked = self._checked(op, indices, "parameters", param_counts)
-            add(f"        step = {number}  # {type(op).__name__}")
-            contexts = self._each("c{i}, ", indices)
-            add(f"        result = backward{number}([{contexts}], dx,")
-            add(f"            basic_op_grad_extra_outputs=[{grads}])")
-            add("        dx, params, extras = result")
-            add("        result = ()")
-            add(f"        {params}= params if len(params) == {len(indices)} else {checked}(params)")
-            self._add_none_check(op, indices, number + 1 < len(steps))
-            counts = [self.ops[i].num_extra_inputs for i in indices]
-            if any(counts):
-                rows = _names_of_rows("din", indices, counts)
-                add(
-                    f"        {rows} = {self._checked(op, indices, 'extra inputs', counts)}(extras)"
-                )
-                self._add_channel_grads(indices)
-            self._add_release(indices)
-        self._add_results(covered)
-        self._add_result_check("backward", steps)
-        add("        raise")
+        src.add("")
+        with src.block("def backward(contexts, held, ends, dx, dout, specs):"):
+            src.add("saved = held.pop()  # what an op saved goes when its step is done")
+            src.add(f"{self._each('c{i}, ')}= contexts")
+            src.add(f"{self._each('n{i}, ', self.saving)}= ends")
+            start = ""
+            for i in range(len(self.ops)):
+                is_read = i in self.saving and i in covered
+                src.add(f"c{i}.saved_tensors = {f'saved[{start}:n{i}]' if is_read else 'None'}")
+                if i in self.saving:
+                    start = f"n{i}"
+            src.add("del saved")
+            if self.places:
+                src.add(f"({''.join(f'dout{i}_{k}, ' for i, k in self.places)}) = dout")
+            src.add("result = ()")
+            with src.block("try:"):
+                for number, (op, indices) in enumerate(steps):
+                    src.add(f"step = {number}  # {type(op).__name__}")
+                    self.titles[f"backward{number}"] = _title("backward", op, indices)
+                    is_last = number + 1 == len(steps)
+                    if _is_plain(op, "backward"):
+                        self._add_plain_backward(number, op, indices[0], is_last)
+                    else:
+                        self._add_backward(number, op, indices, is_last)
+                self._add_results(covered)
+            with src.block("except (RuntimeError, TypeError, ValueError) as error:"):
+                self._add_result_check("backward", steps)
+                src.add("raise")
+
+    def _add_plain_backward(self, number: int, op: BasicOperation, i: int, is_last: bool) -> None:
+        backward = self.src.bind(f"backward{number}", op.op_backward)
+        self.src.add(f"result = {backward}(c{i}, dx)", f"dx, p{i} = result", "result = ()")
+        self._add_release((i,))
+        self._add_none_check(op, (i,), is_last)
+
+    def _add_backward(
+        self, number: int, op: FusibleOperation, indices: tuple[int, ...], is_last: bool
+    ) -> None:
+        src = self.src
+        inner = self._inner_outputs(indices)
+        grads = ", ".join(self._extra_output_grads(i, inner) for i in indices)
+        param_counts = [self.param_counts[i] for i in indices]
+        checked = self._checked(op, indices, "parameters", param_counts)
+        params = self._each("p{i}, ", indices)
+        backward = src.bind(f"backward{number}", op.fuser_backward)
+        src.add(
+            f"result = {backward}([{self._each('c{i}, ', indices)}], dx,",
+            f"    basic_op_grad_extra_outputs=[{grads}])",
+            "dx, params, extras = result",
+            "result = ()",
+            f"{params}= params if len(params) == {len(indices)} else {checked}(params)",
+        )
+        self._add_none_check(op, indices, is_last)
+        counts = [self.ops[i].num_extra_inputs for i in indices]
+        if any(counts):
+            checked = self._checked(op, indices, "extra inputs", counts)
+            src.add(f"{_names_of_rows('din', indices, counts)} = {checked}(extras)")
+            self._add_channel_grads(indices)
+        self._add_release(indices)
 
     def _add_release(self, indices: tuple[int, ...]) -> None:
         """Drop what nothing reads after the backward of these ops."""
@@ -266,7 +301,7 @@ class PlanCodegen:
     def _add_drop(self, names: Iterable[str]) -> None:
         dropped = "".join(f"{name} = " for name in names)
         if dropped:
-            self.lines.append(f"        {dropped}None")
+            self.src.add(f"{dropped}None")
 
     def _read_last(self, indices: tuple[int, ...]) -> list[tuple[int, int]]:
         """Extra outputs that no op after these reads, and that stay in the pipeline."""
@@ -281,7 +316,7 @@ class PlanCodegen:
 
     def _add_results(self, covered: set[int]) -> None:
         """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
-        add = self.lines.append
+        src = self.src
         # A caller's gradients are plain. autograd adds the next one to a leaf's in place, and a
         # quantized one would round the sum at every microbatch.
         grad = "{}" if self.key.recipe is None else "plain({})"
@@ -297,11 +332,13 @@ class PlanCodegen:
         ]
         rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
         wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
-        self.names["refuse_param_grads"] = functools.partial(refuse_param_grads, self.ops, wanted)
+        refuse = functools.partial(refuse_param_grads, self.ops, wanted)
         total = len(results) - len(covered) + sum(wanted)
-        add(f"        grads = ({', '.join(results)})")
-        add(f"        if len(grads) != {total}: refuse_param_grads(({rows}))")
-        add("        return grads")
+        src.add(
+            f"grads = ({', '.join(results)})",
+            f"if len(grads) != {total}: {src.bind('refuse_param_grads', refuse)}(({rows}))",
+            "return grads",
+        )
 
     def _add_result_check(self, side: str, steps: PlannedOps) -> None:
         """Where a result cannot be taken apart, say what whose method returns; else go on.
@@ -313,24 +350,20 @@ class PlanCodegen:
             (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
             for op, _ in steps
         ]
-        self.names[f"check_{side}_result"] = functools.partial(check_result, methods, owners)
-        self.lines += [
-            "    except (RuntimeError, TypeError, ValueError) as error:",
-            f"        check_{side}_result(locals())",
-        ]
+        check = functools.partial(check_result, methods, owners)
+        self.src.add(f"{self.src.bind(f'check_{side}_result', check)}(locals())")
 
     def _each(self, pattern: str, ops: Iterable[int] | None = None) -> str:
         """``pattern`` once for each of ``ops``, or for every op, with its index for ``{i}``."""
         return "".join(pattern.format(i=i) for i in (range(len(self.ops)) if ops is None else ops))
 
     def _add_none_check(
-        self, op: FusibleOperation, indices: tuple[int, ...], is_wanted: bool
+        self, op: FusibleOperation, indices: tuple[int, ...], is_last: bool
     ) -> None:
         """Where steps follow, name an op that returns no gradient for its input."""
-        if is_wanted:
-            name = f"dropped{len(self.names)}"
-            self.names[name] = functools.partial(refuse_dropped, op, indices)
-            self.lines.append(f"        if dx is None: {name}()")
+        if not is_last:
+            refuse = functools.partial(refuse_dropped, op, indices)
+            self.src.add(f"if dx is None: {self.src.bind(f'no_gradient_{indices[0]}', refuse)}()")
 
     def _inner_outputs(self, indices: tuple[int, ...]) -> set[tuple[int, int]]:
         """Extra outputs that a step of these ops alone reads, so that it may not make them."""
@@ -379,7 +412,7 @@ class PlanCodegen:
             for k, source in enumerate(self.sources[i]):
                 if source.producer is not None and source.producer not in indices:
                     name = "dout{}_{}".format(*source.place)
-                    self.lines.append(f"        {name} = total({name}, din{i}_{k})")
+                    self.src.add(f"{name} = total({name}, din{i}_{k})")
 
     def _needed_outputs(self, indices: tuple[int, ...]) -> list[tuple[int, int, str]]:
         """Extra outputs of a step of these ops that something outside of it reads.
@@ -408,7 +441,9 @@ class PlanCodegen:
 
     def _quantizers(self, op: FusibleOperation, indices: tuple[int, ...]) -> tuple[str, str]:
         """What the neighbours want: of the gradient before, of the value after."""
-        wanted = self._wanted_grad(indices[0]), self._wanted_input(indices[-1] + 1)
+        first = indices[0]
+        before = f"c{first}.grad_input_quantizer" if first in self.asked_grads else None
+        wanted = before or self._wanted_grad(first), self._wanted_input(indices[-1] + 1)
         if not op.is_external:
             return wanted
         before, after = ("None" if w == "None" else f"view({w}, None)" for w in wanted)
@@ -436,8 +471,21 @@ class PlanCodegen:
         quantizer = f"{getter}()" if is_others else f"quantizer_value({mode!r}, 0)"
         if not op.num_quantizers(mode):
             return f"op{index}.{quantizer}" if is_others else "None"
-        wanted = getattr(op, question)(self.key.window(index, index + 1))
-        return _narrowed(f"op{index}.{quantizer}", wanted)
+        wanted: QuantSpec | None = getattr(op, question)(self.key.window(index, index + 1))
+        if wanted is None:
+            return "None"
+        assert self.key.recipe is not None
+        if (constant := op.constant_quantizer(self.key.recipe, mode, 0)) is not None:
+            return self._constant(constant.with_usage(**wanted.usage))
+        arguments = ", ".join(f"{usage}={is_needed}" for usage, is_needed in wanted.usage.items())
+        return f"op{index}.{quantizer}.with_usage({arguments})"
+
+    def _constant(self, quantizer: Quantizer) -> str:
+        """The name of a quantizer that every call of the plan uses."""
+        number = 0
+        while self.names.setdefault(f"quantizer{number}", quantizer) != quantizer:
+            number += 1
+        return f"quantizer{number}"
 
     def _checked(
         self, op: FusibleOperation, indices: tuple[int, ...], what: str, counts: list[int]
@@ -458,15 +506,7 @@ class PlanCodegen:
                     raise StateError(f"{type(op).__name__} returned None for {said}.")
             return rows
 
-        name = f"checked{len(self.names)}"
-        self.names[name] = checked
-        return name
-
-
-def _narrowed(getter: str, wanted: QuantSpec | None) -> str:
-    if wanted is None:
-        return "None"
-    return f"{getter}.with_usage(rowwise={wanted.rowwise}, columnwise={wanted.columnwise})"
+        return self.src.bind(f"check_{what.replace(' ', '_')}_{indices[0]}", checked)
 
 
 @functools.cache

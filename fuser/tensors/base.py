@@ -251,7 +251,8 @@ class QuantizedTensor(WrapperTensor):
         return self.rowwise_names if usage == "rowwise" else self.columnwise_names
 
     def _has(self, usage: str) -> bool:
-        return getattr(self, self._names(usage)[0]) is not None
+        names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
+        return getattr(self, names[0]) is not None
 
     def _usage(self) -> Any:
         """The quantizer with the copies that are really here."""

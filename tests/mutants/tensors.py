@@ -477,10 +477,17 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "a weight is quantized columnwise also where nobody wants dgrad",
-        "basic_ops/basic_linear.py",
-        "weight_columnwise = wants_dgrad and override is None",
-        "weight_columnwise = override is None",
+        "basic_ops/linear_operands.py",
+        '"weight": (True, wants_dgrad and is_quantized_backward),',
+        '"weight": (True, is_quantized_backward),',
         "test_operand_flow.py::test_an_operand_has_the_copies_that_the_gradients_in_demand_read",
+    ),
+    Mutant(
+        "a linear under a recipe without state uses the quantizers of another side",
+        "basic_ops/basic_linear.py",
+        "self.constant_quantizer(recipe, side, index)",
+        'self.constant_quantizer(recipe, "forward", index)',
+        "test_operand_flow.py test_low_precision.py",
     ),
     Mutant(
         "dgrad reads the weight's rowwise copy",

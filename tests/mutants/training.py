@@ -55,7 +55,7 @@ KEPT_WEIGHTS = (
     Mutant(
         "a weight kept in evaluation serves training without a columnwise copy",
         "basic_ops/basic_linear.py",
-        'if is_taken and (made._has("columnwise") or not columnwise):',
+        'if is_taken and (made._has("columnwise") or not quantizer.columnwise):',
         "if is_taken:",
         "test_microbatches.py test_kept_weight.py",
         select="kept_by_an_evaluation or what_evaluation_kept",
