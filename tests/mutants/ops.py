@@ -233,7 +233,7 @@ BASIC_OPS = (
     ),
     Mutant(
         "a gradient is quantized from another dtype than the input's",
-        "op.py",
+        "op/output.py",
         "            grad_input = grad_input.to(ctx.input_dtype)\n",
         "            pass\n",
         "test_operand_flow.py::test_a_gradient_has_the_same_bits_in_one_pipeline_and_across_two",
@@ -454,14 +454,14 @@ SENTENCES = (
     ),
     Mutant(
         "the number of an extra tensor is True",
-        "op.py",
+        "op/channels.py",
         "if not isinstance(index, int) or isinstance(index, bool):",
         "if not isinstance(index, int):",
         "test_bad_input.py::test_a_channel_has_a_number_a_name_and_a_flag_of_the_right_type",
     ),
     Mutant(
         "a channel may be bound to one extra tensor more than there are",
-        "op.py",
+        "op/channels.py",
         "if not 0 <= index < count:",
         "if not 0 <= index <= count:",
         "test_bad_input.py::test_a_channel_of_an_extra_that_an_op_does_not_have_is_refused",
@@ -512,7 +512,7 @@ SENTENCES = (
     ),
     Mutant(
         "parallel modes over several ranks are let in",
-        "op.py",
+        "op/parameters.py",
         "    if ranks > 1:\n",
         "    if ranks > 8:\n",
         "test_ops.py::test_sharding_over_several_ranks_is_refused",

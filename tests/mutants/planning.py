@@ -141,7 +141,7 @@ CHANNELS = (
     ),
     Mutant(
         "a pre-hook of the backward that is registered later is not noticed",
-        "op.py",
+        "op/fusible.py",
         '    register_full_backward_pre_hook = noting("register_full_backward_pre_hook")\n',
         "",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
@@ -155,7 +155,7 @@ CHANNELS = (
     ),
     Mutant(
         "a method that is deleted from an op runs on",
-        "op.py",
+        "op/fusible.py",
         "        super().__delattr__(name)\n        if name in METHODS:\n",
         "        super().__delattr__(name)\n        if name in ():\n",
         "test_grouping.py::test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted",
@@ -484,21 +484,21 @@ PLAN_KEYS = (
     ),
     Mutant(
         "a factory is asked at every call",
-        "op.py",
+        "op/basic.py",
         "            made = kept[1].setdefault((mode, index, role), made)\n",
         "            pass\n",
         "test_recipe_parameters.py::test_a_factory_is_asked_once_for_each_quantizer_of_an_op",
     ),
     Mutant(
         "a quantizer is that of the role which an op had at its first call",
-        "op.py",
+        "op/basic.py",
         "made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))",
         "made = next((q for at, q in kept[1].items() if at[:2] == (mode, index)), None)",
         "test_low_precision.py::test_a_quantizer_is_that_of_the_role_which_an_op_says_now",
     ),
     Mutant(
         "outside an autocast an op gives the quantizer of the recipe before the last",
-        "op.py",
+        "op/basic.py",
         "if kept is not None and kept[0] is recipe is self._last_recipe:",
         "if kept is not None and kept[0] is recipe:",
         "test_recipe.py test_changeable_quantizers.py",
