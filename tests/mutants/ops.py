@@ -426,7 +426,7 @@ SENTENCES = (
     ),
     Mutant(
         "a plan that lost by a joint fusion is said to cost the same",
-        "plan/planner.py",
+        "plan/cover.py",
         "elif extra > -STEP_COST:",
         "elif extra > -1.0:",
         "test_planner.py::test_a_window_that_lost_to_a_joint_fusion_is_not_said_to_cost_the_same",

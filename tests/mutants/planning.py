@@ -208,14 +208,14 @@ PLANNER = (
     ),
     Mutant(
         "of two covers that cost the same the one with more steps is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         "STEP_COST = 1e-9",
         "STEP_COST = -1e-9",
         "test_planner.py::test_of_two_covers_that_cost_the_same_the_one_with_fewer_steps_is_taken",
     ),
     Mutant(
         "the kernels of a backward window are counted from its first op",
-        "plan/planner.py",
+        "plan/cost.py",
         "low, high = window.stop - done - covered, window.stop - done",
         "low, high = window.start + done, window.start + done + covered",
         "test_planner.py test_fusions.py test_plan.py",
@@ -230,21 +230,21 @@ PLANNER = (
     ),
     Mutant(
         "of several candidates for a window the dearest is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
         'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "of two joint fusions of a window the dearer is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
         "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "a launch costs nothing",
-        "plan/planner.py",
+        "plan/cost.py",
         "cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch",
         "cost = traffic / self.machine.bandwidth",
         "test_planner.py::test_a_step_costs_the_bytes_and_the_launches_of_its_kernels",
@@ -273,13 +273,13 @@ PLANNER = (
     Mutant(
         "the planner covers ops that a registered fusion has taken",
         "plan/planner.py",
-        "            found = _outside(window, found)\n",
+        "            found = outside(window, found)\n",
         "",
         "test_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
-        "plan/planner.py",
+        "plan/cost.py",
         "if after is not None and not fuses_quantize:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
