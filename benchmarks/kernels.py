@@ -14,20 +14,19 @@ references, to try the table out; there are no aims, and no part of the copy ban
 
 from __future__ import annotations
 
-import argparse
 import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import charts
 import torch
 from evidence import Sink, progress, provenance, say
 from kernel_cases import CASES, SHAPES, Case, Inputs
+from options import new_parser, parsed
 from peers import absent
-from timing import ROUNDS, Failure, Result, clock, copy_bandwidth, measure, pass_count, set_count
+from timing import Failure, Result, clock, copy_bandwidth, measure, pass_count, set_count
 
 from fuser.cuda.module import kernels_unavailable
 
@@ -166,11 +165,12 @@ class Table:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
-    )
+    sizes = {
+        name: f"{letter} of every row; default: its own or {SHAPES['cuda'][place]}, on a CPU "
+        f"{SHAPES['cpu'][place]}"
+        for place, (name, letter) in enumerate((("rows", "M"), ("columns", "K")))
+    }
+    parser = new_parser(__doc__, sizes)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -183,44 +183,16 @@ def main(argv: list[str] | None = None) -> None:
         metavar="PATTERN",
         help="a regular expression that the names of rows contain; default: all rows",
     )
-    on_gpu, on_cpu = SHAPES["cuda"], SHAPES["cpu"]
-    for name, letter, place in (("rows", "M", 0), ("columns", "K", 1)):
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            help=f"{letter} of every row; default: its own or {on_gpu[place]}, on a CPU "
-            f"{on_cpu[place]}",
-        )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
-        f"{ROUNDS['cpu']}",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
-    parser.add_argument(
-        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
-    )
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch sees no CUDA device.")
+    options = parsed(parser, argv, sizes)
     if options.device == "cuda" and (reason := kernels_unavailable()):
         parser.error(f"fuser's kernels do not run here, and there is nothing to time. {reason}")
-    if options.chart and (reason := charts.unavailable()):
-        parser.error(reason)
-    for name in ("rows", "columns", "rounds"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1.")
     pattern = re.compile(options.only, re.IGNORECASE)
     run = Run(
         options.device,
         getattr(torch, options.dtype),
         options.rows,
         options.columns,
-        options.rounds or ROUNDS[options.device],
+        options.rounds,
         not options.no_compile,
     )
     cases = [case for case in distinct(CASES, run) if pattern.search(case.name)]

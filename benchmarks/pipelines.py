@@ -14,7 +14,6 @@ cubed reaches in the same run, in bf16 or in FP8. On a CPU sizes are small, to t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -22,7 +21,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +28,9 @@ import charts
 import torch
 from evidence import Sink, progress, provenance, say
 from memory_meter import measure as measure_memory
+from options import new_parser, parsed
 from peers import absent, library
-from timing import ROUNDS, Call, Failure, Result, Timing, clock, measure
+from timing import Call, Failure, Result, Timing, clock, measure
 from torch.profiler import ProfilerActivity, profile
 
 import fuser
@@ -414,11 +413,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
-    )
+    on_gpu, on_cpu = SIZES["cuda"], SIZES["cpu"]
+    names = ("tokens", "hidden", "intermediate")
+    texts = {
+        name: f"default: {on_gpu[place]}, on a CPU {on_cpu[place]}"
+        for place, name in enumerate(names)
+    }
+    parser = new_parser(__doc__, texts)
     parser.add_argument(
         "--blocks", nargs="+", default=list(BLOCKS), choices=list(BLOCKS), help="default: all"
     )
@@ -429,18 +430,6 @@ def main(argv: list[str] | None = None) -> None:
         choices=list(RECIPES),
         help=f"of fuser, beside bf16; default: {' '.join(USUAL)}",
     )
-    on_gpu, on_cpu = SIZES["cuda"], SIZES["cpu"]
-    for place, name in enumerate(("tokens", "hidden", "intermediate")):
-        parser.add_argument(
-            f"--{name}", type=int, help=f"default: {on_gpu[place]}, on a CPU {on_cpu[place]}"
-        )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
-        f"{ROUNDS['cpu']}",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
         "--graph", action="store_true", help="time CUDA graphs of the steps too; needs a GPU"
     )
@@ -449,28 +438,14 @@ def main(argv: list[str] | None = None) -> None:
         choices=[BF16, *RECIPES],
         help="instead of timing, print what one step of fuser runs under this recipe",
     )
-    parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
-    parser.add_argument(
-        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
-    )
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch sees no CUDA device.")
-    if options.chart and (reason := charts.unavailable()):
-        parser.error(reason)
+    options = parsed(parser, argv, texts)
     if options.graph and options.device == "cpu":
         parser.error("--graph captures CUDA graphs; --device is cpu.")
     if options.profile and (options.out or options.chart or options.graph):
         parser.error("--profile times nothing, so that --out, --chart and --graph have no result.")
-    names = ("tokens", "hidden", "intermediate")
-    for name in (*names, "rounds"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1.")
     given = [getattr(options, name) for name in names]
     sizes = Sizes(*(a or b for a, b in zip(given, SIZES[options.device], strict=True)))
-    run = Run(options.device, sizes, options.rounds or ROUNDS[options.device], options.graph)
+    run = Run(options.device, sizes, options.rounds, options.graph)
 
     where = provenance(run.device, torch.bfloat16, options.commit)
     print("  ".join(f"{name} {value}" for name, value in where.items()))
