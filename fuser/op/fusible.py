@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fuser.errors import StateError
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
 
@@ -19,17 +20,33 @@ _RUNNING_METHODS = (
 Grads = Iterable[torch.Tensor | None]
 
 METHODS = ("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__")
-"""What changes how an op is run, when it is set on the object."""
+"""Attributes that change how an op runs if they are set on the object."""
+
+
+class _SetByInit:
+    """An attribute that ``torch.nn.Module.__init__`` sets. Without that call, reading it raises.
+
+    Python prefers the object's own attribute, so this costs nothing after ``__init__``.
+    """
+
+    def __get__(self, op: Any, cls: type) -> Any:
+        raise _no_init(cls)
+
+
+def _no_init(cls: type) -> StateError:
+    return StateError(
+        f"{cls.__name__}.__init__ does not call super().__init__(), which must come first in it."
+    )
 
 
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
-    # What runs the op when it is called alone; not part of its state, so that a copy makes its own.
+    # The pipeline that runs the op alone; not part of the state, so that a copy makes its own.
     __slots__ = ("_runner",)
     _runner: Any
-    # Makes of a quantizer what code outside this library is handed: called with the quantizer, and
-    # with what was made before for the same place, or None. The package sets it.
+    # Makes the object that code outside this library gets in place of a quantizer. Called with the
+    # quantizer, and the object made before for the same place, or None. compatibility/ sets it.
     quantizer_view: ClassVar[Callable[[Any, Any], Any]] = staticmethod(lambda value, before: value)
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
@@ -40,8 +57,16 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     register_full_backward_pre_hook = noting("register_full_backward_pre_hook")
     register_full_backward_hook = noting("register_full_backward_hook")
 
+    _forward_hooks: Any = _SetByInit()
+    _backward_hooks: Any = _SetByInit()
+
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        try:
+            super().__setattr__(name, value)
+        except AttributeError:
+            if "_parameters" not in self.__dict__:
+                raise _no_init(type(self)) from None
+            raise
         if name in METHODS:
             module_calls.change()
 
@@ -57,7 +82,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
             module_calls.change()
 
     def implementation(self) -> tuple[Any, ...]:
-        """What runs this op: its class, and methods that were set on the object itself."""
+        """The code that runs this op: its class, and methods that were set on the object."""
         return (type(self), *(self.__dict__.get(name) for name in METHODS))
 
     @property
@@ -72,11 +97,11 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         """Called before each forward of a pipeline that holds this op."""
 
     def get_input_quantizer(self) -> Any | None:
-        """The quantizer this op wants its input in, if any."""
+        """The quantizer that this op wants for its input, if any."""
         return None
 
     def get_grad_output_quantizer(self) -> Any | None:
-        """The quantizer this op wants the gradient of its output in, if any."""
+        """The quantizer that this op wants for the gradient of its output, if any."""
         return None
 
     def fuser_forward(
@@ -104,8 +129,8 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         """Run backward for every basic op of this operation.
 
-        Returns the gradient of the input and, for each basic op, those of its
-        parameters and of its extra inputs.
+        Returns the gradient of the input and, for each basic op, the gradients
+        of its parameters and of its extra inputs.
         """
         raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
 

@@ -19,6 +19,8 @@ from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword
 from fuser.plan.graph import Source
 from fuser.plan.plan import span
 from fuser.runtime.diagnose import (
+    check_backward,
+    check_forward,
     check_result,
     explain_shape_error,
     refuse_dropped,
@@ -30,6 +32,9 @@ from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+# After these, the generated code looks at results: Python or torch may have raised one over them.
+CHECKED_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
@@ -66,6 +71,9 @@ class PlanCodegen:
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
         self.lines: list[str] = []
         self.titles: dict[str, str] = {}
+        # Of each side: class and method of every step, and the ops that it runs.
+        self.methods: dict[str, list[tuple[str, str]]] = {}
+        self.windows: dict[str, list[tuple[int, ...]]] = {}
         self.names: dict[str, Any] = {
             "filled": _filled,
             "total": _total,
@@ -313,9 +321,18 @@ class PlanCodegen:
             (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
             for op, _ in steps
         ]
-        self.names[f"check_{side}_result"] = functools.partial(check_result, methods, owners)
+        self.methods[side] = methods
+        self.windows[side] = [indices for _, indices in steps]
+        check = functools.partial(check_result, methods, owners)
+        self.names[f"check_{side}_result"] = (
+            functools.partial(check_forward, check, methods)
+            if side == "forward"
+            else functools.partial(
+                check_backward, check, self.ops, self.methods, self.windows, self.key.autocast_dtype
+            )
+        )
         self.lines += [
-            "    except (RuntimeError, TypeError, ValueError) as error:",
+            f"    except ({', '.join(error.__name__ for error in CHECKED_ERRORS)}) as error:",
             f"        check_{side}_result(locals())",
         ]
 
