@@ -8,14 +8,14 @@ import inspect
 from fuser.op.basic import BasicOperation
 
 QUANTIZER_ARGUMENTS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
-"""What ``op_forward`` gets by keyword from its pipeline."""
+"""Keyword arguments that a pipeline gives to ``op_forward``."""
 
 
 @functools.cache
 def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
-    """The arguments of an op's forward that its pipeline gives, and no caller may."""
+    """Arguments of an op's forward that its pipeline gives; a caller cannot give them."""
     if cls.fuser_forward is not BasicOperation.fuser_forward:
-        return ()  # it gets the caller's as a dict of their own
+        return ()  # fuser_forward gets the caller's arguments in a dict
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
     named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     return (*named, *QUANTIZER_ARGUMENTS)

@@ -23,50 +23,50 @@ from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Quantizer
 
-# An op keeps the quantizers of that many recipes: of as many as a pipeline keeps plans.
+# An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
 
 
 class BasicOperation(ChannelBindings, FusibleOperation):
-    """A single operation: owns its parameters, its quantizers and what it saves.
+    """A single operation. It owns its parameters, its quantizers and its saved tensors.
 
     Subclasses implement :meth:`op_forward` and :meth:`op_backward`, or, with
     extra inputs or outputs, ``fuser_forward`` and ``fuser_backward``. The
-    attributes below tell the planner what the op moves through memory; the
-    defaults suit an op that keeps the shape and saves its input.
+    attributes below tell the planner which bytes the op moves through memory;
+    the defaults fit an op that keeps the shape and saves its input.
     """
 
-    # The pipeline module sets this to its class; ops are on a lower floor.
+    # runtime/pipeline.py sets this to its class: ops may not import a later package.
     pipeline_class: ClassVar[Callable[..., Any]]
 
     name: str = ""
-    """What a custom recipe's factory is told to tell ops apart; anybody may set it."""
+    """A name for the op, which a custom recipe's factory gets; users may set it."""
     module_type: str = ""
-    """The kind of op that such a factory is told."""
+    """The kind of op, which such a factory gets too."""
     takes_scalars: bool = False
-    """Whether the main input may have no dimensions; the op is then handed a shape of [1]."""
+    """Whether the main input may have no dimensions; the op then gets it in shape [1]."""
     takes_floating_extras: bool = False
-    """Whether extra inputs must be in one of the dtypes that pipelines run in."""
+    """Whether every extra input must have one of the dtypes that pipelines run in."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
     accumulates_into_main_grad: bool = False
     """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
     passes_gradient_on: bool = False
-    """Whether the gradient of the input is that of the output, whatever else backward launches."""
+    """Whether the gradient of the input is the gradient of the output, unchanged."""
     parameter_names: Sequence[str] | None = None
-    """The op's parameters, in the order in which backward returns their gradients.
+    """Names of the op's parameters, in the order in which backward returns their gradients.
 
-    The op has each of them and no others; one of a submodule is named by its path,
-    ``"gate.weight"``. None means the op's own parameters in the order in which their names
-    were first registered, and after them those of its submodules."""
+    The op has exactly these parameters. A parameter of a submodule is named by its path, such as
+    ``"gate.weight"``. None means all parameters: first the op's own, in the order in which their
+    names were first registered, then those of its submodules."""
     backward_attributes: tuple[str, ...] = ()
-    """Attributes of the op that its backward reads from the context, as they were in the forward;
-    a fusion that runs one half of the op finds them there too."""
+    """Attributes of the op that the forward copies into the context. The op's backward reads them
+    there, and so does a fusion that runs one half of the op."""
     can_quantize_output: tuple[str, ...] = ()
-    """Where the op quantizes what it hands on for a neighbour that asks, ``"forward"`` its output
-    and ``"backward"`` the gradient of its input; elsewhere the neighbour quantizes."""
+    """Sides on which the op can quantize for its neighbour: ``"forward"`` its output,
+    ``"backward"`` the gradient of its input. On other sides the neighbour quantizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,70 +75,71 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self._captured = False
         self._delayed: dict[str, DelayedScales] = {}
         self._registered_names: list[str] = []
-        # What the recipe asked last gave, and every recipe.
+        # Quantizers of the last recipe, and of every recipe.
         self._quantizers: tuple[Recipe, _ByPlace] | None = None
         self._made_quantizers: dict[Recipe, _ByPlace] = {}
-        # For code outside this library: the recipe of the last forward, what it was handed.
+        # For code outside this library: the recipe of the last forward, and quantizers it got.
         self._last_recipe: Recipe | None = None
         self._quantizer_views: dict[tuple[str, int], Any] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "get_quantizer" in cls.__dict__:  # holds for what this library asks, too
+        if "get_quantizer" in cls.__dict__:  # the library then uses that method too
             cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
 
     @property
     def is_fused_op(self) -> bool:
         return False
 
-    # -- what the planner asks ------------------------------------------------
+    # -- questions of the planner ---------------------------------------------
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec | None:
-        """The op's main output for a main input like ``spec`` and such extra inputs.
+        """The spec of the main output, from the specs of the main input and the extra inputs.
 
-        ``autocast`` is the dtype of torch's autocast, None where it is off. The
-        default, None, means that the op does not tell: planning then assumes
-        the input's shape and dtype, and checks nothing further down. Asked
-        again with what really arrived when running the op raises.
+        ``autocast`` is the dtype of torch's autocast, None if it is off. The default returns
+        None: the output is not known. The planner then assumes the input's shape and dtype, and
+        does not check later ops. If running the op raises, fuser calls this method again with the
+        actual input.
 
         Raises
         ------
         InputError
-            If the op cannot take such an input.
+            If the op cannot take this input.
         """
         return None
 
     def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The op's extra outputs for a main input like ``spec``."""
+        """The specs of the extra outputs, from the spec of the main input."""
         return (spec,) * self.num_extra_outputs
 
     def saved_bytes(self, spec: TensorSpec) -> int:
-        """Bytes saved for backward besides the op's input: statistics, masks."""
+        """Bytes that the op saves for backward besides its input, such as statistics or a mask."""
         return 0
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        """Names of what is launched in ``"forward"`` or ``"backward"``.
+        """Names of the kernels that the op launches in ``"forward"`` or ``"backward"``.
 
-        Empty for an op that only passes views or references on. ``key`` is the
-        plan key narrowed to this op.
+        Empty for an op that returns views or references. ``key`` is the plan key narrowed to
+        this op.
         """
         return (type(self).__name__,)
 
     def context_constants(self, key: PlanKey) -> dict[str, Any]:
-        """Attributes of the op's contexts that are the same in all calls of one plan."""
+        """Attributes of the op's contexts that have one value in all calls of a plan."""
         return {}
 
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
-        """Whether what the op hands on quantized is written so by the kernel that makes it.
+        """Whether the kernel that computes the op's output also quantizes it.
 
-        If not, quantizing is a kernel of its own.
+        If not, a separate kernel quantizes. On ``"backward"`` the output is the gradient of the
+        op's input.
         """
         return False
 
     def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
-        """What this op quantizes on ``side`` because it arrives plain: how, by role."""
+        """Tensors that arrive unquantized on ``side`` and that this op quantizes, by role."""
         return {}
 
     # -- parameters -----------------------------------------------------------
@@ -150,7 +151,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             self._registered_names.append(name)
 
     def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
-        """Fill parameter ``name`` in place; one on meta is made first, on the default device.
+        """Fill parameter ``name`` in place; if it is on meta, allocate it on the default device.
 
         Raises
         ------
@@ -167,9 +168,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         self.renew(name, fresh)
 
     def renew(self, name: str, fresh: torch.nn.Parameter) -> None:
-        """Give parameter ``name`` the contents of ``fresh``; it stays the object that it is.
+        """Give parameter ``name`` the contents of ``fresh``. It stays the same object.
 
-        An optimizer that was made before goes on with it, and it keeps its attributes.
+        An optimizer that holds it continues with it, and it keeps its attributes.
 
         Raises
         ------
@@ -196,22 +197,22 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     # -- quantizers -----------------------------------------------------------
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """How this op wants its main input, None for plain; ``key`` is narrowed to this op.
+        """The quantization that this op wants for its main input; None for unquantized.
 
-        The copies are those that this op reads, forward and backward.
+        ``key`` is narrowed to this op. The usage is that of forward and backward together.
         """
         return self._wanted("forward", key)
 
     def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """How this op wants the gradient of its output, None for plain."""
+        """The quantization that this op wants for its output's gradient; None for unquantized."""
         if key.recipe is None or not key.recipe.quantizes_backward:
             return None
         return self._wanted("backward", key)
 
     def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
-        """How this op hands on its output (``"forward"``) or the gradient of its input.
+        """The quantization of the op's output, or on ``"backward"`` of its input's gradient.
 
-        ``wanted`` is how the neighbour that reads it wants it.
+        ``wanted`` is the quantization that the op which reads it wants.
         """
         return wanted if side in self.can_quantize_output else None
 
@@ -227,14 +228,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return 0
 
     def quantizer_roles(self, mode: str) -> tuple[str, ...]:
-        """What the quantizers of ``mode`` are for: the input, then weights; or gradients."""
+        """Roles of the quantizers of ``mode``: the input, then weights; or gradients."""
         count = self.num_quantizers(mode)
         if mode == "backward":
             return ("grad_output",) * count
         return ("input", *["weight"] * (count - 1)) if count else ()
 
     def quantizer_format(self, recipe: Recipe, role: str) -> NumberFormat:
-        """The format in which this op quantizes what has such a role."""
+        """The format in which this op quantizes tensors of ``role``."""
         if not isinstance(recipe, CustomRecipe):
             return role_format(recipe, role)
         modes = ("forward", "backward")
@@ -319,7 +320,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     def _delayed_state(
         self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
     ) -> tuple[DelayedScales, list[DType], torch.device]:
-        """Delayed scaling's state for ``mode``; the formats under ``recipe``; where it belongs."""
+        """Delayed scaling's state for ``mode``, its formats under ``recipe``, and its device."""
         if device is None:
             # An op's own come first; torch's iterator looks through all modules below.
             own = (p for p in self._parameters.values() if p is not None)
@@ -349,21 +350,21 @@ class BasicOperation(ChannelBindings, FusibleOperation):
 
     # -- running --------------------------------------------------------------
 
-    # Typed so that an op may name the keyword arguments it takes, or take none.
+    # These types let an op name its own keyword arguments, or take none.
     def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward of an op without extra inputs or outputs; returns the output.
 
         Called as ``op_forward(ctx, input_, prev_op_grad_output_quantizer=...,
-        next_op_input_quantizer=..., **kwargs)`` with the quantizer that the op
-        before wants gradients in, the one that the op after wants its input
-        in, and the caller's ``op_kwargs`` for this op.
+        next_op_input_quantizer=..., **kwargs)``: the quantizer that the op
+        before wants for gradients, the quantizer that the op after wants for
+        its input, and the caller's ``op_kwargs`` for this op.
         """
         raise StateError(self._missing_method("forward"))
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        """Backward of such an op: gradient of the input, gradients of the parameters."""
+        """Backward of such an op; returns the gradients of the input and of the parameters."""
         raise StateError(self._missing_method("backward"))
 
     def fuser_forward(
@@ -414,10 +415,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run the op alone; planned once and cached like any pipeline.
+        """Run the op alone, as a pipeline of one op with cached plans.
 
-        A channel has no other end here: what is bound to one is an extra input or output of the
-        call like every other.
+        Here a channel has no other end, so an extra input or output that is bound to a channel is
+        an ordinary one of this call.
         """
         result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
             input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
@@ -425,7 +426,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return result
 
     def _own_pipeline(self) -> Any:
-        """The pipeline of this op alone, made once and kept."""
+        """The pipeline of this op alone, made at the first call and kept."""
         try:
             pipeline, version = self._runner
         except AttributeError:
@@ -433,8 +434,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         if version is not module_calls.version:
             version = module_calls.version
             if pipeline is None or pipeline.implementations != (self.implementation(),):
-                # A pipeline holds its ops, so this one holds another object with the state of this
-                # op: a cycle would keep parameters until the garbage collector runs.
+                # A pipeline holds its ops. This one holds a second object with this op's state: a
+                # reference cycle would keep parameters until the garbage collector runs.
                 twin = object.__new__(type(self))
                 object.__setattr__(twin, "__dict__", self.__dict__)
                 pipeline = type(self).pipeline_class([twin], open_channels=self.channels)
@@ -444,14 +445,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     # -- state ----------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """Delayed scaling's state as a plain fp32 tensor; empty and uint8 where there is none."""
+        """Delayed scaling's state as an fp32 tensor; an empty uint8 tensor if there is none."""
         if not any(state.scale.numel() for state in self._delayed.values()):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         states = (self._delayed.get(mode, DelayedScales(mode)) for mode in ("forward", "backward"))
         return torch.cat([state.packed() for state in states])
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
-        """Take such state; that of other libraries is pickled bytes, and not read."""
+        """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
         if not isinstance(state, torch.Tensor):
             return
         loaded = {mode: DelayedScales(mode) for mode in self._delayed}
@@ -462,7 +463,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 scales, state = DelayedScales.unpacked(state, mode)
                 if scales.scale.numel():
                     loaded[mode] = scales
-        # Without any state the checkpoint's op had none.
+        # A checkpoint without state comes from an op without state.
         for mode, previous in self._delayed.items():
             loaded[mode].succeed(previous)
         self._delayed = loaded
@@ -485,7 +486,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             missing_keys.remove(prefix + "_extra_state")
 
     def __getstate__(self) -> dict[str, Any]:
-        # A factory may be a closure, which cannot be pickled; a copy asks it anew.
+        # A factory may be a closure, which cannot be pickled. A copy calls it again.
         return {
             **super().__getstate__(),
             "_captured": False,

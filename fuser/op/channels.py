@@ -1,4 +1,4 @@
-"""Channels: extra outputs of one op as extra inputs of later ones."""
+"""Channels: an extra output of one op becomes an extra input of a later op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ChannelBindings:
-    """The channels that an op's extra inputs and outputs are bound to."""
+    """Bindings of an op's extra inputs and outputs to channels."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -22,9 +22,9 @@ class ChannelBindings:
     def set_extra_output_channel(
         self, index: int, name: str, *, output_to_caller: bool = True
     ) -> Self:
-        """Route extra output ``index`` to later extra inputs bound to ``name``.
+        """Send extra output ``index`` to later extra inputs that are bound to ``name``.
 
-        With ``output_to_caller=False`` the pipeline does not return it as well.
+        With ``output_to_caller=False`` the pipeline does not also return it.
         Returns the op itself.
 
         Raises
@@ -34,7 +34,7 @@ class ChannelBindings:
         InputError, InputTypeError
             If the name is empty, or an argument is of another type.
         StateError
-            If a pipeline has captured the op already.
+            If a pipeline already holds the op.
         """
         self._check_channel("output", index, self.num_extra_outputs, name)
         if not isinstance(output_to_caller, bool):
@@ -59,7 +59,7 @@ class ChannelBindings:
 
     @property
     def channels(self) -> frozenset[str]:
-        """The names of the channels that extra inputs and outputs are bound to."""
+        """Names of all channels that the op's extra inputs and outputs are bound to."""
         return frozenset(self._input_channels.values()) | {
             name for name, _ in self._output_channels.values()
         }

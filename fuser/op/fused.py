@@ -13,7 +13,7 @@ from fuser.op.fusible import FusibleOperation
 
 
 class _FixedOps(torch.nn.ModuleList):
-    """The basic ops of a fused one: pipelines hold on to them, so they stay what they are."""
+    """The basic ops of a fused op. They cannot be exchanged, because pipelines hold them."""
 
     def __init__(self, ops: Iterable[FusibleOperation]) -> None:
         super().__init__(ops)
@@ -36,7 +36,7 @@ class _FixedOps(torch.nn.ModuleList):
 
 
 class _NoParameters(dict[str, Any]):
-    """The parameters of a fused op itself: none can be put, taken or deleted here."""
+    """The parameters of a fused op itself: always empty, and cannot be changed."""
 
     def __init__(self, owner: type, members: Sequence[FusibleOperation]) -> None:
         super().__init__()
@@ -54,16 +54,16 @@ class _NoParameters(dict[str, Any]):
 
 
 class FusedOperation(FusibleOperation):
-    """One class for one way to run a window of basic ops at once.
+    """One way to run a window of basic ops together.
 
-    Holds nothing of its own: parameters and saved state stay with the basic
-    ops. A fusion that the planner may find by itself names its ``window`` (op
-    types, and the patterns of :mod:`fuser.plan`) and its ``side``:
+    It has no state: parameters and saved tensors belong to the basic ops. A
+    fusion for the planner has a ``window`` (op types, and the patterns of
+    :mod:`fuser.plan`) and a ``side``:
 
-    - ``"forward"`` and ``"backward"`` fusions are interchangeable with that
-      half of the unfused ops: same outputs, same saved state;
-    - a ``"joint"`` fusion replaces both halves, which need only be equivalent
-      as a pair.
+    - a ``"forward"`` or ``"backward"`` fusion can replace that half of the
+      unfused ops: it has the same outputs and saves the same tensors;
+    - a ``"joint"`` fusion replaces both halves, and only the two together must
+      be equivalent to the ops.
 
     Parameters
     ----------
@@ -71,14 +71,14 @@ class FusedOperation(FusibleOperation):
         The ops that this one replaces, in their order.
     """
 
-    # The grouping module sets this to its class; ops are on a lower floor.
+    # runtime/grouping.py sets this to its class: ops may not import a later package.
     grouping_class: ClassVar[Callable[..., Any]]
 
     window: ClassVar[tuple[Any, ...]] = ()
     side: ClassVar[str] = ""
     recomputes: ClassVar[bool] = False
-    """Whether a joint fusion saves the window's input alone, and what is computed from it again in
-    backward is not."""
+    """Whether a joint fusion saves only the window's input, and computes the rest again in
+    backward."""
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
@@ -93,31 +93,32 @@ class FusedOperation(FusibleOperation):
     def is_fused_op(self) -> bool:
         return True
 
-    # Typed so that a fusion may name its window's ops as parameters.
+    # These types let a fusion name the ops of its window as parameters.
     @classmethod
     def refuses(cls, *ops: Any, **key: Any) -> str | None:
-        """Why this fusion cannot run these ops, as a sentence; None if it can.
+        """The reason why this fusion cannot run these ops, as a sentence; None if it can.
 
-        Called as ``refuses(*ops, key=key)``. ``ops`` are what the elements of
-        ``window`` matched: an op, None for an absent ``Optional``, a tuple for
-        ``Many``. ``key`` is the plan key narrowed to the window's ops.
+        Called as ``refuses(*ops, key=key)``. ``ops`` has an entry for each
+        element of ``window``: the op that it matched, None for an absent
+        ``Optional``, a tuple for ``Many``. ``key`` is the plan key narrowed to
+        the window's ops.
         """
         return None
 
     @classmethod
     def kernels(cls, *ops: Any, **where: Any) -> tuple[tuple[str, int], ...]:
-        """What is launched, in order: a name, and how many ops it finishes.
+        """The kernels in the order of their launch: a name, and how many ops it finishes.
 
         Called as ``kernels(*ops, side=side, key=key)``, with ``ops`` and
         ``key`` as in :meth:`refuses`. The numbers add up to the length of the
         window; backward counts from its last op to its first. The default is
-        one kernel for all of it.
+        one kernel for the whole window.
         """
         return ((cls.__name__, len(where["key"].ops)),)
 
     @classmethod
     def fuses_quantize(cls, *ops: Any, **where: Any) -> bool:
-        """As of a basic op; called as ``fuses_quantize(*ops, side=side, key=key)``."""
+        """As for a basic op; called as ``fuses_quantize(*ops, side=side, key=key)``."""
         return False
 
     def get_input_quantizer(self) -> Any | None:
@@ -143,8 +144,8 @@ class FusedOperation(FusibleOperation):
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the basic ops of this operation as a pipeline of their own.
 
-        A basic op with hooks is called as the module it is. What is bound to a channel with no
-        other end in here is an extra input or output of the call like every other.
+        A basic op with hooks is called as a module. An extra input or output whose channel has no
+        other end among these ops is an ordinary one of this call.
         """
         grouping = self._own_grouping()
         keywords = None if basic_op_kwargs is None else grouping.keywords(basic_op_kwargs)
@@ -153,7 +154,7 @@ class FusedOperation(FusibleOperation):
         return result
 
     def _own_grouping(self) -> Any:
-        """The basic ops as pipelines and modules, grouped anew when hooks have changed."""
+        """The basic ops as pipelines and modules, grouped again after hooks change."""
         try:
             runner = self._runner
         except AttributeError:

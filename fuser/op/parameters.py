@@ -1,4 +1,4 @@
-"""New parameters: their device, their dtype, and the sharding that ops refuse."""
+"""Parameters of ops: default device, default dtype, and sharding, which ops refuse."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def default_device(device: torch.device | str | None) -> torch.device:
     """The device for new parameters.
 
-    ``None`` means torch's default device if one was set, else CUDA if there is
-    one, else the CPU.
+    ``None`` means torch's default device if the user set one, else CUDA if there
+    is one, else the CPU.
     """
     if device is not None:
         return torch.device(device)
@@ -28,9 +28,9 @@ def default_device(device: torch.device | str | None) -> torch.device:
 
 
 def _default_device_was_set() -> bool:
-    """Whether the user chose torch's default device, here or through ``with device:``."""
-    # torch has no public question for this; a set device is a DeviceContext on
-    # the function-mode stack.
+    """Whether the user set torch's default device, also through ``with device:``."""
+    # torch has no public function for this. A device that the user set is a
+    # DeviceContext on the function-mode stack.
     stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, DeviceContext) for mode in stack)
 
@@ -41,7 +41,7 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     Raises
     ------
     InputError
-        If it is none of fp32, fp16 and bf16.
+        If it is not fp32, fp16 or bf16.
     """
     chosen = dtype if dtype is not None else torch.get_default_dtype()
     if chosen not in COMPUTE_DTYPES:
@@ -52,8 +52,8 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
 def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bool = False) -> None:
     """Refuse sharding that an op cannot do: this version runs on one rank.
 
-    ``op`` is its name, ``mode`` None, ``"column"`` or ``"row"``, and ``sequence`` whether the
-    sequence is to be sharded too, which a mode decides how.
+    ``op`` is its name; ``mode`` is None, ``"column"`` or ``"row"``. ``sequence`` says whether to
+    shard the sequence too, which needs a mode.
 
     Raises
     ------
