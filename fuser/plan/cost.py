@@ -1,4 +1,4 @@
-"""Costs: the modelled time of a window, from the bytes that its kernels move and their launches."""
+"""Costs: the modelled time of a window, from its bytes and its kernel launches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
 
-# Shapes are not part of a plan's key, so one token count serves for all. Large
-# enough that memory traffic and not the launch decides, as in training.
+# Shapes are not part of a plan's key, so all plans use one token count. It is
+# large enough that memory traffic dominates launches, as in training.
 NOMINAL_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """What the cost model knows of a device: bytes a second, seconds a launch."""
+    """The cost model of a device: bytes per second, and seconds per launch."""
 
     bandwidth: float
     launch: float
 
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
-# docs/facts.md). The CPU's numbers are nominal: the size of two cores and a call.
+# docs/facts.md). The CPU's numbers are estimates for two cores.
 MACHINES = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
 
 
 class CostModel:
     """Modelled time of windows of ``graph`` on a kind of device.
 
-    ``first`` is the first op that needs a gradient, where backward ends.
+    ``first`` is the first op that needs a gradient; backward ends there.
     """
 
     def __init__(self, graph: OpGraph, device: str, first: int) -> None:
@@ -49,8 +49,8 @@ class CostModel:
     ) -> Candidate:
         """The candidate that runs ``window`` on ``side``, with its cost and its step.
 
-        ``kernels`` are names, each with how many ops it finishes. Where the window hands on
-        quantized values and ``fuses_quantize`` is false, a kernel that quantizes is added.
+        ``kernels`` are names, each with the number of ops that it finishes. If the window's output
+        is quantized and ``fuses_quantize`` is false, the cost includes a kernel that quantizes it.
         """
         token_bytes = param_bytes = 0
         done = 0

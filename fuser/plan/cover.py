@@ -11,7 +11,7 @@ import networkx as nx
 from fuser.op import FusedOperation
 from fuser.plan.plan import Refusal, Step
 
-# Two covers of equal modelled time differ in host time: fewer steps win.
+# Of two covers with equal modelled time, the one with fewer steps needs less host time.
 STEP_COST = 1e-9
 
 _NO_STEP = Step((), None, "", 0.0, 0.0)
@@ -19,7 +19,7 @@ _NO_STEP = Step((), None, "", 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run ops ``start`` up to ``stop``, with its modelled seconds.
+    """One way to run ops ``start`` to ``stop - 1``, with its modelled seconds.
 
     ``run`` is a fused op's class, an instance of one, or None for a basic op.
     """
@@ -49,9 +49,9 @@ def cheapest_cover(
     """The cheapest way to cover ``count`` ops, forward and backward.
 
     Nodes are the gaps between ops, candidates are edges, and a cover is a
-    shortest path. A joint pair takes its window on both sides: an outer path
-    chooses such pairs, and crosses the stretches between them at the cost of
-    the best forward plus the best backward.
+    shortest path. A joint pair covers its window on both sides. An outer path
+    chooses the pairs; a stretch between two pairs costs its best forward plus
+    its best backward.
     """
     sides = (_gap_graph(count, forward), _gap_graph(count, backward))
     pairs: dict[tuple[int, int], tuple[Candidate, Candidate]] = {}
@@ -90,7 +90,7 @@ def cheapest_cover(
 
 
 def _gap_graph(count: int, candidates: Iterable[Candidate]) -> nx.DiGraph:
-    """Gaps as nodes, and for each window its cheapest candidate as an edge."""
+    """The digraph of gaps, with the cheapest candidate of each window as an edge."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count + 1))
     for candidate in candidates:
@@ -106,7 +106,7 @@ def _weight(*candidates: Candidate) -> float:
 
 
 def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> list[Refusal]:
-    """For each fused candidate that the cover does not use, what using it would cost."""
+    """A refusal for each fused candidate that the cover does not use, with its extra cost."""
     count = cover[-1].stop if cover else 0
     graph = _gap_graph(count, candidates)
     before = nx.single_source_dijkstra_path_length(graph, 0)
@@ -134,7 +134,7 @@ def unchosen_joint(
     joint: Sequence[tuple[Candidate, Candidate]],
     cover: Cover,
 ) -> list[Refusal]:
-    """For each joint window that the cover does not use, what using it would cost."""
+    """A refusal for each joint window that the cover does not use, with its extra cost."""
     refusals = []
     for pair in joint:
         window = range(pair[0].start, pair[0].stop)
@@ -153,7 +153,7 @@ def unchosen_joint(
 
 
 def _unchosen_refusal(candidate: Candidate, extra: float) -> Refusal:
-    """That ``candidate`` could run, and the seconds by which its best cover costs more."""
+    """The refusal of ``candidate``, whose best cover takes ``extra`` seconds more."""
     assert isinstance(candidate.run, type)
     if extra > STEP_COST * len(candidate.step.ops):
         reason = f"possible, but the chosen cover is {extra * 1e6:.2f} us cheaper."
@@ -167,5 +167,5 @@ def _unchosen_refusal(candidate: Candidate, extra: float) -> Refusal:
 
 
 def outside(window: range, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates that share no op with ``window``."""
+    """The candidates that have no op of ``window``."""
     return [c for c in candidates if c.stop <= window.start or c.start >= window.stop]

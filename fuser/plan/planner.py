@@ -1,4 +1,4 @@
-"""The planner: windows become candidates or refusals, and the cheapest cover is the plan."""
+"""The planner: finds candidates for windows of ops, and plans the cheapest cover."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fuser.specs import PlanKey
 class Planned:
     """A plan, and the operations that run it: ``(operation, basic-op indices)``.
 
-    ``forward`` is in the order it runs, ``backward`` too: from the last op to
-    the first that needs a gradient.
+    Both sides are in the order in which they run: ``backward`` goes from the
+    last op to the first that needs a gradient.
     """
 
     plan: FusionPlan
@@ -33,8 +33,8 @@ class Planned:
 def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Planned:
     """Plan the ops of ``graph`` under ``key``.
 
-    A fusion that raises while it is asked is refused with the exception as the
-    reason, and a warning says so.
+    If a method of a fusion raises, the planner refuses the fusion with the
+    exception as the reason, and warns.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
 
 
 class _Search:
-    """The candidates of one graph under one key, and what was refused on the way."""
+    """The search for candidates in one graph under one key; it collects refusals."""
 
     def __init__(self, graph: OpGraph, key: PlanKey) -> None:
         self.graph = graph
@@ -92,7 +92,7 @@ class _Search:
         self.refusals: list[Refusal] = []
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
-        """Every candidate of ``side``; the pinned fused ops are the only ones of their places."""
+        """Every candidate of ``side``; a pinned fused op is the only candidate for its ops."""
         found = [*self.basic(side), *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
@@ -103,7 +103,7 @@ class _Search:
         return found
 
     def basic(self, side: str) -> list[Candidate]:
-        """Every op on its own; no cost where no backward comes."""
+        """Every op alone; in backward, an op that backward does not reach costs nothing."""
         candidates = []
         for i, op in enumerate(self.graph.ops):
             window = range(i, i + 1)
@@ -145,7 +145,7 @@ class _Search:
         return [candidate for candidate in asked if candidate is not None]
 
     def _windows(self, side: str) -> Iterable[tuple[type[FusedOperation], range, tuple[Any, ...]]]:
-        """Where the fusions of ``side`` match by type, closed and with a backward if needed."""
+        """Windows that fusions of ``side`` match by type and that nothing rules out."""
         ops = self.graph.ops
         for fusion in self.key.fusions:
             if fusion.side != side or not fusion.window:
@@ -160,7 +160,7 @@ class _Search:
                         self._refuse(fusion, window, reason)
 
     def _open_reason(self, window: range, side: str) -> str | None:
-        """Why no fusion can take ``window`` on ``side``; empty where nothing needs to be said."""
+        """The reason why no fusion can run ``window`` on ``side``; empty for a silent refusal."""
         if side == "backward" and window.stop <= self.first:
             return ""
         needs_backward = side != "forward" and self.key.requires_grad
@@ -171,7 +171,7 @@ class _Search:
     def _ask(
         self, fusion: type[FusedOperation], window: range, bound: tuple[Any, ...], side: str
     ) -> Candidate | None:
-        """The candidate of ``fusion`` over ``window``, or None once its refusal is kept."""
+        """The candidate of ``fusion`` for ``window``; if refused, None, and the refusal is kept."""
         key = self.key.window(window.start, window.stop)
         try:
             reason = fusion.refuses(*bound, key=key)
@@ -193,7 +193,7 @@ class _Search:
 
     def _refuse(self, fusion: type[FusedOperation], window: range, reason: str) -> None:
         refusal = Refusal(fusion.__name__, fusion.side, tuple(window), reason)
-        # A joint window is asked about on both sides, and after the wider ones that it is part of.
+        # A joint window is tried on both sides, and after the wider windows that contain it.
         if fusion.side != "joint" or not any(
             (other.fusion, other.reason) == (fusion.__name__, reason)
             and set(refusal.ops) <= set(other.ops)
@@ -219,7 +219,7 @@ def _operation(
     candidate: Candidate,
     made: dict[tuple[int, int, Any], FusibleOperation],
 ) -> tuple[FusibleOperation, tuple[int, ...]]:
-    """The operation that runs ``candidate``; a joint window gets one for both sides."""
+    """The operation that runs ``candidate``; both sides of a joint window share one."""
     window = range(candidate.start, candidate.stop)
     if candidate.run is None:
         return ops[window.start], tuple(window)

@@ -1,4 +1,4 @@
-"""Registered fusions: functions that rewrite the list of ops before the planner looks at it."""
+"""Registered fusions: functions that rewrite the list of ops before planning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pinned = dict[str, list[tuple[int, FusedOperation]]]
 
 @dataclass(frozen=True)
 class RegisteredFusions:
-    """Functions ``func(ops, *, recipe) -> ops`` that rewrite a list of ops, run first."""
+    """Functions ``func(ops, *, recipe) -> ops`` that rewrite the list of ops of each side."""
 
     joint: tuple[FusionFunction, ...] = ()
     forward: tuple[FusionFunction, ...] = ()
@@ -26,7 +26,7 @@ class RegisteredFusions:
 
 
 def apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pinned:
-    """The fused ops that registered functions put in, with where they start, for each side."""
+    """For each side, the fused ops that registered functions inserted, with their first op."""
 
     def run(functions: Iterable[FusionFunction], start: list[Any]) -> list[Any]:
         for function in functions:
@@ -53,7 +53,7 @@ def apply_registered(graph: OpGraph, key: PlanKey, registered: RegisteredFusions
 
 
 def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
-    """Refuse a fusion that does not implement what it runs on ``side``.
+    """Refuse a fusion that does not implement the methods of ``side``.
 
     Raises
     ------
