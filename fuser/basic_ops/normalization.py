@@ -26,7 +26,7 @@ from fuser.specs import PlanKey, TensorSpec
 
 
 def kernel_names(norm: BasicOperation, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
-    """The kernel ``name`` of ``norm``; if it quantizes, a pass before it measures whole rows."""
+    """The kernel ``name`` of ``norm``; if it quantizes, first one for the statistics of rows."""
     (op_key,) = key.ops
     spec = op_key.output if side == "forward" else op_key.grad_input
     if spec is None or not norm.fuses_quantize(side, key):
@@ -35,13 +35,13 @@ def kernel_names(norm: BasicOperation, name: str, side: str, key: PlanKey) -> tu
 
 
 class _Normalization(BasicOperation):
-    """A norm with parameters: LayerNorm, and RMSNorm, which is the same without mean and beta."""
+    """A norm with parameters: LayerNorm, or RMSNorm, which has no mean and no beta."""
 
     parameter_names: tuple[str, ...] = ("weight",)
     can_quantize_output = ("forward", "backward")
     backward_attributes = ("zero_centered_gamma",)
     num_statistics: ClassVar[int]
-    """Number of statistics of a row: the reciprocal deviation, and before it perhaps the mean."""
+    """Number of statistics of a row: 1 for ``rstd`` alone, 2 with the mean before it."""
     _forward: ClassVar[Callable[..., Any]]
     """``(x, *parameters, eps, dtype) -> (y, *statistics, x + extra)``."""
     _backward: ClassVar[Callable[..., Any]]
@@ -81,7 +81,7 @@ class _Normalization(BasicOperation):
         return f"{self.normalized_shape}, eps={self.eps}"
 
     def reset_parameters(self) -> None:
-        """Set the gain to one and the bias to zero; makes them first if they are on meta."""
+        """Set the gain to one and the bias to zero. Parameters on meta are allocated first."""
         self._reset(self.parameter_names)
 
     def _reset(self, names: Iterable[str]) -> None:
@@ -90,7 +90,7 @@ class _Normalization(BasicOperation):
             self.initialise(name, torch.nn.init.ones_ if is_gain_of_one else torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
-        # Only what is still on meta: the rest may have come from a checkpoint.
+        # Only parameters on meta: the others may come from a checkpoint.
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
     def output_spec(
@@ -117,7 +117,7 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
         """The norm of ``input_ + extra``, and that sum; ``ctx`` keeps what backward needs.
 
-        The sum is None unless an ``extra`` is given and the sum is wanted or saved for backward.
+        The sum is None unless there is an ``extra`` and somebody reads the sum, perhaps backward.
         The kernel that writes a lazy norm also writes its sum.
         """
         x = self.rows(input_)
@@ -143,7 +143,7 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
-        A gradient that is not wanted is None.
+        A gradient that nobody needs is None.
         """
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)
@@ -160,7 +160,7 @@ class _Normalization(BasicOperation):
         return dx, tuple(self._param_grad(grad) for grad in grads)
 
     def runs_in_kernel(self, key: PlanKey) -> bool:
-        """Whether there are kernels for this norm, also with an addition to input or gradient."""
+        """Whether this norm has kernels, also with an addition to the input or to its gradient."""
         (op_key,) = key.ops
         dtype, *others = [parameter.dtype for parameter in op_key.params]
         y = key.autocast_dtype or dtype
@@ -194,13 +194,13 @@ class _Normalization(BasicOperation):
         return None if dx is None else write_grad_input(dx, ctx), param_grads
 
     def _shaped(self, y: torch.Tensor | LazyTensor, shape: torch.Size) -> torch.Tensor | LazyTensor:
-        """The output in the shape of the input, or its gradient in that of the output."""
+        """``y`` in ``shape``: the output, or the gradient of the input."""
         if len(self.normalized_shape) > 1:
-            y = written(y)  # its rows are no longer those of the norm
+            y = written(y)  # the rows of the new shape are not the rows of the norm
         return y.view(shape)
 
     def _sum(self, z: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """The sum in the shape of the input; no view to the caller, who may write to it."""
+        """The sum in the shape of the input; not a view, because the caller may write to it."""
         return None if z is None else z.view(shape).detach()
 
     def _param_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -217,12 +217,12 @@ class _Normalization(BasicOperation):
 class LayerNorm(_Normalization):
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` (Ba et al., 2016).
 
-    Statistics are fp32, over the last dimensions.
+    Statistics are in fp32, over the last dimensions.
 
     Parameters
     ----------
     normalized_shape
-        The last dimensions of the input, an int for one.
+        The last dimensions of the input; an int for one dimension.
     eps
         Added to the variance.
     device, dtype
@@ -230,7 +230,7 @@ class LayerNorm(_Normalization):
     zero_centered_gamma
         The gain is ``1 + gamma``, and gamma starts at zero.
     sm_margin
-        Multiprocessors a GPU kernel leaves free. Accepted for compatibility.
+        Multiprocessors that a GPU kernel leaves free. Accepted for compatibility.
     """
 
     parameter_names = ("weight", "bias")
@@ -242,7 +242,7 @@ class LayerNorm(_Normalization):
 class RMSNorm(_Normalization):
     """``x / sqrt(mean(x^2) + eps) * gamma`` (Zhang and Sennrich, 2019).
 
-    Statistics are fp32, over the last dimensions. Parameters as in
+    Statistics are in fp32, over the last dimensions. Parameters as in
     :class:`LayerNorm`; there is no beta.
     """
 
@@ -252,7 +252,7 @@ class RMSNorm(_Normalization):
 
 
 class L2Normalization(BasicOperation):
-    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, in fp32 inside.
+    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, computed in fp32.
 
     Parameters
     ----------

@@ -56,7 +56,8 @@ class Reshape(BasicOperation):
         except RuntimeError as error:
             raise self._does_not_fit(input_.shape) from error
         source = getattr(input_, "high_precision_source", None)
-        if source is not None:  # another last dimension cuts blocks, and leaves a plain tensor
+        # Another last dimension cuts blocks; the output is then unquantized and has no source.
+        if source is not None:
             output.high_precision_source = source.reshape(self.shape)  # type: ignore[attr-defined]
         return output
 

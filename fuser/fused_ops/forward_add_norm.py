@@ -15,7 +15,7 @@ from fuser.specs import PlanKey
 
 
 class _ForwardAddNorm(FusedOperation):
-    """``z = x + extra; y = norm(z)``, with z as an extra output where one is made of it."""
+    """``z = x + extra; y = norm(z)``, with z as an extra output if there is a MakeExtraOutput."""
 
     side = "forward"
 
@@ -65,12 +65,12 @@ class _ForwardAddNorm(FusedOperation):
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):
-    """``z = x + extra; y = rmsnorm(z)``; z is also exposed where there is a MakeExtraOutput."""
+    """``z = x + extra; y = rmsnorm(z)``; z is an extra output if there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), RMSNorm)
 
 
 class ForwardAddLayerNorm(_ForwardAddNorm):
-    """``z = x + extra; y = layernorm(z)``; z is also exposed where there is a MakeExtraOutput."""
+    """``z = x + extra; y = layernorm(z)``; z is an extra output if there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), LayerNorm)

@@ -226,8 +226,8 @@ BASIC_OPS = (
     Mutant(
         "a Reshape hides what its input was quantized from",
         "basic_ops/reshape.py",
-        "        if source is not None:  # another",
-        "        if source is None:  # another",
+        "        if source is not None:\n",
+        "        if source is None:\n",
         "test_operand_flow.py test_backward_override.py test_low_precision.py",
         select="high_precision or reaches_through",
     ),
