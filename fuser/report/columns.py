@@ -1,4 +1,4 @@
-"""Columns and rows of a plan's picture: the width of every op, and where rows are wrapped."""
+"""Columns and rows of a plan's picture: the width of each op, and the wrapping into rows."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_ROW = 1160.0  # a wider pipeline is wrapped into several rows
 MIN_ROW = 560.0  # room for the totals of a pipeline of one op
 PAD = 7.0  # from a fused window's outline to the ops in it
 END = 52.0  # "input", "grad output" and the like beside a row
-STUB = 44.0  # the least length of the arrow between that and the row
-MODULE_ARROW = 18.0  # beside the box of a module that is called between pipelines
+STUB = 44.0  # the least length of the arrow between that label and the row
+MODULE_ARROW = 18.0  # the arrow beside the box of a module between pipelines
 AS_MODULE = "called as a module"
 
 
@@ -42,7 +42,7 @@ class Columns:
                 self.x.append(self.x[-1] + self.widths[i - 1] + self.gaps[i])
 
     def _gap(self, op: int) -> float:
-        """Room before ``op``: for an arrow and its bytes, unless both sides fuse across it."""
+        """Space before ``op`` for an arrow and its bytes; less if both sides fuse across it."""
         if all(op - 1 in self.step(side, op).ops for side in self.sides):
             return 16.0
         labels = [label for side in self.sides for label in self.gap_labels(side, op)]
@@ -50,7 +50,7 @@ class Columns:
         return label + 2 * PAD + 16 + self.modules_width(op)
 
     def modules_width(self, gap: int) -> float:
-        """Room for modules that are called before op ``gap``, with an arrow for each."""
+        """Space for modules that are called before op ``gap``, each with an arrow."""
         return sum(module_width(call) + MODULE_ARROW for call in self.plan.modules_before(gap))
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
@@ -58,7 +58,7 @@ class Columns:
         return [bytes_a_token.removesuffix("/token"), *formats]
 
     def _column_widths(self) -> list[float]:
-        """Each op's width: its name, and what its steps need above and beneath them."""
+        """The width of each op: enough for its name and for the text of its steps."""
         widths = [max(text_width(name, 8.5) + 18, 62.0) for name in self.plan.ops]
         for step in sorted(self.steps, key=lambda step: len(step.ops)):
             needs = [text_width(word, SMALL, mono=True) for word in kernels_of(step)]
@@ -74,7 +74,7 @@ class Columns:
             widths[i] += max(need - have, 0.0) / len(ops)
 
     def _widen_parts(self) -> None:
-        """Room for the name over each part of a window that goes on in the next row."""
+        """Widen each part of a window that is split over rows, for its name."""
         for step in self.steps:
             name = f"{step.fusion} (continued)" if step.fusion else ""
             for row in self.rows:
@@ -83,7 +83,7 @@ class Columns:
                     self._widen(self.widths, part, text_width(name, 8.0, bold=True))
 
     def _stub_width(self) -> float:
-        """Room for the text on the arrows into and out of rows, beside a window's outline."""
+        """Space for the text on the arrows into and out of rows, beside a window's outline."""
         gaps = {gap for ops in self.rows for gap in (ops.start, ops.stop)}
         labels = [label for s in self.sides for gap in gaps for label in self.gap_labels(s, gap)]
         return max(STUB, *(text_width(label, SMALL) + 2 * PAD for label in labels))
@@ -93,18 +93,18 @@ class Columns:
         return inner + 2 * (END + self.stub) + self.modules_width(ops.start) + self._tail(ops)
 
     def _tail(self, ops: range) -> float:
-        """Room for the modules after the last op; others are drawn before the next row's first."""
+        """Space for modules after the last op; other modules are drawn before the next row."""
         return self.modules_width(ops.stop) if ops.stop == len(self.plan.ops) else 0.0
 
     def _rows(self) -> list[range]:
-        """Where to wrap: few rows, of about equal width, that cut few windows."""
+        """The rows: few, of about equal width, and with few windows split over two rows."""
         count = len(self.plan.ops)
         cut = [0.0] * (count + 1)
         windows = [(step.ops, 4.0) for step in self.steps]
         for ops, price in (*windows, *((refusal.ops, 0.5) for refusal in self.plan.refusals)):
             for i in ops[1:]:
                 cut[i] += price
-        best = [(0.0, 0)]  # for the ops up to there: the price, and where the last row starts
+        best = [(0.0, 0)]  # for the ops before each gap: the price, and the start of the last row
         for stop in range(1, count + 1):
             choices: list[tuple[float, int]] = []
             for start in reversed(range(stop)):
@@ -122,16 +122,16 @@ class Columns:
         return self.x[ops[-1]] + self.widths[ops[-1]] + self.stub + self._tail(ops)
 
     def step(self, side: str, op: int) -> Step:
-        """The step that runs ``op``; an empty one where nothing does."""
+        """The step that runs ``op``; an empty step if there is none."""
         return self.step_of[side].get(op, Step((), None, "", 0.0, 0.0))
 
     def edges(self, side: str, first: int, last: int) -> tuple[float, float]:
-        """Left and right of what is drawn around ops; a fused window is wider than its ops."""
+        """The left and right edge of ops; a fused window is wider than its ops."""
         pad = [PAD if self.step(side, i).fusion else 0.0 for i in (first, last)]
         return self.x[first] - pad[0], self.x[last] + self.widths[last] + pad[1]
 
     def is_module(self, step: Step) -> bool:
-        """Whether a step is of an op that is called as a module."""
+        """Whether the step belongs to an op that is called as a module."""
         return any(set(step.ops) <= set(call.ops) for call in self.plan.modules)
 
 
@@ -148,5 +148,5 @@ def cost(step: Step) -> str:
 
 
 def kernels_of(step: Step) -> list[str]:
-    """The kernels of ``step`` as the words of a list."""
+    """The kernels of ``step`` as words, with commas."""
     return (step.kernel or "no kernel").replace(", ", ",\n").split("\n")

@@ -1,4 +1,4 @@
-"""A fusion plan as a picture in a file: SVG, PNG, or HTML with the plan's text."""
+"""Drawing of plans into files: SVG, PNG, or HTML with the plan's text."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def draw_svg(plan: FusionPlan, path: Path) -> None:
 
 
 def draw_png(plan: FusionPlan, path: Path) -> None:
-    """Write the picture as PNG, 160 dots an inch."""
+    """Write the picture as PNG with 160 dots per inch."""
     path.write_bytes(paint(lay_out(plan), "png"))
 
 
 def draw_html(plan: FusionPlan, path: Path) -> None:
-    """Write one page that needs no other file: the picture, with tips, and the plan's text."""
+    """Write one self-contained page: the picture, with tooltips, and the plan's text."""
     picture = svg(lay_out(plan)).partition("<svg")[2]
     light = dark = ""
     for number, (by_day, by_night) in enumerate(COLORS.values()):

@@ -1,4 +1,4 @@
-"""Layout of a plan's picture: every box, line and text with its place."""
+"""Layout of a plan's picture: all boxes, lines and texts, with their places."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 
 
 def lay_out(plan: FusionPlan) -> Picture:
-    """Place everything that a picture of ``plan`` shows."""
+    """The picture of ``plan``, with the place of every item."""
     with matplotlib_or_error():
         return _Layout(plan).picture()
 
 
 @dataclass(frozen=True)
 class _Wire:
-    """A tensor beside the main line; an end that is None is the pipeline's caller.
+    """The line of an extra tensor or channel; an end that is None is the caller.
 
-    Above its row it runs from ``start`` to ``end`` with its name at ``middle``;
-    of the lanes, 0 is the lowest.
+    It runs above its row from ``start`` to ``end``, with its name at
+    ``middle``. Lane 0 is the lowest.
     """
 
     name: str
@@ -172,7 +172,7 @@ class _Layout(Columns):
     # one side of one row
 
     def _row(self, side: str, ops: range, y: float) -> float:
-        """Draw ``ops`` of one side from ``y`` downwards; returns where that ends."""
+        """Draw ``ops`` of one side from ``y`` downwards; returns the lower end."""
         arrow = "\N{RIGHTWARDS ARROW}" if side == "forward" else "\N{LEFTWARDS ARROW}"
         title = f"{side} {arrow}" + (f"  ops {span(tuple(ops))}" if len(self.rows) > 1 else "")
         self._text(MARGIN, y + 9, title, size=9.5, bold=True)
@@ -180,7 +180,7 @@ class _Layout(Columns):
         wires = self._routed(self._wires(side, ops), ops)
         lowest = y + 8 + LANE * max((wire.lane + 1 for wire in wires), default=0)
         y = lowest + 8 + (HEADER if any(step.fusion for step in steps) else 4)
-        for wire in reversed(wires):  # the long ones first: their ends pass under short ones' names
+        for wire in reversed(wires):  # long ones first: their ends are under short ones' names
             self._draw_wire(side, wire, ops, y, lowest - LANE * wire.lane)
         bottom = y + OP_HEIGHT + PAD
         for step in steps:
@@ -195,7 +195,7 @@ class _Layout(Columns):
     def _draw_step(self, side: str, step: Step, ops: list[int], y: float) -> float:
         left, right = self.edges(side, ops[0], ops[-1])
         middle = (left + right) / 2
-        is_first = ops[0] == step.ops[0]  # a window that is cut is described where it begins
+        is_first = ops[0] == step.ops[0]  # the text of a split window is in its first row
         name = step.fusion or self.plan.ops[step.ops[0]]
         tip = f"{side} {span(step.ops)}: {name}\n{' '.join(kernels_of(step))}\n{cost(step)}"
         bottom = y + OP_HEIGHT
@@ -229,7 +229,7 @@ class _Layout(Columns):
         self._text(x + width / 2, y + 21, name, size=8.5, color=ink, align="center", tip=tip)
 
     def _main_line(self, side: str, ops: range, y: float) -> None:
-        """Arrows along the row, with the bytes where one step hands over to another."""
+        """Draw the arrows along the row, with bytes between two steps."""
         plan, count, grad = self.plan, len(self.plan.ops), "" if side == "forward" else "grad "
         start, stop = MARGIN + END, self.row_right(ops)
         for i in range(ops.start, ops.stop + 1):
@@ -262,9 +262,10 @@ class _Layout(Columns):
     def _draw_modules(
         self, gap: int, ops: range, left: float, right: float, y: float, is_back: bool
     ) -> tuple[float, float]:
-        """Draw the modules before op ``gap``; returns what they leave for an arrow with bytes.
+        """Draw the modules before op ``gap``; returns the space left for an arrow with bytes.
 
-        It has what enters the op, so it comes after them; at the end it comes before them.
+        The arrow shows the input of the op, so it comes after the modules; at the end of the
+        pipeline it shows the output, and comes before them.
         """
         is_end = gap == len(self.plan.ops)
         calls = self.plan.modules_before(gap) if is_end or gap < ops.stop else []
@@ -283,7 +284,7 @@ class _Layout(Columns):
     # channels, extra inputs and outputs
 
     def _wires(self, side: str, ops: range) -> list[_Wire]:
-        """What enters and leaves ``ops`` beside the main line."""
+        """The extra inputs, extra outputs and channels of ``ops``."""
         channels, known = self.plan.channels, self.step_of[side].keys()
         wires = [_Wire(c.name, c.producer, c.consumer) for c in channels]
         for i, key in enumerate(self.plan.key.ops):
@@ -300,7 +301,7 @@ class _Layout(Columns):
         return [w for w, e in zip(wires, ends, strict=True) if e & set(ops) and e <= known]
 
     def _routed(self, wires: list[_Wire], ops: range) -> list[_Wire]:
-        """Give each wire its place: short ones lowest, and no two over each other in a lane."""
+        """Give each wire its place: short wires lowest, and no overlap in a lane."""
         targets = {wire.target for wire in wires}
         crowd = Counter(end for wire in wires for end in (wire.source, wire.target))
         found = []
@@ -329,7 +330,7 @@ class _Layout(Columns):
         return routed
 
     def _draw_wire(self, side: str, wire: _Wire, ops: range, y: float, lane: float) -> None:
-        """Up from the source, along the lane, down to the target, as far as they are in ``ops``."""
+        """Draw a wire: up from the source, along the lane, down to the target, if in ``ops``."""
         points = [(wire.start, lane), (wire.end, lane)][: 1 + (wire.start != wire.end)]
         if wire.source is not None and wire.source in ops:
             top = y - HEADER * bool(self.step(side, wire.source).fusion)
@@ -342,10 +343,10 @@ class _Layout(Columns):
         self._box(wire.middle - width / 2, lane - 9, width, 8, "paper", "paper")
         self._text(wire.middle, lane - 3, wire.name, color="channel", align="center")
 
-    # windows that are not used
+    # refusals
 
     def _refusals(self, side: str, ops: range, y: float) -> float:
-        """Dashed brackets under the ops, each as high as those above it allow."""
+        """Draw dashed brackets under the ops, each as high as the brackets above it allow."""
         placed: list[tuple[float, float, float]] = []
         for refusal in sorted(self.plan.refusals, key=lambda r: (len(r.ops), r.ops)):
             home = refusal.side if refusal.side in self.sides else self.sides[-1]
@@ -379,7 +380,7 @@ class _Layout(Columns):
 
 
 def _kind(op: str) -> str:
-    """The kind of an op, by its class name: that is what a plan knows of it."""
+    """The kind of an op, from its class name, since a plan has only that."""
     if op in PASSING:
         return "residual, pass-through"
     if "Linear" in op:
