@@ -136,8 +136,8 @@ class AdaptiveLayerNorm(BasicOperation):
         rank = max(2, self.batch_dim + 2)
         if len(x) < rank or x[-1] != self.hidden_size:
             raise InputError(
-                f"AdaptiveLayerNorm got an input of shape {tuple(x)}; it must have {rank} dimensions "
-                f"or more, of which {self.batch_dim} is the batch and the last is "
+                f"AdaptiveLayerNorm got an input of shape {tuple(x)}; it must have {rank} "
+                f"dimensions or more, of which {self.batch_dim} is the batch and the last is "
                 f"{self.hidden_size}."
             )
         short = (x[self.batch_dim], self.hidden_size)
