@@ -1,11 +1,11 @@
-"""Memory-bound kernels of fuser against the copy bandwidth and what other libraries have.
+"""Memory-bound kernels of fuser against the copy bandwidth and other libraries.
 
-The rows are in kernel_cases.py: what each must move and compute for an element, its shape, and the
-calls that do it: fuser's launcher, torch eager, torch.compile, and torchao, Liger and Transformer
-Engine where they can be imported. All variants of a row run alternately in one run, cold in L2, on
+The rows are in kernel_cases.py: the bytes and operations of an element, the shape, and the calls of
+each variant: fuser's launcher, torch eager, torch.compile, and torchao, Liger and Transformer
+Engine if they can be imported. All variants of a row run alternately in one run, cold in L2, on
 random data (timing.py). GB/s are the bytes that must move over the median time, and "/ best peer"
 is the time of the fastest other variant over fuser's. On a CPU sizes are tiny and fuser runs its
-references, to try the table out; there are no aims, and no part of the copy bandwidth.
+references, to try the script; there are no targets, and no fractions of the copy bandwidth.
 
     python benchmarks/kernels.py --out out/kernels.csv --chart out/kernels.png
     python benchmarks/kernels.py --only 'norm|swiglu' --no-compile
@@ -33,7 +33,7 @@ from fuser.cuda.module import kernels_unavailable
 
 @dataclass(frozen=True)
 class Run:
-    """What all rows are measured with; ``rows`` and ``columns`` are None where rows have theirs."""
+    """Settings of a run; ``rows`` and ``columns`` are None for the sizes of the table."""
 
     device: str
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Run:
     is_compiled: bool = True
 
     def shape(self, case: Case) -> tuple[int, int]:
-        """M and K of a row: its own or the table's; given sizes are those of all but the update."""
+        """M and K of a row: its own or the table's; the options set those of all but the update."""
         rows, columns = SHAPES[self.device]
         if case.rows is not None:
             return case.rows, case.columns or columns
@@ -57,12 +57,12 @@ class Run:
 
 
 def distinct(cases: Sequence[Case], run: Run) -> list[Case]:
-    """The rows that differ by name or shape, the first of each."""
+    """The rows without repetitions of a name and shape."""
     return list({(case.name, run.shape(case)): case for case in reversed(cases)}.values())[::-1]
 
 
 def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
-    """One record for each variant of a row; a row that cannot be made is one failure of fuser."""
+    """One record for each variant of a row; if the inputs cannot be made, one failure of fuser."""
     rows, columns = run.shape(case)
     first = Inputs(rows, columns, run.dtype, run.device, seed=0)
     moved = rows * columns * case.per_element(case.moves, first)
@@ -114,7 +114,7 @@ def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class Table:
-    """How rows are printed: the widths of name and formula; the copy's part only on a GPU."""
+    """The format of printed rows: column widths, and whether there are targets (on a GPU)."""
 
     name: int
     moves: int
@@ -135,7 +135,7 @@ class Table:
         )
 
     def line(self, records: Sequence[dict[str, Any]]) -> str:
-        """A row for people: fuser, and what the others reach."""
+        """A row as text: fuser's figures, and the rates of the others."""
         own, *others = records
         shape = f"{own['rows']} x {own['columns']}"
         start = (

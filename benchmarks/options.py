@@ -1,4 +1,4 @@
-"""Command-line options that the benchmarks have in common."""
+"""Command-line options that kernels.py and pipelines.py share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timing import ROUNDS
 
 
 def new_parser(description: str, sizes: Mapping[str, str]) -> argparse.ArgumentParser:
-    """A parser with ``--device`` and an option for each of ``sizes``, whose help texts they are."""
+    """A parser with the shared options; ``sizes`` has more options, each with its help text."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument(
@@ -38,7 +38,7 @@ def new_parser(description: str, sizes: Mapping[str, str]) -> argparse.ArgumentP
 def parsed(
     parser: argparse.ArgumentParser, argv: list[str] | None, sizes: Mapping[str, str]
 ) -> argparse.Namespace:
-    """The options of a parser of :func:`new_parser`; ends the program if one cannot be had."""
+    """The parsed and checked options of a parser from :func:`new_parser`."""
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device is cuda, but torch sees no CUDA device.")
