@@ -24,8 +24,8 @@ class Reshape(BasicOperation):
         self.shape = tuple(shape)
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
             raise InputError(
-                f"Reshape got shape {self.shape}; sizes are not negative, but for one that may "
-                "be -1."
+                f"Reshape got shape {self.shape}; its sizes must not be negative, except "
+                "one, which may be -1."
             )
 
     def extra_repr(self) -> str:
@@ -68,6 +68,6 @@ class Reshape(BasicOperation):
 
     def _does_not_fit(self, shape: tuple[int, ...]) -> InputError:
         return InputError(
-            f"Reshape({self.shape}) got an input of shape {tuple(shape)}, which holds "
-            f"{math.prod(shape)} elements and does not fit."
+            f"Reshape({self.shape}) got an input of shape {tuple(shape)}, whose "
+            f"{math.prod(shape)} elements do not fit."
         )

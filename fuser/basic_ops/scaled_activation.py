@@ -125,7 +125,7 @@ class ScaledActivation(BasicOperation):
         if scales != x[:-1]:
             raise InputError(
                 f"{type(self).__name__} got scales of shape {tuple(scales)} for an input of shape "
-                f"{tuple(x)}; it takes one a row, {tuple(x[:-1])}."
+                f"{tuple(x)}; it takes one scale per row, {tuple(x[:-1])}."
             )
 
 

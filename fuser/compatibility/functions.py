@@ -48,7 +48,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any | None = None,
 ) -> autocast:
-    """Deprecated: ``autocast``, whose ``recipe`` and ``amax_reduction_group`` had other names."""
+    """Deprecated: ``autocast`` with other names for ``recipe`` and ``amax_reduction_group``."""
     _warn_of_new_name("fp8_autocast", "autocast")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
@@ -107,8 +107,8 @@ def checkpoint(
         )
     if get_rng_state_tracker is not None:
         raise InputError(
-            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; torch's own random "
-            "states alone are restored when a function is computed again."
+            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; a recomputation "
+            "restores only torch's own random states."
         )
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 

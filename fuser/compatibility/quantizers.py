@@ -119,7 +119,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         if dtype not in (None, tensor.dtype):
             raise InputError(
                 f"{type(self).__name__}.quantize got dtype {dtype} for a tensor of {tensor.dtype}; "
-                "a quantized tensor has the dtype of what it was made from: convert that first."
+                "a quantized tensor has the dtype of its source: convert the source first."
             )
         return self(tensor) if out is None else self.update_quantized(tensor, out)
 
@@ -144,8 +144,8 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         if not isinstance(dst, QuantizedTensor):
             raise InputError(
                 f"{type(self).__name__}.update_quantized writes into a quantized tensor; got a "
-                f"{type(dst).__name__} of shape {tuple(dst.shape)}. A view that is none is written "
-                "to by copy_."
+                f"{type(dst).__name__} of shape {tuple(dst.shape)}. Write to an unquantized view "
+                "with copy_."
             )
         usage = {"rowwise": dst._has("rowwise"), "columnwise": dst._has("columnwise")}
         maker = self.value().with_usage(**usage)
@@ -276,8 +276,8 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
     ) -> None:
         if use_existing_amax:
             raise InputError(
-                "Float8CurrentScalingQuantizer got use_existing_amax=True; it has no amax of its "
-                "own, and finds that of the tensor at every call."
+                "Float8CurrentScalingQuantizer got use_existing_amax=True; it keeps no amax, "
+                "and computes the amax of the tensor at every call."
             )
         tensors.Float8CurrentScalingQuantizer.__init__(self, fp8_dtype, device, **options)
         if with_amax_reduction:

@@ -53,12 +53,12 @@ class PointwiseChain(FusedOperation):
         gated = [op for op in activations if op.function.is_gated]
         if len(gated) > 1:
             names = " and ".join(type(op).__name__ for op in gated)
-            return f"a chain halves its columns once, and {names} both do."
+            return f"a chain halves its columns at most once, and {names} both do."
         for op in ops:
             if isinstance(op, Activation) and op.cache_quantized_input:
-                return f"{type(op).__name__} caches its input quantized, and a chain saves its own."
+                return f"{type(op).__name__} caches its input quantized; a chain does not."
             if isinstance(op, ConstantScale) and abs(op.scale) > pointwise.MAX_FLOAT32:
-                return f"the scale {op.scale} is no number in fp32, which kernels compute in."
+                return f"the scale {op.scale} is not finite in fp32, in which kernels compute."
         return _dtype_refusal(ops, key)
 
     @classmethod

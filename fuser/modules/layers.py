@@ -110,7 +110,7 @@ class _Layer(torch.nn.Module):
         if fp8_output or fp8_grad:
             raise InputError(
                 f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
-                "layer's output and gradient are plain. fuser.Quantize in a Sequential quantizes."
+                "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
             )
         self._hand_parameters_to_ops()
         if not self._has_run and self._init_methods and self._is_on_meta():
@@ -175,8 +175,8 @@ class _Layer(torch.nn.Module):
         except KeyError:
             raise StateError(
                 f"{type(self).__name__} has no parameter {name!r} any more: it computes with its "
-                "own parameters only. Remove what has taken its place, a parametrization or a "
-                "pruning, or put it on a torch module."
+                "own parameters only. Remove the parametrization or pruning that has replaced it, "
+                "or use a torch module here."
             ) from None
 
     def _take_parameters_of_ops(self) -> None:
@@ -468,7 +468,9 @@ class LayerNormMLP(_Layer):
 def _one(first: str, value: Any, second: str, other: Any) -> Any:
     """The value of an argument with two names."""
     if value is not None and other is not None and value != other:
-        raise InputError(f"A layer got {first} {value} and {second} {other}, names of one thing.")
+        raise InputError(
+            f"A layer got {first} {value} and {second} {other}, two names of one argument."
+        )
     return other if value is None else value
 
 
@@ -493,8 +495,8 @@ def _linear_options(layer: type, options: dict[str, Any]) -> dict[str, Any]:
             default, reason = OFF[name]
             if value != default:
                 raise InputError(
-                    f"{layer.__name__} got {name}={value!r}; {reason}, so it takes {default!r} "
-                    "alone."
+                    f"{layer.__name__} got {name}={value!r}; {reason}, so it takes only "
+                    f"{default!r}."
                 )
         elif name not in IGNORED:
             raise InputTypeError(f"{layer.__name__} takes no argument {name!r}.")

@@ -1,4 +1,4 @@
-"""Operations: what authors of ops and of fusions subclass and call."""
+"""Operations: base classes and functions for authors of ops and fusions."""
 
 from fuser.op.arguments import QUANTIZER_ARGUMENTS, keyword_names, pipeline_arguments
 from fuser.op.basic import MAX_RECIPES, BasicOperation

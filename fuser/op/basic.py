@@ -1,4 +1,4 @@
-"""Basic operations: what an op's author subclasses."""
+"""Basic operations: the base class for authors of ops."""
 
 from __future__ import annotations
 

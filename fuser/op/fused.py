@@ -1,4 +1,4 @@
-"""Fused operations: what a fusion's author subclasses."""
+"""Fused operations: the base class for authors of fusions."""
 
 from __future__ import annotations
 

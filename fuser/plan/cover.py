@@ -161,7 +161,7 @@ def _unchosen_refusal(candidate: Candidate, extra: float) -> Refusal:
         reason = "possible, but another cover costs the same with no more steps."
     else:
         reason = (
-            "possible, but a joint fusion takes these ops, and is cheaper on both sides in all."
+            "possible, but a joint fusion takes these ops, and is cheaper for both sides together."
         )
     return Refusal(candidate.run.__name__, candidate.run.side, candidate.step.ops, reason)
 

@@ -52,9 +52,9 @@ def find_slots(op: BasicOperation, who: str) -> list[Slot]:
             if name not in names:
                 raise StateError(
                     f"{who} holds a parameter {name!r} that is not its own, and gives it no "
-                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Hold "
-                    "it outside of the op; a class of ops that computes with it names it in "
-                    "parameter_names."
+                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Keep "
+                    "it outside of the op; if the op computes with it, add it to the "
+                    "parameter_names of its class."
                 )
     return slots
 

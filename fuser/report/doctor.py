@@ -123,7 +123,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """One line: whether fuser runs, and on which device."""
         if self.faults:
-            return f"fuser does not run right here: {self.faults[0].splitlines()[0]}"
+            return f"fuser does not run correctly here: {self.faults[0].splitlines()[0]}"
         gpu = next((device for device in self.devices if device.capability), None)
         if gpu is None:
             return "fuser runs here, on the CPU in plain torch."
@@ -176,7 +176,7 @@ class Diagnosis:
         elif self.probe is not None and self.probe.error is None:
             lines.append(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
         lines.append(
-            "They quantize, normalize and run pointwise ops; where they cannot, torch does."
+            "They quantize, normalize and run pointwise ops; without them, torch does this."
         )
         return tuple(lines)
 
@@ -188,8 +188,8 @@ class Diagnosis:
         rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
         return (
             *_aligned([heading, *rows]),
-            "Every recipe runs, with its format's exact bytes. Where it is emulated, its matrix",
-            "products run on dequantized operands in fp32, fp16 or bf16.",
+            "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
+            "products on dequantized operands in fp32, fp16 or bf16.",
         )
 
 
