@@ -25,7 +25,7 @@ class DeviceCosts:
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
 # docs/facts.md). The CPU's numbers are estimates for two cores.
-MACHINES = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
+DEVICE_COSTS = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
 
 
 class CostModel:
@@ -37,7 +37,7 @@ class CostModel:
     def __init__(self, graph: OpGraph, device: str, first: int) -> None:
         self.graph = graph
         self.first = first
-        self.machine = MACHINES.get(device, MACHINES["cuda"])
+        self.device = DEVICE_COSTS.get(device, DEVICE_COSTS["cuda"])
 
     def candidate(
         self,
@@ -77,7 +77,7 @@ class CostModel:
                 token_bytes += after
         a_token = token_bytes / self.graph.tokens
         traffic = a_token * NOMINAL_TOKENS + param_bytes
-        cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch
+        cost = traffic / self.device.bandwidth + len(names) * self.device.launch
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
         step = Step(
             ops=tuple(window),

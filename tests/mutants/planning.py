@@ -245,8 +245,8 @@ PLANNER = (
     Mutant(
         "a launch costs nothing",
         "plan/cost.py",
-        "cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch",
-        "cost = traffic / self.machine.bandwidth",
+        "cost = traffic / self.device.bandwidth + len(names) * self.device.launch",
+        "cost = traffic / self.device.bandwidth",
         "test_planner.py::test_a_step_costs_the_bytes_and_the_launches_of_its_kernels",
     ),
     Mutant(
