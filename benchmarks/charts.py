@@ -1,4 +1,4 @@
-"""Charts of what kernels.py and pipelines.py wrote, as PNG or SVG.
+"""Charts of the results of kernels.py and pipelines.py, as PNG or SVG.
 
 python benchmarks/charts.py out/kernels.csv -o out/kernels.png
 """
@@ -26,14 +26,14 @@ COLORS = {
     "torch eager": "#d0d0d0",
 }
 SMALL = {"fontsize": 7.5}
-# Inches of a bar and of the space between groups, and of what stands above and below the bars.
+# Inches of a bar, of the space between groups, and of the space above and below the bars.
 BAR, GAP, FRAME = 0.11, 0.08, 1.5
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def groups(rows: Rows, *keys: str) -> list[list[Mapping[str, Any]]]:
-    """Rows that agree in ``keys``, in the order of the first of each."""
+    """Groups of rows with equal ``keys``, in order of appearance."""
     found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -41,7 +41,7 @@ def groups(rows: Rows, *keys: str) -> list[list[Mapping[str, Any]]]:
 
 
 def unavailable() -> str | None:
-    """Why no chart can be drawn here, None if one can."""
+    """The reason why no chart can be drawn here; None if one can."""
     found = importlib.util.find_spec("matplotlib")
     return None if found else "Drawing a chart needs matplotlib; pip install matplotlib."
 
@@ -54,7 +54,7 @@ def figure_of(height: float) -> Any:
 
 
 def title(rows: Rows, what: str) -> str:
-    """What was measured, where and of what commit."""
+    """A title: the measured quantity, the machine and the commit."""
     one = rows[0]
     return (
         f"{what}\n{one['device']}, torch {one['torch']}, CUDA {one['cuda']}, {one['dtype']}, "
@@ -78,9 +78,9 @@ def finish(figure: Any, panels: Sequence[Any], names: Sequence[str], path: Path)
 
 
 def draw_kernels(path: Path, rows: Rows) -> None:
-    """A group of bars for each kernel: the part of the copy bandwidth that every variant reaches.
+    """A group of bars for each kernel: the fraction of the copy bandwidth of each variant.
 
-    On the right is fuser's rate, and the time of the fastest other variant over fuser's. A diamond
+    On the right are fuser's rate, and the time of the fastest other variant over fuser's. A diamond
     is the row's target; a variant that failed has no bar.
     """
     kernels = groups(rows, "row", "rows", "columns")
@@ -121,7 +121,7 @@ def draw_kernels(path: Path, rows: Rows) -> None:
 
 
 def rate_of(kernel: Rows) -> str:
-    """What stands beside a kernel's bars."""
+    """The text beside a kernel's bars."""
     own, *others = kernel
     if own["us"] == "":
         return "failed"
@@ -131,7 +131,7 @@ def rate_of(kernel: Rows) -> str:
 
 
 def draw_pipelines(path: Path, rows: Rows) -> None:
-    """A panel for each block and pass: milliseconds, and where the GEMMs' arithmetic would end."""
+    """A panel for each block and pass: milliseconds, and the floor of the GEMMs."""
     parts = groups(rows, "block", "pass")
     heights = [0.5 + 2 * BAR * len(part) for part in parts]
     figure = figure_of(FRAME + sum(heights))
@@ -151,7 +151,7 @@ def draw_pipelines(path: Path, rows: Rows) -> None:
                 panel.plot([floor, floor], [place - 0.4, place + 0.4], color="black", lw=1.6)
                 told += f"  {float(row['/ floor']):.2f}x floor"
             panel.text(end + 0.006 * most, place, told, va="center", **SMALL)
-        # A variant that was also captured has two bars.
+        # A variant that was also timed as a CUDA graph has two bars.
         captured = {"graph": ", graph", "not captured": ", not captured"}
         labels = [f"{row['variant']}{captured.get(row['method'], '')}" for row in part]
         panel.set_yticks(range(len(part)), labels, fontsize=8)

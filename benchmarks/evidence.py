@@ -1,4 +1,4 @@
-"""Results as CSV rows, each beside machine, versions, commit and date."""
+"""Results as CSV rows, each with machine, versions, commit and date."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ except ImportError:
 
 
 def environment(device: str, dtype: torch.dtype) -> dict[str, object]:
-    """Where and of what commit the figures are."""
+    """The machine and the commit of the figures."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=10"],
         capture_output=True,
@@ -41,9 +41,9 @@ def environment(device: str, dtype: torch.dtype) -> dict[str, object]:
 
 
 def provenance(device: str, dtype: torch.dtype, commit: str | None = None) -> dict[str, object]:
-    """What figures depend on besides the code that is timed.
+    """The machine, the versions, the commit and the date, on which figures depend.
 
-    ``commit`` names the code where git cannot.
+    ``commit`` names the commit if git cannot.
     """
     where = environment(device, dtype)
     return {
@@ -57,9 +57,9 @@ def provenance(device: str, dtype: torch.dtype, commit: str | None = None) -> di
 
 
 class Sink:
-    """A CSV file that has every row as soon as it is known: a run that is cut short keeps its rows.
+    """A CSV file that gets each row at once, so that an interrupted run keeps its rows.
 
-    Without a path nothing is written.
+    Without a path it writes nothing.
     """
 
     def __init__(self, path: Path | None, where: Mapping[str, object]) -> None:
@@ -67,7 +67,7 @@ class Sink:
         self.has_header = False
 
     def write(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add rows; the first ones decide the columns."""
+        """Add rows. The first row decides the columns."""
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
-    """The items, with a bar on a terminal where tqdm is installed, else a line at the start."""
+    """The items, with a progress bar if tqdm and a terminal are there, else a line at the start."""
     if tqdm is None or not sys.stderr.isatty():
         print(f"{what}: {len(items)}", file=sys.stderr, flush=True)
         return iter(items)
@@ -96,7 +96,7 @@ def progress(items: Sequence[Any], what: str) -> Iterator[Any]:
 
 
 def say(text: str) -> None:
-    """Print at once, above a bar if there is one."""
+    """Print at once; above a progress bar if there is one."""
     if tqdm is None:
         print(text, flush=True)
     else:

@@ -1,11 +1,11 @@
 """Host time of a small pipeline against torch.nn.Sequential, in one run.
 
-Linear-GELU-Linear on 16x128: the arithmetic is nothing, so what is left is
-what a call costs. Each round times every variant in turn; ratios are taken
-within a round, and their median over the rounds is the figure. Prints a
-table, and with --out writes it as CSV beside machine and commit. With --recipe
-fuser's layers are quantized, and nn.Sequential's are not; under mxfp8, whose
-blocks are 32 long, there are 32 rows.
+Linear-GELU-Linear on 16x128: the arithmetic takes almost no time, so this is
+the cost of a call. Each round times every variant in turn. The figure is the
+median over the rounds of the ratio within a round. The script prints a table,
+and with --out writes it as CSV with machine and commit. With --recipe fuser's
+layers are quantized, and nn.Sequential's are not; under mxfp8, whose blocks
+have 32 elements, there are 32 rows.
 
     python benchmarks/host_overhead.py [--device cuda] [--rounds 60] [--out FILE]
     python benchmarks/host_overhead.py --device cuda --dtype bfloat16 --recipe current
@@ -28,7 +28,7 @@ import fuser
 from fuser import recipe
 
 TARGETS = {"forward, no grad": 1.3, "forward + backward": 1.1}
-# Under a recipe, microseconds on an H200: half of what Transformer Engine's te.ops takes there.
+# Targets under a recipe, microseconds on an H200: half the time of te.ops there.
 RECIPE_TARGETS = {"forward, no grad": 250, "forward + backward": 800}
 RECIPES = {
     "current": recipe.Float8CurrentScaling,
@@ -38,7 +38,7 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling,
 }
 ROWS, WIDTH = 16, 128
-# A whole block: padding is not what is timed.
+# A whole block, so that padding is not timed.
 MXFP8_ROWS = 32
 
 
@@ -71,7 +71,7 @@ def under(made: recipe.Recipe, model: torch.nn.Module, x: torch.Tensor) -> torch
 def calls(
     model: torch.nn.Module, x: torch.Tensor, recipe_name: str | None = None
 ) -> dict[str, Callable[[], object]]:
-    """What is timed of a model, by name; gradients start from None as in a training step."""
+    """The timed calls of a model, by name; gradients are None first, as in a training step."""
     made = RECIPES[recipe_name]() if recipe_name else None
     run = model if made is None else functools.partial(under, made, model)
 
@@ -90,7 +90,7 @@ def calls(
 
 
 def microseconds(call: Callable[[], object], count: int, device: str) -> float:
-    """Host time of one call; on a GPU the queue is drained before and after."""
+    """Host time of one call; on a GPU it waits for the device before and after."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

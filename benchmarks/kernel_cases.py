@@ -1,4 +1,4 @@
-"""The table of memory-bound kernels: what each must move and compute, and the calls that do it."""
+"""The table of memory-bound kernels: bytes and operations of each, and calls of each variant."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from fuser.tensors import (
 )
 
 STATES, HISTORY = 100, 1024
-# Rows and columns where none are given. Blocks of every format divide those of the CPU.
+# Default rows and columns. The blocks of all formats divide those of the CPU.
 SHAPES = {"cuda": (16384, 14336), "cpu": (256, 256)}
 
 
 class Inputs:
-    """A source of a row's tensors: ``[M, K]`` in ``dtype`` on ``device``, random by ``seed``."""
+    """Makes a row's tensors: ``[M, K]`` in ``dtype`` on ``device``, random by ``seed``."""
 
     def __init__(self, rows: int, columns: int, dtype: torch.dtype, device: str, seed: int) -> None:
         self.M, self.K, self.dtype, self.device = rows, columns, dtype, device
@@ -59,7 +59,7 @@ class Inputs:
         return torch.empty(shape or (self.M, self.K), device=self.device, dtype=dtype or self.dtype)
 
     def kernel(self, launch: Call, reference: Call) -> Call:
-        """A launch, or what stands for it where kernels do not run."""
+        """A launch, or its reference if kernels do not run."""
         return launch if kernels_support(self.empty(1)) else reference
 
 
@@ -70,20 +70,20 @@ class Case:
     Parameters
     ----------
     name
-        What is computed.
+        The computation.
     make
-        The variants' calls on one set of inputs, fuser's first.
+        A function that returns the variants' calls on one set of inputs, fuser's first.
     moves
         Bytes that must move for an element of ``[M, K]``: a formula in ``b`` (bytes of an
         element), ``M`` and ``K``.
     flop
-        Operations an element, likewise; a transcendental counts as one.
+        Operations per element, in the same form; a transcendental counts as one.
     target
-        The part of the copy bandwidth that is aimed at; None where no aim was set.
+        The target, as a fraction of the copy bandwidth; None without a target.
     columns
-        K, where it is not the table's.
+        K, if it is not the table's.
     rows
-        M, where it is not the table's.
+        M, if it is not the table's.
     """
 
     name: str
@@ -175,7 +175,7 @@ def bias_gelu_backward(inputs: Inputs) -> Calls:
             launch, lambda: activation_backward(Stage("gelu"), dy, x + bias).sum(0)
         ),
         **in_torch(plain.bias_gelu_backward, dy, x, bias),
-        # Without the addition in front of the activation, which costs nothing.
+        # Without the addition before the activation, which costs nothing.
         **transformer_engine(lambda tex: lambda: tex.dbias_dgelu(dy, x, None)),
     }
 
@@ -246,7 +246,7 @@ def delayed_update(inputs: Inputs) -> Calls:
     largest = torch.full((count,), E4M3.max, device=inputs.device)
     maxima, scale = list(largest.split(1)), torch.ones_like(largest)
 
-    # An update leaves a 0 where the next step's amax goes, and skips a tensor that has none, so
+    # An update sets the place of the next step's amax to 0, and skips a tensor without one, so
     # that both variants write amaxes first: one more kernel each.
     def update() -> None:
         stored[:, 0].fill_(1.0)
@@ -524,7 +524,7 @@ def made_gelu(inputs: Inputs) -> Callable[[], Made]:
 
 
 def made_bias_gelu_backward(inputs: Inputs) -> Callable[[], Made]:
-    """From what a linear of the pipeline saved: the sum in front of the activation."""
+    """The sum before the activation, from the saved tensors of a linear of the pipeline."""
     x, dy = inputs.normal(), inputs.normal()
     return lambda: ops.activation_bias_backward(Stage("gelu"), dy, x)[0]
 
@@ -538,7 +538,7 @@ def made_rmsnorm(inputs: Inputs, *, adds: bool) -> Callable[[], Made]:
 def stored(
     inputs: Inputs, *, made: Callable[[Inputs], Callable[[], Made]], into: Quantize
 ) -> Calls:
-    """The kernel that makes the values and quantizes them, and both one after the other."""
+    """The kernel that computes and quantizes the values, and two kernels for the two steps."""
     make, quantize = made(inputs), into(inputs)
 
     def fused() -> None:
@@ -649,7 +649,7 @@ CASES = (
             ("LayerNorm backward", layernorm_backward, "3*b + 8/K", "13"),
         )
     ),
-    # Bytes of what is read, written (copies and scales) and left as sums.
+    # Bytes that are read, written (copies and scales) and left as sums.
     *(
         Case(
             f"{name} -> {store}",
@@ -664,14 +664,14 @@ CASES = (
             ("GELU", made_gelu, "b", 1, "", "12"),
             ("bias+GELU backward", made_bias_gelu_backward, "2*b", 1, " + 8/128", "21"),
         )
-        # Bytes of the scales of a block, of both copies.
+        # Bytes of the scales of a block, for both copies.
         for store, into, scale, block in (
             ("FP8 delayed", into_delayed, 0, 1),
             ("1x128", into_blocks, 8, 128),
             ("MXFP8", into_mxfp8, 2, 32),
         )
     ),
-    # The scale follows from the amax, so that all is read twice.
+    # The scale needs the amax first, so everything is read twice.
     Case(
         "GELU -> FP8 current",
         functools.partial(stored, made=made_gelu, into=into_current),
@@ -679,7 +679,7 @@ CASES = (
         "21",
         0.88,
     ),
-    # A tile holds parts of rows, whose statistics come first: x, or the sum, is read again.
+    # A tile has parts of rows, whose statistics are needed first: x, or the sum, is read again.
     *(
         Case(
             f"{name} -> {store}",

@@ -1,11 +1,11 @@
-"""Memory-bound kernels of fuser against the copy bandwidth and what other libraries have.
+"""Memory-bound kernels of fuser against the copy bandwidth and other libraries.
 
-The rows are in kernel_cases.py: what each must move and compute for an element, its shape, and the
-calls that do it: fuser's launcher, torch eager, torch.compile, and torchao, Liger and Transformer
-Engine where they can be imported. All variants of a row run alternately in one run, cold in L2, on
+The rows are in kernel_cases.py: the bytes and operations of an element, the shape, and the calls of
+each variant: fuser's launcher, torch eager, torch.compile, and torchao, Liger and Transformer
+Engine if they can be imported. All variants of a row run alternately in one run, cold in L2, on
 random data (timing.py). GB/s are the bytes that must move over the median time, and "/ best peer"
 is the time of the fastest other variant over fuser's. On a CPU sizes are tiny and fuser runs its
-references, to try the table out; there are no aims, and no part of the copy bandwidth.
+references, to try the script; there are no targets, and no fractions of the copy bandwidth.
 
     python benchmarks/kernels.py --out out/kernels.csv --chart out/kernels.png
     python benchmarks/kernels.py --only 'norm|swiglu' --no-compile
@@ -14,27 +14,26 @@ references, to try the table out; there are no aims, and no part of the copy ban
 
 from __future__ import annotations
 
-import argparse
 import gc
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import charts
 import torch
 from evidence import Sink, progress, provenance, say
 from kernel_cases import CASES, SHAPES, Case, Inputs
+from options import new_parser, parsed
 from peers import absent
-from timing import ROUNDS, Failure, Result, clock, copy_bandwidth, measure, pass_count, set_count
+from timing import Failure, Result, clock, copy_bandwidth, measure, pass_count, set_count
 
 from fuser.cuda.module import kernels_unavailable
 
 
 @dataclass(frozen=True)
 class Run:
-    """What all rows are measured with; ``rows`` and ``columns`` are None where rows have theirs."""
+    """Settings of a run; ``rows`` and ``columns`` are None for the sizes of the table."""
 
     device: str
     dtype: torch.dtype
@@ -44,7 +43,7 @@ class Run:
     is_compiled: bool = True
 
     def shape(self, case: Case) -> tuple[int, int]:
-        """M and K of a row: its own or the table's; given sizes are those of all but the update."""
+        """M and K of a row: its own or the table's; the options set those of all but the update."""
         rows, columns = SHAPES[self.device]
         if case.rows is not None:
             return case.rows, case.columns or columns
@@ -58,12 +57,12 @@ class Run:
 
 
 def distinct(cases: Sequence[Case], run: Run) -> list[Case]:
-    """The rows that differ by name or shape, the first of each."""
+    """The rows without repetitions of a name and shape."""
     return list({(case.name, run.shape(case)): case for case in reversed(cases)}.values())[::-1]
 
 
 def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
-    """One record for each variant of a row; a row that cannot be made is one failure of fuser."""
+    """One record for each variant of a row; if the inputs cannot be made, one failure of fuser."""
     rows, columns = run.shape(case)
     first = Inputs(rows, columns, run.dtype, run.device, seed=0)
     moved = rows * columns * case.per_element(case.moves, first)
@@ -115,7 +114,7 @@ def measured(case: Case, run: Run, copy: float) -> list[dict[str, object]]:
 
 @dataclass(frozen=True)
 class Table:
-    """How rows are printed: the widths of name and formula; the copy's part only on a GPU."""
+    """The format of printed rows: column widths, and whether there are targets (on a GPU)."""
 
     name: int
     moves: int
@@ -136,7 +135,7 @@ class Table:
         )
 
     def line(self, records: Sequence[dict[str, Any]]) -> str:
-        """A row for people: fuser, and what the others reach."""
+        """A row as text: fuser's figures, and the rates of the others."""
         own, *others = records
         shape = f"{own['rows']} x {own['columns']}"
         start = (
@@ -166,11 +165,12 @@ class Table:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
-    )
+    sizes = {
+        name: f"{letter} of every row; default: its own or {SHAPES['cuda'][place]}, on a CPU "
+        f"{SHAPES['cpu'][place]}"
+        for place, (name, letter) in enumerate((("rows", "M"), ("columns", "K")))
+    }
+    parser = new_parser(__doc__, sizes)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -183,44 +183,16 @@ def main(argv: list[str] | None = None) -> None:
         metavar="PATTERN",
         help="a regular expression that the names of rows contain; default: all rows",
     )
-    on_gpu, on_cpu = SHAPES["cuda"], SHAPES["cpu"]
-    for name, letter, place in (("rows", "M", 0), ("columns", "K", 1)):
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            help=f"{letter} of every row; default: its own or {on_gpu[place]}, on a CPU "
-            f"{on_cpu[place]}",
-        )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
-        f"{ROUNDS['cpu']}",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
-    parser.add_argument(
-        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
-    )
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch sees no CUDA device.")
+    options = parsed(parser, argv, sizes)
     if options.device == "cuda" and (reason := kernels_unavailable()):
         parser.error(f"fuser's kernels do not run here, and there is nothing to time. {reason}")
-    if options.chart and (reason := charts.unavailable()):
-        parser.error(reason)
-    for name in ("rows", "columns", "rounds"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1.")
     pattern = re.compile(options.only, re.IGNORECASE)
     run = Run(
         options.device,
         getattr(torch, options.dtype),
         options.rows,
         options.columns,
-        options.rounds or ROUNDS[options.device],
+        options.rounds,
         not options.no_compile,
     )
     cases = [case for case in distinct(CASES, run) if pattern.search(case.name)]

@@ -1,10 +1,10 @@
 """Peak memory of a training step under every recipe and backward override, against bf16.
 
 A stack of LayerNormMLP blocks runs forward and backward on random rows, after
-one step that is not counted. The peaks have parameters and input in them, and
-the gradients of the parameters, which are made during the step. "Held until
-backward" is what stands between forward and backward beyond parameters and
-input. MB are 10^6 bytes.
+one step that is not counted. The peaks include parameters and input, and the
+gradients of the parameters, which the step makes. "Held until backward" is the
+memory between forward and backward without parameters and input. MB are 10^6
+bytes.
 
     python benchmarks/memory.py --out benchmarks/results/memory_cpu.csv
     python benchmarks/memory.py --recipes mxfp8 --breakdown
@@ -37,14 +37,14 @@ RECIPES = {
     "nvfp4": recipe.NVFP4BlockScaling,
 }
 OVERRIDES = (None, *recipe.BACKWARD_OVERRIDES)
-# Of a breakdown, so many of the largest sites are printed.
+# Number of largest sites in a printed breakdown.
 SITES = 10
 SMALL = {"fontsize": 8, "family": "monospace"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model and its input."""
+    """Sizes of the model and its input."""
 
     layers: int = 24
     tokens: int = 1024
@@ -54,7 +54,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train: without a recipe in bf16, or under one, with parameters of either kind."""
+    """One way to train: in bf16, or under a recipe, with plain or quantized parameters."""
 
     recipe: str | None = None
     override: str | None = None
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def columns(self) -> tuple[str, str, str]:
-        """Recipe, override and parameters for people."""
+        """Recipe, override and parameters as text."""
         if self.recipe is None:
             return "bf16", "", "bf16"
         parameters = "quantized" if self.has_quantized_parameters else "bf16"
@@ -72,13 +72,13 @@ class Case:
         return " ".join(self.columns) if self.recipe else "bf16"
 
     def make_recipe(self) -> recipe.Recipe | None:
-        """The recipe; the environment's override has no say in it."""
+        """The recipe, independent of the environment's override."""
         return RECIPES[self.recipe](backward_override=self.override) if self.recipe else None
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one case took, in bytes; ``forward`` and ``backward`` count from the step's start."""
+    """The memory of one case in bytes; ``forward`` and ``backward`` count from the step's start."""
 
     case: Case
     parameters: int
@@ -88,35 +88,35 @@ class Row:
 
     @property
     def standing(self) -> int:
-        """Alive before, during and after the step."""
+        """Bytes alive before, during and after the step."""
         return self.parameters + self.input
 
     @property
     def held(self) -> int:
-        """Alive between forward and backward, beyond parameters and input."""
+        """Bytes alive between forward and backward, without parameters and input."""
         return self.forward.end
 
     @property
     def forward_peak(self) -> int:
-        """The most that is alive at once in forward."""
+        """The peak of forward."""
         return self.standing + self.forward.peak
 
     @property
     def backward_peak(self) -> int:
-        """The most that is alive at once in backward."""
+        """The peak of backward."""
         return self.standing + self.backward.peak
 
     @property
     def peak(self) -> int:
-        """The most that is alive at once in the step."""
+        """The peak of the step."""
         return max(self.forward_peak, self.backward_peak)
 
 
 def cases(names: Sequence[str]) -> Iterator[Case]:
     """bf16, and every case of these recipes.
 
-    Delayed scaling takes no override, and has no scale for a weight before its
-    first step, so that it makes no quantized parameters.
+    Delayed scaling takes no override. Before its first step it has no scale for
+    a weight, so it has no quantized parameters here.
     """
     yield Case()
     for name, is_quantized, override in product(names, (False, True), OVERRIDES):
@@ -145,7 +145,7 @@ def measured(case: Case, sizes: Sizes, device: str, *, with_sites: bool = False)
     def backward() -> None:
         losses.pop().backward()
 
-    # Plans, the recipes' state and the workspaces of libraries are made once.
+    # Plans, recipes' state and workspaces of libraries are made in the first step.
     forward()
     backward()
     x.grad = None
@@ -155,7 +155,7 @@ def measured(case: Case, sizes: Sizes, device: str, *, with_sites: bool = False)
 
 
 def parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the parameters; of a quantized one, those of its buffers."""
+    """Bytes of the parameters; a quantized parameter counts by its buffers."""
     count = 0
     for parameter in model.parameters():
         is_quantized = isinstance(parameter, QuantizedTensor)
@@ -190,7 +190,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def findings(rows: Sequence[Row]) -> str:
-    """What the rows say to two claims, with the cases for which they do not hold."""
+    """Two claims checked on the rows, with the cases that contradict them."""
     held = {row.case: row.held for row in rows}
     dequantized = {
         case: count / held[replace(case, override="high_precision")]
@@ -215,7 +215,7 @@ def _finding(claim: str, ratios: Mapping[Case, float]) -> str:
 
 
 def breakdown(row: Row) -> str:
-    """What is alive at the peak of the step, by who allocated it."""
+    """The memory at the peak of the step, by allocation site."""
     phases = {"forward": row.forward, "backward": row.backward}
     name, usage = max(phases.items(), key=lambda item: item[1].peak)
     lines = [
@@ -230,7 +230,7 @@ def breakdown(row: Row) -> str:
 def write_csv(
     path: Path, rows: Sequence[Row], sizes: Sizes, where: Mapping[str, object], method: str
 ) -> None:
-    """The rows in bytes, each beside machine, commit, sizes and method."""
+    """Write the rows in bytes, each with machine, commit, sizes and method."""
     records = [
         {
             **where,
@@ -254,7 +254,7 @@ def write_csv(
 
 
 def draw(path: Path, rows: Sequence[Row], sizes: Sizes) -> None:
-    """A bar a case: what stands, what is held until backward, and on top the peak.
+    """Draw a bar for each case: constant memory, memory held until backward, and the peak.
 
     Raises
     ------
@@ -265,7 +265,7 @@ def draw(path: Path, rows: Sequence[Row], sizes: Sizes) -> None:
 
     figure = Figure(figsize=(9.5, 1.4 + 0.27 * len(rows)), layout="constrained")
     panel = figure.subplots()
-    # Cases of one recipe and one kind of parameters stand together.
+    # Cases of one recipe and one kind of parameters are side by side.
     groups = [(row.case.recipe, row.case.has_quantized_parameters) for row in rows]
     gaps = accumulate(0.6 * (a != b) for a, b in zip(groups, [groups[0], *groups], strict=False))
     places = [i + gap for i, gap in enumerate(gaps)]

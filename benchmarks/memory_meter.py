@@ -1,10 +1,9 @@
-"""Bytes that torch's tensors take during a piece of work: at the peak, and still at the end.
+"""Memory of torch's tensors during a piece of work: at the peak, and at the end.
 
-On a GPU torch's allocator counts. On a CPU nothing counts by itself, so torch's
-profiler records every allocation and every free of the CPU allocator, those
-inside an operator and in the backward of autograd too, and they are added up in
-the order in which they happened. What a library allocates by itself, past
-torch's allocator, is seen on neither.
+On a GPU torch's allocator counts. The CPU allocator does not count, so torch's
+profiler records every allocation and every free, also inside operators and in
+the backward of autograd, and this module adds them up in their order. Memory
+that a library allocates without torch's allocator is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ METHODS = {
     "cuda": "torch.cuda.max_memory_allocated, reset before each phase",
 }
 ROOT = Path(__file__).resolve().parents[1]
-# Of the frames of this repository that led to an allocation, so many are kept.
+# Number of frames of this repository that are kept for an allocation.
 FRAMES = 6
 # The profiler announces each of its starts and stops on stderr otherwise.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -35,10 +34,10 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes alive in one phase, beyond those that were alive before the first phase.
+    """Bytes alive in one phase, without the bytes alive before the first phase.
 
-    ``sites`` says who allocated what is alive at the peak, largest first, where
-    that was asked for.
+    ``sites`` has the allocation sites of the memory at the peak, largest first,
+    if requested.
     """
 
     peak: int
@@ -49,23 +48,23 @@ class Usage:
 def measure(
     phases: Mapping[str, Callable[[], object]], device: str, *, with_sites: bool = False
 ) -> dict[str, Usage]:
-    """Call each phase in turn and say what memory it takes.
+    """Call each phase in turn and measure its memory.
 
     Parameters
     ----------
     phases
-        Calls by name. What one returns is dropped at once.
+        Calls by name. The result of a call is freed at once.
     device
-        ``"cpu"`` or ``"cuda"``: whose memory is counted.
+        The device whose memory is counted: ``"cpu"`` or ``"cuda"``.
     with_sites
-        Also find out who allocated what is alive at each phase's peak; CPU only.
+        Also find the allocation sites at each phase's peak; CPU only.
 
     Raises
     ------
     ValueError
-        If sites are asked for on a GPU.
+        If sites are requested on a GPU.
     """
-    gc.collect()  # garbage of earlier work would be freed in the middle of this
+    gc.collect()  # else garbage of earlier work is freed during the measurement
     if device == "cpu":
         return _measure_on_cpu(phases, with_sites)
     if with_sites:
@@ -141,13 +140,13 @@ def _totals(allocations: list[Any]) -> list[int]:
         size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
         if size > 0:
             sizes[address] = size
-        # The free of a block from before the first event changes nothing here.
+        # Ignore the free of a block from before the first event.
         totals.append(totals[-1] + (size if size > 0 else -sizes.pop(address, 0)))
     return totals
 
 
 def _sites(allocations: list[Any]) -> dict[str, int]:
-    """What is alive after these events: bytes by who allocated them, largest first."""
+    """Bytes alive after these events, by allocation site, largest first."""
     alive: dict[int, Any] = {}
     for event in allocations:
         if event.extra_fields.alloc_size > 0:
@@ -169,8 +168,8 @@ def _site(event: Any) -> str:
         kind = parent.tag.name
         if kind == "TorchOp" and not operator and parent.name.startswith("aten::"):
             operator = parent.name
-        # The profiler sees calls, not operators such as +; of a function that
-        # contains one it knows the first line.
+        # The profiler sees calls, not operators such as +; for an operator it knows
+        # the first line of the function that contains it.
         if kind == "PyCall" and not frames:
             frames += _line(parent.extra_fields.callsite)
         if kind in ("PyCall", "PyCCall"):

@@ -1,7 +1,7 @@
-"""What fuser is compared with: torch, and other libraries where they can be imported.
+"""Peers: torch, and other libraries that can be imported, for comparison with fuser.
 
-Each function here returns calls by the name of the library, none where it is absent. Whatever a
-library may refuse happens inside the call, so that it fails alone.
+Each function here returns calls by the name of the library, and none if the library is absent. A
+library may only fail inside the call, so that the other variants still run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Calls = dict[str, Call]
 
 @functools.cache
 def imported(name: str) -> ModuleType | None:
-    """The module; None where it cannot be imported, also for want of a library of its own."""
+    """The module; None if it, or a library that it needs, cannot be imported."""
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError):
@@ -30,12 +30,12 @@ def imported(name: str) -> ModuleType | None:
 
 
 def library(label: str) -> ModuleType | None:
-    """A library of the table; None also without a GPU, where none of them has kernels."""
+    """A library of the table; None if absent, or without a GPU, where none has kernels."""
     return imported(PACKAGES[label]) if torch.cuda.is_available() else None
 
 
 def absent() -> list[str]:
-    """The libraries of the table that are not here."""
+    """The libraries of the table that are absent."""
     return [label for label in PACKAGES if library(label) is None]
 
 
@@ -49,7 +49,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def in_torch(
     eager: Callable[..., Any], *args: Any, compile_as: Callable[..., Any] | None = None
 ) -> Calls:
-    """torch as it is and compiled; ``compile_as`` says the same in words for the compiler."""
+    """torch eager and compiled; ``compile_as`` is an equivalent function for the compiler."""
     call = compiled(compile_as or eager)
     return {"eager": functools.partial(eager, *args), "compile": functools.partial(call, *args)}
 

@@ -1,11 +1,11 @@
 """Whole feed-forward blocks, forward and backward, against torch and other libraries.
 
 Two blocks: Linear-GELU-Linear, and RMSNorm-Linear-SwiGLU-Linear with the residual added inside,
-both as fuser and as Transformer Engine's te.ops have them, by the same lines. Every variant
+both in fuser and in Transformer Engine's te.ops, by the same lines of code. Every variant
 quantizes its weights in every step. They run alternately in one run (timing.py), on random data,
-and launch from Python as a training loop does; --graph times each also as one CUDA graph, which
-has no host in it. The floor is the GEMMs' arithmetic at the rate that a matrix product of 8192
-cubed reaches in the same run, in bf16 or in FP8. On a CPU sizes are small, to try it out.
+and launch from Python as a training loop does; --graph also times each as one CUDA graph, without
+host time. The floor is the GEMMs' arithmetic at the rate that a matrix product of 8192 cubed
+reaches in the same run, in bf16 or in FP8. On a CPU sizes are small, to try the script.
 
     python benchmarks/pipelines.py --out out/pipelines.csv --chart out/pipelines.png
     python benchmarks/pipelines.py --blocks swiglu --recipes current --graph
@@ -14,7 +14,6 @@ cubed reaches in the same run, in bf16 or in FP8. On a CPU sizes are small, to t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -22,7 +21,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +28,9 @@ import charts
 import torch
 from evidence import Sink, progress, provenance, say
 from memory_meter import measure as measure_memory
+from options import new_parser, parsed
 from peers import absent, library
-from timing import ROUNDS, Call, Failure, Result, Timing, clock, measure
+from timing import Call, Failure, Result, Timing, clock, measure
 from torch.profiler import ProfilerActivity, profile
 
 import fuser
@@ -50,13 +49,13 @@ USUAL = ("current", "delayed", "128-block")
 SIZES = {"cuda": (8192, 4096, 14336), "cpu": (256, 128, 256)}
 CEILING_SIZE = {"cuda": 8192, "cpu": 256}
 PASSES = {"forward": 1, "forward + backward": 3}
-# Kernels that --profile prints, and how much of a name.
+# Number of kernels that --profile prints, and characters of a name.
 KERNELS, NAME = 25, 100
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a block: tokens, hidden and intermediate width."""
+    """Sizes of a block: tokens, hidden and intermediate width."""
 
     tokens: int
     hidden: int
@@ -91,7 +90,7 @@ def swiglu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Modu
 
 
 def gelu_torch(sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
-    """The same in torch.nn."""
+    """Linear-GELU-Linear in torch.nn."""
     return torch.nn.Sequential(
         torch.nn.Linear(sizes.hidden, sizes.intermediate, **options),
         torch.nn.GELU(approximate="tanh"),
@@ -115,7 +114,7 @@ class SwiGLUBlock(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """A block as ops, as torch.nn, and how many weights its GEMMs have for an H x F matrix."""
+    """A block as ops and in torch.nn, and the number of its H x F weight matrices."""
 
     title: str
     as_ops: Callable[[Any, Sizes, dict[str, Any]], torch.nn.Module]
@@ -123,7 +122,7 @@ class Block:
     matrices: int
 
     def flop(self, sizes: Sizes, passes: int) -> int:
-        """Of the GEMMs, with ``passes`` of them for every weight."""
+        """FLOP of the GEMMs, with ``passes`` GEMMs for each weight."""
         weights = self.matrices * sizes.hidden * sizes.intermediate
         return 2 * passes * sizes.tokens * weights
 
@@ -141,7 +140,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class Variant:
-    """A library under a recipe, or in bf16; ``make`` gives a model and what its forward runs in."""
+    """A library under a recipe or in bf16; ``make`` returns a model and its forward's context."""
 
     library: str
     recipe: str
@@ -149,12 +148,12 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """For people and in results."""
+        """The name in tables and in results."""
         return f"{self.library} {self.recipe}"
 
     @property
     def ceiling(self) -> str:
-        """Which ceiling its GEMMs have."""
+        """The ceiling of its GEMMs."""
         return BF16 if self.recipe == BF16 else "fp8"
 
 
@@ -172,7 +171,7 @@ def with_fuser(
 def with_torch(
     is_compiled: bool, block: Block, sizes: Sizes, options: dict[str, Any]
 ) -> tuple[torch.nn.Module, Context]:
-    """torch.nn, as it is or compiled."""
+    """torch.nn, eager or compiled."""
     model = block.as_torch(sizes, options)
     if is_compiled:
         model.compile(dynamic=False)
@@ -182,7 +181,7 @@ def with_torch(
 def with_torchao(
     block: Block, sizes: Sizes, options: dict[str, Any]
 ) -> tuple[torch.nn.Module, Context]:
-    """torch.nn with torchao's FP8 linears, compiled, which is how torchao wants them."""
+    """torch.nn with torchao's FP8 linears, compiled as torchao recommends."""
     float8 = importlib.import_module("torchao.float8")
     model = float8.convert_to_float8_training(block.as_torch(sizes, options))
     model.compile(dynamic=False)
@@ -205,7 +204,7 @@ def with_te(
 
 
 def variants(recipes: Sequence[str], *, is_compiled: bool) -> list[Variant]:
-    """What runs of each block; libraries that are absent give none."""
+    """The variants of each block; absent libraries have none."""
     names = [BF16, *recipes]
     found = [Variant("fuser", name, functools.partial(with_fuser, name)) for name in names]
     found.append(Variant("torch eager", BF16, functools.partial(with_torch, False)))
@@ -215,12 +214,12 @@ def variants(recipes: Sequence[str], *, is_compiled: bool) -> list[Variant]:
         found.append(Variant("torchao", "current", with_torchao))
     if library("TE"):
         found += [Variant("TE", name, functools.partial(with_te, name)) for name in names]
-    # Side by side what does the same arithmetic.
+    # Variants with the same arithmetic are side by side.
     return sorted(found, key=lambda variant: names.index(variant.recipe))
 
 
 def steps(variant: Variant, block: Block, sizes: Sizes, device: str) -> dict[str, Call]:
-    """The calls of a variant that are timed, by name; gradients start from None."""
+    """The timed calls of a variant, by name; gradients are None first."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     model, context = variant.make(block, sizes, options)
@@ -247,7 +246,7 @@ def steps(variant: Variant, block: Block, sizes: Sizes, device: str) -> dict[str
 
 
 def gemm_ceilings(device: str, rounds: int) -> dict[str, float]:
-    """FLOP a second of a matrix product of random values, in bf16 and, on a GPU, in FP8."""
+    """FLOP per second of a matrix product of random values, in bf16 and, on a GPU, in FP8."""
     size = CEILING_SIZE[device]
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
@@ -268,7 +267,7 @@ def gemm_ceilings(device: str, rounds: int) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Run:
-    """What all blocks are measured with."""
+    """Settings of a run."""
 
     device: str
     sizes: Sizes
@@ -279,7 +278,7 @@ class Run:
 def measured(
     block: Block, chosen: Sequence[Variant], run: Run, ceilings: dict[str, float]
 ) -> list[dict[str, Any]]:
-    """A record for each variant, pass and way of timing."""
+    """A record for each variant, pass and timing method."""
     failures: dict[str, Failure] = {}
     calls: dict[str, dict[str, Call]] = {}
     peaks: dict[str, int] = {}
@@ -291,7 +290,7 @@ def measured(
             train = made["forward + backward"]
             peaks[variant.name] = measure_memory({"step": train}, run.device)["step"].peak
             calls[variant.name] = made
-        except Exception as error:  # what cannot run must not end the run of the others
+        except Exception as error:  # a variant that fails must not stop the others
             failures[variant.name] = Failure.of(error)
     ways = [False, True] if run.is_captured else [False]
     records = []
@@ -317,7 +316,7 @@ def record(
     result: Result,
     ceilings: dict[str, float],
 ) -> dict[str, Any]:
-    """One result beside what it is to be compared with."""
+    """The record of one result, with the floor to compare it with."""
     flop = block.flop(run.sizes, PASSES[pass_])
     ceiling = ceilings.get(variant.ceiling)
     found: dict[str, Any] = {
@@ -350,7 +349,7 @@ def record(
 
 
 def profiled(call: Call, device: str) -> str:
-    """A table of what one call runs, by total time: kernels on a GPU, torch's ops on a CPU."""
+    """A table of one call by total time: kernels on a GPU, torch's ops on a CPU."""
     for _ in range(3):
         call()
     is_cuda = device == "cuda"
@@ -394,7 +393,7 @@ HEADER = (
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-    """The records of a block for people, pass by pass."""
+    """The records of a block as text, pass by pass."""
     lines = []
     for pass_ in PASSES:
         lines.append(f"\n{records[0]['block']}, {pass_}\n{HEADER}")
@@ -414,11 +413,13 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument(
-        "--device", default=default, choices=["cpu", "cuda"], help="default here: %(default)s"
-    )
+    on_gpu, on_cpu = SIZES["cuda"], SIZES["cpu"]
+    names = ("tokens", "hidden", "intermediate")
+    texts = {
+        name: f"default: {on_gpu[place]}, on a CPU {on_cpu[place]}"
+        for place, name in enumerate(names)
+    }
+    parser = new_parser(__doc__, texts)
     parser.add_argument(
         "--blocks", nargs="+", default=list(BLOCKS), choices=list(BLOCKS), help="default: all"
     )
@@ -429,18 +430,6 @@ def main(argv: list[str] | None = None) -> None:
         choices=list(RECIPES),
         help=f"of fuser, beside bf16; default: {' '.join(USUAL)}",
     )
-    on_gpu, on_cpu = SIZES["cuda"], SIZES["cpu"]
-    for place, name in enumerate(("tokens", "hidden", "intermediate")):
-        parser.add_argument(
-            f"--{name}", type=int, help=f"default: {on_gpu[place]}, on a CPU {on_cpu[place]}"
-        )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        help=f"how often every variant is timed; default: {ROUNDS['cuda']}, on a CPU "
-        f"{ROUNDS['cpu']}",
-    )
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument(
         "--graph", action="store_true", help="time CUDA graphs of the steps too; needs a GPU"
     )
@@ -449,28 +438,14 @@ def main(argv: list[str] | None = None) -> None:
         choices=[BF16, *RECIPES],
         help="instead of timing, print what one step of fuser runs under this recipe",
     )
-    parser.add_argument("--commit", help="the commit, where git cannot tell")
-    parser.add_argument("--out", type=Path, metavar="CSV", help="a file for the rows")
-    parser.add_argument(
-        "--chart", type=Path, metavar="PNG/SVG", help="a file for a picture of them"
-    )
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device is cuda, but torch sees no CUDA device.")
-    if options.chart and (reason := charts.unavailable()):
-        parser.error(reason)
+    options = parsed(parser, argv, texts)
     if options.graph and options.device == "cpu":
         parser.error("--graph captures CUDA graphs; --device is cpu.")
     if options.profile and (options.out or options.chart or options.graph):
         parser.error("--profile times nothing, so that --out, --chart and --graph have no result.")
-    names = ("tokens", "hidden", "intermediate")
-    for name in (*names, "rounds"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}; it must be at least 1.")
     given = [getattr(options, name) for name in names]
     sizes = Sizes(*(a or b for a, b in zip(given, SIZES[options.device], strict=True)))
-    run = Run(options.device, sizes, options.rounds or ROUNDS[options.device], options.graph)
+    run = Run(options.device, sizes, options.rounds, options.graph)
 
     where = provenance(run.device, torch.bfloat16, options.commit)
     print("  ".join(f"{name} {value}" for name, value in where.items()))

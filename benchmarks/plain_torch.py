@@ -1,7 +1,7 @@
-"""Memory-bound functions in plain torch: what somebody would write who has torch alone.
+"""Memory-bound functions in plain torch, as a user without fuser would write them.
 
-They are compared with kernels as they are and through torch.compile, which fuses each into what
-kernels it can. They need not give the same bits.
+The benchmarks compare kernels with these functions, eager and through torch.compile. They need not
+give the same bits.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_blocks(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 with a power of two for every block; the torch way of every block format here."""
+    """FP8 with a power-of-two scale per block; stands for all block formats in torch."""
     blocks = x.float().view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
     most = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-30)
     scale = torch.exp2(torch.floor(torch.log2(E4M3.max / most)))
@@ -147,7 +147,7 @@ def rmsnorm_backward(
 def eager_rmsnorm_backward(
     dy: torch.Tensor, x: torch.Tensor, gamma: torch.Tensor, rstd: torch.Tensor
 ) -> Any:
-    if not x.is_cuda:  # where torch has no such kernel
+    if not x.is_cuda:  # if torch has no such kernel
         return rmsnorm_backward(dy, x, gamma, rstd)
     return torch.ops.aten._fused_rms_norm_backward(dy, x, gamma.shape, rstd, gamma, [True, True])
 
@@ -174,7 +174,7 @@ def layernorm_backward(
     rstd: torch.Tensor,
     beta: torch.Tensor,
 ) -> Any:
-    if not x.is_cuda:  # where torch wants one dtype
+    if not x.is_cuda:  # torch needs one dtype here
         mean, rstd = mean.to(x.dtype), rstd.to(x.dtype)
     wanted = [True, True, True]
     return torch.ops.aten.native_layer_norm_backward(

@@ -1,9 +1,9 @@
 """Time of variants that do the same work: alternated in one run, cold in L2, on random data.
 
 On a GPU a variant is captured once into a CUDA graph that makes its calls back to back, each on
-the next of several input sets, which together exceed the L2 several times over. What cannot be
-captured is called as it is, and its time has the host in it. Rounds replay every variant once, each
-round beginning with another one: a power-limited chip is as warm for one variant as for the next.
+the next of several input sets, which together are several times as large as the L2. A call that
+cannot be captured is timed without a graph, with its host time. Each round replays every variant
+once and begins with another variant, so that a power-limited chip is equally warm for all.
 On a CPU a clock times the same calls.
 """
 
@@ -21,12 +21,12 @@ Calls = Mapping[str, Call]
 Reading = Callable[[], float]
 
 ROUNDS = {"cuda": 25, "cpu": 5}
-# Input sets together move at least this many times the L2, so that none is there when it is read.
+# Input sets together move at least this many times the L2, so that no input is in it when read.
 L2_MULTIPLE = 4
 MOST_SETS = 512
-# Of a CPU's last cache nothing is known here; sizes there are for trying, not for results.
+# The last cache of a CPU is unknown; sizes on a CPU are for trying the script, not for results.
 CPU_SETS = 2
-# One replay moves at least so much: a millisecond, beside which its launch is nothing.
+# One replay moves at least this much: it takes a millisecond, so its launch does not matter.
 REPLAY_BYTES = 4e9
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**22}
 
@@ -51,13 +51,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a variant has no time, in one line."""
+    """The reason why a variant has no time, in one line."""
 
     reason: str
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The error's type and the first line that says something."""
+        """The error's type and its first line that is not empty."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         return cls(": ".join([type(error).__name__, *lines[:1]])[:200])
 
@@ -69,8 +69,8 @@ Result = Timing | Failure
 class Prepared:
     """Calls that are ready to be timed together.
 
-    ``method`` is ``"clock"``, ``"graph"``, ``"events"``, or ``"not captured"`` where a graph was
-    wanted and the calls are made as they are.
+    ``method`` is ``"clock"``, ``"graph"``, ``"events"``, or ``"not captured"`` if a graph was
+    wanted and the calls could not be captured.
     """
 
     run: Call
@@ -100,14 +100,14 @@ class HostClock:
         return Prepared(run, passes * len(calls), "clock")
 
     def sample(self, run: Call) -> Reading:
-        """Time one run; the reading is what it took."""
+        """Time one run; the reading is its duration."""
         begin = self.now()
         run()
         elapsed = self.now() - begin
         return lambda: elapsed
 
     def wait(self) -> None:
-        """Everything has run already."""
+        """Nothing to wait for: everything has run."""
 
 
 class DeviceClock(HostClock):
@@ -117,8 +117,8 @@ class DeviceClock(HostClock):
         self.is_captured = is_captured
 
     def prepare(self, calls: Sequence[Call], passes: int) -> Prepared:
-        """A CUDA graph of the calls, or the calls where they cannot be captured."""
-        # On a side stream first, as capturing wants it: kernels are compiled and tuned here.
+        """A CUDA graph of the calls, or the calls if they cannot be captured."""
+        # First on a side stream, as capturing requires: this compiles and tunes kernels.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -160,7 +160,7 @@ def clock(device: str, *, is_captured: bool = True) -> HostClock:
 
 
 def set_count(nbytes: float, device: str) -> int:
-    """How many input sets a call that moves ``nbytes`` rotates over to find none in the L2."""
+    """The number of input sets for a call that moves ``nbytes``, so that none is in the L2."""
     if device != "cuda":
         return CPU_SETS
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -173,7 +173,7 @@ def sets_beyond(cache: int, nbytes: float) -> int:
 
 
 def pass_count(nbytes: float, sets: int, device: str) -> int:
-    """How often one run goes over the sets."""
+    """The number of passes over the sets in one run."""
     if device != "cuda":
         return 1
     return max(1, min(round(REPLAY_BYTES / (sets * nbytes)), MOST_SETS // sets))
@@ -189,7 +189,7 @@ def measure(
     sets
         For each input set the variants' calls by name; the names are the same in all.
     timer
-        What times them.
+        The clock.
     passes
         How often one run goes over the sets.
     rounds
@@ -198,14 +198,14 @@ def measure(
     Returns
     -------
     dict
-        Seconds of one call by variant, or why it could not run.
+        Seconds of one call by variant, or its failure.
     """
     ready: dict[str, Prepared] = {}
     results: dict[str, Result] = dict.fromkeys(sets[0], Failure("not run"))
     for name in sets[0]:
         try:
             ready[name] = timer.prepare([calls[name] for calls in sets], passes)
-        except Exception as error:  # what cannot run must not end the run of the others
+        except Exception as error:  # a variant that fails must not stop the others
             results[name] = Failure.of(error)
     names = list(ready)
     readings: dict[str, list[Reading]] = {name: [] for name in names}
@@ -234,7 +234,7 @@ def copy_bandwidth(device: str, rounds: int) -> float:
         return {"copy": lambda: target.copy_(source)}
 
     sets = [calls(seed) for seed in range(2)]
-    # Launched: captured, a copy becomes a memcpy node, which takes 1.6 times as long on an H200.
+    # Launched, not captured: a memcpy node of a graph takes 1.6 times as long on an H200.
     timer = clock(device, is_captured=False)
     result = measure(sets, timer, passes=2, rounds=rounds)["copy"]
     if isinstance(result, Failure):

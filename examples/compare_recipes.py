@@ -1,8 +1,8 @@
 """Train the demo's model under every recipe and backward override, and compare with bf16.
 
-Every run starts from the same weights and reads the same batches as one without
-a recipe. A run of plain torch modules, which computes the same function and
-rounds elsewhere, shows how far two runs part for no reason but rounding.
+Every run starts from the same weights and reads the same batches as a run without
+a recipe. A run of plain torch modules computes the same function and rounds at
+other places: it shows the difference between two runs that rounding alone makes.
 
     python examples/compare_recipes.py
     python examples/compare_recipes.py --recipes mxfp8 nvfp4 --steps 400
@@ -49,14 +49,14 @@ from train_lm import (
 
 import fuser
 
-# Fewer than the demo's, since there are fifteen runs; bf16 is what they are compared with.
+# Fewer steps than the demo, because there are fifteen runs; they are compared with bf16.
 DEFAULTS = Options(steps=150, dtype="bfloat16")
-# A training loss is the mean over so much of the run, at its end.
+# The final training loss is the mean over this last part of the run.
 TAIL = 0.1
-# A point of a curve is the mean over a tenth of the run, half of it on either side.
+# A point of a curve is the mean over a tenth of the run around it.
 SMOOTHING_PARTS = 20
 SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Of the options, what the results follow from beside dtype and machine.
+# Options that the results depend on, with dtype and machine.
 SIZES = (
     "steps",
     "layers",
@@ -79,14 +79,14 @@ LINES = {"none": "-", "high_precision": "--", "dequantized": ":"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train: recipe and override, or of neither the fuser or the plain torch model."""
+    """One way to train: a recipe and an override, or neither, with fuser or in plain torch."""
 
     recipe: str = "none"
     override: str = "none"
     is_plain_torch: bool = False
 
     def columns(self, dtype: str) -> tuple[str, str]:
-        """Recipe and override for people; without a recipe, what takes its place."""
+        """Recipe and override as text, or the name of a run without a recipe."""
         if self.recipe != "none":
             return self.recipe, self.override
         base = SHORT_NAMES[dtype]
@@ -97,17 +97,17 @@ class Variant:
         return replace(options, recipe=self.recipe, override=self.override)
 
     def model(self, options: Options) -> LanguageModel:
-        """The model with its initial weights, which are those of every other variant."""
+        """The model with its initial weights, which are the same for every variant."""
         fused, plain = make_models(options)
         return plain if self.is_plain_torch else fused
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes held between forward and backward, and alive at the peak of both.
+    """Bytes held between forward and backward, and bytes alive at the peak of both.
 
-    Beyond what a step begins with, which all variants share: float32 parameters
-    and the optimizer's state.
+    Both are without the memory before the step, which is the same for all
+    variants: float32 parameters and the optimizer's state.
     """
 
     held: int
@@ -116,7 +116,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class Result:
-    """What one run gave: losses in nats a byte, and the memory of a step, in bytes."""
+    """The result of one run: losses in nats per byte, and the memory of a step in bytes."""
 
     variant: Variant
     run: Run
@@ -124,12 +124,12 @@ class Result:
 
     @property
     def training_loss(self) -> float:
-        """The mean over the end of the run."""
+        """The mean training loss over the end of the run."""
         return statistics.fmean(self.run.losses[-math.ceil(TAIL * len(self.run.losses)) :])
 
     @property
     def validation_loss(self) -> float:
-        """That after the last step."""
+        """The validation loss after the last step."""
         return self.run.validation[len(self.run.losses)]
 
 
@@ -143,7 +143,7 @@ def variants(recipes: Sequence[str]) -> Iterator[Variant]:
 
 
 def step_memory(variant: Variant, corpus: Corpus, options: Options) -> StepMemory:
-    """That of forward and backward on one batch, from the initial weights."""
+    """The memory of forward and backward on one batch, with the initial weights."""
     model, options = variant.model(options), variant.options(options)
     batch = next(training_batches(corpus.training, options))
     losses: list[torch.Tensor] = []
@@ -155,7 +155,7 @@ def step_memory(variant: Variant, corpus: Corpus, options: Options) -> StepMemor
     def backward() -> None:
         losses.pop().backward()
 
-    # Plans and the recipes' state are made once.
+    # The first step makes plans and recipes' state.
     forward()
     backward()
     model.zero_grad()
@@ -164,7 +164,7 @@ def step_memory(variant: Variant, corpus: Corpus, options: Options) -> StepMemor
 
 
 class AllRuns:
-    """A bar over the steps of all runs with the time left; where there is none, a line a run."""
+    """A progress bar over the steps of all runs; without a terminal, a line for each run."""
 
     def __init__(self, runs: int, steps: int) -> None:
         self.bar = make_bar(runs * steps, unit="step")
@@ -173,27 +173,27 @@ class AllRuns:
         self.loss = math.nan
 
     def start(self, name: str) -> None:
-        """The next run."""
+        """Start the next run."""
         self.name = name
         if self.bar is not None:
             self.bar.set_description(name)
 
     def advanced(self, done: float) -> None:
-        """One more step was taken."""
+        """Count one more step."""
         if self.bar is not None:
             self.bar.update()
 
     def reported(self, step: int, loss: float, rate: float) -> None:
-        """Show them beside the bar."""
+        """Show loss and speed beside the bar."""
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {rate:,.0f} tokens/s")
 
     def validated(self, step: int, loss: float) -> None:
-        """Kept for the line at the end of the run."""
+        """Keep the validation loss for the line at the end of the run."""
         self.loss = loss
 
     def close(self) -> None:
-        """A run is over; after the last one the bar is closed."""
+        """End a run; after the last run, close the bar."""
         self.done += 1
         seconds = time.perf_counter() - self.started
         line = f"{self.done:>2}/{self.runs} {self.name}: validation loss {self.loss:.4f}"
@@ -210,7 +210,7 @@ class AllRuns:
 
 
 def records(results: Sequence[Result], dtype: str) -> list[dict[str, object]]:
-    """A row for each run; differences are to the first, which has no recipe."""
+    """A row for each run, with differences to the first run, which has no recipe."""
     reference, base = results[0], SHORT_NAMES[dtype]
     rows: list[dict[str, object]] = []
     for result in results:
@@ -233,7 +233,7 @@ def records(results: Sequence[Result], dtype: str) -> list[dict[str, object]]:
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    """The rows as a Markdown table, with its columns in line."""
+    """The rows as a Markdown table with aligned columns."""
     cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rules = ["-" * width if i < 2 else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
@@ -248,7 +248,7 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 
 
 def legend(options: Options) -> str:
-    """What the columns mean."""
+    """An explanation of the columns."""
     count = math.ceil(TAIL * options.steps)
     base = SHORT_NAMES[options.dtype]
     return (
@@ -263,7 +263,7 @@ def legend(options: Options) -> str:
 def write_results(
     out: Path, results: Sequence[Result], options: Options, where: dict[str, object]
 ) -> None:
-    """``recipes.csv``, ``recipes.md``, ``recipes_losses.csv`` and, with matplotlib, the picture."""
+    """Write ``recipes.csv``, ``recipes.md``, ``recipes_losses.csv`` and, if possible, a picture."""
     rows = records(results, options.dtype)
     sizes = {name: getattr(options, name) for name in SIZES}
     with (out / "recipes.csv").open("w", newline="") as file:
@@ -286,7 +286,7 @@ def write_results(
 
 
 def draw(path: Path, results: Sequence[Result], dtype: str) -> None:
-    """Training loss of all runs above; below, a panel a recipe, how far it is from the first run's.
+    """Draw the training losses of all runs and, below, a panel per recipe: the difference to bf16.
 
     Raises
     ------
@@ -326,7 +326,7 @@ def draw(path: Path, results: Sequence[Result], dtype: str) -> None:
 
 
 def draw_losses(panel: Any, results: Sequence[Result]) -> None:
-    """The loss of all runs; they lie on one another, so the end stands beside enlarged."""
+    """Draw the losses of all runs. They overlap, so a second panel enlarges the end."""
     from matplotlib.ticker import MaxNLocator
 
     count = len(results[0].run.losses)
@@ -353,7 +353,7 @@ def draw_losses(panel: Any, results: Sequence[Result]) -> None:
 
 
 def draw_differences(panel: Any, recipe: str, results: Sequence[Result]) -> None:
-    """How far the runs of one recipe, and that of plain torch, are from the first run."""
+    """Draw the differences of a recipe's runs, and of plain torch, to the first run."""
     reference, plain, *quantized = results
     panel.axhline(0, color="black", lw=1)
     for result in (plain, *(result for result in quantized if result.variant.recipe == recipe)):
@@ -364,7 +364,7 @@ def draw_differences(panel: Any, recipe: str, results: Sequence[Result]) -> None
 
 
 def look(variant: Variant) -> dict[str, Any]:
-    """The line of a run: a colour for the recipe, a style for the override."""
+    """The line style of a run: a colour for the recipe, a dash style for the override."""
     if variant.is_plain_torch:
         return {"color": "gray", "lw": 1}
     if variant.recipe == "none":
@@ -376,7 +376,7 @@ def look(variant: Variant) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None) -> tuple[Options, list[str]]:
-    """Options of the training runs, and the recipes; of bad ones argparse prints a sentence."""
+    """The options of the training runs, and the recipes; argparse refuses bad options."""
     names = [name for name in RECIPES if name != "none"]
     parser = argparse.ArgumentParser(
         description="Train the demo's model under every recipe and backward override.",

@@ -1,9 +1,9 @@
 """Train a byte-level language model whose feed-forward blocks are fuser pipelines.
 
-The text is the Python standard library's own source, which every machine has.
-It takes the steps that fit into a minute, or into ``--seconds``. The first of them
-are then taken with plain torch modules, from the same weights and on the same
-batches, and the losses of the two runs are compared.
+The text is the source of the Python standard library, which every machine has.
+The script trains for a minute, or for ``--seconds``. Then it repeats the first
+steps with plain torch modules, from the same weights and on the same batches,
+and compares the losses of the two runs.
 
     python examples/train_lm.py
     python examples/train_lm.py --seconds 20
@@ -27,8 +27,8 @@ from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
-# torch's threads wait for one another asleep, not spinning: where other programs keep the
-# cores busy, a step is then several times faster. Read when torch is loaded.
+# torch's threads sleep while they wait, and do not spin: if other programs use the cores, a step
+# is then several times faster. torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
@@ -38,7 +38,7 @@ from torch import nn
 import fuser
 
 VOCABULARY = 256
-# Bulk that teaches little: tests, generated tables, what is not the library itself.
+# Left out, because a model learns little from them: tests, generated tables, other packages.
 SKIPPED_FOLDERS = {
     "dist-packages",
     "distutils",
@@ -52,10 +52,10 @@ SKIPPED_FOLDERS = {
     "tests",
     "turtledemo",
 }
-# Of so many source files one is held out for validation.
+# One of this many source files is held out for validation.
 FILES_PER_HELD_OUT = 10
 VALIDATION_BATCHES = 16
-# A run reports its training loss so often, and validates at every second report.
+# Number of reports of the training loss in a run; every second report validates.
 REPORTS = 20
 REPORTS_PER_VALIDATION = 2
 
@@ -65,7 +65,7 @@ SECONDS = 60.0
 WARMUP = 0.1
 # Later the losses of two runs differ because training magnifies rounding.
 COMPARED_STEPS = 100
-# On a GPU the plain run takes at least this part of the steps, for its speed.
+# On a GPU the plain run takes at least this part of the steps, to measure its speed.
 SPEED_PART = 0.2
 
 RECIPES = {
@@ -87,8 +87,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Options:
     """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
 
-    A run takes ``steps`` or, where ``seconds`` is given, the steps that fit into so
-    much time with their validations. ``recipe`` quantizes the linears of the feed-forward
+    A run takes ``steps`` or, if ``seconds`` is given, the steps and validations
+    that fit into this time. ``recipe`` quantizes the linears of the feed-forward
     blocks in training and validation; sampling, whose windows have any length, is
     not quantized.
     """
@@ -114,7 +114,7 @@ class Options:
     sample_bytes: int = 400
 
     def autocast(self, is_quantized: bool = True) -> contextlib.ExitStack:
-        """The context in which the model runs."""
+        """The context manager in which the model runs."""
         stack, dtype = contextlib.ExitStack(), DTYPES[self.dtype]
         stack.enter_context(torch.autocast(self.device, dtype, enabled=dtype is not torch.float32))
         make_recipe = RECIPES[self.recipe]
@@ -129,7 +129,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, one long text each, of the sources under ``root``."""
+    """The training text and the held-out text, from the sources under ``root``."""
 
     root: Path
     training: torch.Tensor
@@ -137,7 +137,7 @@ class Corpus:
 
 
 def library_corpus(options: Options) -> Corpus | None:
-    """This Python's own library; None, and a sentence, where it is too short to train on."""
+    """This Python's standard library; None, after a message, if it is too short to train on."""
     root = Path(sysconfig.get_path("stdlib"))
     corpus = read_corpus(root, options.device)
     sizes = len(corpus.training), len(corpus.validation)
@@ -156,13 +156,13 @@ def read_corpus(root: Path, device: str) -> Corpus:
     texts = [path.read_bytes() for path in source_files(root)]
     training = [text for i, text in enumerate(texts) if i % FILES_PER_HELD_OUT]
     validation = texts[::FILES_PER_HELD_OUT]
-    # frombuffer takes no empty text, which a machine without sources would have.
+    # frombuffer refuses an empty text, as on a machine without sources.
     both = (bytearray(b"\n".join(part) or b"\n") for part in (training, validation))
     return Corpus(root, *(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
 
 
 def source_files(root: Path) -> Iterator[Path]:
-    """The library's own .py files under ``root``, in an order that is always the same."""
+    """The library's .py files under ``root``, always in the same order."""
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
@@ -176,7 +176,7 @@ def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
 
 
 def training_batches(text: torch.Tensor, options: Options) -> Iterator[Batch]:
-    """One batch a step without end, at random places; the same ones for the same seed."""
+    """Batches at random places, one per step, without end; the same for the same seed."""
     generator = torch.Generator().manual_seed(options.seed)
     while True:
         starts = torch.randint(
@@ -208,7 +208,7 @@ def fused_feed_forward(width: int, hidden: int, device: str) -> nn.Module:
 
 
 class PlainFeedForward(nn.Module):
-    """The same block out of plain torch modules, with its parameters in the same order."""
+    """The same block in plain torch modules, with the parameters in the same order."""
 
     def __init__(self, width: int, hidden: int, device: str) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class LanguageModel(nn.Module):
 
 
 def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
-    """The model out of fuser pipelines and the plain one, with the same initial weights."""
+    """The model with fuser pipelines, and the plain torch model, with the same initial weights."""
     torch.manual_seed(options.seed)
     fused = LanguageModel(options, fused_feed_forward)
     plain = LanguageModel(options, PlainFeedForward)
@@ -293,11 +293,11 @@ def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
 
 @dataclass
 class Run:
-    """What one training run measured; losses are in nats a byte.
+    """Measurements of one training run; losses are in nats per byte.
 
-    ``losses`` and ``learning_rates`` have one entry a step, ``validation`` is by steps
-    taken and empty in a run that only compares, ``rates`` holds the tokens a second of
-    each report.
+    ``losses`` and ``learning_rates`` have one entry per step. ``validation`` maps the
+    number of steps to a loss, and is empty in the comparison run. ``rates`` has the
+    tokens per second of each report.
     """
 
     name: str
@@ -308,12 +308,12 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """That of the fastest report: what else the machine does can only slow one down."""
+        """The speed of the fastest report, because other programs can only slow a report down."""
         return max(self.rates)
 
 
 class Schedule:
-    """How much of a run is done after a step, and the learning rate of each step."""
+    """The schedule of a run: the part that is done after a step, and the learning rates."""
 
     reports = REPORTS
 
@@ -328,14 +328,14 @@ class Schedule:
         return min(1.0, (time.perf_counter() - self.started) / self.options.seconds)
 
     def learning_rate(self, step: int) -> float:
-        """That of a step which is about to be taken."""
+        """The learning rate of the next step."""
         return learning_rate(self.done(step), self.options)
 
 
 class FirstSteps(Schedule):
-    """The first steps of another run, at the learning rates that it had."""
+    """A schedule that repeats the first learning rates of another run."""
 
-    # Each covers about as many steps as a report of a run of which these are SPEED_PART.
+    # A report covers as many steps as in a run of which these steps are SPEED_PART.
     reports = math.ceil(SPEED_PART * REPORTS)
 
     def __init__(self, learning_rates: Sequence[float]) -> None:
@@ -356,10 +356,10 @@ def train(
     progress: Reporter | None = None,
     learning_rates: Sequence[float] | None = None,
 ) -> Run:
-    """Train ``model`` in place and report on the way, to a :class:`Progress` if to nobody else.
+    """Train ``model`` in place, with reports to ``progress``, by default a :class:`Progress`.
 
-    ``learning_rates`` are those of another run: its first steps are taken again, as
-    many as there are rates, without validation.
+    With ``learning_rates`` of another run it repeats the first steps of that run, one
+    for each rate, without validation.
     """
     run = Run(name)
     progress = progress or Progress(name)
@@ -384,12 +384,12 @@ def train(
         losses.append(training_step(model, batch, optimizer, scaler, options))
         done = schedule.done(step)
         progress.advanced(done)
-        # A division may round a whole number of parts down.
+        # A division may round down what should be a whole number.
         part = int(done * schedule.reports + 1e-9)
         if part == reported:
             continue
         reported = part
-        # Reading losses waits for the device, so it happens once a report.
+        # Reading losses waits for the device, so it happens once per report.
         run.losses += torch.stack(losses).tolist()
         seconds = time.perf_counter() - started
         run.rates.append(len(losses) * batch[0].numel() / seconds)
@@ -411,7 +411,7 @@ def training_step(
     scaler: torch.amp.GradScaler,
     options: Options,
 ) -> torch.Tensor:
-    """Forward, backward, clipped update; returns the loss, still on its device."""
+    """Forward, backward and clipped update; returns the loss, on its device."""
     with options.autocast():
         loss = next_byte_loss(model, batch)
     scaler.scale(loss).backward()
@@ -424,13 +424,13 @@ def training_step(
 
 
 def next_byte_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy in nats a byte; autocast leaves it in float32."""
+    """Mean cross-entropy in nats per byte, in float32 under autocast too."""
     text, following = batch
     return F.cross_entropy(model(text).flatten(0, 1), following.flatten())
 
 
 def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """AdamW that decays matrices, and leaves gains and biases alone."""
+    """AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -443,8 +443,8 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
 def learning_rate(done: float, options: Options) -> float:
     """Linear warmup over a tenth of the training, then a cosine down to a tenth of the peak.
 
-    ``done`` is the part of the training that is over; a first step in a time has a
-    little behind it too, so that it is not taken in vain.
+    ``done`` is the part of the training that is over. It is more than 0 at the first
+    step too, so that this step has a learning rate.
     """
     done = max(done, WARMUP / 100)
     if done <= WARMUP:
@@ -456,7 +456,7 @@ def learning_rate(done: float, options: Options) -> float:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> float:
-    """Mean loss in nats a byte over windows spread evenly over the held-out text."""
+    """Mean loss in nats per byte over windows spread evenly over the held-out text."""
     count = VALIDATION_BATCHES * options.batch_size
     last = len(text) - options.context - 1
     starts = torch.arange(count) * last // count
@@ -468,23 +468,23 @@ def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> f
 
 
 class Reporter(Protocol):
-    """What :func:`train` tells of its progress."""
+    """The reports that :func:`train` makes."""
 
     def advanced(self, done: float) -> None:
-        """One more step was taken; so much of the run is done, 1 at its end."""
+        """Report one more step, and the part of the run that is done, 1 at the end."""
 
     def reported(self, step: int, loss: float, rate: float) -> None:
-        """The mean training loss since the last report, and tokens a second."""
+        """Report the mean training loss since the last report, and tokens per second."""
 
     def validated(self, step: int, loss: float) -> None:
-        """The validation loss after ``step`` steps."""
+        """Report the validation loss after ``step`` steps."""
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
 
 
 def make_bar(total: float, **options: Any) -> Any:
-    """A tqdm bar on a terminal; None where tqdm is missing or stdout is no terminal."""
+    """A tqdm bar; None if tqdm is missing or stdout is not a terminal."""
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
@@ -494,7 +494,7 @@ def make_bar(total: float, **options: Any) -> Any:
 
 
 class Progress:
-    """A bar for one run with the time left, or lines where there is none."""
+    """A progress bar for one run, or lines if there is no terminal."""
 
     def __init__(self, name: str) -> None:
         self.done = 0.0
@@ -505,13 +505,13 @@ class Progress:
         )
 
     def advanced(self, done: float) -> None:
-        """One more step was taken."""
+        """Count one more step."""
         if self.bar is not None:
             self.bar.update(done - self.done)
         self.done = done
 
     def reported(self, step: int, loss: float, rate: float) -> None:
-        """Show the mean training loss since the last report, and tokens a second."""
+        """Show the mean training loss since the last report, and tokens per second."""
         if self.bar is not None:
             self.bar.set_postfix_str(f"step {step}, loss {loss:.3f}, {rate:,.0f} tokens/s")
             return
@@ -532,7 +532,7 @@ class Progress:
         return f"  {self.done:>4.0%}  step {step:>5}  "
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
         if self.bar is not None:
             self.bar.close()
 
@@ -542,10 +542,10 @@ class Progress:
 
 @torch.inference_mode()
 def sample(model: nn.Module, options: Options) -> bytes:
-    """The prompt, continued by ``options.sample_bytes`` bytes drawn from the model.
+    """The prompt, continued by ``options.sample_bytes`` bytes sampled from the model.
 
-    Each is one of the ``top_k`` likeliest, drawn at ``temperature``; at
-    temperature 0 it is the likeliest.
+    Each is sampled from the ``top_k`` likeliest bytes at ``temperature``; at
+    temperature 0 it is the likeliest byte.
     """
     generator = torch.Generator().manual_seed(options.seed)
     text = list(options.prompt.encode(errors="surrogateescape"))
@@ -566,7 +566,7 @@ def sample(model: nn.Module, options: Options) -> bytes:
 
 
 def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPlan:
-    """What a training step runs for one feed-forward block; a meta tensor tells the shape."""
+    """The plan of a training step for one feed-forward block, from a meta tensor."""
     shape = (options.batch_size, options.context, options.width)
     block: Any = model.feed_forward[0]
     with options.autocast():
@@ -574,13 +574,13 @@ def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPla
 
 
 def loss_differences(runs: Sequence[Run]) -> list[float]:
-    """How far apart the training losses of two runs are, at each step that both took."""
+    """The difference of the training losses of two runs, at each step of both."""
     fused, plain = runs
     return [abs(a - b) for a, b in zip(fused.losses, plain.losses, strict=False)]
 
 
 def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options) -> None:
-    """What the run learned and the plan saves and, of two runs, how far apart they are."""
+    """Print the result of the run, the savings of the plan and the difference of two runs."""
     before, *_, after = runs[0].validation.values()
     print(
         f"\nResults of {counted(len(runs[0].losses), 'step')} with fuser blocks\n"
@@ -609,7 +609,7 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
 
 
 def bytes_moved(steps: Iterable[fuser.plan.plan.Step]) -> str:
-    """The bytes that the steps of a plan move through memory for a token, for people."""
+    """The bytes per token that the steps of a plan move through memory, as text."""
     return fuser.plan.plan.format_bytes(sum(step.bytes_per_token for step in steps))
 
 
@@ -619,7 +619,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def print_comparison(runs: Sequence[Run]) -> None:
-    """How far apart the training losses of two runs are, and why they are not equal."""
+    """Sentences on the difference of two runs' training losses, and its reason."""
     differences = loss_differences(runs)
     largest, count = max(differences), len(differences)
     rounding = torch.finfo(torch.float32).eps * max(runs[1].losses)
@@ -634,7 +634,7 @@ def print_comparison(runs: Sequence[Run]) -> None:
 
 
 def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> None:
-    """``losses.csv``, ``loss.png`` and ``plan.svg``; pictures only where they can be drawn."""
+    """Write ``losses.csv`` and, with matplotlib, ``loss.png`` and ``plan.svg``."""
     write_losses(out / "losses.csv", runs)
     written = ["losses.csv"]
     try:
@@ -651,7 +651,7 @@ def write_results(out: Path, runs: Sequence[Run], plan: fuser.FusionPlan) -> Non
 
 
 def write_losses(path: Path, runs: Sequence[Run]) -> None:
-    """The training loss of every step as CSV, a column a run, empty after its last step."""
+    """Write the training losses as CSV: a column per run, empty after its last step."""
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["step", *(run.name for run in runs)])
@@ -660,7 +660,7 @@ def write_losses(path: Path, runs: Sequence[Run]) -> None:
 
 
 def draw_losses(path: Path, runs: Sequence[Run]) -> None:
-    """Training and validation loss by step and, of two runs, their difference below.
+    """Draw training and validation loss by step and, for two runs, their difference below.
 
     Raises
     ------
@@ -691,7 +691,7 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         losses.plot(first, plain.losses, color="tab:red", lw=0.5, label=label)
     figure.suptitle("Byte-level language model of the Python standard library")
     losses.set_ylabel("loss (nats/byte)")
-    # Above the panels, where no curve runs.
+    # Above the panels, so that it covers no curve.
     above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "frameon": False}
     losses.legend(ncols=1 + len(runs), fontsize="small", **above)
     bits = losses.secondary_yaxis(
@@ -717,7 +717,7 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
 
 
 def smoothed(losses: Sequence[float], parts: int = 100) -> list[float]:
-    """The mean of each loss and, on either side of it, of one of so many parts of all losses."""
+    """A running mean of the losses; its window on each side is one of this many parts of all."""
     span = math.ceil(len(losses) / parts)
     return [statistics.fmean(losses[max(0, i - span) : i + span + 1]) for i in range(len(losses))]
 
@@ -726,10 +726,10 @@ def smoothed(losses: Sequence[float], parts: int = 100) -> list[float]:
 
 
 def parse(argv: list[str] | None) -> Options:
-    """The options; of a bad one argparse prints a sentence and exits with status 2."""
+    """The options. For a bad option argparse prints an error and exits with status 2."""
     default = Options()
     parser = argparse.ArgumentParser(
-        prog=Path(__file__).name,  # also where `python -m fuser demo` runs it
+        prog=Path(__file__).name,  # `python -m fuser demo` runs it too
         description="Train a language model out of fuser pipelines on Python's own source.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -746,7 +746,7 @@ def parse(argv: list[str] | None) -> Options:
         "--no-compare",
         dest="compare",
         action="store_false",
-        default=argparse.SUPPRESS,  # which prints no default
+        default=argparse.SUPPRESS,  # this action has no default in its help
         help="skip the plain run",
     )
     add("--prompt", default=default.prompt, help="start of the sampled text")
@@ -760,7 +760,7 @@ def parse(argv: list[str] | None) -> Options:
 
 
 def add_training_options(parser: argparse.ArgumentParser, default: Options) -> None:
-    """The options of every training run but its length: sizes, device, where results go."""
+    """Add the options of every training run except its length: sizes, device, output folder."""
     add = parser.add_argument
     add("--layers", type=int, default=default.layers, help="transformer layers")
     add("--width", type=int, default=default.width, help="features of the residual stream")
@@ -775,7 +775,7 @@ def add_training_options(parser: argparse.ArgumentParser, default: Options) -> N
 
 
 def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
-    """``options``, with their folder made; of bad ones the parser says what is wrong, and exits."""
+    """``options``, after making their folder; the parser refuses bad options."""
     if problem := problem_with(options):
         parser.error(problem)
     try:
@@ -786,7 +786,7 @@ def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
 
 
 def problem_with(options: Options) -> str | None:
-    """What is wrong with the options, as a sentence."""
+    """A sentence that says what is wrong with the options, or None."""
     for name in ("steps", "layers", "width", "heads", "context", "batch_size", "top_k"):
         value = getattr(options, name)
         if value < 1:
@@ -817,7 +817,7 @@ def problem_with(options: Options) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, sample, take the first steps again without fuser, compare; returns the exit status."""
+    """Train, sample, repeat the first steps without fuser, compare; returns the exit status."""
     options = parse(argv)
     corpus = library_corpus(options)
     if corpus is None:
@@ -844,7 +844,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compared_steps(steps: int, options: Options) -> int:
-    """How many of the steps plain torch takes: for the losses a few, for a GPU's speed more."""
+    """The number of steps in plain torch: few for the losses, more to measure a GPU's speed."""
     needed = COMPARED_STEPS
     if options.device != "cpu":
         needed = max(needed, math.ceil(SPEED_PART * steps))

@@ -413,7 +413,7 @@ def test_something_broken_returns_1_and_the_verdict_says_what(
     diagnosis = dataclasses.replace(HEALTHY, **changes)
     assert diagnosis.exit_status == 1
     verdict = str(diagnosis).splitlines()[-1]
-    assert verdict.startswith("fuser does not run right here: ")
+    assert verdict.startswith("fuser does not run correctly here: ")
     assert all(word in verdict for word in words)
 
 

@@ -16,7 +16,7 @@ import fuser
 import fuser.report.draw
 from fuser.formats import DType, NumberFormat
 from fuser.plan.plan import Channel, FusionPlan, Refusal, Step, format_time
-from fuser.report.draw import Box, Line, Text, lay_out
+from fuser.report.layout import Box, Line, Text, lay_out
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -474,12 +474,12 @@ REFUSALS: dict[str, tuple[Callable[[], list[Any]], tuple[Any, ...], str]] = {
     "two gates": (
         lambda: [fuser.SwiGLU(), fuser.GLU()],
         (),
-        "a chain halves its columns once, and SwiGLU and GLU both do.",
+        "a chain halves its columns at most once, and SwiGLU and GLU both do.",
     ),
     "a cached input": (
         lambda: [fuser.GELU(cache_quantized_input=True), fuser.ConstantScale(2.0)],
         (),
-        "GELU caches its input quantized, and a chain saves its own.",
+        "GELU caches its input quantized; a chain does not.",
     ),
     "two dtypes": (
         lambda: [fuser.GELU(), fuser.Bias(16, dtype=BF16)],

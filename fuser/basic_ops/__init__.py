@@ -1,4 +1,4 @@
-"""The basic operations."""
+"""Basic operations."""
 
 from fuser.basic_ops.activation import (
     GEGLU,

@@ -1,4 +1,4 @@
-"""Activations and gated linear units, one class each over one implementation."""
+"""Activations and gated linear units: one class for each, one shared implementation."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from fuser.op import (
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Float8CurrentScalingQuantizer
 
-# How a cached input is quantized: E4M3, one scale a tensor, without a transposed copy.
+# The quantizer of a cached input: E4M3, one scale per tensor, without a transposed copy.
 INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
 
 
 class Activation(BasicOperation):
-    """Base of the activations: a function of every element or gate pair.
+    """Base class of the activations: a function of each element, or of each gate pair.
 
-    Computes in fp32 and rounds once to the compute dtype. Backward recomputes
-    from the input, which is the only thing saved.
+    It computes in fp32 and rounds once to the compute dtype. It saves only the
+    input, from which backward computes again.
 
     Parameters
     ----------
     cache_quantized_input
-        Save the input for backward in E4M3 with one scale, a byte an element;
-        backward then sees it rounded.
+        Save the input for backward in E4M3 with one scale, one byte per element;
+        backward then computes with the rounded values.
     """
 
     parameter_names = ()
     can_quantize_output = ("forward", "backward")
     backward_attributes = ("function", "cache_quantized_input")
     function: Stage
-    """What is applied: of the class, or of an instance whose formula has scalars."""
+    """The function; an attribute of the instance if the formula has scalars."""
 
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
@@ -73,19 +73,19 @@ class Activation(BasicOperation):
 
     @property
     def takes_scalars(self) -> bool:  # type: ignore[override]
-        """Unless it is gated, and halves the last dimension."""
+        """True unless the function is gated, because a gate halves the last dimension."""
         return not self.function.is_gated
 
     @property
     def saves_input(self) -> bool:  # type: ignore[override]
-        """Unless an E4M3 copy is saved instead."""
+        """True unless the op saves an E4M3 copy instead."""
         return not self.cache_quantized_input
 
     def saved_bytes(self, spec: TensorSpec) -> int:
         return INPUT_CACHE.format.nbytes(math.prod(spec.shape), 1) if not self.saves_input else 0
 
     def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
-        """The output; keeps the input for backward in ``ctx``."""
+        """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
             ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
@@ -98,12 +98,12 @@ class Activation(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
-        """This op in a chain, for an input of ``shape``: what it does, and its operand."""
+        """This op as a stage of a chain, and its operand, for an input of ``shape``."""
         self.function.output_features(shape[-1])
         return self.function, None
 
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
-        """The input of the forward, as backward sees it."""
+        """The input of the forward, rounded if the cached copy is quantized."""
         x: torch.Tensor = ctx.saved_tensors[0]
         return x.dequantize() if ctx.cache_quantized_input else x
 
@@ -193,7 +193,7 @@ class SwiGLU(Activation):
     Parameters
     ----------
     glu_interleave_size
-        Gate and linear part alternate in blocks of that many columns.
+        Gate and linear part alternate in blocks of this many columns.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""AdaptiveLayerNorm: a layer norm with a scale and a shift for every sample."""
+"""AdaptiveLayerNorm: a layer norm with a scale and a shift for each sample."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fuser.specs import PlanKey, TensorSpec
 
 
 class AdaptiveLayerNorm(BasicOperation):
-    """``y = (x - mean) / sqrt(variance + eps) * (1 + scale) + shift``, as diffusion models do.
+    """``y = (x - mean) / sqrt(variance + eps) * (1 + scale) + shift``, as in diffusion models.
 
-    Statistics are over the last dimension, in fp32, as is the rest until the
-    result is rounded, once. The extra inputs ``scale`` and ``shift`` have the
-    shape ``[batch, hidden_size]``, or the rank of x with ones between, and
-    receive gradients. There are no parameters. It runs in torch on every device.
+    Statistics are over the last dimension. The op computes in fp32 and rounds
+    the result once. The extra inputs ``scale`` and ``shift`` have the shape
+    ``[batch, hidden_size]``, or the rank of x with ones between, and receive
+    gradients. There are no parameters. The op runs in torch on every device.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class AdaptiveLayerNorm(BasicOperation):
     eps
         Added to the variance; finite and not negative.
     batch_dim
-        Which dimension of the input counts samples; all others but the last
-        share a sample's scale and shift.
+        The dimension of the input that is the batch. The scale and the shift of
+        a sample hold for all other dimensions except the last.
 
     Raises
     ------
@@ -49,7 +49,7 @@ class AdaptiveLayerNorm(BasicOperation):
         if hidden_size < 1 or not 0 <= eps < math.inf or batch_dim < 0:
             raise InputError(
                 f"AdaptiveLayerNorm got hidden_size {hidden_size}, eps {eps} and batch_dim "
-                f"{batch_dim}; the size is positive, eps finite, and neither of both is negative."
+                f"{batch_dim}; the size must be positive, eps finite, and none of them negative."
             )
         self.hidden_size = hidden_size
         self.eps = eps
@@ -136,8 +136,8 @@ class AdaptiveLayerNorm(BasicOperation):
         rank = max(2, self.batch_dim + 2)
         if len(x) < rank or x[-1] != self.hidden_size:
             raise InputError(
-                f"AdaptiveLayerNorm got an input of shape {tuple(x)}; it has {rank} dimensions or "
-                f"more, of which {self.batch_dim} counts samples and the last is "
+                f"AdaptiveLayerNorm got an input of shape {tuple(x)}; it must have {rank} "
+                f"dimensions or more, of which {self.batch_dim} is the batch and the last is "
                 f"{self.hidden_size}."
             )
         short = (x[self.batch_dim], self.hidden_size)

@@ -1,4 +1,4 @@
-"""AddExtraInput: add a second tensor to the main line."""
+"""AddExtraInput: add a second tensor to the main input."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fuser.specs import PlanKey, TensorSpec
 class AddExtraInput(BasicOperation):
     """``y = x + extra``, with the extra input in the shape of the main input.
 
-    Of two dtypes the sum has the one torch promotes to; each gradient has the
-    dtype of its input.
+    The sum has the dtype that torch promotes the two dtypes to. Each gradient has
+    the dtype of its input.
 
     Parameters
     ----------
     in_place
-        Leave to overwrite the extra input. Accepted for compatibility: fuser
-        never changes a caller's tensor, and results are the same.
+        Permission to overwrite the extra input. Accepted for compatibility:
+        fuser never changes a caller's tensor, and results are the same.
     """
 
     parameter_names = ()
@@ -73,7 +73,7 @@ class AddExtraInput(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
-        """As of ``Activation``."""
+        """As in ``Activation``."""
         (extra,) = extras
         self.check_extra(shape, extra.shape)
         return Stage("add_extra_input"), extra

@@ -35,8 +35,8 @@ class Bias(BasicOperation):
     device, dtype
         Of the bias, shape ``[size]``, initialised to zero.
     tensor_parallel, tensor_parallel_group
-        Sharding over a process group. This version runs on one rank, where it
-        means nothing.
+        Sharding over a process group. This version runs on one rank, where
+        these have no effect.
 
     Raises
     ------
@@ -77,7 +77,7 @@ class Bias(BasicOperation):
         return f"size={self.size}"
 
     def reset_parameters(self) -> None:
-        """Set the bias to zero; makes it first if it is on meta."""
+        """Set the bias to zero. A bias on meta is allocated first."""
         self.initialise("bias", torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
@@ -100,9 +100,9 @@ class Bias(BasicOperation):
 
     def addend(self, ctx: OperationContext) -> torch.Tensor:
         """The bias in the compute dtype."""
-        bias = self._parameters.get("bias")  # without torch.nn.Module.__getattr__
+        bias = self._parameters.get("bias")  # faster than torch.nn.Module.__getattr__
         if bias is None:
-            bias = self.bias  # an attribute, which a hook computes
+            bias = self.bias  # a plain attribute, computed by a hook
         return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)
 
     def stage(
@@ -112,7 +112,7 @@ class Bias(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
-        """As of ``Activation``."""
+        """As in ``Activation``."""
         self._check_features(shape)
         return Stage("bias"), self.addend(ctx)
 
@@ -130,7 +130,7 @@ class Bias(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        """``dy``, and its sum over rows; None where that is not wanted."""
+        """``dy``, and its sum over rows; None if the bias needs no gradient."""
         if not ctx.params_require_grad[0]:
             return write_grad_input(grad_output, ctx), (None,)
         if ctx.grad_input_quantizer is not None:

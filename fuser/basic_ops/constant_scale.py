@@ -54,7 +54,7 @@ class ConstantScale(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
-        """As of ``Activation``."""
+        """As in ``Activation``."""
         return Stage("constant_scale", (self.scale,)), None
 
     def op_forward(

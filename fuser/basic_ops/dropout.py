@@ -27,8 +27,8 @@ SEED_BYTES = 16
 class Dropout(BasicOperation):
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
 
-    The identity in evaluation mode. What is saved for backward is the seed of
-    the mask, two numbers drawn by torch's generator of the device.
+    In evaluation mode it is the identity. It saves the seed of the mask for
+    backward: two numbers from torch's generator of the device.
 
     Raises
     ------
@@ -72,7 +72,7 @@ class Dropout(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None] | None:
-        """As of ``Activation``; None where the op does nothing."""
+        """As in ``Activation``; None if the op does nothing."""
         if not self.training or self.dropout_probability == 0:
             return None
         seed = pointwise.dropout_seed(device)

@@ -1,4 +1,4 @@
-"""MakeExtraOutput: expose the main line as a second output."""
+"""MakeExtraOutput: return the main input as a second output too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fuser.specs import PlanKey, TensorSpec
 
 
 class MakeExtraOutput(BasicOperation):
-    """Return x and expose it as an extra output; backward sums the two gradients.
+    """Return x, and x again as an extra output. Backward sums the two gradients.
 
     Parameters
     ----------
     in_place
-        Leave to overwrite the extra output's gradient. Accepted for
+        Permission to overwrite the extra output's gradient. Accepted for
         compatibility: fuser never changes a caller's tensor, and results are
         the same.
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,10 +25,27 @@ from fuser.op import (
 from fuser.specs import PlanKey, TensorSpec
 
 
+def kernel_names(norm: BasicOperation, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
+    """The kernel ``name`` of ``norm``; if it quantizes, first one for the statistics of rows."""
+    (op_key,) = key.ops
+    spec = op_key.output if side == "forward" else op_key.grad_input
+    if spec is None or not norm.fuses_quantize(side, key):
+        return (name,)
+    return (f"{name}_rows", name)
+
+
 class _Normalization(BasicOperation):
-    """What LayerNorm and RMSNorm share: gamma, the normalized shape, the compute dtype."""
+    """A norm with parameters: LayerNorm, or RMSNorm, which has no mean and no beta."""
 
     parameter_names: tuple[str, ...] = ("weight",)
+    can_quantize_output = ("forward", "backward")
+    backward_attributes = ("zero_centered_gamma",)
+    num_statistics: ClassVar[int]
+    """Number of statistics of a row: 1 for ``rstd`` alone, 2 with the mean before it."""
+    _forward: ClassVar[Callable[..., Any]]
+    """``(x, *parameters, eps, dtype) -> (y, *statistics, x + extra)``."""
+    _backward: ClassVar[Callable[..., Any]]
+    """``(dy, x, *parameters, *statistics, wanted) -> (dx, *parameter gradients)``."""
 
     def __init__(
         self,
@@ -54,21 +71,17 @@ class _Normalization(BasicOperation):
         self.zero_centered_gamma = zero_centered_gamma
         self.sm_margin = sm_margin
         self.weight: torch.nn.Parameter
-        self._add_parameter("weight", device, dtype)
-
-    def _add_parameter(
-        self, name: str, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> None:
-        value = torch.empty(
-            self.normalized_shape, device=default_device(device), dtype=default_dtype(dtype)
-        )
-        self.register_parameter(name, torch.nn.Parameter(value))
+        for name in self.parameter_names:
+            value = torch.empty(shape, device=default_device(device), dtype=default_dtype(dtype))
+            self.register_parameter(name, torch.nn.Parameter(value))
+        if not self.weight.is_meta:
+            self.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}"
 
     def reset_parameters(self) -> None:
-        """Set the gain to one and the bias to zero; makes them first if they are on meta."""
+        """Set the gain to one and the bias to zero. Parameters on meta are allocated first."""
         self._reset(self.parameter_names)
 
     def _reset(self, names: Iterable[str]) -> None:
@@ -77,7 +90,7 @@ class _Normalization(BasicOperation):
             self.initialise(name, torch.nn.init.ones_ if is_gain_of_one else torch.nn.init.zeros_)
 
     def pre_first_fuser_forward(self) -> None:
-        # Only what is still on meta: the rest may have come from a checkpoint.
+        # Only parameters on meta: the others may come from a checkpoint.
         self._reset([name for name in self.parameter_names if getattr(self, name).is_meta])
 
     def output_spec(
@@ -89,10 +102,6 @@ class _Normalization(BasicOperation):
     def saved_bytes(self, spec: TensorSpec) -> int:
         rows = math.prod(spec.shape) // math.prod(self.normalized_shape)
         return 4 * rows * self.num_statistics
-
-    can_quantize_output = ("forward", "backward")
-    backward_attributes = ("zero_centered_gamma",)
-    num_statistics = 1
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` as ``[rows, elements of the normalized shape]``."""
@@ -106,12 +115,25 @@ class _Normalization(BasicOperation):
         extra: torch.Tensor | None = None,
         wants_sum: bool = False,
     ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
-        """The norm of ``input_ + extra``; keeps what backward needs in ``ctx``.
+        """The norm of ``input_ + extra``, and that sum; ``ctx`` keeps what backward needs.
 
-        With it the sum, where an ``extra`` is given and the sum is wanted or
-        saved for backward. What is returned may be written with the norm alone.
+        The sum is None unless there is an ``extra`` and somebody reads the sum, perhaps backward.
+        The kernel that writes a lazy norm also writes its sum.
         """
-        raise NotImplementedError
+        x = self.rows(input_)
+        parameters = [getattr(self, name) for name in self.parameter_names]
+        y, *statistics, z = self._forward(
+            x,
+            *(parameter.flatten() for parameter in parameters),
+            self.eps,
+            ctx.autocast_dtype or parameters[0].dtype,
+            zero_centered=self.zero_centered_gamma,
+            extra=None if extra is None else self.rows(extra),
+            wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
+        )
+        if ctx.requires_grad:
+            ctx.save_for_backward(x if extra is None else z, *parameters, *statistics)
+        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
 
     def input_grad_and_param_grads(
         self,
@@ -121,12 +143,24 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
-        None where not wanted.
+        A gradient that nobody needs is None.
         """
-        raise NotImplementedError
+        x, *saved = ctx.saved_tensors
+        count = len(self.parameter_names)
+        dx, *grads = self._backward(
+            grad_output.reshape(x.shape),
+            x,
+            *(parameter.flatten() for parameter in saved[:count]),
+            *saved[count:],
+            (ctx.input_requires_grad, *ctx.params_require_grad),
+            zero_centered=ctx.zero_centered_gamma,
+            d_extra=None if d_extra is None else d_extra.reshape(x.shape),
+        )
+        dx = None if dx is None else self._shaped(dx, grad_output.shape)
+        return dx, tuple(self._param_grad(grad) for grad in grads)
 
     def runs_in_kernel(self, key: PlanKey) -> bool:
-        """Whether there are kernels for this norm, also with an addition to input or gradient."""
+        """Whether this norm has kernels, also with an addition to the input or to its gradient."""
         (op_key,) = key.ops
         dtype, *others = [parameter.dtype for parameter in op_key.params]
         y = key.autocast_dtype or dtype
@@ -142,15 +176,7 @@ class _Normalization(BasicOperation):
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         name = type(self).__name__.lower()
-        return self.passes(name if side == "forward" else f"{name}_backward", side, key)
-
-    def passes(self, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
-        """The kernel ``name``; where it quantizes, after one for what it needs of whole rows."""
-        (op_key,) = key.ops
-        emission = op_key.output if side == "forward" else op_key.grad_input
-        if emission is None or not self.fuses_quantize(side, key):
-            return (name,)
-        return (f"{name}_rows", name)
+        return kernel_names(self, name if side == "forward" else f"{name}_backward", side, key)
 
     def op_forward(
         self,
@@ -168,13 +194,13 @@ class _Normalization(BasicOperation):
         return None if dx is None else write_grad_input(dx, ctx), param_grads
 
     def _shaped(self, y: torch.Tensor | LazyTensor, shape: torch.Size) -> torch.Tensor | LazyTensor:
-        """The output in the shape of the input, or its gradient in that of the output."""
+        """``y`` in ``shape``: the output, or the gradient of the input."""
         if len(self.normalized_shape) > 1:
-            y = materialize(y)  # its rows are no longer those of the norm
+            y = materialize(y)  # the rows of the new shape are not the rows of the norm
         return y.view(shape)
 
     def _sum(self, z: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
-        """The sum in the shape of the input; no view to the caller, who may write to it."""
+        """The sum in the shape of the input; not a view, because the caller may write to it."""
         return None if z is None else z.view(shape).detach()
 
     def _param_grad(self, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -191,12 +217,12 @@ class _Normalization(BasicOperation):
 class LayerNorm(_Normalization):
     """``(x - mean) / sqrt(var + eps) * gamma + beta`` (Ba et al., 2016).
 
-    Statistics are fp32, over the last dimensions.
+    Statistics are in fp32, over the last dimensions.
 
     Parameters
     ----------
     normalized_shape
-        The last dimensions of the input, an int for one.
+        The last dimensions of the input; an int for one dimension.
     eps
         Added to the variance.
     device, dtype
@@ -204,154 +230,29 @@ class LayerNorm(_Normalization):
     zero_centered_gamma
         The gain is ``1 + gamma``, and gamma starts at zero.
     sm_margin
-        Multiprocessors a GPU kernel leaves free. Accepted for compatibility.
+        Multiprocessors that a GPU kernel leaves free. Accepted for compatibility.
     """
 
     parameter_names = ("weight", "bias")
     num_statistics = 2
-
-    def __init__(
-        self,
-        normalized_shape: Iterable[int] | int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: int | dict[str, int] = 0,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-        )
-        self.bias: torch.nn.Parameter
-        self._add_parameter("bias", device, dtype)
-        if not self.weight.is_meta:
-            self.reset_parameters()
-
-    def normalize(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        extra: torch.Tensor | None = None,
-        wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
-        x = self.rows(input_)
-        weight, bias = self.weight, self.bias
-        y, mean, rstd, z = functional.layernorm(
-            x,
-            weight.flatten(),
-            bias.flatten(),
-            self.eps,
-            ctx.autocast_dtype or weight.dtype,
-            zero_centered=self.zero_centered_gamma,
-            extra=None if extra is None else self.rows(extra),
-            wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
-        )
-        if ctx.requires_grad:
-            ctx.save_for_backward(x if extra is None else z, weight, bias, mean, rstd)
-        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
-
-    def input_grad_and_param_grads(
-        self,
-        ctx: OperationContext,
-        grad_output: torch.Tensor,
-        d_extra: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        wants_dgamma, wants_dbeta = ctx.params_require_grad
-        dx, dgamma, dbeta = functional.layernorm_backward(
-            grad_output.reshape(x.shape),
-            x,
-            weight.flatten(),
-            bias.flatten(),
-            mean,
-            rstd,
-            (ctx.input_requires_grad, wants_dgamma, wants_dbeta),
-            zero_centered=ctx.zero_centered_gamma,
-            d_extra=None if d_extra is None else d_extra.reshape(x.shape),
-        )
-        grads = (self._param_grad(dgamma), self._param_grad(dbeta))
-        return None if dx is None else self._shaped(dx, grad_output.shape), grads
+    _forward = staticmethod(functional.layernorm)
+    _backward = staticmethod(functional.layernorm_backward)
 
 
 class RMSNorm(_Normalization):
     """``x / sqrt(mean(x^2) + eps) * gamma`` (Zhang and Sennrich, 2019).
 
-    Statistics are fp32, over the last dimensions. Parameters as in
+    Statistics are in fp32, over the last dimensions. Parameters as in
     :class:`LayerNorm`; there is no beta.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Iterable[int] | int,
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        sm_margin: int | dict[str, int] = 0,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps=eps,
-            device=device,
-            dtype=dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            sm_margin=sm_margin,
-        )
-        if not self.weight.is_meta:
-            self.reset_parameters()
-
-    def normalize(
-        self,
-        ctx: OperationContext,
-        input_: torch.Tensor,
-        extra: torch.Tensor | None = None,
-        wants_sum: bool = False,
-    ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
-        x = self.rows(input_)
-        weight = self.weight
-        y, rstd, z = functional.rmsnorm(
-            x,
-            weight.flatten(),
-            self.eps,
-            ctx.autocast_dtype or weight.dtype,
-            zero_centered=self.zero_centered_gamma,
-            extra=None if extra is None else self.rows(extra),
-            wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
-        )
-        if ctx.requires_grad:
-            ctx.save_for_backward(x if extra is None else z, weight, rstd)
-        return self._shaped(y, input_.shape), self._sum(z, input_.shape)
-
-    def input_grad_and_param_grads(
-        self,
-        ctx: OperationContext,
-        grad_output: torch.Tensor,
-        d_extra: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
-        x, weight, rstd = ctx.saved_tensors
-        (wants_dgamma,) = ctx.params_require_grad
-        dx, dgamma = functional.rmsnorm_backward(
-            grad_output.reshape(x.shape),
-            x,
-            weight.flatten(),
-            rstd,
-            (ctx.input_requires_grad, wants_dgamma),
-            zero_centered=ctx.zero_centered_gamma,
-            d_extra=None if d_extra is None else d_extra.reshape(x.shape),
-        )
-        dx = None if dx is None else self._shaped(dx, grad_output.shape)
-        return dx, (self._param_grad(dgamma),)
+    num_statistics = 1
+    _forward = staticmethod(functional.rmsnorm)
+    _backward = staticmethod(functional.rmsnorm_backward)
 
 
 class L2Normalization(BasicOperation):
-    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, in fp32 inside.
+    """``x / sqrt(sum(x^2) + eps)`` over the last dimension, computed in fp32.
 
     Parameters
     ----------
@@ -387,10 +288,7 @@ class L2Normalization(BasicOperation):
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         name = "l2norm" if side == "forward" else "l2norm_backward"
-        emission = key.ops[0].output if side == "forward" else key.ops[0].grad_input
-        if emission is None or not self.fuses_quantize(side, key):
-            return (name,)
-        return (f"{name}_rows", name)
+        return kernel_names(self, name, side, key)
 
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)

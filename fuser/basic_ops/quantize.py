@@ -1,4 +1,4 @@
-"""Quantize: where a pipeline's values, or their gradients, become quantized."""
+"""Quantize: quantizes the main input of a pipeline at this place, or its gradient."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class Quantize(BasicOperation):
-    """Quantize the main line under a recipe; the identity outside one.
+    """Quantize the main input under a recipe; without a recipe, the identity.
 
     Parameters
     ----------
     forward, backward
-        Whether to quantize the values, and their gradients. Gradients stay as
-        they are under a ``backward_override``. The caller's gradient of a
-        pipeline's input has the quantized values, in a plain tensor: autograd
-        adds the next one to it in place.
+        Whether to quantize the values, and whether to quantize their gradients.
+        Under a ``backward_override`` gradients are not quantized. The gradient
+        of a pipeline's input has the quantized values in an unquantized tensor,
+        because autograd adds the next gradient to it in place.
     """
 
     parameter_names = ()
@@ -37,7 +37,7 @@ class Quantize(BasicOperation):
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
 
     def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
-        """Quantized where this op does so, with the copies that the reader wants."""
+        """The quantization on the sides where this op quantizes, with the usage of the reader."""
         made = self._wanted(side, key)
         if made is None or not self.kernels(side, key):
             return None
@@ -46,11 +46,11 @@ class Quantize(BasicOperation):
         return replace(made, rowwise=wanted.rowwise, columnwise=wanted.columnwise)
 
     def input_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """Plain: this op knows which copies the one after it reads, its neighbours do not."""
+        """None: this op knows the usage that the op after it wants, the op before does not."""
         return None
 
     def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
-        """Plain, as for the input."""
+        """None, as for the input."""
         return None
 
     def num_quantizers(self, mode: str) -> int:
@@ -102,7 +102,7 @@ class Quantize(BasicOperation):
 
 
 def _for_reader(quantizer: Quantizer, reader: Quantizer | None) -> Quantizer:
-    """``quantizer`` with the copies that ``reader`` wants; both where nobody has asked."""
+    """``quantizer`` with the usage that ``reader`` wants; with both if ``reader`` is None."""
     if reader is None:
         return quantizer
     return quantizer.with_usage(rowwise=reader.rowwise, columnwise=reader.columnwise)

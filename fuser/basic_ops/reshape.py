@@ -24,8 +24,8 @@ class Reshape(BasicOperation):
         self.shape = tuple(shape)
         if any(size < -1 for size in self.shape) or self.shape.count(-1) > 1:
             raise InputError(
-                f"Reshape got shape {self.shape}; sizes are not negative, but for one that may "
-                "be -1."
+                f"Reshape got shape {self.shape}; its sizes must not be negative, except "
+                "one, which may be -1."
             )
 
     def extra_repr(self) -> str:
@@ -56,7 +56,8 @@ class Reshape(BasicOperation):
         except RuntimeError as error:
             raise self._does_not_fit(input_.shape) from error
         source = getattr(input_, "high_precision_source", None)
-        if source is not None:  # another last dimension cuts blocks, and leaves a plain tensor
+        # Another last dimension cuts blocks; the output is then unquantized and has no source.
+        if source is not None:
             output.high_precision_source = source.reshape(self.shape)  # type: ignore[attr-defined]
         return output
 
@@ -67,6 +68,6 @@ class Reshape(BasicOperation):
 
     def _does_not_fit(self, shape: tuple[int, ...]) -> InputError:
         return InputError(
-            f"Reshape({self.shape}) got an input of shape {tuple(shape)}, which holds "
-            f"{math.prod(shape)} elements and does not fit."
+            f"Reshape({self.shape}) got an input of shape {tuple(shape)}, whose "
+            f"{math.prod(shape)} elements do not fit."
         )

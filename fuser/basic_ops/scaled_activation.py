@@ -1,4 +1,4 @@
-"""Activations whose rows are multiplied by an extra input, as mixtures of experts do."""
+"""Scaled activations: each row is multiplied by an extra input, as in mixtures of experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fuser.specs import PlanKey, TensorSpec
 
 
 class ScaledActivation(BasicOperation):
-    """Base of the scaled activations: ``f(x) * scales[..., None]``.
+    """Base class of the scaled activations: ``f(x) * scales[..., None]``.
 
     The extra input ``scales`` has the shape of x without its last dimension,
     and receives a gradient.
@@ -34,7 +34,7 @@ class ScaledActivation(BasicOperation):
         The activation that is scaled.
     activation_recompute_in_mlp
         Whether a fused grouped MLP may recompute this activation in backward.
-        There is none in this version, and True is refused.
+        This version has no such kernel, and refuses True.
 
     Raises
     ------
@@ -81,7 +81,7 @@ class ScaledActivation(BasicOperation):
         device: torch.device,
         extras: tuple[torch.Tensor, ...],
     ) -> tuple[Stage, torch.Tensor | None]:
-        """As of ``Activation``."""
+        """As in ``Activation``."""
         (scales,) = extras
         self._check_scales(shape, scales.shape)
         self.function.output_features(shape[-1])
@@ -125,7 +125,7 @@ class ScaledActivation(BasicOperation):
         if scales != x[:-1]:
             raise InputError(
                 f"{type(self).__name__} got scales of shape {tuple(scales)} for an input of shape "
-                f"{tuple(x)}; it takes one a row, {tuple(x[:-1])}."
+                f"{tuple(x)}; it takes one scale per row, {tuple(x[:-1])}."
             )
 
 

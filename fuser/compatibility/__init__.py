@@ -1,4 +1,4 @@
-"""Names that scripts of te.ops expect, besides what is the same here; nothing else imports them."""
+"""Compatibility: names that scripts of te.ops expect. No other part of fuser uses them."""
 
 from fuser.compatibility.functions import (
     checkpoint,

@@ -1,4 +1,4 @@
-"""Functions of te that are other names, or other arguments, of what is here."""
+"""Functions of Transformer Engine whose names or arguments differ from those of fuser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_HERE = {
 
 
 def missing_attribute(name: str) -> NoReturn:
-    """The ``__getattr__`` of the package: says where what te has under that name is."""
+    """The package's ``__getattr__``: the error names fuser's equivalent of a name in te."""
     sentence = f"module 'fuser' has no attribute {name!r}"
     if name in _NOT_HERE:
         sentence += f": {_NOT_HERE[name].format(name=name)}."
@@ -36,7 +36,7 @@ def missing_attribute(name: str) -> NoReturn:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of an ``autocast`` that is given none."""
+    """The recipe of an ``autocast`` without a recipe."""
     recipe = autocast().recipe
     assert recipe is not None
     return recipe
@@ -48,7 +48,7 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any | None = None,
 ) -> autocast:
-    """Deprecated: ``autocast``, whose ``recipe`` and ``amax_reduction_group`` had other names."""
+    """Deprecated: ``autocast`` with other names for ``recipe`` and ``amax_reduction_group``."""
     _warn_of_new_name("fp8_autocast", "autocast")
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
@@ -68,9 +68,9 @@ def _warn_of_new_name(old: str, new: str) -> None:
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Whether the current device computes in bf16; CPUs do, and GPUs from capability 8.0 on.
+    """Whether the current device computes in bf16: CPUs, and GPUs from capability 8.0.
 
-    With ``return_reason`` a second value says why not; it is empty where it does.
+    With ``return_reason`` a second value is the reason if it does not, else empty.
     """
     reason = ""
     if torch.cuda.is_available():
@@ -91,14 +91,14 @@ def checkpoint(
 ) -> Any:
     """``torch.utils.checkpoint.checkpoint``: compute ``function`` again in backward.
 
-    A recomputation runs under the recipe of its forward without this function,
-    too. ``tp_group`` means nothing unless saved activations are distributed.
-    Further keywords are those of torch's function, and of ``function``.
+    A recomputation runs under the recipe of its forward also with torch's own
+    function. ``tp_group`` has no effect unless saved activations are distributed.
+    Other keywords go to torch's function, or to ``function``.
 
     Raises
     ------
     InputError
-        If saved activations are to be distributed, or random states tracked.
+        If asked to distribute saved activations, or to track random states.
     """
     if distribute_saved_activations:
         raise InputError(
@@ -107,18 +107,18 @@ def checkpoint(
         )
     if get_rng_state_tracker is not None:
         raise InputError(
-            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; torch's own random "
-            "states alone are restored when a function is computed again."
+            f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; a recomputation "
+            "restores only torch's own random states."
         )
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
-    """Weight or bias of a linear before a gated unit, for one with ``glu_interleave_size``.
+    """Reorder a linear's weight or bias for a gated unit with ``glu_interleave_size``.
 
     ``tensor`` is ``[2 n, ...]``: rows of the gate, then rows of the linear
-    part. The result has the same rows in blocks of ``interleave_size``, of the
-    gate and of the linear part in turn.
+    part. The result has the same rows in blocks of ``interleave_size`` rows,
+    which alternate between gate and linear part.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Quantizers that can be changed, as scripts of te.ops change them, with a frozen one inside.
+"""Changeable quantizers for scripts of te.ops; each makes frozen quantizers.
 
-Ops, plans, caches and tensors hold values: frozen, equal by contents. A script calls ``set_usage``
-on the quantizer that it made, or on the one that its op or a neighbour gave it. The classes here
-take those calls. What quantizes is :meth:`ChangeableQuantizer.value`, a value of the contents of
-that moment, so a change reaches no one who was handed a value before.
+Ops, plans, caches and tensors hold frozen quantizers, which are equal by contents. A script of
+te.ops calls ``set_usage`` on the quantizer that it made, or that an op gave it. The classes here
+accept these calls. They quantize with :meth:`ChangeableQuantizer.value`, a frozen quantizer of
+their present contents, so a change does not affect a frozen quantizer made before.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
 
 _VALUE_OF: dict[type, type[Quantizer]] = {}
-"""The class of values for each class here."""
+"""The class of frozen quantizers for each class here."""
 _CHANGEABLE: dict[type[Quantizer], type[ChangeableQuantizer]] = {}
 
 
 class _CountsValues(type):
-    """A value is an instance of the class that makes changeable ones of its kind."""
+    """A frozen quantizer counts as an instance of the changeable class of its kind."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return type.__instancecheck__(_VALUE_OF.get(cls, cls), instance)
@@ -40,22 +40,22 @@ class _CountsValues(type):
 
 
 class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
-    """A quantizer with attributes that may be set; equal to values of the same contents.
+    """A quantizer with attributes that a script may set.
 
-    A class of the user that extends one of these computes by its own methods,
-    on a copy of itself in the place of a value.
+    It is equal to a frozen quantizer of the same contents. A user's subclass
+    computes with its own methods, on a copy of itself.
     """
 
     internal: bool = False
-    """Accepted: every quantized tensor here is a tensor of torch."""
+    """Accepted, no effect: every quantized tensor of fuser is a torch.Tensor."""
     optimize_for_gemm: bool = False
-    """Accepted: a GEMM finds the layout of scales that it reads."""
+    """Accepted, no effect: a GEMM makes the layout of scales that it reads."""
     with_amax_reduction: bool = False
     amax_reduction_group: Any = None
     _is_value = False
 
     def value(self) -> Quantizer:
-        """The frozen quantizer of these contents."""
+        """The frozen quantizer of the present contents."""
         if self._is_value:
             return self
         made: Quantizer | None = self.__dict__.get("_value")
@@ -67,7 +67,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
             else:
                 contents = {f.name: getattr(self, f.name) for f in fields(value_class)}
                 made = value_class(**contents)
-            # Two threads may both make one; ``setdefault`` picks the one that both get.
+            # Two threads may both make one; ``setdefault`` gives both the same.
             made = self.__dict__.setdefault("_value", made)
         return made
 
@@ -114,12 +114,12 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         Raises
         ------
         InputError
-            If ``dtype`` is another than the tensor's, or as :meth:`update_quantized`.
+            If ``dtype`` is not the tensor's, or as :meth:`update_quantized`.
         """
         if dtype not in (None, tensor.dtype):
             raise InputError(
                 f"{type(self).__name__}.quantize got dtype {dtype} for a tensor of {tensor.dtype}; "
-                "a quantized tensor has the dtype of what it was made from: convert that first."
+                "a quantized tensor has the dtype of its source: convert the source first."
             )
         return self(tensor) if out is None else self.update_quantized(tensor, out)
 
@@ -130,22 +130,22 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         *,
         noop_flag: torch.Tensor | None = None,
     ) -> QuantizedTensor:
-        """Quantize ``src`` into the memory of ``dst``, with the copies that ``dst`` has.
+        """Quantize ``src`` into the memory of ``dst``, with the usage of ``dst``.
 
-        Where ``noop_flag``, a tensor of one element, is not zero, ``dst`` stays
-        as it is. Returns ``dst``.
+        If ``noop_flag``, a tensor of one element, is not zero, ``dst`` does not
+        change. Returns ``dst``.
 
         Raises
         ------
         InputError
-            If ``dst`` has another shape, or bytes that mean something else, or is not quantized,
-            such as a view that cuts the blocks of its tensor.
+            If ``dst`` has another shape or another format, or is not quantized, such as a view
+            that cuts the blocks of its tensor.
         """
         if not isinstance(dst, QuantizedTensor):
             raise InputError(
                 f"{type(self).__name__}.update_quantized writes into a quantized tensor; got a "
-                f"{type(dst).__name__} of shape {tuple(dst.shape)}. A view that is none is written "
-                "to by copy_."
+                f"{type(dst).__name__} of shape {tuple(dst.shape)}. Write to an unquantized view "
+                "with copy_."
             )
         usage = {"rowwise": dst._has("rowwise"), "columnwise": dst._has("columnwise")}
         maker = self.value().with_usage(**usage)
@@ -178,7 +178,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         requires_grad: bool = False,
         pin_memory: bool = False,
     ) -> QuantizedTensor:
-        """A quantized tensor of zeros, to be written to."""
+        """A quantized tensor of zeros, for a later write."""
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=default_device(device))
         made = self.value()(zeros)
         if pin_memory:
@@ -186,32 +186,32 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Whether calling the quantizer with such a tensor succeeds."""
+        """Whether the quantizer can quantize this tensor."""
         return inp.dim() > 0 and inp.dtype in QUANTIZABLE
 
-    # -- what it makes ----------------------------------------------------------
+    # -- usage -------------------------------------------------------------------
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
-        """A value for other copies."""
+        """A frozen quantizer with another usage."""
         value = self.value()
         if isinstance(value, ChangeableQuantizer):
             return Quantizer.with_usage(value, rowwise=rowwise, columnwise=columnwise)
         return value.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Make other copies from now on; None leaves one as it is."""
+        """Set which copies to make from now on; None leaves a copy's setting unchanged."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
     def get_usages(self) -> dict[str, bool]:
-        """Which copies are made: ``rowwise`` and ``columnwise``."""
+        """The usage: whether to make the ``rowwise`` and the ``columnwise`` copy."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     @property
     def rowwise_usage(self) -> bool:
-        """Whether the rowwise copy is made; may be set."""
+        """Whether to make the rowwise copy; may be set."""
         return self.rowwise
 
     @rowwise_usage.setter
@@ -220,7 +220,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
 
     @property
     def columnwise_usage(self) -> bool:
-        """Whether the columnwise copy is made; may be set."""
+        """Whether to make the columnwise copy; may be set."""
         return self.columnwise
 
     @columnwise_usage.setter
@@ -229,16 +229,16 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
 
     @property
     def dtype(self) -> DType:
-        """The element type that it quantizes to."""
+        """The element type of quantized tensors."""
         return self.value().format.element
 
     def copy(self) -> ChangeableQuantizer:
-        """Another one with the same contents."""
+        """A second quantizer with the same contents."""
         return copy.copy(self)
 
 
 def _is_derived(cls: type, name: str) -> bool:
-    """Whether an instance keeps under ``name`` what follows from its contents."""
+    """Whether ``name`` is a cache of a value that follows from the contents."""
     if name in ("_value", "_family", "_is_value"):
         return True
     return isinstance(getattr(cls, name, None), functools.cached_property)
@@ -276,8 +276,8 @@ class Float8CurrentScalingQuantizer(ChangeableQuantizer, tensors.Float8CurrentSc
     ) -> None:
         if use_existing_amax:
             raise InputError(
-                "Float8CurrentScalingQuantizer got use_existing_amax=True; it has no amax of its "
-                "own, and finds that of the tensor at every call."
+                "Float8CurrentScalingQuantizer got use_existing_amax=True; it keeps no amax, "
+                "and computes the amax of the tensor at every call."
             )
         tensors.Float8CurrentScalingQuantizer.__init__(self, fp8_dtype, device, **options)
         if with_amax_reduction:
@@ -333,14 +333,14 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
         )
 
 
-# -- what scripts are handed ---------------------------------------------------------
+# -- quantizers for scripts ----------------------------------------------------------
 
 
 def changeable(value: Any, before: Any = None) -> Any:
-    """A changeable quantizer of the contents of ``value``; None, and a user's own, as they are.
+    """A changeable quantizer of the contents of ``value``; None and a user's own are unchanged.
 
-    ``before`` is what was handed out earlier in the same place: it is handed
-    out again for the same value, and keeps its usage for another.
+    ``before`` is the previous result for the same place. It is returned again
+    for an equal value; for another value the result keeps its usage.
     """
     cls = _CHANGEABLE.get(type(value))
     if cls is None:
@@ -356,7 +356,7 @@ def changeable(value: Any, before: Any = None) -> Any:
 
 
 def _quantizer_of(tensor: QuantizedTensor) -> Any:
-    """A changeable quantizer of the tensor's contents; a change does not reach the tensor."""
+    """A changeable copy of the tensor's quantizer; a change does not affect the tensor."""
     return changeable(tensor._quantizer)
 
 

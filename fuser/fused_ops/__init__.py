@@ -1,4 +1,4 @@
-"""Fused operations: one class for each way to run a window of basic ops at once."""
+"""Fused operations: each class runs a window of basic ops together."""
 
 from fuser.fused_ops.backward_activation_bias import BackwardActivationBias
 from fuser.fused_ops.backward_add_norm import BackwardAddLayerNorm, BackwardAddRMSNorm

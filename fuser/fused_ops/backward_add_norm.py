@@ -15,7 +15,7 @@ from fuser.specs import PlanKey
 class _BackwardAddNorm(FusedOperation):
     """``dx = norm_backward(dy) + d_extra``, added in fp32 and rounded once.
 
-    The ops alone round the norm's gradient first: their sum has 1.4 times this one's error.
+    Unfused, the ops round the norm's gradient first, and the sum has 1.4 times this error.
     """
 
     side = "backward"

@@ -14,7 +14,7 @@ from fuser.specs import PlanKey
 class BackwardLinearScale(FusedOperation):
     """``dx = scale * dy @ weight; dw = scale * dy.T @ x``: the scale is the GEMMs' ``alpha``.
 
-    Of native quantized GEMMs it is part of the scales of ``dy``, which is quantized without it.
+    In native quantized GEMMs it multiplies the scales of ``dy``, which is quantized without it.
     """
 
     window = (BasicLinear, ConstantScale)

@@ -1,4 +1,4 @@
-"""The fusions that ship, in the order in which ties between equal windows are decided."""
+"""Catalog of the built-in fusions; of two with equal cost and window, the first wins."""
 
 from fuser.fused_ops.backward_activation_bias import BackwardActivationBias
 from fuser.fused_ops.backward_add_norm import BackwardAddLayerNorm, BackwardAddRMSNorm

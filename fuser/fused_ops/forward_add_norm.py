@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
+from fuser.basic_ops.normalization import kernel_names
 from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
 
 class _ForwardAddNorm(FusedOperation):
-    """``z = x + extra; y = norm(z)``, with z as an extra output where one is made of it."""
+    """``z = x + extra; y = norm(z)``, with z as an extra output if there is a MakeExtraOutput."""
 
     side = "forward"
 
@@ -26,7 +27,7 @@ class _ForwardAddNorm(FusedOperation):
         name = type(norm).__name__.lower()
         if not cls._adds_in_kernel(norm, key):
             return (("add", 1), (name, count - 1))
-        *first, last = norm.passes(f"add_{name}", side, key.window(count - 1, count))
+        *first, last = kernel_names(norm, f"add_{name}", side, key.window(count - 1, count))
         return (*((name, 0) for name in first), (last, count))
 
     @classmethod
@@ -64,12 +65,12 @@ class _ForwardAddNorm(FusedOperation):
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):
-    """``z = x + extra; y = rmsnorm(z)``; z is also exposed where there is a MakeExtraOutput."""
+    """``z = x + extra; y = rmsnorm(z)``; z is an extra output if there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), RMSNorm)
 
 
 class ForwardAddLayerNorm(_ForwardAddNorm):
-    """``z = x + extra; y = layernorm(z)``; z is also exposed where there is a MakeExtraOutput."""
+    """``z = x + extra; y = layernorm(z)``; z is an extra output if there is a MakeExtraOutput."""
 
     window = (AddExtraInput, Optional(MakeExtraOutput), LayerNorm)

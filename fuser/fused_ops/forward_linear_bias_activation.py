@@ -17,8 +17,8 @@ from fuser.specs import PlanKey
 class ForwardLinearBiasActivation(FusedOperation):
     """``y = f(x @ weight.T + bias)``: the bias is a GEMM epilogue.
 
-    The activation runs in the same step. Where nothing needs its input for
-    backward, tanh GELU on CUDA is a GEMM epilogue as well.
+    The activation runs in the same step. If backward does not need its input,
+    tanh GELU on CUDA is a GEMM epilogue too.
     """
 
     window = (BasicLinear, Bias, Optional(Activation))

@@ -19,8 +19,8 @@ _count_dispatch_modes = torch._C._len_torch_dispatch_stack
 class ForwardLinearBiasAdd(FusedOperation):
     """``y = x @ weight.T + bias + extra``: without a bias one GEMM with ``beta = 1``.
 
-    With a bias, that is the GEMM's epilogue, and the extra input is added to
-    the GEMM's output, in place where nobody else may hold that.
+    With a bias, the bias is the GEMM's epilogue, and the extra input is added to
+    the GEMM's output; in place, unless something else may hold that output.
     """
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)

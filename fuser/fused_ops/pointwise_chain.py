@@ -1,4 +1,4 @@
-"""PointwiseChain: a run of pointwise ops as one kernel forward and one backward."""
+"""PointwiseChain: consecutive pointwise ops as one kernel in forward and one in backward."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from fuser.specs import PlanKey
 
 _POINTWISE = OneOf(Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
 
-# Stages whose input and whose operand have the gradient of the output, summed or as it is.
+# Stages that are sums: the gradients of input and operand are the output's, perhaps summed.
 _SUMS = ("bias", "add_extra_input")
 
 
 class PointwiseChain(FusedOperation):
-    """``y = f_n(... f_1(x))`` of two or more pointwise ops, each rounded as it is alone.
+    """``y = f_n(... f_1(x))`` of two or more pointwise ops, each rounded as if it ran alone.
 
-    Saves its input alone, and what its operands' gradients need; backward
-    computes the values in between again.
+    Saves only its input, and operands that backward needs. Backward computes
+    the values between the ops again.
     """
 
     window = (_POINTWISE, Many(_POINTWISE))
@@ -53,12 +53,12 @@ class PointwiseChain(FusedOperation):
         gated = [op for op in activations if op.function.is_gated]
         if len(gated) > 1:
             names = " and ".join(type(op).__name__ for op in gated)
-            return f"a chain halves its columns once, and {names} both do."
+            return f"a chain halves its columns at most once, and {names} both do."
         for op in ops:
             if isinstance(op, Activation) and op.cache_quantized_input:
-                return f"{type(op).__name__} caches its input quantized, and a chain saves its own."
+                return f"{type(op).__name__} caches its input quantized; a chain does not."
             if isinstance(op, ConstantScale) and abs(op.scale) > pointwise.MAX_FLOAT32:
-                return f"the scale {op.scale} is no number in fp32, which kernels compute in."
+                return f"the scale {op.scale} is not finite in fp32, in which kernels compute."
         return _dtype_refusal(ops, key)
 
     @classmethod
@@ -84,7 +84,7 @@ class PointwiseChain(FusedOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         ctx: Any = basic_op_ctxs[0]
         shape = tuple(input_.shape)
-        # Of the ops that do something: which they are, what they do, with which operand.
+        # Index, stage and operand of each op that does something.
         owners: list[int] = []
         chain: list[Stage] = []
         operands: list[torch.Tensor | None] = []
@@ -147,13 +147,13 @@ class PointwiseChain(FusedOperation):
 
 
 def _name(op: Any) -> str:
-    """An op in the name of a kernel."""
+    """The name of an op in the name of a kernel."""
     name: str = op.kernels("forward", None)[-1]
     return name
 
 
 def _are_sums(stages: Stages) -> bool:
-    """Whether a gradient passes ``stages`` as it is."""
+    """Whether ``stages`` leave a gradient unchanged."""
     return all(stage.name in _SUMS for stage in stages)
 
 
@@ -163,12 +163,12 @@ def _reads_again(stages: Stages) -> bool:
 
 
 def _wants_grad(ctx: OperationContext) -> bool:
-    """Whether the operand of an op needs a gradient: a bias, or an extra input."""
+    """Whether the operand of an op, a bias or an extra input, needs a gradient."""
     return any(ctx.params_require_grad) or any(ctx.extra_inputs_require_grad)
 
 
 def _dtype_refusal(ops: Sequence[Any], key: PlanKey) -> str | None:
-    """That the dtypes in a chain differ, with two of them; None where they do not."""
+    """A sentence with two dtypes of the chain that differ; None if all are equal."""
     dtype = key.ops[0].input_dtype
     found = []
     for op, op_key in zip(ops, key.ops, strict=True):

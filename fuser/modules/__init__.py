@@ -1,4 +1,4 @@
-"""Layers on top of the ops."""
+"""Layers: common layers made of ops."""
 
 from fuser.modules.layers import LayerNormLinear, LayerNormMLP, Linear
 

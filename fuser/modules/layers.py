@@ -1,4 +1,4 @@
-"""Layers for people who want a layer: a norm, linears and an activation as one pipeline."""
+"""Layers: a norm, linears and an activation as one pipeline in one module."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ACTIVATIONS = {
     and cls is not basic_ops.Activation
 } | {"clamped_swiglu": basic_ops.ClampedSwiGLU}
 
-# What other libraries' layers of these names take besides, with the value at which it is off, and
-# why there is nothing else.
+# More arguments of other libraries' layers: the value that turns each off, and the reason why
+# fuser accepts only that value.
 _SHARDING = "a layer runs on one rank"
 _OVERLAP = "communication is not overlapped with GEMMs"
 OFF: dict[str, tuple[Any, str]] = {
@@ -47,7 +47,7 @@ OFF: dict[str, tuple[Any, str]] = {
         )
     },
 }
-# These describe work that is not done here, and change no result.
+# Arguments for work that fuser does not do; they change no result.
 IGNORED = ("ub_name", "seq_length", "micro_batch_size")
 
 Place = tuple[BasicOperation, str]
@@ -57,16 +57,17 @@ InitMethod = Callable[[torch.Tensor], Any]
 class _Layer(torch.nn.Module):
     """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
-    The ops are no submodules. A call puts the layer's parameters into them, so
-    that one which was replaced, sharded or swapped is the one that is used.
+    The ops are not submodules. Each call gives them the layer's parameters, so
+    that they use a parameter that was replaced, sharded or swapped.
 
     Parameters
     ----------
     places
-        For the name of each parameter: the op that computes with it, and its
-        name there; None for an op without one.
+        For the name of each parameter: the op that uses it, and its name in
+        that op; None if there is no such parameter.
     init_methods
-        What initialises weights of linears, by their names; None for the op's own.
+        Functions that initialise weights of linears, by name; None for the
+        op's own initialisation.
     """
 
     ops: Sequential
@@ -98,7 +99,7 @@ class _Layer(torch.nn.Module):
         """Run the layer on ``[..., in_features]``.
 
         ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights
-        and keeps them, False takes the kept ones, None quantizes at every call.
+        and keeps them, False uses the kept ones, None quantizes at every call.
 
         Raises
         ------
@@ -109,7 +110,7 @@ class _Layer(torch.nn.Module):
         if fp8_output or fp8_grad:
             raise InputError(
                 f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
-                "layer's output and gradient are plain. fuser.Quantize in a Sequential quantizes."
+                "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
             )
         self._hand_parameters_to_ops()
         if not self._has_run and self._init_methods and self._is_on_meta():
@@ -124,18 +125,18 @@ class _Layer(torch.nn.Module):
         output = self.ops(input, op_kwargs=kwargs)
         if not self._has_run:
             if self._is_on_meta():
-                self._take_parameters_of_ops()  # which made real ones
+                self._take_parameters_of_ops()  # the ops have allocated them
             self._has_run = True
         assert isinstance(output, torch.Tensor)
         return output
 
     def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
-        """What a call with such an input would run; as ``Sequential.plan``."""
+        """The plan of a call with such an input, as from ``Sequential.plan``."""
         self._hand_parameters_to_ops()
         return self.ops.plan(input, training=training)
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters as the ops do; makes those that are on meta."""
+        """Initialise the parameters as the ops do. Parameters on meta are allocated first."""
         self._hand_parameters_to_ops()
         for _, op in self._basic_ops():
             if op._parameters:
@@ -174,8 +175,8 @@ class _Layer(torch.nn.Module):
         except KeyError:
             raise StateError(
                 f"{type(self).__name__} has no parameter {name!r} any more: it computes with its "
-                "own parameters only. Remove what has taken its place, a parametrization or a "
-                "pruning, or put it on a torch module."
+                "own parameters only. Remove the parametrization or pruning that has replaced it, "
+                "or use a torch module here."
             ) from None
 
     def _take_parameters_of_ops(self) -> None:
@@ -183,7 +184,7 @@ class _Layer(torch.nn.Module):
             self._parameters[name] = op._parameters[name_in_op]
 
     def _basic_ops(self) -> Iterator[tuple[str, BasicOperation]]:
-        """The basic ops, each with the path that it has as a submodule."""
+        """The basic ops, each with its path as a submodule."""
         for i, op in enumerate(self.ops):
             if isinstance(op, FusedOperation):
                 for k, member in enumerate(op.members):
@@ -193,9 +194,9 @@ class _Layer(torch.nn.Module):
                 yield f"ops.{i}", op
 
     def get_extra_state(self) -> torch.Tensor:
-        """Delayed scaling's state of all ops, each after its length, as a plain fp32 tensor.
+        """Delayed scaling's state of all ops, each after its length, as an fp32 tensor.
 
-        Empty and uint8 where there is none.
+        An empty uint8 tensor if there is none.
         """
         states = [op.get_extra_state() for _, op in self._basic_ops()]
         if not any(state.numel() for state in states):
@@ -206,7 +207,7 @@ class _Layer(torch.nn.Module):
         return torch.cat([tensor for part in parts for tensor in part])
 
     def set_extra_state(self, state: Any) -> None:
-        """Take such state; that of other libraries is pickled bytes, and not read."""
+        """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
         is_ours = isinstance(state, torch.Tensor) and (
             not state.numel() or state.dtype is torch.float32
         )
@@ -227,7 +228,7 @@ class _Layer(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load; also what was saved of the ops, under the names that parameters have there."""
+        """Load a state of the layer, or one of its ops with the names of their parameters."""
         paths = {id(op): path for path, op in self._basic_ops()}
         for name, (op, name_in_op) in self._places.items():
             value = state_dict.pop(f"{prefix}{paths[id(op)]}.{name_in_op}", None)
@@ -263,17 +264,17 @@ class Linear(_Layer):
     parallel_mode, tp_group, sequence_parallel, get_rng_state_tracker, fuse_wgrad_accumulation
         ``tensor_parallel_mode``, ``tensor_parallel_group``, ``sequence_parallel``,
         ``rng_state_tracker_function`` and ``accumulate_into_main_grad`` of
-        ``BasicLinear``, whose names are taken too.
+        ``BasicLinear``; these names are accepted too.
     name
-        What a custom recipe's factory is told.
+        A name for a custom recipe's factory.
     options
-        Arguments that other libraries' layers of this name take, at the values
-        at which they are off.
+        Arguments of other libraries' layers of this name, with the values that
+        turn them off.
 
     Raises
     ------
     InputError
-        If such an argument is on.
+        If such an argument is turned on.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class LayerNormLinear(_Layer):
     Raises
     ------
     InputError
-        If the normalization is another, or as :class:`Linear`.
+        If the normalization has another name, or as :class:`Linear`.
     """
 
     def __init__(
@@ -394,13 +395,12 @@ class LayerNormMLP(_Layer):
     init_method, output_layer_init_method
         Called with the weight of the first and of the second linear.
     name
-        What a custom recipe's factory is told, with ``.fc1`` and ``.fc2``.
+        A name for a custom recipe's factory, which gets it with ``.fc1`` and ``.fc2``.
 
     Raises
     ------
     InputError
-        If the normalization or the activation is none that there is, or as
-        :class:`Linear`.
+        If there is no such normalization or activation, or as :class:`Linear`.
     """
 
     def __init__(
@@ -468,7 +468,9 @@ class LayerNormMLP(_Layer):
 def _one(first: str, value: Any, second: str, other: Any) -> Any:
     """The value of an argument with two names."""
     if value is not None and other is not None and value != other:
-        raise InputError(f"A layer got {first} {value} and {second} {other}, names of one thing.")
+        raise InputError(
+            f"A layer got {first} {value} and {second} {other}, two names of one argument."
+        )
     return other if value is None else value
 
 
@@ -483,7 +485,7 @@ _LINEAR_NAMES = {
 
 
 def _linear_options(layer: type, options: dict[str, Any]) -> dict[str, Any]:
-    """What of ``options`` the linear op takes; refuses what there is none of here."""
+    """The arguments in ``options`` that the linear op takes. Refuses arguments that are on."""
     names = {**_LINEAR_NAMES, **{name: name for name in _LINEAR_NAMES.values()}}
     taken = {}
     for name, value in options.items():
@@ -493,8 +495,8 @@ def _linear_options(layer: type, options: dict[str, Any]) -> dict[str, Any]:
             default, reason = OFF[name]
             if value != default:
                 raise InputError(
-                    f"{layer.__name__} got {name}={value!r}; {reason}, so it takes {default!r} "
-                    "alone."
+                    f"{layer.__name__} got {name}={value!r}; {reason}, so it takes only "
+                    f"{default!r}."
                 )
         elif name not in IGNORED:
             raise InputTypeError(f"{layer.__name__} takes no argument {name!r}.")

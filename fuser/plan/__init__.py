@@ -1,4 +1,4 @@
-"""Plans: the graph of a pipeline, windows that fusions match, the cover, and what is said of it."""
+"""Plans: the graph of a pipeline, windows of fusions, costs, covers, and plans as text."""
 
 from fuser.plan.plan import FusionPlan, ModuleCall, Refusal, Step
 from fuser.plan.window import Many, OneOf, Optional

@@ -1,4 +1,4 @@
-"""A pipeline as a graph: basic ops, the tensors between them, and what a window moves."""
+"""The graph of a pipeline: basic ops, the tensors between them, and the bytes of windows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Memory = Hashable
 
 @dataclass(frozen=True)
 class Source:
-    """Where an extra input comes from: the caller's list, or another op's extra output.
+    """The source of an extra input: the caller, or an extra output of another op.
 
-    Of an open channel it comes from the caller too.
+    The extra input of an open channel comes from the caller too.
     """
 
     caller_index: int | None
@@ -32,7 +32,7 @@ class Source:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The producing op and which of its extra outputs; only of a channel."""
+        """The producing op and the index of its extra output; only for a channel."""
         assert self.producer is not None
         assert self.producer_output is not None
         return self.producer, self.producer_output
@@ -41,10 +41,10 @@ class Source:
 def extra_input_sources(
     ops: Sequence[BasicOperation], open_channels: Collection[str] = ()
 ) -> list[tuple[Source, ...]]:
-    """For each op, where each of its extra inputs comes from.
+    """For each op, the source of each of its extra inputs.
 
-    Of ``open_channels`` the other end may be outside of ``ops``: one that no op here produces is an
-    extra input from the caller.
+    The producer of a channel in ``open_channels`` may be outside of ``ops``; the extra input then
+    comes from the caller.
 
     Raises
     ------
@@ -88,9 +88,9 @@ def extra_input_sources(
 def returned_outputs(
     ops: Sequence[BasicOperation], open_channels: Collection[str] = ()
 ) -> tuple[tuple[int, int], ...]:
-    """The extra outputs that leave ``ops``: the caller's, and those on open channels.
+    """The extra outputs that leave ``ops``: to the caller, or on an open channel.
 
-    Each is the index of its op, and which it is of those.
+    Each is the index of an op, and the index of the extra output among those of the op.
     """
     return tuple(
         (index, output)
@@ -105,7 +105,7 @@ def _named(ops: Sequence[BasicOperation], index: int) -> str:
 
 
 def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
-    """``key`` with what travels quantized between ``ops``: one op wants it so, and one emits it."""
+    """``key`` with the quantization of each tensor between ``ops``, as the two ops agree on it."""
     if key.recipe is None:
         return key
     narrowed = [key.window(i, i + 1) for i in range(len(ops))]
@@ -128,7 +128,7 @@ def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
 
 
 class OpGraph:
-    """The tensors of a pipeline, and the bytes that any window of its ops moves.
+    """The tensors of a pipeline, and the bytes that each window of its ops moves.
 
     Parameters
     ----------
@@ -139,14 +139,14 @@ class OpGraph:
     input_spec, extra_specs
         The pipeline's main input and the extra inputs from its caller.
     autocast
-        The dtype of torch's autocast, None where it is off.
+        The dtype of torch's autocast, None if it is off.
     returned
         From :func:`returned_outputs`; None if no channel is open.
 
     Raises
     ------
     InputError
-        If an op cannot take what arrives at it.
+        If an op cannot take its input.
     """
 
     def __init__(
@@ -161,10 +161,9 @@ class OpGraph:
         self.ops = tuple(ops)
         self.sources = tuple(sources)
         self.returned = returned_outputs(ops) if returned is None else returned
-        # An empty batch is planned as one token, and its shapes are not checked here.
-        shape_is_known = (
-            0 not in input_spec.shape
-        )  # whether every op so far has shape_is_known its output
+        # The shape is known as long as every op has returned its output_spec. An empty batch is
+        # planned as one token, and its shapes are not checked here.
+        shape_is_known = 0 not in input_spec.shape
         self.main_specs = [_without_zeros(input_spec)]
         self.tokens = math.prod(self.main_specs[0].shape[:-1])
         given = [_without_zeros(spec) for spec in extra_specs]
@@ -200,11 +199,11 @@ class OpGraph:
         """Build ``flows``: the digraph of values and the digraph of gradients.
 
         Nodes are basic-op indices, ``"input"``, ``"output"``, ``("extra input",
-        k)`` for what the caller passes and ``("extra output", op, k)`` for what
-        it gets back. An edge holds ``tensors``, a mapping from a name of the
-        memory to its bytes: a tensor that an op passes on by reference keeps
-        its name, and is not moved twice. ``arriving`` has the name of what
-        arrives at each op on the main line.
+        k)`` for tensors from the caller and ``("extra output", op, k)`` for
+        tensors to the caller. An edge has ``tensors``, a mapping from the name
+        of a memory to its bytes: a tensor that an op returns by reference keeps
+        its name, and is counted once. ``arriving`` has the name of each op's
+        main input.
         """
         self.key = key
         slots = [find_slots(op, _named(self.ops, i)) for i, op in enumerate(self.ops)]
@@ -243,7 +242,7 @@ class OpGraph:
         )
 
     def _memory_names(self, key: PlanKey) -> tuple[dict[Node, Memory], dict[Node, Memory]]:
-        """The memory of each value and of each gradient; references share a name."""
+        """The name of the memory of each value and each gradient; references share a name."""
         count = len(self.ops)
         passes_on = {
             side: [not op.kernels(side, key.window(i, i + 1)) for i, op in enumerate(self.ops)]
@@ -278,10 +277,10 @@ class OpGraph:
         return value, gradient
 
     def channels_inside(self, start: int, stop: int) -> str | None:
-        """Why ops ``start`` up to ``stop`` cannot run as one; None if the window is closed.
+        """The channel inside ops ``start`` to ``stop - 1``, as a sentence; None if there is none.
 
-        A fused op gets all extra inputs before it runs, so none of them may be
-        an extra output of its own. One that a registered function has put in
+        A fused op gets all extra inputs before it runs, so none of them can be
+        one of its own extra outputs. A fused op from a registered function
         makes such a tensor itself.
         """
         for consumer in range(start, stop):
@@ -296,14 +295,14 @@ class OpGraph:
     def window_bytes(
         self, start: int, stop: int, side: str, *, recomputes: bool = False
     ) -> tuple[int, int]:
-        """Bytes that one kernel for ops ``start`` up to ``stop`` must move.
+        """Bytes that one kernel for ops ``start`` to ``stop - 1`` must move.
 
-        Each tensor that enters is read once, each that leaves is written once,
-        and so is each that backward needs; tensors inside are free. The first
-        number is for all tokens of the pipeline's input; the second, of the
-        parameters and their gradients, does not depend on the tokens. A window
-        that ``recomputes`` saves its own input for all its ops, and reads extra
-        inputs again.
+        The kernel reads each tensor that enters once, and writes each tensor
+        that leaves or that backward needs once; tensors inside are free. The
+        first number is for all tokens of the pipeline's input. The second is
+        for parameters and their gradients, and does not depend on the tokens.
+        A window that ``recomputes`` saves its own input for all its ops, and
+        reads extra inputs again.
         """
         flow = self.flows[side]
         inside = range(start, stop)
@@ -332,25 +331,25 @@ class OpGraph:
         return sum((entering | saved | leaving).values()) + statistics, params
 
     def gap_bytes(self, gap: int, side: str) -> int:
-        """Bytes of the main line between op ``gap - 1`` and op ``gap``, or of its gradient."""
+        """Bytes of the tensor between op ``gap - 1`` and op ``gap``, or of its gradient."""
         spec = self.main_specs[gap]
         emission = self.quant_spec(gap, side)
         return spec.nbytes if emission is None else emission.nbytes(spec)
 
     def quant_spec(self, gap: int, side: str) -> QuantSpec | None:
-        """How the main line there, or its gradient, travels quantized; None for plain."""
+        """The quantization of the tensor at ``gap``, or of its gradient; None for unquantized."""
         keys = self.key.ops
         if gap == len(keys):
             return keys[gap - 1].output if side == "forward" else None
         return keys[gap].input if side == "forward" else keys[gap].grad_input
 
     def quantize_kernels(self, start: int, stop: int, side: str) -> list[tuple[str, int, int]]:
-        """What ops ``start`` up to ``stop`` quantize because it arrives plain.
+        """The kernels by which ops ``start`` to ``stop - 1`` quantize unquantized inputs.
 
-        Nothing travels quantized inside of a window. For each the kernel's name
-        and the bytes that it adds, those of tokens and those of parameters: the
-        plain tensor is read in any case, and the quantized one is written and
-        read.
+        Tensors inside a window are unquantized. Each entry has the kernel's
+        name and the bytes that it adds, for tokens and for parameters. The
+        unquantized tensor is read in any case, so only writing and reading the
+        quantized one counts.
         """
         kernels: list[tuple[str, int, int]] = []
         for i in range(start, stop) if self.key.recipe is not None else ():
@@ -370,9 +369,9 @@ class OpGraph:
         return kernels
 
     def emitting_bytes(self, start: int, stop: int, side: str) -> int | None:
-        """What it costs to quantize what a window hands on in a kernel of its own.
+        """Bytes that a kernel of its own moves to quantize a window's output; None if it need not.
 
-        The plain tensor is written and read; None where nothing is quantized there.
+        The unquantized tensor is written and read once more.
         """
         gap = stop if side == "forward" else start
         return None if self.quant_spec(gap, side) is None else 2 * self.main_specs[gap].nbytes

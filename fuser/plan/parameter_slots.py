@@ -1,4 +1,4 @@
-"""Where the parameters of an op are held, by the names that it declares."""
+"""Parameter slots: the places where an op's parameters are, by their declared names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fuser.errors import StateError
 from fuser.op import BasicOperation
 
 Slot = tuple[dict[str, Any], str]
-"""Where a parameter is held: a dict, and its name in it."""
+"""The place of a parameter: a dict, and a name in it."""
 
 
 def find_slots(op: BasicOperation, who: str) -> list[Slot]:
-    """Where each parameter of ``op`` is held at this moment, in the order of its gradients.
+    """The present slot of each parameter of ``op``, in the order of the gradients.
 
-    That is where torch registers parameters, or, where a hook computes one before each call, as
-    those of ``torch.nn.utils.prune`` and ``weight_norm`` do, a plain attribute: its gradient goes
-    on to what it was computed from. ``who`` names the op in messages.
+    Usually this is torch's dict of parameters. Hooks such as those of ``torch.nn.utils.prune`` and
+    ``weight_norm`` compute a parameter before each call; it is then a plain attribute, and autograd
+    continues from its gradient. ``who`` names the op in messages.
 
     Raises
     ------
@@ -46,21 +46,21 @@ def find_slots(op: BasicOperation, who: str) -> list[Slot]:
                 "as a whole, or use a torch module here."
             )
         slots.append(slot)
-    # Beside a computed one there is, under any name, what it is computed from.
+    # A computed parameter has its sources beside it, under any name.
     if not any(map(is_computed, slots)):
         for name, _ in op.named_parameters(remove_duplicate=False):
             if name not in names:
                 raise StateError(
                     f"{who} holds a parameter {name!r} that is not its own, and gives it no "
-                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Hold "
-                    "it outside of the op; a class of ops that computes with it names it in "
-                    "parameter_names."
+                    f"gradient: its parameters are {', '.join(map(repr, names)) or 'none'}. Keep "
+                    "it outside of the op; if the op computes with it, add it to the "
+                    "parameter_names of its class."
                 )
     return slots
 
 
 def _registered_slots(op: BasicOperation) -> list[Slot]:
-    """Slots of an op that does not name its parameters: by first registration, each once."""
+    """Slots of an op without ``parameter_names``: in order of registration, each once."""
     slots = [slot for name in op._registered_names if (slot := _slot(op, name)) is not None]
     # torch computes "weight" from "weight_orig", or from "weight_g" and "weight_v".
     sources = tuple(f"{name}_" for held, name in slots if held is op.__dict__)
@@ -75,7 +75,7 @@ def _registered_slots(op: BasicOperation) -> list[Slot]:
 
 
 def _slot(op: torch.nn.Module, path: str) -> Slot | None:
-    """Where the parameter of that path is held; None if it is nowhere."""
+    """The slot of the parameter at ``path``; None if there is none."""
     owner, _, name = path.rpartition(".")
     module = dict(op.named_modules()).get(owner) if owner else op
     for held in (module._parameters, module.__dict__) if module is not None else ():
@@ -85,5 +85,5 @@ def _slot(op: torch.nn.Module, path: str) -> Slot | None:
 
 
 def is_computed(slot: Slot) -> bool:
-    """Whether a parameter is a plain attribute, and not where torch registers parameters."""
+    """Whether a parameter is a plain attribute, and not in torch's dict of parameters."""
     return "_parameters" in slot[0]  # an attribute of every module

@@ -1,4 +1,4 @@
-"""A fusion plan: what runs, what it moves, what was refused and why; as text, dict and DOT."""
+"""Fusion plans: steps, bytes, modelled times and refusals; as text, dict and DOT."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Step:
     """One entry of a plan: a basic op, or a window of them run by one fused op.
 
     ``ops`` are basic-op indices in pipeline order, ``fusion`` the fused op's
-    class name (None for a basic op), ``kernel`` what is launched (empty where
-    only references are passed on). ``bytes_per_token`` are the bytes moved
-    through memory divided by the tokens (rows of the pipeline's input), with
-    parameters spread over the plan's nominal token count; ``microseconds`` is
-    the modelled memory and launch time for that many tokens. ``emits`` is how
-    the step hands on its output, or the gradient of its input: the format and
-    which copies of it, None for plain.
+    class name (None for a basic op), ``kernel`` its kernels (empty if the step
+    only returns references). ``bytes_per_token`` are the bytes moved through
+    memory, divided by the tokens (rows of the pipeline's input); the bytes of
+    parameters are divided by the plan's nominal token count. ``microseconds``
+    is the modelled memory and launch time for that token count. ``emits`` is
+    the quantization of the step's output, or of its input's gradient; None for
+    unquantized.
     """
 
     ops: tuple[int, ...]
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A window that matched a fusion by type and does not run as it, with the reason."""
+    """A window that matches a fusion by type but does not run as that fusion, with the reason."""
 
     fusion: str
     side: str
@@ -48,7 +48,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class VectorNote:
-    """What a step does about a tensor: how it lies in memory, or that blocks do not divide it."""
+    """A note on a tensor of a step: its layout in memory, or its padding to whole blocks."""
 
     side: str
     ops: tuple[int, ...]
@@ -57,11 +57,11 @@ class VectorNote:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """A module that is called between pipelines, and why it is part of none.
+    """A module that is called outside of pipelines, and the reason.
 
-    ``ops`` are the basic ops of an op that is called so, and empty for another
-    module. ``before`` is the index of the op that comes after such a module, or
-    of its own first one.
+    ``ops`` are the basic ops of the module if it is an op, else empty.
+    ``before`` is the index of the next op after the module, or of the first of
+    ``ops``.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Channel:
-    """An extra output routed to an extra input, in one pipeline or from one to another."""
+    """An extra output that is an extra input of a later op, perhaps in another pipeline."""
 
     name: str
     producer: int
@@ -81,17 +81,15 @@ class Channel:
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """What a pipeline runs for one plan key.
+    """The steps that a pipeline runs for one plan key.
 
-    ``forward`` and ``backward`` hold the steps in the order in which they run:
-    backward from the last op to the first, and empty where nothing needs a
-    gradient. ``activation_bytes[i]`` is what the main line carries into op ``i``, in
-    bytes a token, and ``grad_activation_bytes[i]`` what its gradient carries out of
-    it; the last entries are the output's. ``layout`` and ``padding`` speak of
-    the tensors for which the plan was asked, and are empty in one that is cached
-    by its key.
-    ``modules`` are called between the pipelines of one plan for several, and
-    not modelled.
+    ``forward`` and ``backward`` have the steps in the order in which they run:
+    backward from the last op to the first, and empty if nothing needs a
+    gradient. ``activation_bytes[i]`` are the bytes per token of the main input
+    of op ``i``, and ``grad_activation_bytes[i]`` those of its gradient; the last
+    entries are for the output. ``layout`` and ``padding`` are notes on the
+    tensors given to ``plan``; a cached plan has none. ``modules`` are called
+    between the pipelines, in a plan for several, and are not modelled.
     """
 
     key: PlanKey
@@ -156,7 +154,7 @@ class FusionPlan:
         return "\n".join(lines)
 
     def _title(self, note: VectorNote) -> str:
-        """The step that a note is about."""
+        """The name of the step that a note is about."""
         steps = self.steps(note.side)
         return next(s.fusion for s in steps if s.ops == note.ops) or self.ops[note.ops[0]]
 
@@ -185,18 +183,18 @@ class FusionPlan:
         ]
 
     def modules_before(self, op: int) -> list[ModuleCall]:
-        """The modules that are called between op ``op - 1`` and op ``op``, and are no ops."""
+        """The modules, except ops, that are called between op ``op - 1`` and op ``op``."""
         return [call for call in self.modules if call.before == op and not call.ops]
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
-        """What is on the main line before op ``gap``, or on its gradient: bytes, and format."""
+        """Labels of the tensor before op ``gap``, or of its gradient: bytes, and format."""
         carried = (self.activation_bytes if side == "forward" else self.grad_activation_bytes)[gap]
         edge = gap - 1 if side == "forward" else gap
         emits = [step.emits for step in self.steps(side) if _last_op(step, side) == edge]
         return [f"{format_bytes(carried)}/token", *(str(e.format) for e in emits if e is not None)]
 
     def steps(self, side: str, *, fused: bool = True) -> tuple[Step, ...]:
-        """The steps of ``"forward"`` or ``"backward"``, or what they would be unfused."""
+        """The steps of ``"forward"`` or ``"backward"``, fused or unfused."""
         if side == "forward":
             return self.forward if fused else self.unfused_forward
         return self.backward if fused else self.unfused_backward
@@ -232,7 +230,7 @@ class FusionPlan:
         }
 
     def to_dot(self) -> str:
-        """The plan as a Graphviz digraph: a cluster a step, forward and backward."""
+        """The plan as a Graphviz digraph with a cluster for each step of forward and backward."""
         lines = ["digraph plan {", "  rankdir=LR;", "  node [shape=box, style=rounded];"]
         for side in ("forward", "backward"):
             steps = self.steps(side)
@@ -259,7 +257,7 @@ class FusionPlan:
         return "\n".join(lines)
 
     def _edges(self, side: str) -> list[tuple[str, str, int | None]]:
-        """The arrows of the main line in DOT, each with the gap whose bytes it carries, if any."""
+        """The arrows between ops in DOT, each with the gap that its label is for, or None."""
         covered = sorted(op for step in self.steps(side) for op in step.ops)
         nodes: list[tuple[str, int | None]] = []
         for op in (*covered, len(self.ops)) if covered else ():
@@ -281,7 +279,7 @@ class FusionPlan:
         Raises
         ------
         InputError
-            If the suffix is another.
+            If the path has another suffix.
         """
         target = Path(path)
         renderer_for(target)(self, target)
@@ -292,16 +290,16 @@ class FusionPlan:
 
 
 renderers: dict[str, Callable[[FusionPlan, Path], None]] = {}
-"""File suffix to the function that draws a plan into such a file."""
+"""Functions that draw a plan into a file, by the suffix of the file."""
 
 
 def renderer_for(path: str | os.PathLike[str]) -> Callable[[FusionPlan, Path], None]:
-    """The function that draws a plan into a file of that name.
+    """The function that draws a plan into the file ``path``.
 
     Raises
     ------
     InputError
-        If no plan is drawn so.
+        If the suffix is unknown.
     """
     target = Path(path)
     renderer = renderers.get(target.suffix.lower())
@@ -311,9 +309,9 @@ def renderer_for(path: str | os.PathLike[str]) -> Callable[[FusionPlan, Path], N
 
 
 def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]) -> FusionPlan:
-    """One plan for pipelines that run one after the other, and modules called between them.
+    """One plan for a sequence of pipelines, and modules called between them.
 
-    Indices of ops run on; ``channels`` has them already.
+    Ops are numbered through all pipelines; ``channels`` has those numbers already.
     """
     plans: list[FusionPlan] = []
     modules: list[ModuleCall] = []
@@ -357,7 +355,7 @@ def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:
 
 
 def _grouped(items: Iterable[Any], *names: str) -> dict[tuple[Any, ...], list[Any]]:
-    """``items`` by the values of those attributes, in the order of their first."""
+    """``items`` grouped by the values of the attributes ``names``, in order of appearance."""
     groups: dict[tuple[Any, ...], list[Any]] = {}
     for item in items:
         groups.setdefault(tuple(getattr(item, name) for name in names), []).append(item)
@@ -379,17 +377,17 @@ def _last_op(step: Step, side: str) -> int:
 
 
 def span(ops: tuple[int, ...]) -> str:
-    """A run of op indices for people: ``3`` or ``3-5``."""
+    """A range of op indices as text: ``3`` or ``3-5``."""
     return str(ops[0]) if len(ops) == 1 else f"{ops[0]}-{ops[-1]}"
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes for people, such as ``516 B`` or ``4.1 kB``."""
+    """A number of bytes as text, such as ``516 B`` or ``4.1 kB``."""
     return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
 
 
 def format_time(microseconds: float) -> str:
-    """A time for people, such as ``21.4 us`` or ``3.4 ms``."""
+    """A time as text, such as ``21.4 us`` or ``3.4 ms``."""
     return _scaled(microseconds, ("us", "ms", "s"), digits=1)
 
 
@@ -405,7 +403,7 @@ def _scaled(value: float, units: tuple[str, ...], digits: int = 0) -> str:
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = len(widths) - 2  # the last two columns are numbers, and right-aligned
+    numbers = len(widths) - 2  # the last two columns are numbers: align them right
     return [
         "  "
         + "  ".join(

@@ -1,4 +1,4 @@
-"""Window patterns: which runs of basic ops a fusion asks for, and how they match."""
+"""Window patterns: the sequences of basic ops that a fusion matches."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from fuser.errors import InputTypeError
 
-# The methods that decide what an op computes; a subclass that overrides one of
-# them is no longer what a fusion was written for.
+# These methods define what an op computes. A fusion does not fit a subclass that
+# overrides one of them.
 _COMPUTE_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
 
 
 class Optional:
-    """Zero or one op like ``element``; an absent one is passed on as None."""
+    """Zero or one op that matches ``element``; bound to None if absent."""
 
     def __init__(self, element: Any) -> None:
         self.element = element
@@ -28,19 +28,19 @@ class OneOf:
 
 
 class Many:
-    """One or more ops like ``element``; passed on as a tuple."""
+    """One or more ops that match ``element``; bound to a tuple."""
 
     def __init__(self, element: Any) -> None:
         self.element = element
 
 
 def check_window(name: str, window: Any) -> None:
-    """Refuse a window of a fusion ``name`` that no ops could be compared with.
+    """Refuse a window of the fusion ``name`` that is not a valid pattern.
 
     Raises
     ------
     InputTypeError
-        If it is no tuple of op classes and of the patterns of this module.
+        If it is not a tuple of op classes and patterns of this module.
     """
     is_fit = isinstance(window, (tuple, list))
     if not is_fit or not all(_is_element(element) for element in window):
@@ -59,14 +59,14 @@ def _is_element(element: Any) -> bool:
 
 @dataclass(frozen=True)
 class Match:
-    """One way a pattern fits a run of ops: where it ends, and what each element took."""
+    """One match of a pattern: the end of the window, and the ops bound to each element."""
 
     stop: int
     bound: tuple[Any, ...]
 
 
 def matches(pattern: Sequence[Any], ops: Sequence[Any], start: int) -> Iterator[Match]:
-    """Every way in which ``pattern`` fits ``ops`` from ``start`` on."""
+    """Every match of ``pattern`` in ``ops`` that begins at ``start``."""
     yield from _match(tuple(pattern), ops, start, ())
 
 

@@ -1,7 +1,7 @@
 """Activations and gated linear units in plain torch: values and derivatives.
 
-Everything is computed in fp32 and rounded once, to the dtype of the input.
-A gated unit reads its gate from the first half of the last dimension.
+All functions compute in fp32 and round once, to the dtype of the input.
+The gate of a gated unit is the first half of the last dimension.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _qgelu(alpha: float) -> _Function:
     )
 
 
-# ATen's own functions: looking for the overload at every call costs 0.8 us, and
-# the wrapper around the one that is found 0.6 where a keyword goes through it.
+# ATen's own functions: finding the overload at every call costs 0.8 us, and its wrapper
+# costs 0.6 us if the call has a keyword.
 _gelu_backward = torch.ops.aten.gelu_backward.default._op
 _silu_backward = torch.ops.aten.silu_backward.default._op
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.default._op
@@ -132,7 +132,7 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
     ),
 }
 
-# What torch runs in one kernel in any dtype, with fp32 inside.
+# Functions that torch runs in one kernel in any dtype, computing in fp32.
 NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
 
 
@@ -173,7 +173,7 @@ def scaled_activation_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of ``x`` and of ``scales``, each in its own shape and dtype.
 
-    That of ``scales`` is None where it is not wanted.
+    The gradient of ``scales`` is None if it is not needed.
     """
     dy = dy.float()
     dscales = None
@@ -197,7 +197,7 @@ def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Ten
     x = x.float()
     if not stage.is_gated:
         return _UNARY[stage.name](*stage.scalars).backward(dy, x)
-    # Both gradients are written into one tensor: joining two would move them again.
+    # Both gradients are in one tensor: concatenating two would move them again.
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     gate, linear = _halves(stage, x)
     d_gate, d_linear = _halves(stage, dx)
@@ -211,7 +211,7 @@ def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Ten
 def _halves(stage: Stage, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and linear part of ``x``: ``[..., n / 2]``, or blocks ``[..., n / (2 w), w]``.
 
-    Views where ``x`` is contiguous.
+    Both are views if ``x`` is contiguous.
     """
     features = stage.output_features(x.shape[-1])
     width = stage.interleave

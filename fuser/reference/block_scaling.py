@@ -36,7 +36,7 @@ def quantize(
     Returns
     -------
     row, row_scale_inv, col, col_scale_inv
-        Data ``[M, K]`` and ``[K, M]``, scales in their padded shapes; None where not asked for.
+        Data ``[M, K]`` and ``[K, M]``, scales in their padded shapes; None if not requested.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def dequantize(
 ) -> torch.Tensor:
     """``data * scale_inv`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
 
-    Columnwise ``data`` is ``[K, M]``, and is turned back.
+    Columnwise ``data`` is ``[K, M]``, and is transposed back.
     """
     m, k = data.shape  # of the stored matrix: blocks run along its last dimension either way
     blocks = ceil_div(k, FP8_BLOCK)
@@ -109,7 +109,7 @@ def _quantize_blocks(
 
 
 def _in_blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    """``[M, K]`` as ``[M / rows, rows, K / cols, cols]``, filled up with zeros."""
+    """``[M, K]`` as ``[M / rows, rows, K / cols, cols]``, padded with zeros."""
     m, k = x.shape
     height, width = ceil_div(m, rows), ceil_div(k, cols)
     if height * rows != m or width * cols != k:

@@ -1,4 +1,4 @@
-"""Chains of pointwise ops in plain torch, stage by stage: what a chain's kernel must equal."""
+"""Chains of pointwise ops in plain torch, stage by stage; the kernels of chains must equal it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def forward(stages: Stages, x: torch.Tensor, operands: Operands) -> torch.Tensor
 def backward(
     stages: Stages, dy: torch.Tensor, x: torch.Tensor | None, operands: Operands, saved: int = 0
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Gradients of the chain's input and of every stage's operand, None where it has none.
+    """Gradients of the chain's input and of each stage's operand, None if it has no operand.
 
-    ``x`` is the input of stage number ``saved``; None where no stage reads it.
+    ``x`` is the input of stage number ``saved``; None if no stage reads it.
     """
     inputs: list[torch.Tensor | None] = [None] * saved
     for i in range(saved, len(stages)):
         inputs.append(x)
-        # No further than to the last activation: what comes after reads nothing again.
+        # Up to the last activation: later stages do not need their inputs.
         reads_again = any(stage.is_activation for stage in stages[i + 1 :])
         x = _forward(stages[i], x, operands[i]) if x is not None and reads_again else None
     grads: list[torch.Tensor | None] = []

@@ -1,4 +1,4 @@
-"""Dropout in plain torch, with a mask that follows from a seed of two numbers."""
+"""Dropout in plain torch, with a mask computed from a seed of two numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ PHILOX_ROUNDS = 7
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """``x * mask / (1 - p)``, forward and, of a gradient, backward; 0 for ``p = 1``.
+    """``x * mask / (1 - p)`` for the forward, and for a gradient in backward; 0 for ``p = 1``.
 
-    As in torch, a dropped infinity is NaN. Arguments as of :func:`dropout_mask`.
+    As in torch, a dropped infinity is NaN. Arguments as for :func:`dropout_mask`.
     """
     scale = 1 / (1 - p) if p < 1 else 0.0
     result: torch.Tensor = torch.ops.aten.native_dropout_backward(
@@ -23,7 +23,7 @@ def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def dropout_mask(seed: torch.Tensor, shape: tuple[int, ...], p: float) -> torch.Tensor:
-    """Which elements a dropout keeps, as bool: word i of Philox4x32-7 is at least ``p 2^32``.
+    """The mask of a dropout, True for kept elements: word i of Philox4x32-7 is >= ``p 2^32``.
 
     Parameters
     ----------

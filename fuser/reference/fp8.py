@@ -1,4 +1,4 @@
-"""FP8 bytes, their scales and the paddings of those, as every FP8 format needs them.
+"""FP8 bytes, their scales, and the padding of scales, for all FP8 formats.
 
 Each step is one fp32 operation, rounded to nearest.
 """
@@ -15,14 +15,14 @@ from fuser.formats import DType
 def scale_from_amax(
     amax: torch.Tensor, max_fp8: float, pow2: bool, eps: float, when_infinite: float
 ) -> torch.Tensor:
-    """The scale that brings ``amax`` to ``max_fp8``, as fp32 of amax's shape.
+    """The scale that maps ``amax`` to ``max_fp8``, in fp32 and in amax's shape.
 
     ``scale = max_fp8 / max(amax, eps)``, and 1 where the amax is 0, infinite or NaN. A quotient
     that overflows becomes ``when_infinite``. ``pow2`` then rounds down to a power of two.
     """
     amax = amax.to(torch.float32)
     amax = torch.where(amax < eps, eps, amax)
-    # A scalar over a tensor would be computed as scalar * (1 / tensor), which rounds twice.
+    # torch computes a scalar over a tensor as scalar * (1 / tensor), which rounds twice.
     scale = torch.full_like(amax, max_fp8).div_(amax)
     scale = scale.masked_fill_(scale == math.inf, when_infinite)
     if pow2:
@@ -41,7 +41,7 @@ def encode(x: torch.Tensor, dtype: DType) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """FP8 bytes to fp32. A table, since torch's conversion on a CPU is four times slower."""
+    """FP8 bytes to fp32, by a table: torch's conversion on a CPU is four times slower."""
     if not data.is_cpu:
         return data.view(dtype.torch_dtype).float()
     table = torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype.torch_dtype).float()

@@ -44,12 +44,12 @@ def quantize_current(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
     """Quantize ``x [M, K]`` with the scale of its own amax.
 
-    ``amax_value`` (fp32 ``[1]``) replaces that amax where a group of processes has reduced it.
+    ``amax_value`` (fp32 ``[1]``) replaces that amax if a group of processes has reduced it.
 
     Returns
     -------
     row, col, scale_inv
-        Data ``[M, K]`` and ``[K, M]`` (None where not asked for), and fp32 ``[1]``.
+        Data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]``.
     """
     largest = amax(x) if amax_value is None else amax_value.reshape(1)
     scale = scale_from_amax(largest, dtype.max, pow2, eps, FLOAT32_MAX)
@@ -70,7 +70,7 @@ def quantize_delayed(
     Returns
     -------
     row, col, scale_inv, amax
-        Data ``[M, K]`` and ``[K, M]`` (None where not asked for), and fp32 ``[1]`` each; ``amax``
+        Data ``[M, K]`` and ``[K, M]`` (None if not requested), and fp32 ``[1]`` each; ``amax``
         is measured before scaling, for :func:`update_delayed`.
     """
     row, col = _cast_both(x, scale, dtype, rowwise, columnwise)
@@ -92,10 +92,10 @@ def update_delayed(
     margin: int = 0,
     algorithm: str = "max",
 ) -> None:
-    """Bring the scales of ``n`` tensors up to date with their amaxes, in place.
+    """Update the scales of ``n`` tensors from their amaxes, in place.
 
-    ``scale = max_fp8 * 2^-margin / amax`` where the amax is positive and finite, FLT_MAX where
-    that overflows, and unchanged otherwise. ``amax`` is the maximum of the whole history, or its
+    ``scale = max_fp8 * 2^-margin / amax`` if the amax is positive and finite, FLT_MAX if that
+    overflows, and unchanged otherwise. ``amax`` is the maximum of the whole history, or its
     newest entry. After it is read, the history rolls: row 0 (the newest) becomes the last row,
     row ``i`` becomes ``i - 1``, and row 0 is 0, ready for the next step. The history of a tensor
     whose newest amax is 0, because it was not used, stays as it is.

@@ -28,8 +28,8 @@ _NAN_BITS = 0x7FC00000
 def e8m0_from_amax(amax: torch.Tensor, max_inverse: float) -> torch.Tensor:
     """The exponent of ``amax * max_inverse``, rounded up to a power of two: uint8, amax's shape.
 
-    ``max_inverse`` is 1 / 448 or 1 / 57344. NaN gives 0xFF; infinity and what would round up to
-    it give 0xFE; anything up to 2^-127 gives 0.
+    ``max_inverse`` is 1 / 448 or 1 / 57344. NaN gives 0xFF; infinity, and values that would round
+    up to it, give 0xFE; values up to 2^-127 give 0.
     """
     bits = (amax * max_inverse).view(torch.int32) & 0x7FFFFFFF
     exponent = (bits.clamp(max=0x7F000000) + 0x7FFFFF) >> 23
@@ -38,7 +38,7 @@ def e8m0_from_amax(amax: torch.Tensor, max_inverse: float) -> torch.Tensor:
 
 
 def multiplier(e8m0: torch.Tensor) -> torch.Tensor:
-    """``2^(127 - e)``, what elements are multiplied by to quantize them; fp32, NaN for 0xFF."""
+    """``2^(127 - e)``, the factor that quantizes elements; fp32, NaN for 0xFF."""
     return _power_of_two(254 - e8m0.to(torch.int32))
 
 
@@ -55,7 +55,7 @@ def quantize(
     Returns
     -------
     row, row_scale, col, col_scale
-        Data ``[M, K]`` and scales in their padded shapes; None where not asked for.
+        Data ``[M, K]`` and scales in their padded shapes; None if not requested.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """LayerNorm, RMSNorm and L2 normalization in plain torch.
 
-Inputs are ``[rows, n]``; statistics are fp32, one a row. ``gain`` is fp32 and
-already holds the ``1 +`` of a zero-centred gamma.
+Inputs are ``[rows, n]``; statistics are fp32, one per row. ``gain`` is fp32 and
+includes the ``1 +`` of a zero-centred gamma.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> t
 
 
 def _plus(dx: torch.Tensor, d_extra: torch.Tensor | None) -> torch.Tensor:
-    """The sum in fp32, in the memory of ``dx``, which is fp32 and nobody else's."""
+    """The sum in fp32, in the memory of ``dx``, which is fp32 and which nothing else uses."""
     return dx if d_extra is None else dx.add_(d_extra)
 
 

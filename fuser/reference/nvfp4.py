@@ -18,7 +18,7 @@ import torch
 
 from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, DType, check_multiple, nvfp4_scale_shape
 
-Wanted = torch.Tensor | None  # None where it was not asked for
+Wanted = torch.Tensor | None  # None if not requested
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 E2M1_MAX = DType.kFloat4E2M1.max
@@ -54,13 +54,13 @@ def quantize(
         Round stochastically. Element ``i`` of a copy, counted in the order it is stored in, uses
         word ``offset + i`` of the copy's stream (:func:`random_words`).
     amax_value
-        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax where a group has reduced it.
+        fp32 ``[1]``, or ``[2]`` (rowwise, columnwise): the amax, if a group has reduced it.
 
     Returns
     -------
     row, row_scale, amax_row, col, col_scale, amax_col
         Data ``[M, K / 2]`` and ``[K, M / 2]``, scales in their padded shapes, amaxes fp32 ``[1]``;
-        None where not asked for.
+        None if not requested.
 
     Raises
     ------
@@ -96,7 +96,7 @@ def dequantize(
 ) -> torch.Tensor:
     """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
 
-    Columnwise ``data`` is ``[K, M / 2]``, and is turned back; a Hadamard transform is not undone.
+    Columnwise ``data`` is ``[K, M / 2]``, and is transposed back; a Hadamard transform remains.
     """
     rows, cols = data.shape[0], 2 * data.shape[1]
     # The sign of a nibble in bit 15 and the rest from bit 9 are, read as fp16, its value * 2^-14.
@@ -144,7 +144,7 @@ def cast_e2m1(x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tenso
 
 
 def _encode_in(x: torch.Tensor, words: torch.Tensor | None) -> torch.Tensor:
-    """:func:`cast_e2m1`, with x's memory to work in."""
+    """:func:`cast_e2m1`, which overwrites x."""
     x.clamp_(-E2M1_MAX, E2M1_MAX).nan_to_num_(nan=E2M1_MAX)
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8).to(torch.uint8)
     # The grid's step is 2^(octave - 1), with octave 0 below 2, where E2M1 has its subnormals.

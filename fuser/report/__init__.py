@@ -1,1 +1,1 @@
-"""Reports for people: plans as pictures, and what this machine can run."""
+"""Reports: plans as pictures, and the doctor's report on this machine."""

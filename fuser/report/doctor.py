@@ -1,4 +1,4 @@
-"""What this machine can run and what is missing: what ``python -m fuser doctor`` prints."""
+"""Doctor: a report of what this machine can run and what is missing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PLAIN_DTYPES = (("fp32", (5, 0)), ("fp16", (7, 0)), ("bf16", (8, 0)))
 
 
 def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
-    """How products run on a GPU of that capability, or on a CPU for None, by dtype and recipe."""
+    """How matrix products run, by dtype and recipe, on a GPU of ``capability``; None is a CPU."""
     how = {name: "CPU" for name, _ in PLAIN_DTYPES}
     if capability is not None:
         how = {
@@ -70,7 +70,7 @@ class Device:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What came of compiling and running one kernel; ``error`` is None if it was right."""
+    """The result of compiling and running one kernel; ``error`` is None if it was correct."""
 
     error: str | None
     compile_ms: float = 0.0
@@ -81,10 +81,10 @@ class ProbeResult:
 class Diagnosis:
     """Everything that the doctor found; ``str()`` is the report.
 
-    ``obstacle`` is why CUDA kernels are not available, None if they are;
-    ``probe`` is what came of running one, None where they are not;
-    ``compile_failure`` is what did not compile of the others, None if they did.
-    ``optional`` are the optional packages with their version, None if missing.
+    ``obstacle`` is the reason why CUDA kernels are not available, None if they are.
+    ``probe`` is the result of one kernel, None if kernels are not available.
+    ``compile_failure`` names a kernel that did not compile, None if all did.
+    ``optional`` has the version of each optional package, None if it is missing.
     """
 
     versions: tuple[tuple[str, str], ...]
@@ -98,7 +98,7 @@ class Diagnosis:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is installed and does not work, as sentences."""
+        """Sentences on packages that are installed but do not work."""
         found = []
         if _release(self.installation.torch_version) < MINIMUM_TORCH:
             found.append(
@@ -121,9 +121,9 @@ class Diagnosis:
 
     @property
     def verdict(self) -> str:
-        """One line: whether and on what fuser runs."""
+        """One line: whether fuser runs, and on which device."""
         if self.faults:
-            return f"fuser does not run right here: {self.faults[0].splitlines()[0]}"
+            return f"fuser does not run correctly here: {self.faults[0].splitlines()[0]}"
         gpu = next((device for device in self.devices if device.capability), None)
         if gpu is None:
             return "fuser runs here, on the CPU in plain torch."
@@ -133,7 +133,7 @@ class Diagnosis:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What to install or fix, one line each."""
+        """Packages to install and faults to fix, one line each."""
         lines = list(self.faults)
         if _release(self.installation.torch_version) < MINIMUM_TORCH:
             lines.append(f'pip install "torch>={MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"')
@@ -176,7 +176,7 @@ class Diagnosis:
         elif self.probe is not None and self.probe.error is None:
             lines.append(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
         lines.append(
-            "They quantize, normalize and run pointwise ops; where they cannot, torch does."
+            "They quantize, normalize and run pointwise ops; without them, torch does this."
         )
         return tuple(lines)
 
@@ -188,13 +188,13 @@ class Diagnosis:
         rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
         return (
             *_aligned([heading, *rows]),
-            "Every recipe runs, with its format's exact bytes. Where it is emulated, its matrix",
-            "products run on dequantized operands in fp32, fp16 or bf16.",
+            "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
+            "products on dequantized operands in fp32, fp16 or bf16.",
         )
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine: versions, devices, one kernel compiled and run where possible."""
+    """Examine this machine: versions, devices, and one kernel, compiled and run if possible."""
     facts = installation()
     found = obstacle(facts)
     probed = run_probe() if found is None else None
@@ -211,7 +211,7 @@ def diagnose() -> Diagnosis:
 
 
 def one_of_each_source() -> dict[str, str]:
-    """A kernel of every source that pipelines use: its symbol, by the name of the ``.cu``."""
+    """The symbol of one kernel of each source that pipelines use, by the name of the ``.cu``."""
     found: dict[str, str] = {}
     norms = (normalization, normalization_backward)
     for family in (block_scaling, fp8_scaling, mxfp8, *norms, nvfp4, pointwise):
@@ -221,7 +221,7 @@ def one_of_each_source() -> dict[str, str]:
 
 
 def find_compile_failure() -> Obstacle | None:
-    """Compile one kernel of every source on the current CUDA device; the first that fails."""
+    """Compile one kernel of each source on the current CUDA device; return the first failure."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says it
         for name, symbol in one_of_each_source().items():
@@ -247,7 +247,7 @@ def run_probe() -> ProbeResult:
         wrong = int((y != 1.5 * x).sum())
         launch_us = 1e6 * statistics.median(_launch_seconds(x, y) for _ in range(5))
     except Exception as error:
-        # Whatever a broken driver or installation raises is a finding here.
+        # A broken driver or installation may raise anything; the report contains the error.
         return ProbeResult(f"{type(error).__name__}: {error}")
     if wrong:
         return ProbeResult(f"fuser_probe wrote {wrong} wrong values of {n}.")
@@ -255,7 +255,7 @@ def run_probe() -> ProbeResult:
 
 
 def _launch_seconds(x: torch.Tensor, y: torch.Tensor, count: int = 100) -> float:
-    """Host seconds of one launch, device time not waited for."""
+    """Host seconds of one launch, without the device time."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(count):
@@ -287,7 +287,7 @@ def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
 
 
 def _driver_version() -> int:
-    """The newest CUDA that the driver runs, as CUDA writes versions; 0 where it does not tell."""
+    """The newest CUDA version that the driver runs, as CUDA writes it; 0 if unknown."""
     version = ctypes.c_int(0)
     try:
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
@@ -309,7 +309,7 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _agreement(facts: Installation) -> list[str]:
-    """A line on whether CuPy and torch are built for one CUDA; none unless both have one."""
+    """A line that says whether CuPy and torch are built for one CUDA; empty without both."""
     torch_cuda, cupy_cuda = facts.torch_cuda_major, facts.cupy_cuda_major
     if torch_cuda is None or cupy_cuda is None:
         return []

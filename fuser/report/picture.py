@@ -1,4 +1,4 @@
-"""A picture of boxes, lines and text, painted by matplotlib into SVG or PNG."""
+"""Pictures of boxes, lines and text, which matplotlib paints into SVG or PNG."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from fuser.errors import StateError
 
-# Light and dark value of each colour. The kinds of op have hues that stay apart
+# The light and the dark value of each colour. The hues for kinds of ops are distinct
 # with any colour blindness: blue, orange, teal, grey, purple.
 COLORS = {
     "paper": ("#ffffff", "#15181c"),
@@ -42,9 +42,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Text:
-    """One line of text on the baseline ``y``; ``align`` says what of it is at ``x``.
+    """One line of text on the baseline ``y``; ``align`` says which part of it is at ``x``.
 
-    ``tip``, here and of a box, is shown where the pointer rests.
+    ``tip``, here and of a box, is a tooltip.
     """
 
     x: float
@@ -108,7 +108,7 @@ class Picture:
 
 @lru_cache(maxsize=4096)
 def text_width(string: str, size: float, bold: bool = False, mono: bool = False) -> float:
-    """Width of one line in points, in the font that it is painted in."""
+    """The width of one line in points, in the font of the picture."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
@@ -121,12 +121,12 @@ def _font(bold: bool, mono: bool) -> tuple[str, str]:
     return "monospace" if mono else "sans-serif", "bold" if bold else "normal"
 
 
-# A column as wide as its longest word, between two sums of widths, is short of it by this much.
+# Rounding: a column as wide as its longest word may be narrower than it by this much.
 ROUNDING = 1e-6
 
 
 def wrap(words: Sequence[str], width: float, size: float, mono: bool = False) -> list[str]:
-    """``words`` in lines of at most ``width``; a word that is wider is broken."""
+    """``words`` in lines of at most ``width``; a wider word is broken."""
 
     def fits(line: str) -> bool:
         return text_width(line, size, mono=mono) <= width + ROUNDING
@@ -154,7 +154,7 @@ def printable(text: str) -> str:
 
 @contextmanager
 def matplotlib_or_error() -> Iterator[None]:
-    """matplotlib with its own defaults, whatever the user has set; text stays text in SVG.
+    """matplotlib with its default settings instead of the user's; text stays text in SVG.
 
     Raises
     ------
@@ -221,7 +221,7 @@ def paint(picture: Picture, file_format: str) -> bytes:
             if not isinstance(item, Line):
                 artist.set_gid(f"item{number}")
     target = io.BytesIO()
-    # Without these a file would hold the time and links to metadata schemes.
+    # Without these arguments a file would contain the time and links to metadata schemes.
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if file_format == "svg" else {}
     figure.savefig(target, format=file_format, dpi=160, metadata=metadata)
     return target.getvalue()
@@ -246,6 +246,6 @@ def _head(points: Sequence[Point], length: float = 5.0, half: float = 2.2) -> li
 
 
 def _toward(point: Point, other: Point, distance: float) -> Point:
-    """The point ``distance`` from ``point`` on the way to ``other``, at most half way."""
+    """The point at ``distance`` from ``point`` towards ``other``, at most half way."""
     part = min(distance / max(math.dist(point, other), 1e-9), 0.5)
     return point[0] + (other[0] - point[0]) * part, point[1] + (other[1] - point[1]) * part

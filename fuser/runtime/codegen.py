@@ -19,6 +19,8 @@ from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword
 from fuser.plan.graph import Source
 from fuser.plan.plan import span
 from fuser.runtime.diagnose import (
+    check_backward,
+    check_forward,
     check_result,
     explain_shape_error,
     refuse_dropped,
@@ -30,6 +32,9 @@ from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+# After these, the generated code looks at results: Python or torch may have raised one over them.
+_CHECKED_ERRORS = "(AttributeError, LookupError, RuntimeError, TypeError, ValueError)"
 
 PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
@@ -65,6 +70,9 @@ class PlanCodegen:
         self.places = places
         self.saving = [i for i, op_key in enumerate(key.ops) if op_key.requires_grad]
         self.titles: dict[str, str] = {}
+        # Of each side: class and method of every step, and the ops that it runs.
+        self.methods: dict[str, list[tuple[str, str]]] = {}
+        self.windows: dict[str, list[tuple[int, ...]]] = {}
         names: dict[str, Any] = {
             "filled": _filled,
             "total": _total,
@@ -131,7 +139,7 @@ class PlanCodegen:
             with src.block("try:"):
                 for number, (op, indices) in enumerate(steps):
                     self._add_forward_step(number, op, indices)
-            with src.block("except (RuntimeError, TypeError, ValueError) as error:"):
+            with src.block(f"except {_CHECKED_ERRORS} as error:"):
                 self._add_result_check("forward", steps)
                 windows = [[self.ops[i] for i in indices] for _, indices in steps]
                 explain = functools.partial(explain_shape_error, windows, self.key.autocast_dtype)
@@ -251,7 +259,7 @@ class PlanCodegen:
                     else:
                         self._add_backward(number, op, indices, is_last)
                 self._add_results(covered)
-            with src.block("except (RuntimeError, TypeError, ValueError) as error:"):
+            with src.block(f"except {_CHECKED_ERRORS} as error:"):
                 self._add_result_check("backward", steps)
                 src.add("raise")
 
@@ -350,8 +358,17 @@ class PlanCodegen:
             (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
             for op, _ in steps
         ]
+        self.methods[side] = methods
+        self.windows[side] = [indices for _, indices in steps]
         check = functools.partial(check_result, methods, owners)
-        self.src.add(f"{self.src.bind(f'check_{side}_result', check)}(locals())")
+        refuse = (
+            functools.partial(check_forward, check, methods)
+            if side == "forward"
+            else functools.partial(
+                check_backward, check, self.ops, self.methods, self.windows, self.key.autocast_dtype
+            )
+        )
+        self.src.add(f"{self.src.bind(f'check_{side}_result', refuse)}(locals())")
 
     def _each(self, pattern: str, ops: Iterable[int] | None = None) -> str:
         """``pattern`` once for each of ``ops``, or for every op, with its index for ``{i}``."""

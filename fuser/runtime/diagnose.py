@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -74,6 +74,102 @@ def check_result(
         if isinstance(result, (tuple, list)):
             found = f"{found} of {len(result)}"
         raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
+
+
+def check_forward(
+    check: Callable[[Mapping[str, Any]], None],
+    methods: Sequence[tuple[str, str]],
+    at: Mapping[str, Any],
+) -> None:
+    """Name the method because of which a forward failed, if its result was the cause."""
+    check(at)
+    result = at["result"]
+    is_unpacked = isinstance(result, tuple) and not result
+    if not isinstance(at["error"], FuserError) and not isinstance(at["x"], torch.Tensor):
+        refuse_output(methods[at["step"] - is_unpacked], at["x"])
+
+
+def refuse_output(method: tuple[str, str], output: Any) -> NoReturn:
+    """Name the method whose output is no tensor."""
+    kind = type(output).__name__
+    raise StateError(f"The output of {'.'.join(method)} must be a tensor; it is a {kind}.")
+
+
+def check_backward(
+    check: Callable[[Mapping[str, Any]], None],
+    ops: Sequence[BasicOperation],
+    methods: Mapping[str, Sequence[tuple[str, str]]],
+    windows: Mapping[str, Sequence[tuple[int, ...]]],
+    autocast: torch.dtype | None,
+    at: Mapping[str, Any],
+) -> None:
+    """Name the op or the fusion because of which a backward failed, if its result was the cause.
+
+    That is a result of another form, a gradient of another shape than the tensor that it is of,
+    or a fused forward that did not save what the backward of an op unpacks. ``methods`` and
+    ``windows`` are those of the steps of both sides.
+    """
+    check(at)
+    error, step, contexts = at["error"], at["step"], at["contexts"]
+    if isinstance(at["error"], FuserError):
+        return
+    window = windows["backward"][step]
+    first = contexts[0].__dict__.get("first_shapes")
+    if step and first is not None and isinstance(at["dx"], torch.Tensor):
+        spec: TensorSpec | None = TensorSpec(first[0][0], contexts[0].input_dtype)
+        for op in ops[: window[-1] + 1]:
+            if spec is not None:
+                spec = None if op.num_extra_inputs else op.output_spec(spec, (), autocast)
+        if spec is not None:
+            _check_shape(f"Op {_origin(ops, window[-1] + 1)}", at["dx"], "its input", spec.shape)
+    for i in window:
+        place = next(n for n, ran in enumerate(windows["forward"]) if i in ran)
+        cls, method = methods["forward"][place]
+        saved = contexts[i].saved_tensors
+        is_fused = len(windows["forward"][place]) > 1 and windows["forward"][place] != window
+        if is_fused and saved is not None and (not saved or "to unpack" in str(error)):
+            raise StateError(
+                f"The backward of op {i} ({type(ops[i]).__name__}) failed ({error}): "
+                f"{cls}.{method} ran its forward, and saved {len(saved)} tensors in its context."
+            ) from error
+
+
+def check_grad_shapes(
+    ops: Sequence[BasicOperation],
+    inputs: Sequence[tuple[int, ...]],
+    params: Sequence[Sequence[tuple[int, ...]]],
+    grads: Sequence[torch.Tensor | None],
+) -> None:
+    """Name the op that returned a gradient of another shape than the tensor that it is of.
+
+    ``grads`` are those that a pipeline returns: of its input, of parameters op by op, and of extra
+    inputs. ``inputs`` and ``params`` are the shapes of these tensors.
+    """
+    tensors = [(f"Op {_origin(ops, 0)}", "its input", inputs[0])]
+    for i, (op, shapes) in enumerate(zip(ops, params, strict=True)):
+        name = f"Op {i} ({type(op).__name__})"
+        tensors += [(name, f"its parameter {k}", shape) for k, shape in enumerate(shapes)]
+    tensors += [("An op", f"extra input {k}", shape) for k, shape in enumerate(inputs[1:])]
+    for (owner, tensor, shape), grad in zip(tensors, grads, strict=True):
+        if grad is not None:
+            _check_shape(owner, grad, tensor, shape)
+
+
+def _check_shape(owner: str, grad: torch.Tensor, tensor: str, wanted: tuple[int, ...]) -> None:
+    """Refuse a gradient that autograd cannot sum to the shape of its tensor."""
+    found = tuple(grad.shape)
+    last = zip(reversed(wanted), reversed(found), strict=False)
+    if len(wanted) > len(found) or any(size not in (1, summed) for size, summed in last):
+        raise StateError(
+            f"{owner} returned a gradient of shape {found} for {tensor}, which has shape {wanted}."
+        )
+
+
+def _origin(ops: Sequence[BasicOperation], index: int) -> str:
+    """The op that made the gradient that op ``index`` returned, which may have passed it on."""
+    while index + 1 < len(ops) and ops[index].passes_gradient_on:
+        index += 1
+    return f"{index} ({type(ops[index]).__name__})"
 
 
 def refuse_no_output(op: FusibleOperation, indices: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from fuser.errors import StateError
 from fuser.functional.lazy import kernels_run_on
 from fuser.op import BasicOperation
 from fuser.plan.graph import Source
+from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
 from fuser.precision import contexts
 from fuser.precision.contexts import UNQUANTIZED, current_state
@@ -30,7 +31,12 @@ from fuser.precision.delayed_scaling import (
 from fuser.precision.recomputation import is_checkpointed_forward
 from fuser.recipe import DelayedScaling
 from fuser.runtime.codegen import PlanCodegen, PlannedOps
-from fuser.runtime.diagnose import refuse_other_kinds, refuse_transform
+from fuser.runtime.diagnose import (
+    check_grad_shapes,
+    refuse_other_kinds,
+    refuse_output,
+    refuse_transform,
+)
 from fuser.source import compiled
 from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
@@ -79,8 +85,45 @@ class CompiledPlan:
         ]
         writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places)
         self.saving = writer.saving
-        self.source, self.forward, self.backward = writer.write(forward, backward)
+        self.source, self._forward, self._backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
+        self._last_forward = writer.methods["forward"][-1]
+
+    def forward(self, input_: Any, extra_inputs: Any, kwargs: Any) -> Any:
+        """The first call of the generated forward: it checks the output, and keeps shapes.
+
+        Later calls find the generated function on the object, in place of this method. A bound
+        method there would be a cycle, which keeps the ops until the garbage collector runs.
+        """
+        results = self._forward(input_, extra_inputs, kwargs)
+        if not isinstance(results[0], torch.Tensor):
+            refuse_output(self._last_forward, results[0])
+        if self._backward is not None:
+            # Of now: a parameter may be sharded, or away, when the backward runs.
+            slots = [find_slots(op, type(op).__name__) for op in self.ops]
+            results[2][0].first_shapes = (
+                [tuple(tensor.shape) for tensor in (input_, *extra_inputs)],
+                [[tuple(owner[name].shape) for owner, name in row] for row in slots],
+            )
+        self.forward = self._forward  # type: ignore[method-assign]
+        return results
+
+    def backward(self, contexts: Any, *rest: Any) -> Any:
+        """The first call of the generated backward: it checks the shapes of gradients.
+
+        If it fails, the next forward and backward are checked again.
+        """
+        try:
+            grads = self._backward(contexts, *rest)
+            shapes = contexts[0].__dict__.get("first_shapes")
+            if shapes is not None:
+                inputs, params = shapes
+                check_grad_shapes(self.ops, inputs, params, grads[1:])
+        except BaseException:
+            self.__dict__.pop("forward", None)
+            raise
+        self.backward = self._backward  # type: ignore[method-assign]
+        return grads
 
     @functools.cached_property
     def in_ranges(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:

@@ -19,7 +19,8 @@ from fuser.graph_break import breaks_graph
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_emissions
 from fuser.plan.plan import FusionPlan
-from fuser.plan.planner import FusionFunction, RegisteredFusions, check_has_methods, make_plan
+from fuser.plan.planner import make_plan
+from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
 from fuser.plan.window import check_window
 from fuser.precision import contexts
 from fuser.precision.availability import warn_if_emulated

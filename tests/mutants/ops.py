@@ -226,14 +226,14 @@ BASIC_OPS = (
     Mutant(
         "a Reshape hides what its input was quantized from",
         "basic_ops/reshape.py",
-        "        if source is not None:  # another",
-        "        if source is None:  # another",
+        "        if source is not None:\n",
+        "        if source is None:\n",
         "test_operand_flow.py test_backward_override.py test_low_precision.py",
         select="high_precision or reaches_through",
     ),
     Mutant(
         "a gradient is quantized from another dtype than the input's",
-        "op.py",
+        "op/output.py",
         "            grad_input = grad_input.to(ctx.input_dtype)\n",
         "            pass\n",
         "test_operand_flow.py::test_a_gradient_has_the_same_bits_in_one_pipeline_and_across_two",
@@ -426,7 +426,7 @@ SENTENCES = (
     ),
     Mutant(
         "a plan that lost by a joint fusion is said to cost the same",
-        "plan/planner.py",
+        "plan/cover.py",
         "elif extra > -STEP_COST:",
         "elif extra > -1.0:",
         "test_planner.py::test_a_window_that_lost_to_a_joint_fusion_is_not_said_to_cost_the_same",
@@ -434,8 +434,8 @@ SENTENCES = (
     Mutant(
         "a backward that drops the gradient of an earlier op is not named",
         "runtime/codegen.py",
-        'self.lines.append(f"        if dx is None: {name}()")',
-        'self.lines.append(f"        if dx is {name}: {name}()")',
+        "self.src.add(f\"if dx is None: {self.src.bind(f'no_gradient_{indices[0]}', refuse)}()\")",
+        "pass",
         "test_fusions.py::test_a_custom_op_that_drops_the_gradient_on_the_way_is_named",
     ),
     Mutant(
@@ -454,14 +454,14 @@ SENTENCES = (
     ),
     Mutant(
         "the number of an extra tensor is True",
-        "op.py",
+        "op/channels.py",
         "if not isinstance(index, int) or isinstance(index, bool):",
         "if not isinstance(index, int):",
         "test_bad_input.py::test_a_channel_has_a_number_a_name_and_a_flag_of_the_right_type",
     ),
     Mutant(
         "a channel may be bound to one extra tensor more than there are",
-        "op.py",
+        "op/channels.py",
         "if not 0 <= index < count:",
         "if not 0 <= index <= count:",
         "test_bad_input.py::test_a_channel_of_an_extra_that_an_op_does_not_have_is_refused",
@@ -512,7 +512,7 @@ SENTENCES = (
     ),
     Mutant(
         "parallel modes over several ranks are let in",
-        "op.py",
+        "op/parameters.py",
         "    if ranks > 1:\n",
         "    if ranks > 8:\n",
         "test_ops.py::test_sharding_over_several_ranks_is_refused",

@@ -141,7 +141,7 @@ CHANNELS = (
     ),
     Mutant(
         "a pre-hook of the backward that is registered later is not noticed",
-        "op.py",
+        "op/fusible.py",
         '    register_full_backward_pre_hook = noting("register_full_backward_pre_hook")\n',
         "",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
@@ -155,7 +155,7 @@ CHANNELS = (
     ),
     Mutant(
         "a method that is deleted from an op runs on",
-        "op.py",
+        "op/fusible.py",
         "        super().__delattr__(name)\n        if name in METHODS:\n",
         "        super().__delattr__(name)\n        if name in ():\n",
         "test_grouping.py::test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted",
@@ -208,14 +208,14 @@ PLANNER = (
     ),
     Mutant(
         "of two covers that cost the same the one with more steps is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         "STEP_COST = 1e-9",
         "STEP_COST = -1e-9",
         "test_planner.py::test_of_two_covers_that_cost_the_same_the_one_with_fewer_steps_is_taken",
     ),
     Mutant(
         "the kernels of a backward window are counted from its first op",
-        "plan/planner.py",
+        "plan/cost.py",
         "low, high = window.stop - done - covered, window.stop - done",
         "low, high = window.start + done, window.start + done + covered",
         "test_planner.py test_fusions.py test_plan.py",
@@ -230,23 +230,23 @@ PLANNER = (
     ),
     Mutant(
         "of several candidates for a window the dearest is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         'if not graph.has_edge(*edge) or weight < graph.edges[edge]["weight"]:',
         'if not graph.has_edge(*edge) or weight > graph.edges[edge]["weight"]:',
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "of two joint fusions of a window the dearer is taken",
-        "plan/planner.py",
+        "plan/cover.py",
         "if window not in pairs or _weight(*pair) < _weight(*pairs[window]):",
         "if window not in pairs or _weight(*pair) > _weight(*pairs[window]):",
         "test_planner.py::test_the_cover_is_the_cheapest_of_all",
     ),
     Mutant(
         "a launch costs nothing",
-        "plan/planner.py",
-        "cost = traffic / self.machine.bandwidth + len(names) * self.machine.launch",
-        "cost = traffic / self.machine.bandwidth",
+        "plan/cost.py",
+        "cost = traffic / self.device.bandwidth + len(names) * self.device.launch",
+        "cost = traffic / self.device.bandwidth",
         "test_planner.py::test_a_step_costs_the_bytes_and_the_launches_of_its_kernels",
     ),
     Mutant(
@@ -273,13 +273,13 @@ PLANNER = (
     Mutant(
         "the planner covers ops that a registered fusion has taken",
         "plan/planner.py",
-        "            found = _outside(window, found)\n",
+        "            found = outside(window, found)\n",
         "",
         "test_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
-        "plan/planner.py",
+        "plan/cost.py",
         "if after is not None and not fuses_quantize:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
@@ -314,15 +314,15 @@ PLANNER = (
 
 PLAN_KEYS = (
     Mutant(
-        "the recipe is left out of a call's signature",
+        "the recipe is left out of the key of a call",
         "runtime/call_key.py",
-        '"        current_recipe(),",',
-        '"        None,",',
+        '"current_recipe(),",',
+        '"None,",',
         "test_call_key.py test_recipe.py",
         select="planned_once or toggled or stale",
     ),
     Mutant(
-        "the dtype of autocast is left out of a call's signature",
+        "the dtype of autocast is left out of the key of a call",
         "runtime/call_key.py",
         "is_autocast_enabled(device) and get_autocast_dtype(device),",
         "is_autocast_enabled(device),",
@@ -330,7 +330,7 @@ PLAN_KEYS = (
         select="toggled or stale",
     ),
     Mutant(
-        "a frozen parameter is left out of a call's signature",
+        "a frozen parameter is left out of the key of a call",
         "runtime/call_key.py",
         "type({p}), {p}.dtype, {p}.requires_grad, {p}.is_meta,",
         "type({p}), {p}.dtype, {p}.is_meta,",
@@ -338,14 +338,14 @@ PLAN_KEYS = (
         "test_call_key.py::test_freezing_and_thawing_in_turn_plans_twice",
     ),
     Mutant(
-        "an extra input's need of a gradient is left out of a call's signature",
+        "an extra input's need of a gradient is left out of the key of a call",
         "runtime/call_key.py",
         "{e}.dtype, {e}.requires_grad, {e}.device,",
         "{e}.dtype, {e}.device,",
         "test_call_key.py::test_an_extra_input_that_changes_is_noticed",
     ),
     Mutant(
-        "whether gradients are enabled is left out of a call's signature",
+        "whether gradients are enabled is left out of the key of a call",
         "runtime/call_key.py",
         '"        is_grad_enabled(),",',
         '"        True,",',
@@ -484,21 +484,21 @@ PLAN_KEYS = (
     ),
     Mutant(
         "a factory is asked at every call",
-        "op.py",
+        "op/basic.py",
         "            made = kept[1].setdefault((mode, index, role), made)\n",
         "            pass\n",
         "test_recipe_parameters.py::test_a_factory_is_asked_once_for_each_quantizer_of_an_op",
     ),
     Mutant(
         "a quantizer is that of the role which an op had at its first call",
-        "op.py",
+        "op/basic.py",
         "made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))",
         "made = next((q for at, q in kept[1].items() if at[:2] == (mode, index)), None)",
         "test_low_precision.py::test_a_quantizer_is_that_of_the_role_which_an_op_says_now",
     ),
     Mutant(
         "outside an autocast an op gives the quantizer of the recipe before the last",
-        "op.py",
+        "op/basic.py",
         "if kept is not None and kept[0] is recipe is self._last_recipe:",
         "if kept is not None and kept[0] is recipe:",
         "test_recipe.py test_changeable_quantizers.py",

@@ -86,8 +86,8 @@ KEPT_WEIGHTS = (
     Mutant(
         "under delayed scaling a recomputation finds no kept weight, which had another scale",
         "basic_ops/basic_linear.py",
-        "how = quantizer.encoding() if is_delayed else quantizer",
-        "how = quantizer",
+        "how = quantizer.encoding() if is_delayed else both",
+        "how = both",
         "test_recomputation.py::test_a_kept_weight_survives_checkpointing_under_delayed_scaling",
     ),
 )
@@ -418,7 +418,7 @@ RECOMPUTATION = (
 STATE = (
     Mutant(
         "a checkpoint without extra state is refused",
-        "op.py",
+        "op/basic.py",
         'missing_keys.remove(prefix + "_extra_state")',
         "pass",
         "test_state.py::test_a_checkpoint_without_extra_state_loads_strictly",
@@ -447,21 +447,21 @@ STATE = (
     ),
     Mutant(
         "another library's bytes are read as delayed scaling's state",
-        "op.py",
+        "op/basic.py",
         "            if state.dtype is not torch.float32:\n                return\n",
         "",
         "test_state.py::test_extra_state_of_another_library_is_accepted_and_never_unpickled",
     ),
     Mutant(
         "a checkpoint without delayed scaling's state leaves what there was",
-        "op.py",
+        "op/basic.py",
         "loaded = {mode: DelayedScales(mode) for mode in self._delayed}",
         "loaded = dict(self._delayed)",
         "test_recomputation.py::test_a_checkpoint_without_state_takes_the_state_away",
     ),
     Mutant(
         "the state of a forward is read as that of the backward",
-        "op.py",
+        "op/basic.py",
         '            for mode in ("forward", "backward"):\n',
         '            for mode in ("backward", "forward"):\n',
         "test_low_precision.py test_delayed_scaling.py",
@@ -469,28 +469,28 @@ STATE = (
     ),
     Mutant(
         "a copy of an op counts as captured",
-        "op.py",
+        "op/basic.py",
         '            "_captured": False,\n',
         "",
         "test_sequential.py::test_a_copy_of_a_captured_op_may_be_bound_again",
     ),
     Mutant(
         "the quantizers of a factory are pickled with the op, and the factory with them",
-        "op.py",
+        "op/basic.py",
         '            "_made_quantizers": {},\n',
         "",
         "test_recipe_parameters.py::test_an_op_that_ran_under_a_factory_is_copied_without_it",
     ),
     Mutant(
         "what an op was handed of a factory is pickled with the op",
-        "op.py",
+        "op/basic.py",
         '            "_quantizer_views": {},\n',
         "",
         "test_recipe_parameters.py::test_an_op_that_ran_under_a_factory_is_copied_without_it",
     ),
     Mutant(
         "a parameter that is made from meta loses its attributes",
-        "op.py",
+        "op/basic.py",
         "            fresh.__dict__.update({**old.__dict__, **fresh.__dict__})\n",
         "",
         "test_state.py",
@@ -498,7 +498,7 @@ STATE = (
     ),
     Mutant(
         "a frozen norm or bias that is made from meta becomes trainable",
-        "op.py",
+        "op/basic.py",
         "fresh = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)",
         "fresh = torch.nn.Parameter(data)",
         "test_state.py::test_a_frozen_parameter_on_meta_stays_frozen",

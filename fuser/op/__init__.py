@@ -1,0 +1,31 @@
+"""Operations: base classes and functions for authors of ops and fusions."""
+
+from fuser.op.arguments import QUANTIZER_ARGUMENTS, keyword_names, pipeline_arguments
+from fuser.op.basic import MAX_RECIPES, BasicOperation
+from fuser.op.context import OperationContext, autocast_dtype
+from fuser.op.fused import FusedOperation
+from fuser.op.fusible import METHODS, FusibleOperation, Grads
+from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
+from fuser.op.parameters import COMPUTE_DTYPES, check_parallelism, default_device, default_dtype
+
+__all__ = [
+    "BasicOperation",
+    "COMPUTE_DTYPES",
+    "FusedOperation",
+    "FusibleOperation",
+    "Grads",
+    "MAX_RECIPES",
+    "METHODS",
+    "OperationContext",
+    "QUANTIZER_ARGUMENTS",
+    "autocast_dtype",
+    "cast",
+    "check_parallelism",
+    "default_device",
+    "default_dtype",
+    "keyword_names",
+    "pipeline_arguments",
+    "quantizes_values",
+    "write_grad_input",
+    "write_output",
+]

@@ -1,0 +1,32 @@
+"""Arguments of an op's forward: those from its pipeline, and those from its caller."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+from fuser.op.basic import BasicOperation
+
+QUANTIZER_ARGUMENTS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
+"""Keyword arguments that a pipeline gives to ``op_forward``."""
+
+
+@functools.cache
+def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
+    """Arguments of an op's forward that its pipeline gives; a caller cannot give them."""
+    if cls.fuser_forward is not BasicOperation.fuser_forward:
+        return ()  # fuser_forward gets the caller's arguments in a dict
+    parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
+    named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+    return (*named, *QUANTIZER_ARGUMENTS)
+
+
+@functools.cache
+def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
+    """The keyword arguments that an op of this class takes from its caller; None for any."""
+    if cls.fuser_forward is not BasicOperation.fuser_forward:
+        return None
+    parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.name not in QUANTIZER_ARGUMENTS)

@@ -1,0 +1,519 @@
+"""Basic operations: the base class for authors of ops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.errors import StateError
+from fuser.formats import DType, NumberFormat
+from fuser.graph_break import breaks_graph
+from fuser.module_calls import module_calls
+from fuser.op.channels import ChannelBindings
+from fuser.op.context import OperationContext
+from fuser.op.fusible import FusibleOperation, Grads
+from fuser.op.parameters import default_device
+from fuser.precision.contexts import current_recipe
+from fuser.precision.delayed_scaling import DelayedScales
+from fuser.precision.quantizer_for import fp8_dtype, make_quantizer, role_format
+from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors import Quantizer
+
+# An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
+MAX_RECIPES = 256
+
+_ByPlace = dict[tuple[str, int, str], Quantizer]
+
+
+_QUANTIZER_METHODS = (
+    *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
+    *("get_input_quantizer", "get_grad_output_quantizer"),
+)
+
+
+class BasicOperation(ChannelBindings, FusibleOperation):
+    """A single operation. It owns its parameters, its quantizers and its saved tensors.
+
+    Subclasses implement :meth:`op_forward` and :meth:`op_backward`, or, with
+    extra inputs or outputs, ``fuser_forward`` and ``fuser_backward``. The
+    attributes below tell the planner which bytes the op moves through memory;
+    the defaults fit an op that keeps the shape and saves its input.
+    """
+
+    # runtime/pipeline.py sets this to its class: ops may not import a later package.
+    pipeline_class: ClassVar[Callable[..., Any]]
+
+    name: str = ""
+    """A name for the op, which a custom recipe's factory gets; users may set it."""
+    module_type: str = ""
+    """The kind of op, which such a factory gets too."""
+    takes_scalars: bool = False
+    """Whether the main input may have no dimensions; the op then gets it in shape [1]."""
+    takes_floating_extras: bool = False
+    """Whether every extra input must have one of the dtypes that pipelines run in."""
+    saves_input: bool = True
+    """Whether backward reads the op's main input."""
+    accumulates_into_main_grad: bool = False
+    """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
+    passes_gradient_on: bool = False
+    """Whether the gradient of the input is the gradient of the output, unchanged."""
+    parameter_names: Sequence[str] | None = None
+    """Names of the op's parameters, in the order in which backward returns their gradients.
+
+    The op has exactly these parameters. A parameter of a submodule is named by its path, such as
+    ``"gate.weight"``. None means all parameters: first the op's own, in the order in which their
+    names were first registered, then those of its submodules."""
+    backward_attributes: tuple[str, ...] = ()
+    """Attributes of the op that the forward copies into the context. The op's backward reads them
+    there, and so does a fusion that runs one half of the op."""
+    can_quantize_output: tuple[str, ...] = ()
+    """Sides on which the op can quantize for its neighbour: ``"forward"`` its output,
+    ``"backward"`` the gradient of its input. On other sides the neighbour quantizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._input_channels: dict[int, str] = {}
+        self._output_channels: dict[int, tuple[str, bool]] = {}
+        self._captured = False
+        self._delayed: dict[str, DelayedScales] = {}
+        self._registered_names: list[str] = []
+        # Quantizers of the last recipe, and of every recipe.
+        self._quantizers: tuple[Recipe, _ByPlace] | None = None
+        self._made_quantizers: dict[Recipe, _ByPlace] = {}
+        # For code outside this library: the recipe of the last forward, and quantizers it got.
+        self._last_recipe: Recipe | None = None
+        self._quantizer_views: dict[tuple[str, int], Any] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "get_quantizer" in cls.__dict__:  # the library then uses that method too
+            cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
+        cls._has_constant_quantizers = (
+            all(getattr(cls, name).__module__.startswith("fuser.") for name in _QUANTIZER_METHODS)
+            and cls.quantizer_value is not cls._quantizer_value_of_view
+        )
+
+    _has_constant_quantizers: ClassVar[bool] = True
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    # -- questions of the planner ---------------------------------------------
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec | None:
+        """The spec of the main output, from the specs of the main input and the extra inputs.
+
+        ``autocast`` is the dtype of torch's autocast, None if it is off. The default returns
+        None: the output is not known. The planner then assumes the input's shape and dtype, and
+        does not check later ops. If running the op raises, fuser calls this method again with the
+        actual input.
+
+        Raises
+        ------
+        InputError
+            If the op cannot take this input.
+        """
+        return None
+
+    def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
+        """The specs of the extra outputs, from the spec of the main input."""
+        return (spec,) * self.num_extra_outputs
+
+    def saved_bytes(self, spec: TensorSpec) -> int:
+        """Bytes that the op saves for backward besides its input, such as statistics or a mask."""
+        return 0
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        """Names of the kernels that the op launches in ``"forward"`` or ``"backward"``.
+
+        Empty for an op that returns views or references. ``key`` is the plan key narrowed to
+        this op.
+        """
+        return (type(self).__name__,)
+
+    def context_constants(self, key: PlanKey) -> dict[str, Any]:
+        """Attributes of the op's contexts that have one value in all calls of a plan."""
+        return {}
+
+    def fuses_quantize(self, side: str, key: PlanKey) -> bool:
+        """Whether the kernel that computes the op's output also quantizes it.
+
+        If not, a separate kernel quantizes. On ``"backward"`` the output is the gradient of the
+        op's input.
+        """
+        return False
+
+    def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
+        """Tensors that arrive unquantized on ``side`` and that this op quantizes, by role."""
+        return {}
+
+    # -- parameters -----------------------------------------------------------
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        # torch's own order changes when a parameter is deleted and set again.
+        if name not in self._registered_names:
+            self._registered_names.append(name)
+
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+        """Fill parameter ``name`` in place; if it is on meta, allocate it on the default device.
+
+        Raises
+        ------
+        StateError
+            As :meth:`renew`.
+        """
+        parameter = getattr(self, name)
+        if not parameter.is_meta:
+            fill(parameter)
+            return
+        data = torch.empty_like(parameter, device=default_device(None))
+        fresh = torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+        fill(fresh)
+        self.renew(name, fresh)
+
+    def renew(self, name: str, fresh: torch.nn.Parameter) -> None:
+        """Give parameter ``name`` the contents of ``fresh``. It stays the same object.
+
+        An optimizer that holds it continues with it, and it keeps its attributes.
+
+        Raises
+        ------
+        StateError
+            If a graph or a hook holds the parameter, or a hook computes it.
+        """
+        old = self._parameters.get(name)
+        why = "it is computed by a hook"
+        if old is not None and not old._backward_hooks and not old._post_accumulate_grad_hooks:
+            fresh.__dict__.update({**old.__dict__, **fresh.__dict__})
+            try:
+                torch.utils.swap_tensors(old, fresh)  # type: ignore[no-untyped-call]
+                return
+            except RuntimeError as error:
+                why = f"something holds it, such as the graph of a call on meta ({error})"
+        elif old is not None:
+            why = "it has hooks"
+        raise StateError(
+            f"{type(self).__name__} cannot give its parameter {name!r} new contents in place: "
+            f"{why}. Call model.to_empty(device=...) and then reset_parameters() of its ops before "
+            "an optimizer, a graph or a hook is given the parameters."
+        )
+
+    # -- quantizers -----------------------------------------------------------
+
+    def input_quantization(self, key: PlanKey) -> QuantSpec | None:
+        """The quantization that this op wants for its main input; None for unquantized.
+
+        ``key`` is narrowed to this op. The usage is that of forward and backward together.
+        """
+        return self._wanted("forward", key)
+
+    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
+        """The quantization that this op wants for its output's gradient; None for unquantized."""
+        if key.recipe is None or not key.recipe.quantizes_backward:
+            return None
+        return self._wanted("backward", key)
+
+    def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
+        """The quantization of the op's output, or on ``"backward"`` of its input's gradient.
+
+        ``wanted`` is the quantization that the op which reads it wants.
+        """
+        return wanted if side in self.can_quantize_output else None
+
+    def _wanted(self, mode: str, key: PlanKey) -> QuantSpec | None:
+        roles = self.quantizer_roles(mode)
+        if key.recipe is None or not roles:
+            return None
+        form = self.quantizer_format(key.recipe, roles[0])
+        return QuantSpec(form, rowwise=True, columnwise=True)
+
+    def num_quantizers(self, mode: str) -> int:
+        """Number of quantizers in ``mode``, ``"forward"`` or ``"backward"``."""
+        return 0
+
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        """Roles of the quantizers of ``mode``: the input, then weights; or gradients."""
+        count = self.num_quantizers(mode)
+        if mode == "backward":
+            return ("grad_output",) * count
+        return ("input", *["weight"] * (count - 1)) if count else ()
+
+    def quantizer_format(self, recipe: Recipe, role: str) -> NumberFormat:
+        """The format in which this op quantizes tensors of ``role``."""
+        if not isinstance(recipe, CustomRecipe):
+            return role_format(recipe, role)
+        modes = ("forward", "backward")
+        at = next(
+            (mode, self.quantizer_roles(mode).index(role))
+            for mode in modes
+            if role in self.quantizer_roles(mode)
+        )
+        return self._made_quantizer(recipe, *at).format
+
+    def quantizer_value(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        """Quantizer ``index`` of ``mode`` as ops of this library use it; None outside an autocast.
+
+        A frozen value. Delayed scaling's state is made on ``device``, that of
+        the op's parameters if it is None.
+        """
+        recipe = current_recipe()
+        if recipe is None:
+            return None
+        kept = self._quantizers
+        if kept is not None and kept[0] is recipe is self._last_recipe:
+            made = kept[1].get((mode, index, self.quantizer_roles(mode)[index]))
+            if made is not None:
+                return made
+        return self._quantizer_under(recipe, mode, index, device)
+
+    def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
+        """:meth:`quantizer_value` if it is the same at every call, so that a plan can hold it.
+
+        None for delayed scaling and custom recipes, whose quantizers belong to an op's state, and
+        for a class whose quantizers code outside this library chooses.
+        """
+        if recipe.delayed() or recipe.custom() or not self._has_constant_quantizers:
+            return None
+        return self._made_quantizer(recipe, mode, index)
+
+    def _quantizer_value_of_view(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        given = self.get_quantizer(mode, index)
+        return given and given.with_usage(rowwise=given.rowwise, columnwise=given.columnwise)
+
+    def get_quantizer(
+        self, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer | None:
+        """Quantizer ``index`` of ``mode`` for code outside this library; None where there is none.
+
+        It can be changed, by ``set_usage`` for one, and is the same object at the next call; what
+        this library quantizes does not follow it. Outside every autocast it is the quantizer of
+        the op's last forward, so that a backward may ask for it. ``device`` is as in
+        :meth:`quantizer_value`.
+        """
+        recipe = current_recipe()
+        if recipe is None:
+            value = self._last_quantizer(mode, index)
+            if value is None:
+                return None
+        else:
+            value = self._quantizer_under(recipe, mode, index, device)
+        before = self._quantizer_views.get((mode, index))
+        view: Quantizer = type(self).quantizer_view(value, before)
+        self._quantizer_views[mode, index] = view
+        return view
+
+    def _quantizer_under(
+        self, recipe: Recipe, mode: str, index: int, device: torch.device | None = None
+    ) -> Quantizer:
+        if self.__dict__["_last_recipe"] is not recipe:
+            self.__dict__["_last_recipe"] = recipe  # torch's own setting takes 1 us
+        if isinstance(recipe, DelayedScaling):
+            state, dtypes, device = self._delayed_state(mode, recipe, device)
+            return state.quantizer(recipe, dtypes, index, device)
+        return self._made_quantizer(recipe, mode, index)
+
+    def _made_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer:
+        kept = self._quantizers
+        if kept is None or (kept[0] is not recipe and kept[0] != recipe):
+            made_for = self._made_quantizers
+            if len(made_for) >= MAX_RECIPES:
+                made_for.pop(next(iter(made_for)))
+            kept = self._quantizers = (recipe, made_for.setdefault(recipe, {}))
+        role = self.quantizer_roles(mode)[index]
+        made = kept[1].get((mode, index, role))
+        if made is None:
+            # A custom recipe's factory is asked once for each quantizer of an op: plans rely on it.
+            made = make_quantizer(recipe, role, module_type=self.module_type, name=self.name)
+            made = kept[1].setdefault((mode, index, role), made)
+        return made
+
+    def _delayed_state(
+        self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
+    ) -> tuple[DelayedScales, list[DType], torch.device]:
+        """Delayed scaling's state for ``mode``, its formats under ``recipe``, and its device."""
+        if device is None:
+            # An op's own come first; torch's iterator looks through all modules below.
+            own = (p for p in self._parameters.values() if p is not None)
+            parameter = next(itertools.chain(own, self.parameters()), None)
+            device = default_device(None) if parameter is None else parameter.device
+        dtypes = [fp8_dtype(recipe.fp8_format, role) for role in self.quantizer_roles(mode)]
+        state = self._delayed.get(mode)
+        if state is None:
+            state = self._delayed.setdefault(mode, DelayedScales(mode))
+        return state, dtypes, device
+
+    def _last_quantizer(self, mode: str, index: int) -> Quantizer | None:
+        """The quantizer of the last forward, if that ran under a recipe."""
+        recipe = self._last_recipe
+        if recipe is None:
+            return None
+        if isinstance(recipe, DelayedScaling):
+            state = self._delayed.get(mode)
+            return None if state is None else state.last_quantizer(index)
+        return self._made_quantizer(recipe, mode, index)
+
+    def get_input_quantizer(self) -> Any | None:
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
+
+    # -- running --------------------------------------------------------------
+
+    # These types let an op name its own keyword arguments, or take none.
+    def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward of an op without extra inputs or outputs; returns the output.
+
+        Called as ``op_forward(ctx, input_, prev_op_grad_output_quantizer=...,
+        next_op_input_quantizer=..., **kwargs)``: the quantizer that the op
+        before wants for gradients, the quantizer that the op after wants for
+        its input, and the caller's ``op_kwargs`` for this op.
+        """
+        raise StateError(self._missing_method("forward"))
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Grads]:
+        """Backward of such an op; returns the gradients of the input and of the parameters."""
+        raise StateError(self._missing_method("backward"))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            raise StateError(self._missing_method("forward"))
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        result = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise StateError(
+                f"{type(self).__name__}.op_backward returns (grad_input, param_grads); it returned "
+                f"a {type(result).__name__}."
+            )
+        grad_input, grad_params = result
+        return grad_input, [grad_params], [()]
+
+    def _missing_method(self, side: str) -> str:
+        prefix = "fuser" if self.num_extra_inputs or self.num_extra_outputs else "op"
+        return (
+            f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
+            f"{self.num_extra_outputs} extra outputs, so it must implement {prefix}_{side}."
+        )
+
+    @breaks_graph
+    def forward(
+        self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the op alone, as a pipeline of one op with cached plans.
+
+        Here a channel has no other end, so an extra input or output that is bound to a channel is
+        an ordinary one of this call.
+        """
+        result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
+            input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
+        )
+        return result
+
+    def _own_pipeline(self) -> Any:
+        """The pipeline of this op alone, made at the first call and kept."""
+        try:
+            pipeline, version = self._runner
+        except AttributeError:
+            pipeline = version = None
+        if version is not module_calls.version:
+            version = module_calls.version
+            if pipeline is None or pipeline.implementations != (self.implementation(),):
+                # A pipeline holds its ops. This one holds a second object with this op's state: a
+                # reference cycle would keep parameters until the garbage collector runs.
+                twin = object.__new__(type(self))
+                object.__setattr__(twin, "__dict__", self.__dict__)
+                pipeline = type(self).pipeline_class([twin], open_channels=self.channels)
+            self._runner = (pipeline, version)
+        return pipeline
+
+    # -- state ----------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Delayed scaling's state as an fp32 tensor; an empty uint8 tensor if there is none."""
+        if not any(state.scale.numel() for state in self._delayed.values()):
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        states = (self._delayed.get(mode, DelayedScales(mode)) for mode in ("forward", "backward"))
+        return torch.cat([state.packed() for state in states])
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
+        if not isinstance(state, torch.Tensor):
+            return
+        loaded = {mode: DelayedScales(mode) for mode in self._delayed}
+        if state.numel():
+            if state.dtype is not torch.float32:
+                return
+            for mode in ("forward", "backward"):
+                scales, state = DelayedScales.unpacked(state, mode)
+                if scales.scale.numel():
+                    loaded[mode] = scales
+        # A checkpoint without state comes from an op without state.
+        for mode, previous in self._delayed.items():
+            loaded[mode].succeed(previous)
+        self._delayed = loaded
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # A checkpoint of plain modules has no extra state, and needs none.
+        if prefix + "_extra_state" in missing_keys:
+            missing_keys.remove(prefix + "_extra_state")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A factory may be a closure, which cannot be pickled. A copy calls it again.
+        return {
+            **super().__getstate__(),
+            "_captured": False,
+            "_quantizers": None,
+            "_made_quantizers": {},
+            "_last_recipe": None,
+            "_quantizer_views": {},
+        }

@@ -1,0 +1,166 @@
+"""Fused operations: the base class for authors of fusions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.errors import InputError, StateError
+from fuser.graph_break import breaks_graph
+from fuser.op.fusible import FusibleOperation
+
+
+class _FixedOps(torch.nn.ModuleList):
+    """The basic ops of a fused op. They cannot be exchanged, because pipelines hold them."""
+
+    def __init__(self, ops: Iterable[FusibleOperation]) -> None:
+        super().__init__(ops)
+        self._is_fixed = True
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        names = ", ".join(type(op).__name__ for op in self)
+        raise StateError(
+            f"The basic ops [{names}] of a fused operation cannot be exchanged: replace the whole "
+            "operation, or a parameter of the basic op."
+        )
+
+    __setitem__ = __delitem__ = insert = pop = _refuse
+
+    def append(self, module: torch.nn.Module) -> Any:
+        return self._refuse() if hasattr(self, "_is_fixed") else super().append(module)
+
+    def extend(self, modules: Iterable[torch.nn.Module]) -> Any:
+        return self._refuse() if hasattr(self, "_is_fixed") else super().extend(modules)
+
+
+class _NoParameters(dict[str, Any]):
+    """The parameters of a fused op itself: always empty, and cannot be changed."""
+
+    def __init__(self, owner: type, members: Sequence[FusibleOperation]) -> None:
+        super().__init__()
+        self._owner = owner.__name__
+        self._members = " and ".join(type(op).__name__ for op in members)
+
+    def _refuse(self, name: str, *value: Any) -> Any:
+        raise StateError(
+            f"{self._owner} has no parameter {name!r} of its own, and cannot be given one: "
+            f"parameters are those of its basic ops, {self._members}. Change, prune or normalize "
+            f"one of those instead, as in {self._owner.lower()}.basic_ops[0]."
+        )
+
+    __missing__ = __setitem__ = __delitem__ = _refuse
+
+
+class FusedOperation(FusibleOperation):
+    """One way to run a window of basic ops together.
+
+    It has no state: parameters and saved tensors belong to the basic ops. A
+    fusion for the planner has a ``window`` (op types, and the patterns of
+    :mod:`fuser.plan`) and a ``side``:
+
+    - a ``"forward"`` or ``"backward"`` fusion can replace that half of the
+      unfused ops: it has the same outputs and saves the same tensors;
+    - a ``"joint"`` fusion replaces both halves, and only the two together must
+      be equivalent to the ops.
+
+    Parameters
+    ----------
+    basic_ops
+        The ops that this one replaces, in their order.
+    """
+
+    # runtime/grouping.py sets this to its class: ops may not import a later package.
+    grouping_class: ClassVar[Callable[..., Any]]
+
+    window: ClassVar[tuple[Any, ...]] = ()
+    side: ClassVar[str] = ""
+    recomputes: ClassVar[bool] = False
+    """Whether a joint fusion saves only the window's input, and computes the rest again in
+    backward."""
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = _FixedOps(basic_ops)
+        if not len(self.basic_ops):
+            raise InputError(f"{type(self).__name__} was given no basic ops to replace.")
+        # The same ops as a tuple: unpacking a ModuleList costs 2 us a call.
+        self.members: tuple[Any, ...] = tuple(self.basic_ops)
+        self._parameters = _NoParameters(type(self), self.members)
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    # These types let a fusion name the ops of its window as parameters.
+    @classmethod
+    def refuses(cls, *ops: Any, **key: Any) -> str | None:
+        """The reason why this fusion cannot run these ops, as a sentence; None if it can.
+
+        Called as ``refuses(*ops, key=key)``. ``ops`` has an entry for each
+        element of ``window``: the op that it matched, None for an absent
+        ``Optional``, a tuple for ``Many``. ``key`` is the plan key narrowed to
+        the window's ops.
+        """
+        return None
+
+    @classmethod
+    def kernels(cls, *ops: Any, **where: Any) -> tuple[tuple[str, int], ...]:
+        """The kernels in the order of their launch: a name, and how many ops it finishes.
+
+        Called as ``kernels(*ops, side=side, key=key)``, with ``ops`` and
+        ``key`` as in :meth:`refuses`. The numbers add up to the length of the
+        window; backward counts from its last op to its first. The default is
+        one kernel for the whole window.
+        """
+        return ((cls.__name__, len(where["key"].ops)),)
+
+    @classmethod
+    def fuses_quantize(cls, *ops: Any, **where: Any) -> bool:
+        """As for a basic op; called as ``fuses_quantize(*ops, side=side, key=key)``."""
+        return False
+
+    def get_input_quantizer(self) -> Any | None:
+        return self.members[0].get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        return self.members[-1].get_grad_output_quantizer()
+
+    def pre_first_fuser_forward(self) -> None:
+        for op in self.members:
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        for op in self.members:
+            op.pre_fuser_forward(requires_grad=requires_grad)
+
+    @breaks_graph
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the basic ops of this operation as a pipeline of their own.
+
+        A basic op with hooks is called as a module. An extra input or output whose channel has no
+        other end among these ops is an ordinary one of this call.
+        """
+        grouping = self._own_grouping()
+        keywords = None if basic_op_kwargs is None else grouping.keywords(basic_op_kwargs)
+        result: torch.Tensor | tuple[torch.Tensor, ...]
+        result = grouping.run(input, extra_inputs, keywords)
+        return result
+
+    def _own_grouping(self) -> Any:
+        """The basic ops as pipelines and modules, grouped again after hooks change."""
+        try:
+            runner = self._runner
+        except AttributeError:
+            runner = None
+        if runner is None or not runner.is_current():
+            runner = self._runner = type(self).grouping_class(
+                self.members, name=type(self).__name__, is_open=True, previous=runner
+            )
+        return runner

@@ -1,0 +1,139 @@
+"""The base class of all operations, basic and fused."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from fuser.errors import StateError
+from fuser.module_calls import module_calls, noting
+from fuser.op.context import OperationContext
+
+_RUNNING_METHODS = (
+    *("op_forward", "op_backward", "fuser_forward", "fuser_backward"),
+    *("pre_first_fuser_forward", "pre_fuser_forward"),
+)
+
+Grads = Iterable[torch.Tensor | None]
+
+METHODS = ("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__")
+"""Attributes that change how an op runs if they are set on the object."""
+
+
+class _SetByInit:
+    """An attribute that ``torch.nn.Module.__init__`` sets. Without that call, reading it raises.
+
+    Python prefers the object's own attribute, so this costs nothing after ``__init__``.
+    """
+
+    def __get__(self, op: Any, cls: type) -> Any:
+        raise _no_init(cls)
+
+
+def _no_init(cls: type) -> StateError:
+    return StateError(
+        f"{cls.__name__}.__init__ does not call super().__init__(), which must come first in it."
+    )
+
+
+class FusibleOperation(torch.nn.Module, abc.ABC):
+    """An operation that a pipeline can run: basic, or the fusion of basic ones."""
+
+    # The pipeline that runs the op alone; not part of the state, so that a copy makes its own.
+    __slots__ = ("_runner",)
+    _runner: Any
+    # Makes the object that code outside this library gets in place of a quantizer. Called with the
+    # quantizer, and the object made before for the same place, or None. compatibility/ sets it.
+    quantizer_view: ClassVar[Callable[[Any, Any], Any]] = staticmethod(lambda value, before: value)
+    is_external: ClassVar[bool] = False
+    """Whether code outside this library runs in the op's forward or backward."""
+
+    register_forward_pre_hook = noting("register_forward_pre_hook")
+    register_forward_hook = noting("register_forward_hook")
+    register_backward_hook = noting("register_backward_hook")
+    register_full_backward_pre_hook = noting("register_full_backward_pre_hook")
+    register_full_backward_hook = noting("register_full_backward_hook")
+
+    _forward_hooks: Any = _SetByInit()
+    _backward_hooks: Any = _SetByInit()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except AttributeError:
+            if "_parameters" not in self.__dict__:
+                raise _no_init(type(self)) from None
+            raise
+        if name in METHODS:
+            module_calls.change()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        methods = (getattr(cls, name, None) for name in _RUNNING_METHODS)
+        modules = {getattr(method, "__module__", None) or __name__ for method in methods}
+        cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in METHODS:
+            module_calls.change()
+
+    def implementation(self) -> tuple[Any, ...]:
+        """The code that runs this op: its class, and methods that were set on the object."""
+        return (type(self), *(self.__dict__.get(name) for name in METHODS))
+
+    @property
+    @abc.abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether this op is the fusion of one or more basic ops."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called once, before the first forward of a pipeline that holds this op."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward of a pipeline that holds this op."""
+
+    def get_input_quantizer(self) -> Any | None:
+        """The quantizer that this op wants for its input, if any."""
+        return None
+
+    def get_grad_output_quantizer(self) -> Any | None:
+        """The quantizer that this op wants for the gradient of its output, if any."""
+        return None
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """Run forward for every basic op of this operation.
+
+        Returns the output and, for each basic op, its extra outputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own.")
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        """Run backward for every basic op of this operation.
+
+        Returns the gradient of the input and, for each basic op, the gradients
+        of its parameters and of its extra inputs.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the slot.
+        return self.__dict__.copy()

@@ -1,0 +1,76 @@
+"""Parameters of ops: default device, default dtype, and sharding, which ops refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils._device import DeviceContext
+
+from fuser.errors import InputError
+
+COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def default_device(device: torch.device | str | None) -> torch.device:
+    """The device for new parameters.
+
+    ``None`` means torch's default device if the user set one, else CUDA if there
+    is one, else the CPU.
+    """
+    if device is not None:
+        return torch.device(device)
+    chosen = torch.get_default_device()
+    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
+        return torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _default_device_was_set() -> bool:
+    """Whether the user set torch's default device, also through ``with device:``."""
+    # torch has no public function for this. A device that the user set is a
+    # DeviceContext on the function-mode stack.
+    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, DeviceContext) for mode in stack)
+
+
+def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype for new parameters: ``dtype``, or torch's default.
+
+    Raises
+    ------
+    InputError
+        If it is not fp32, fp16 or bf16.
+    """
+    chosen = dtype if dtype is not None else torch.get_default_dtype()
+    if chosen not in COMPUTE_DTYPES:
+        raise InputError(f"Parameters are float32, float16 or bfloat16; got {chosen}.")
+    return chosen
+
+
+def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bool = False) -> None:
+    """Refuse sharding that an op cannot do: this version runs on one rank.
+
+    ``op`` is its name; ``mode`` is None, ``"column"`` or ``"row"``. ``sequence`` says whether to
+    shard the sequence too, which needs a mode.
+
+    Raises
+    ------
+    InputError
+    """
+    if mode not in (None, "column", "row"):
+        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
+    if mode is None:
+        if sequence:
+            raise InputError(
+                f"{op} got sequence_parallel=True and no tensor_parallel_mode, which says what is "
+                "gathered or scattered; it is 'column' or 'row'."
+            )
+        return
+    ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
+    if ranks > 1:
+        raise InputError(
+            f"{op} was asked for {mode} tensor parallelism over {ranks} ranks; this version of "
+            "fuser runs on one."
+        )

@@ -1,0 +1,90 @@
+"""Costs: the modelled time of a window, from its bytes and its kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuser.op import FusedOperation
+from fuser.plan.cover import Candidate
+from fuser.plan.graph import OpGraph
+from fuser.plan.plan import Step
+
+# Shapes are not part of a plan's key, so all plans use one token count. It is
+# large enough that memory traffic dominates launches, as in training.
+NOMINAL_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """The cost model of a device: bytes per second, and seconds per launch."""
+
+    bandwidth: float
+    launch: float
+
+
+# An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
+# docs/facts.md). The CPU's numbers are estimates for two cores.
+DEVICE_COSTS = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
+
+
+class CostModel:
+    """Modelled time of windows of ``graph`` on a kind of device.
+
+    ``first`` is the first op that needs a gradient; backward ends there.
+    """
+
+    def __init__(self, graph: OpGraph, device: str, first: int) -> None:
+        self.graph = graph
+        self.first = first
+        self.device = DEVICE_COSTS.get(device, DEVICE_COSTS["cuda"])
+
+    def candidate(
+        self,
+        window: range,
+        side: str,
+        run: type[FusedOperation] | FusedOperation | None,
+        kernels: Sequence[tuple[str, int]],
+        fuses_quantize: bool = False,
+    ) -> Candidate:
+        """The candidate that runs ``window`` on ``side``, with its cost and its step.
+
+        ``kernels`` are names, each with the number of ops that it finishes. If the window's output
+        is quantized and ``fuses_quantize`` is false, the cost includes a kernel that quantizes it.
+        """
+        token_bytes = param_bytes = 0
+        done = 0
+        recomputes = run is not None and run.recomputes
+        for _, covered in kernels:
+            if covered == 0:
+                continue
+            low, high = window.start + done, window.start + done + covered
+            if side == "backward":
+                low, high = window.stop - done - covered, window.stop - done
+            for_tokens, for_params = self.graph.window_bytes(low, high, side, recomputes=recomputes)
+            token_bytes += for_tokens
+            param_bytes += for_params
+            done += covered
+        names = [name for name, _ in kernels]
+        if side == "forward" or window.stop > self.first:
+            before = self.graph.quantize_kernels(window.start, window.stop, side)
+            names = [*(name for name, _, _ in before), *names]
+            token_bytes += sum(for_tokens for _, for_tokens, _ in before)
+            param_bytes += sum(for_params for _, _, for_params in before)
+            after = self.graph.emitting_bytes(window.start, window.stop, side)
+            if after is not None and not fuses_quantize:
+                names.append("quantize")
+                token_bytes += after
+        a_token = token_bytes / self.graph.tokens
+        traffic = a_token * NOMINAL_TOKENS + param_bytes
+        cost = traffic / self.device.bandwidth + len(names) * self.device.launch
+        fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
+        step = Step(
+            ops=tuple(window),
+            fusion=fusion,
+            kernel=", ".join(names),
+            bytes_per_token=a_token + param_bytes / NOMINAL_TOKENS,
+            microseconds=cost * 1e6,
+            emits=self.graph.quant_spec(window.stop if side == "forward" else window.start, side),
+        )
+        return Candidate(window.start, window.stop, cost, run, step)

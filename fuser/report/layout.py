@@ -1,0 +1,402 @@
+"""Layout of a plan's picture: all boxes, lines and texts, with their places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fuser import basic_ops
+from fuser.plan.plan import FusionPlan, Refusal, Step, format_bytes, format_time, span
+from fuser.report.columns import (
+    AS_MODULE,
+    END,
+    MARGIN,
+    MODULE_ARROW,
+    PAD,
+    Columns,
+    cost,
+    kernels_of,
+    module_width,
+)
+from fuser.report.picture import (
+    COLORS,
+    SMALL,
+    Box,
+    Line,
+    Picture,
+    Point,
+    Text,
+    matplotlib_or_error,
+    printable,
+    text_width,
+    wrap,
+)
+
+PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}
+
+HEADER = 17.0  # height of a fused window's name
+OP_HEIGHT = 32.0
+LANE = 18.0  # one level of channels above a row
+REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
+
+
+def lay_out(plan: FusionPlan) -> Picture:
+    """The picture of ``plan``, with the place of every item."""
+    with matplotlib_or_error():
+        return _Layout(plan).picture()
+
+
+@dataclass(frozen=True)
+class _Wire:
+    """The line of an extra tensor or channel; an end that is None is the caller.
+
+    It runs above its row from ``start`` to ``end``, with its name at
+    ``middle``. Lane 0 is the lowest.
+    """
+
+    name: str
+    source: int | None
+    target: int | None
+    start: float = 0.0
+    end: float = 0.0
+    middle: float = 0.0
+    lane: int = 0
+
+    @property
+    def is_channel(self) -> bool:
+        """Whether both ends are ops."""
+        return self.source is not None and self.target is not None
+
+
+class _Layout(Columns):
+    """The items of the picture; each row is drawn for forward, and below it for backward."""
+
+    def __init__(self, plan: FusionPlan) -> None:
+        super().__init__(plan)
+        self.items: list[Text | Box | Line] = []
+
+    def picture(self) -> Picture:
+        y = self._title(MARGIN) + 6
+        for ops in self.rows:
+            if ops.start:
+                y += 14
+                self._line((MARGIN, y), (MARGIN + self.width, y), color="faint")
+            for side in self.sides:
+                y = self._row(side, ops, y + 13)
+        y = self._legend(y + 28)
+        right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
+        return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
+
+    def _text(self, x: float, y: float, string: str, **style: Any) -> Text:
+        self.items.append(text := Text(x, y, printable(string), **style))
+        return text
+
+    def _box(self, x: float, y: float, width: float, height: float, *style: Any) -> None:
+        self.items.append(Box(x, y, width, height, *style))
+
+    def _line(self, *points: Point, **style: Any) -> None:
+        self.items.append(Line(points, **style))
+
+    # title, totals, legend
+
+    def _title(self, y: float) -> float:
+        plan = self.plan
+        y += 12
+        self._text(
+            MARGIN, y, f"Fusion plan of {count_of(len(plan.ops), 'op')}", size=15.0, bold=True
+        )
+        y = self._note(y + 2, plan.key.describe(), 9.0) + 8
+        longest = max(_totals(plan.steps(side, fused=False))[1] for side in self.sides)
+        for side in ("forward", "backward"):
+            y += 16
+            self._text(MARGIN, y, side, size=8.5, bold=True)
+            if side not in self.sides:
+                self._text(MARGIN + 62, y, "nothing needs a gradient", size=8.5, color="muted")
+                continue
+            words, times = [], []
+            for fused, color in ((False, "faint"), (True, "GEMM edge")):
+                steps = plan.steps(side, fused=fused)
+                moved, time = _totals(steps)
+                times.append(time)
+                count = count_of(len(steps), "step")
+                words.append(f"{count}, {format_bytes(moved)}/token, {format_time(time)}")
+                length = max(110 * time / longest, 1.0) if longest else 1.0
+                self._box(MARGIN + 62, y - 7, length, 8, color, color, 1.0)
+            text = f"{words[1]};  unfused {words[0]};  "
+            end = self._text(MARGIN + 182, y, text, size=8.5).bounds[2]
+            ratio = times[0] / times[1] if times[1] else 1.0
+            self._text(end, y, f"{ratio:.2f}x", size=8.5, bold=True)
+        return y
+
+    def _note(self, y: float, text: str, size: float) -> float:
+        for line in wrap(text.split(), self.width, size):
+            y += 1.5 * size
+            self._text(MARGIN, y, line, size=size, color="muted")
+        return y
+
+    def _legend(self, y: float) -> float:
+        plan = self.plan
+        has_light = not all(step.kernel for step in self.steps)
+        kinds = {_kind(op) for op in plan.ops}
+        entries = [(kind, kind, f"{kind} edge") for kind in COLORS if kind in kinds]
+        entries += [("no kernel", "paper", "faint")] * has_light
+        has_modules = any(not call.ops for call in plan.modules)
+        entries += [("other module, not modelled", "paper", "muted")] * has_modules
+        entries += [("fused window", "window", "window edge")] * any(
+            step.fusion for step in self.steps
+        )
+        entries += [("channel", "channel", "")] * bool(plan.channels)
+        entries += [("not used, and why", "refused", "")] * bool(plan.refusals)
+        x = MARGIN
+        for name, color, edge in entries:
+            right = x + 22 + text_width(name, 8.0)
+            if right > MARGIN + self.width:
+                x, y, right = MARGIN, y + 16, right - x + MARGIN
+            if edge:
+                self._box(x, y - 8, 16, 10, color, edge, 2.5)
+            else:
+                self._line((x, y - 3), (x + 16, y - 3), color=color, dashed=True)
+            self._text(x + 22, y, name, size=8.0, color="muted")
+            x = right + 18
+        note = (
+            "On the arrows: bytes a token that the main line carries. Beneath a step: its kernels, "
+            "the bytes a token that they move through memory, and their modelled time for "
+            f"{plan.nominal_tokens} tokens."
+        )
+        if any(_totals(plan.steps(s)) != _totals(plan.steps(s, fused=False)) for s in self.sides):
+            note += " The bars at the top: modelled time; in grey what more it would be unfused."
+        return self._note(y + 3, note, 8.0)
+
+    # one side of one row
+
+    def _row(self, side: str, ops: range, y: float) -> float:
+        """Draw ``ops`` of one side from ``y`` downwards; returns the lower end."""
+        arrow = "\N{RIGHTWARDS ARROW}" if side == "forward" else "\N{LEFTWARDS ARROW}"
+        title = f"{side} {arrow}" + (f"  ops {span(tuple(ops))}" if len(self.rows) > 1 else "")
+        self._text(MARGIN, y + 9, title, size=9.5, bold=True)
+        steps = [step for step in self.plan.steps(side) if set(step.ops) & set(ops)]
+        wires = self._routed(self._wires(side, ops), ops)
+        lowest = y + 8 + LANE * max((wire.lane + 1 for wire in wires), default=0)
+        y = lowest + 8 + (HEADER if any(step.fusion for step in steps) else 4)
+        for wire in reversed(wires):  # long ones first: their ends are under short ones' names
+            self._draw_wire(side, wire, ops, y, lowest - LANE * wire.lane)
+        bottom = y + OP_HEIGHT + PAD
+        for step in steps:
+            here = [i for i in step.ops if i in ops]
+            bottom = max(bottom, self._draw_step(side, step, here, y))
+        for i in ops:
+            if i not in self.step_of[side]:
+                self._draw_op(i, "no gradient", y, "", False)
+        self._main_line(side, ops, y + OP_HEIGHT / 2)
+        return self._refusals(side, ops, bottom + 9)
+
+    def _draw_step(self, side: str, step: Step, ops: list[int], y: float) -> float:
+        left, right = self.edges(side, ops[0], ops[-1])
+        middle = (left + right) / 2
+        is_first = ops[0] == step.ops[0]  # the text of a split window is in its first row
+        name = step.fusion or self.plan.ops[step.ops[0]]
+        tip = f"{side} {span(step.ops)}: {name}\n{' '.join(kernels_of(step))}\n{cost(step)}"
+        bottom = y + OP_HEIGHT
+        if step.fusion:
+            height = HEADER + OP_HEIGHT + PAD
+            self._box(left, y - HEADER, right - left, height, "window", "window edge", 7.0, tip)
+            title = name if is_first else f"{name} (continued)"
+            self._text(middle, y - 5.5, title, size=8.0, bold=True, align="center", tip=tip)
+            bottom += PAD
+        for i in ops:
+            self._draw_op(i, self.plan.ops[i], y, tip, bool(step.kernel))
+        bottom += 3
+        for line in wrap(kernels_of(step), right - left, SMALL, mono=True) if is_first else ():
+            bottom += 9.5
+            color = "ink" if step.kernel else "muted"
+            self._text(middle, bottom, line, mono=True, color=color, align="center")
+        if step.kernel and is_first:
+            bottom += 9.5
+            self._text(middle, bottom, cost(step), color="muted", align="center")
+        if is_first and side == "forward" and self.is_module(step):
+            bottom += 9.5
+            self._text(middle, bottom, AS_MODULE, color="muted", align="center")
+        return bottom
+
+    def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
+        x, width, kind = self.x[op], self.widths[op], _kind(self.plan.ops[op])
+        fill, edge = (kind, f"{kind} edge") if has_kernel else ("paper", "faint")
+        ink = "ink" if has_kernel else "muted"
+        self._box(x, y, width, OP_HEIGHT, fill, edge, 4.0, tip)
+        self._text(x + 5, y + 8.5, str(op), size=6.0, color="muted")
+        self._text(x + width / 2, y + 21, name, size=8.5, color=ink, align="center", tip=tip)
+
+    def _main_line(self, side: str, ops: range, y: float) -> None:
+        """Draw the arrows along the row, with bytes between two steps."""
+        plan, count, grad = self.plan, len(self.plan.ops), "" if side == "forward" else "grad "
+        start, stop = MARGIN + END, self.row_right(ops)
+        for i in range(ops.start, ops.stop + 1):
+            near = {i - 1, i} & set(range(count))
+            ends_here = bool(grad) and i == 0 and not plan.key.ops[0].input_requires_grad
+            if ends_here or not near <= self.step_of[side].keys():
+                continue
+            left = self.edges(side, i - 1, i - 1)[1] if i > ops.start else start
+            right = self.edges(side, i, i)[0] if i < ops.stop else stop
+            is_inside = i - 1 in self.step(side, i).ops
+            if is_inside and ops.start < i < ops.stop:
+                left, right = left - PAD, right + PAD
+            color = "muted" if is_inside else "ink"
+            left, right = self._draw_modules(i, ops, left, right, y, bool(grad))
+            self._arrow(left, right, y, bool(grad), color)
+            if not is_inside:
+                for offset, label in zip((-4, 10), self.gap_labels(side, i), strict=False):
+                    self._text((left + right) / 2, y + offset, label, align="center")
+            if i == ops.start:
+                name = f"{grad}input" if i == 0 else f"op {i - 1}"
+                self._text(start - 4, y + 2.5, name, color="muted", align="right")
+            if i == ops.stop:
+                name = f"{grad}output" if i == count else f"op {i}"
+                self._text(stop + 4, y + 2.5, name, color="muted")
+
+    def _arrow(self, left: float, right: float, y: float, is_back: bool, color: str) -> None:
+        points = ((left + 1, y), (right - 1, y))
+        self._line(*(points[::-1] if is_back else points), color=color, arrow=True)
+
+    def _draw_modules(
+        self, gap: int, ops: range, left: float, right: float, y: float, is_back: bool
+    ) -> tuple[float, float]:
+        """Draw the modules before op ``gap``; returns the space left for an arrow with bytes.
+
+        The arrow shows the input of the op, so it comes after the modules; at the end of the
+        pipeline it shows the output, and comes before them.
+        """
+        is_end = gap == len(self.plan.ops)
+        calls = self.plan.modules_before(gap) if is_end or gap < ops.stop else []
+        x = end = right - self.modules_width(gap) if is_end else left
+        for call in calls:
+            width = module_width(call)
+            arrow = x + width if is_end else x
+            self._arrow(arrow, arrow + MODULE_ARROW, y, is_back, "ink")
+            box, tip = x + (0 if is_end else MODULE_ARROW), f"{call.name}: {call.reason}"
+            self._box(box, y - OP_HEIGHT / 2, width, OP_HEIGHT, "paper", "muted", 4.0, tip)
+            style = {"size": 8.5, "color": "muted", "align": "center", "tip": tip}
+            self._text(box + width / 2, y + 5, call.name, **style)
+            x += width + MODULE_ARROW
+        return (left, end) if is_end else (x, right)
+
+    # channels, extra inputs and outputs
+
+    def _wires(self, side: str, ops: range) -> list[_Wire]:
+        """The extra inputs, extra outputs and channels of ``ops``."""
+        channels, known = self.plan.channels, self.step_of[side].keys()
+        wires = [_Wire(c.name, c.producer, c.consumer) for c in channels]
+        for i, key in enumerate(self.plan.key.ops):
+            wanted = sum(side == "forward" or extra.requires_grad for extra in key.extra_inputs)
+            wanted -= sum(c.consumer == i and c.producer in known for c in channels)
+            if wanted > 0:
+                wires.append(_Wire(_several(wanted, "extra input"), None, i))
+            made = getattr(getattr(basic_ops, self.plan.ops[i], None), "num_extra_outputs", 0)
+            if made and all(c.producer != i for c in channels):
+                wires.append(_Wire(_several(made, "extra output"), i, None))
+        if side == "backward":
+            wires = [_Wire(f"grad of {w.name}", w.target, w.source) for w in wires]
+        ends = [{wire.source, wire.target} - {None} for wire in wires]
+        return [w for w, e in zip(wires, ends, strict=True) if e & set(ops) and e <= known]
+
+    def _routed(self, wires: list[_Wire], ops: range) -> list[_Wire]:
+        """Give each wire its place: short wires lowest, and no overlap in a lane."""
+        targets = {wire.target for wire in wires}
+        crowd = Counter(end for wire in wires for end in (wire.source, wire.target))
+        found = []
+        for wire in wires:
+            ends, name = [], wire.name
+            for op, word in ((wire.source, "from"), (wire.target, "to")):
+                if op is not None and op in ops:
+                    beside = (word == "from" and op in targets) - (
+                        not wire.is_channel and crowd[op] > 1
+                    )
+                    ends.append(self.x[op] + self.widths[op] / 2 + 14 * beside)
+                elif op is not None:
+                    ends.append(MARGIN if op < ops.start else self.row_right(ops) + END)
+                    name += f" {word} op {op}"
+            half = text_width(printable(name), SMALL) / 2
+            middle = max(sum(ends) / len(ends), MARGIN + half)
+            low, high = min(*ends, middle - half - 4), max(*ends, middle + half + 4)
+            wire = _Wire(name, wire.source, wire.target, ends[0], ends[-1], middle)
+            found.append((low, high, wire))
+        taken: list[tuple[float, float, int]] = []
+        routed = []
+        for low, high, wire in sorted(found, key=lambda item: item[1] - item[0]):
+            full = {lane for left, right, lane in taken if left < high and low < right}
+            taken.append((low, high, min(set(range(len(taken) + 1)) - full)))
+            routed.append(replace(wire, lane=taken[-1][2]))
+        return routed
+
+    def _draw_wire(self, side: str, wire: _Wire, ops: range, y: float, lane: float) -> None:
+        """Draw a wire: up from the source, along the lane, down to the target, if in ``ops``."""
+        points = [(wire.start, lane), (wire.end, lane)][: 1 + (wire.start != wire.end)]
+        if wire.source is not None and wire.source in ops:
+            top = y - HEADER * bool(self.step(side, wire.source).fusion)
+            points.insert(0, (wire.start, top))
+        if wire.target is not None and wire.target in ops:
+            top = y - HEADER * bool(self.step(side, wire.target).fusion)
+            points.append((wire.end, top))
+        self._line(*points, color="channel", dashed=wire.is_channel, arrow=True)
+        width = text_width(printable(wire.name), SMALL) + 2
+        self._box(wire.middle - width / 2, lane - 9, width, 8, "paper", "paper")
+        self._text(wire.middle, lane - 3, wire.name, color="channel", align="center")
+
+    # refusals
+
+    def _refusals(self, side: str, ops: range, y: float) -> float:
+        """Draw dashed brackets under the ops, each as high as the brackets above it allow."""
+        placed: list[tuple[float, float, float]] = []
+        for refusal in sorted(self.plan.refusals, key=lambda r: (len(r.ops), r.ops)):
+            home = refusal.side if refusal.side in self.sides else self.sides[-1]
+            here = [i for i in refusal.ops if i in ops]
+            if home == side and here:
+                placed.append(self._refusal(refusal, here, y, placed))
+        return max((bottom for _, _, bottom in placed), default=y)
+
+    def _refusal(
+        self, refusal: Refusal, ops: list[int], y: float, placed: list[tuple[float, float, float]]
+    ) -> tuple[float, float, float]:
+        left, right = self.x[ops[0]], self.x[ops[-1]] + self.widths[ops[-1]]
+        what = "joint " if refusal.side == "joint" else ""
+        name = f"{what}{refusal.fusion} over {span(refusal.ops)}"
+        width = min(max(right - left, REASON_WIDTHS[0]), REASON_WIDTHS[1])
+        lines = wrap(refusal.reason.split(), width, SMALL)
+        if ops[0] != refusal.ops[0]:
+            name, lines = f"{name} (continued)", []
+        widest = max(text_width(name, SMALL, bold=True), *(text_width(s, SMALL) for s in lines), 0)
+        start = max(min(left, MARGIN + self.width - widest), MARGIN)
+        low, high = min(left, start), max(right, start + widest)
+        y = max([y, *(end + 6 for a, b, end in placed if a < high + 8 and low < b + 8)])
+        bracket = ((left, y), (left, y + 6), (right, y + 6), (right, y))
+        self._line(*bracket, color="refused", dashed=True)
+        y += 15
+        self._text(start, y, name, color="refused", bold=True)
+        for line in lines:
+            y += 9
+            self._text(start, y, line)
+        return low, high, y + 3
+
+
+def _kind(op: str) -> str:
+    """The kind of an op, from its class name, since a plan has only that."""
+    if op in PASSING:
+        return "residual, pass-through"
+    if "Linear" in op:
+        return "GEMM"
+    if "Norm" in op:
+        return "norm"
+    return "activation" if op.endswith("LU") else "pointwise, other"
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _several(number: int, what: str) -> str:
+    return what if number == 1 else count_of(number, what)
+
+
+def _totals(steps: Sequence[Step]) -> tuple[float, float]:
+    return sum(s.bytes_per_token for s in steps), sum(s.microseconds for s in steps)
