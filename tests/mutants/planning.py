@@ -347,7 +347,7 @@ PLAN_KEYS = (
     Mutant(
         "whether gradients are enabled is left out of the key of a call",
         "runtime/call_key.py",
-        '"        is_grad_enabled(),",',
+        '"is_grad_enabled(),",',
         '"        True,",',
         "test_call_key.py",
         select="any_order or toggled",
