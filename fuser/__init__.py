@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from fuser import modules, ops, recipe
+from fuser import modules, ops, recipe, testing
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -180,4 +180,5 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "testing",
 ]

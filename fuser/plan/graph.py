@@ -10,7 +10,8 @@ import networkx as nx
 import torch
 
 from fuser.errors import InputError
-from fuser.op import COMPUTE_DTYPES, BasicOperation
+from fuser.op import BasicOperation
+from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 
@@ -174,10 +175,10 @@ class OpGraph:
             spec = self.main_specs[-1]
             extras = tuple(self._extra_spec(source, given) for source in row)
             for extra in extras if op.takes_floating_extras else ():
-                if extra.dtype not in COMPUTE_DTYPES:
+                if extra.dtype not in compute_dtypes():
                     raise InputError(
                         f"{_named(ops, len(self.main_specs) - 1)} got an extra input of "
-                        f"{extra.dtype}; it takes {', '.join(map(str, COMPUTE_DTYPES))}."
+                        f"{extra.dtype}; it takes {', '.join(map(str, compute_dtypes()))}."
                     )
             try:
                 output = op.output_spec(spec, extras, autocast)
