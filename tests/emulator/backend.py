@@ -242,6 +242,8 @@ class Emulator(launching.LaunchBackend):
             raise KernelError(f"{kernel.symbol} ({launch}): {error}") from None
 
     def _check_registered(self, kernel: Kernel) -> None:
+        if isinstance(kernel.module, Path):
+            return  # a user's
         known = kernel_instantiations.instantiations()
         if self.sources == module.KERNELS and kernel.symbol not in known.get(kernel.module, ()):
             raise KernelError(

@@ -1,0 +1,223 @@
+"""Kernels of users: files outside of the library, compiled and run as its own are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator import KernelError, emulated
+
+import fuser
+from fuser.cuda import Kernel, Launch, float32, int32, module, sources
+from fuser.errors import StateError
+
+AXPY = """
+#include <fuser/extend.cuh>
+#include "factor.cuh"
+
+extern "C" __global__ void axpy(const float* x, float* y, float a, int n) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        y[i] = fuser::mul_rn(a * kFactor, x[i]);
+    }
+}
+"""
+
+
+@pytest.fixture
+def axpy(tmp_path: Path) -> Path:
+    (tmp_path / "factor.cuh").write_text("constexpr float kFactor = 2.0f;\n")
+    path = tmp_path / "axpy.cu"
+    path.write_text(AXPY)
+    return path
+
+
+def run_axpy(kernel: Kernel, x: torch.Tensor, a: float) -> torch.Tensor:
+    y = torch.empty_like(x)
+    with emulated(written=(y,)):
+        kernel(Launch((-(-x.numel() // 32),), (32,)), x, y, float32(a), int32(x.numel()))
+    return y
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+def test_a_kernel_of_a_users_file_runs_with_fusers_headers_and_its_own(axpy: Path) -> None:
+    x = torch.randn(100)
+    torch.testing.assert_close(run_axpy(Kernel(axpy, "axpy"), x, 0.5), x)
+
+
+def test_two_files_of_one_name_are_two_kernels(axpy: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "axpy.cu"
+    other.write_text(AXPY.replace("mul_rn(a * kFactor, x[i])", "mul_rn(a, 3.0f)"))
+    (tmp_path / "other" / "factor.cuh").write_text("")
+    x = torch.randn(64)
+    first, second = Kernel(axpy, "axpy"), Kernel(other, "axpy")
+    assert first != second
+    torch.testing.assert_close(run_axpy(first, x, 1.0), 2 * x)
+    torch.testing.assert_close(run_axpy(second, x, 1.0), torch.full((64,), 3.0))
+    torch.testing.assert_close(run_axpy(first, x, 1.0), 2 * x)
+
+
+def test_an_edited_header_of_a_user_is_compiled_anew(axpy: Path) -> None:
+    x = torch.randn(64)
+    before = sources.own_options([axpy])
+    torch.testing.assert_close(run_axpy(Kernel(axpy, "axpy"), x, 1.0), 2 * x)
+    (axpy.parent / "factor.cuh").write_text("constexpr float kFactor = 5.0f;\n")
+    torch.testing.assert_close(run_axpy(Kernel(axpy, "axpy"), x, 1.0), 5 * x)
+    assert sources.own_options([axpy]) != before
+
+
+def test_the_digest_reads_only_what_is_included(axpy: Path) -> None:
+    before = sources.own_options([axpy])
+    (axpy.parent / "unrelated.cuh").write_text("int x;\n")
+    assert sources.own_options([axpy]) == before
+    assert sources.own_files(axpy) == (axpy, axpy.parent / "factor.cuh")
+    (axpy.parent / "factor.cuh").write_text('#include "unrelated.cuh"\n#include "factor.cuh"\n')
+    assert len(sources.own_files(axpy)) == 3
+
+
+def test_a_path_from_the_working_directory_is_made_absolute(
+    axpy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(axpy.parent)
+    kernel = Kernel(Path("axpy.cu"), "axpy")
+    assert kernel == Kernel(axpy, "axpy")
+    assert kernel.module == axpy
+
+
+def test_a_file_that_is_not_there_is_refused_when_the_kernel_is_made(tmp_path: Path) -> None:
+    with pytest.raises(fuser.InputError, match=r"a \.cu file; .*/mine\.cu is not there\.$"):
+        Kernel(tmp_path / "mine.cu", "axpy")
+    (tmp_path / "mine.cuh").write_text("")
+    with pytest.raises(fuser.InputError, match=r"mine\.cuh is not a \.cu file\.$"):
+        Kernel(tmp_path / "mine.cuh", "axpy")
+
+
+def test_the_emulator_names_the_line_of_a_users_file(axpy: Path) -> None:
+    axpy.write_text("// one\nint two = ;\n")
+    with pytest.raises(KernelError, match=r"axpy\.cu:2:11: error"):
+        run_axpy(Kernel(axpy, "axpy"), torch.zeros(1), 1.0)
+    axpy.write_text('#include "nowhere.cuh"\n')
+    with pytest.raises(KernelError, match=r"axpy\.cu includes nowhere\.cuh"):
+        run_axpy(Kernel(axpy, "axpy"), torch.zeros(1), 1.0)
+
+
+class CompileException(Exception):
+    """Stands for CuPy's."""
+
+
+class CUDADriverError(Exception):
+    """Stands for CuPy's."""
+
+
+def headers_of(code: str) -> list[Path]:
+    """The files at absolute paths that a source includes."""
+    return [Path(name) for name in sources.INCLUDE.findall(code) if name.startswith("/")]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What a stand-in for CuPy was asked to compile; it knows the kernel axpy and templates."""
+    asked: list[dict[str, Any]] = []
+
+    class RawModule:
+        def __init__(self, **arguments: Any) -> None:
+            asked.append(arguments)
+
+        def compile(self) -> None:
+            read = [asked[-1]["code"], *map(Path.read_text, headers_of(asked[-1]["code"]))]
+            if any("syntax error" in text for text in read):
+                raise CompileException('mine.cu(3): error: expected a ";"')
+
+        def get_function(self, symbol: str) -> str:
+            if symbol != "axpy" and "<" not in symbol:
+                raise CUDADriverError("CUDA_ERROR_NOT_FOUND: named symbol not found")
+            return symbol
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    cupy = types.ModuleType("cupy")
+    cupy.RawModule = RawModule  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+        Device=Device,
+        driver=types.SimpleNamespace(CUDADriverError=CUDADriverError),
+        compiler=types.SimpleNamespace(CompileException=CompileException),
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(module, "missing_requirement", lambda: None)
+    monkeypatch.setattr(module, "compile_failure", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    caches = (module.function, module.kernel, module._compiled)
+    for cached in caches:
+        cached.cache_clear()
+    yield asked
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_the_compiler_gets_a_users_file_its_folder_and_a_digest(
+    axpy: Path, compiled: list[dict[str, Any]]
+) -> None:
+    module.kernel(axpy, "axpy", 0)
+    (asked,) = compiled
+    assert asked["code"] == f'#line 1 "{axpy}"\n{AXPY}'
+    assert f"-I{axpy.parent}" in asked["options"]
+    assert f"-I{module.KERNELS}" in asked["options"]
+    assert sources.own_options([axpy])[-1] in asked["options"]
+
+
+def test_a_users_kernel_that_does_not_compile_is_an_error_and_leaves_others_alone(
+    axpy: Path, compiled: list[dict[str, Any]]
+) -> None:
+    axpy.write_text("syntax error")
+    with pytest.raises(StateError) as raised:
+        module.kernel(axpy, "axpy", 0)
+    assert str(raised.value) == (
+        f'{axpy} does not compile for sm_90a:\nmine.cu(3): error: expected a ";"'
+    )
+    assert module.kernels_unavailable() is None
+
+
+def test_a_function_that_a_users_file_lacks_is_named(
+    axpy: Path, compiled: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(StateError, match=r"axpy\.cu has no kernel scale .*NOT_FOUND"):
+        module.kernel(axpy, "scale", 0)
+    axpy.unlink()
+    module._compiled.cache_clear()
+    with pytest.raises(StateError, match=r"^There is no .*/axpy\.cu\.$"):
+        module.kernel(axpy, "scale", 0)
+
+
+def test_a_kernel_needs_no_file_of_the_repository(tmp_path: Path) -> None:
+    (tmp_path / "mine.cu").write_text('extern "C" __global__ void f() {}')
+    (tmp_path / "user.py").write_text(
+        "from pathlib import Path\nfrom fuser.cuda import Kernel\n"
+        'print(Kernel(Path(__file__).parent / "mine.cu", "f").symbol)\n'
+    )
+    run = subprocess.run(
+        [sys.executable, "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(fuser.__file__).parent.parent)},
+    )
+    assert run.stdout == "f\n"
