@@ -1,4 +1,4 @@
-"""Kernels of users: files outside of the library, compiled and run as its own are."""
+"""Kernels and stages of users: files outside of the library, compiled and run as its own are."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nvrtc
 import pytest
 import torch
 from emulator import KernelError, emulated
 
 import fuser
+from fuser import chain
+from fuser.chain import STAGES, Stage, register
 from fuser.cuda import Kernel, Launch, float32, int32, module, sources
 from fuser.errors import StateError
+from fuser.testing import check
 
 AXPY = """
 #include <fuser/extend.cuh>
@@ -28,6 +32,49 @@ extern "C" __global__ void axpy(const float* x, float* y, float a, int n) {
         y[i] = fuser::mul_rn(a * kFactor, x[i]);
     }
 }
+"""
+TANH = """
+#pragma once
+#include <fuser/extend.cuh>
+
+namespace mine {
+
+struct TanhFunction : fuser::Smooth {
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return fuser::tanh_at(x).value;
+    }
+    __device__ __forceinline__ static fuser::Point at(float x, const float*) {
+        return fuser::tanh_at(x);
+    }
+};
+
+template <class T>
+using Tanh = fuser::Unary<TanhFunction>;
+
+}  // namespace mine
+"""
+SHRINK = """
+#pragma once
+#include <fuser/extend.cuh>
+
+namespace mine {
+
+// y = x / scalar.
+struct Shrink : fuser::Stage {
+    static constexpr int kScalars = 1;
+
+    __device__ __forceinline__ static float value(const float (&x)[1], float,
+                                                  const float* scalars) {
+        return fuser::mul_rn(x[0], 1.0f / scalars[0]);
+    }
+    __device__ __forceinline__ static float gradient(float dy, const float (&)[1], float,
+                                                     const float* scalars, float (&dx)[1]) {
+        dx[0] = fuser::mul_rn(dy, 1.0f / scalars[0]);
+        return 0.0f;
+    }
+};
+
+}  // namespace mine
 """
 
 
@@ -206,7 +253,180 @@ def test_a_function_that_a_users_file_lacks_is_named(
         module.kernel(axpy, "scale", 0)
 
 
-def test_a_kernel_needs_no_file_of_the_repository(tmp_path: Path) -> None:
+# -- stages -------------------------------------------------------------------
+
+
+class Tanh(fuser.Activation):
+    """tanh(x), whose stage a test registers."""
+
+
+class Shrink(fuser.BasicOperation):
+    """x / divisor, with a forward of its own and a stage."""
+
+    def __init__(self, divisor: float) -> None:
+        super().__init__()
+        self.divisor = divisor
+
+    def op_forward(self, ctx: fuser.OperationContext, input_: torch.Tensor, **_: Any) -> Any:
+        return input_ / self.divisor
+
+    def op_backward(self, ctx: fuser.OperationContext, grad_output: torch.Tensor) -> Any:
+        return grad_output / self.divisor, ()
+
+    def stage(self, *_: Any) -> tuple[Stage, None]:
+        return Stage("shrink", (self.divisor,)), None
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of two headers, whose stages are registered for this test."""
+    before = dict(STAGES)
+    (tmp_path / "tanh.cuh").write_text(TANH)
+    (tmp_path / "shrink.cuh").write_text(SHRINK)
+    register(
+        "tanh",
+        struct="mine::Tanh",
+        header=tmp_path / "tanh.cuh",
+        forward=torch.tanh,
+        backward=lambda dy, x: dy * (1 - torch.tanh(x).square()),
+    )
+    register(
+        "shrink",
+        struct="mine::Shrink",
+        header=tmp_path / "shrink.cuh",
+        forward=lambda x, divisor: x / divisor,
+        backward=lambda dy, divisor: dy / divisor,
+        scalars=1,
+        positive=1,
+        is_activation=False,
+    )
+    monkeypatch.setattr(Tanh, "function", Stage("tanh"), raising=False)
+    yield tmp_path
+    STAGES.clear()
+    STAGES.update(before)
+
+
+def test_ops_with_stages_of_users_are_right_on_a_cpu(stages: Path) -> None:
+    x = torch.randn(4, 16)
+    fp8 = (None, fuser.recipe.Float8CurrentScaling())
+    check(Tanh(), x, reference=torch.tanh, recipes=fp8)
+    check(Shrink(4.0), x, reference=lambda x: x / 4, recipes=fp8)
+
+
+def test_a_users_ops_are_stages_of_a_chain_where_kernels_run(stages: Path) -> None:
+    bias = fuser.Bias(16, device="cpu")
+    torch.nn.init.normal_(bias.bias)
+    model = fuser.Sequential(bias, Tanh(), Shrink(4.0))
+    x = torch.randn(40, 16, requires_grad=True)
+    with emulated():
+        assert [step.fusion for step in model.plan(x).forward] == ["PointwiseChain"]
+        y = model(x)
+        y.backward(torch.ones_like(y))
+    expected = x.detach().clone().requires_grad_()
+    truth = torch.tanh(expected + bias.bias.detach()) / 4
+    truth.sum().backward()
+    torch.testing.assert_close(y, truth)
+    torch.testing.assert_close(x.grad, expected.grad)
+    torch.testing.assert_close(bias.bias.grad, expected.grad.sum(0))
+
+
+def test_a_stage_of_a_user_is_in_a_store_of_the_library(stages: Path) -> None:
+    model = fuser.Sequential(Shrink(4.0), Tanh(), fuser.Quantize())
+    x = torch.randn(32, 64)
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        plain = fuser.Sequential(*model)(x).dequantize()
+        with emulated():
+            made = model(x).dequantize()
+    torch.testing.assert_close(made, plain, rtol=0.07, atol=0)
+
+
+@pytest.mark.skipif(nvrtc.why_unavailable() is not None, reason="needs NVRTC")
+def test_a_chain_with_a_users_stage_compiles_for_gpus(stages: Path) -> None:
+    symbol = (
+        "fuser_pointwise<fuser::Chain<fuser::bf16, fuser::Activation<mine::Tanh<fuser::bf16>>, "
+        "mine::Shrink>, 4, 8, false>"
+    )
+    headers = chain.headers_in(symbol)
+    assert headers == (stages / "tanh.cuh", stages / "shrink.cuh")
+    (stages / "all.cu").write_text(sources.source_text(module.KERNELS, "pointwise", headers))
+    (found,) = nvrtc.compiled(stages, "all", [symbol], (9, 0))
+    assert found.spill_bytes == 0
+
+
+def test_the_compiler_includes_headers_of_the_stages_in_a_symbol(
+    stages: Path, compiled: list[dict[str, Any]]
+) -> None:
+    module.kernel("pointwise", "fuser_pointwise<fuser::Chain<float, mine::Shrink>, 4, 4>", 0)
+    module.kernel("pointwise", "fuser_pointwise<fuser::Chain<float, other::mine::Shrink>>", 0)
+    module.kernel("pointwise", "fuser_pointwise<fuser::Chain<float, mine::Shrinker>>", 0)
+    first, *others = compiled
+    assert first["code"].startswith(f'#include "{stages / "shrink.cuh"}"\n#line 1 "fuser/')
+    assert sources.own_options([stages / "shrink.cuh"])[-1] in first["options"]
+    assert all(other["code"].startswith("#line 1") for other in others)
+    (stages / "shrink.cuh").write_text("syntax error")
+    with pytest.raises(StateError, match=r"pointwise\.cu with .*shrink\.cuh does not compile"):
+        module.kernel("pointwise", "fuser_pointwise<fuser::Chain<float, mine::Shrink>, 8>", 0)
+    assert module.kernels_unavailable() is None
+
+
+def test_a_gated_stage_of_a_user_gives_both_gradients(stages: Path) -> None:
+    register(
+        "bilinear",
+        struct="mine::Bilinear",
+        header=stages / "tanh.cuh",
+        forward=lambda gate, linear: gate * linear,
+        backward=lambda dy, gate, linear: (dy * linear, dy * gate),
+        is_gated=True,
+    )
+
+    class Bilinear(fuser.Activation):
+        function = Stage("bilinear")
+
+    check(Bilinear(), torch.randn(3, 8), reference=lambda x: x[..., :4] * x[..., 4:])
+
+
+def test_a_subclass_that_computes_otherwise_is_no_stage(stages: Path) -> None:
+    class Other(Shrink):
+        def op_forward(self, ctx: fuser.OperationContext, input_: torch.Tensor, **_: Any) -> Any:
+            return input_ / self.divisor + 1
+
+    model = fuser.Sequential(Other(2.0), Tanh())
+    with emulated():
+        plan = model.plan(torch.randn(4, 16))
+    assert all(step.fusion is None for step in plan.forward)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "gelu"}, "There is a stage 'gelu' already, with the struct 'GELU'"),
+        ({"struct": "Tanh"}, "it is a C\\+\\+ type in a namespace of your own"),
+        ({"struct": "fuser::Tanh"}, "it is a C\\+\\+ type in a namespace of your own"),
+        ({"struct": "mine::Shrink"}, "The struct 'mine::Shrink' is that of stage 'shrink'"),
+        ({"header": Path("nowhere.cuh")}, "nowhere.cuh, which is not there"),
+        ({"is_gated": True, "is_activation": False}, "only activations are gated"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused(
+    stages: Path, arguments: dict[str, Any], words: str
+) -> None:
+    given = {"name": "new", "struct": "mine::New", "header": stages / "tanh.cuh"} | arguments
+    with pytest.raises(fuser.InputError, match=words):
+        register(given.pop("name"), forward=torch.tanh, backward=torch.tanh, **given)
+
+
+def test_a_module_that_registers_its_stage_is_imported_twice(stages: Path) -> None:
+    register(
+        "tanh",
+        struct="mine::Tanh",
+        header=stages / "tanh.cuh",
+        forward=torch.tanh,
+        backward=lambda dy, x: dy,
+    )
+    assert STAGES["tanh"].backward is not None
+
+
+def test_a_kernel_and_a_stage_need_no_file_of_the_repository(tmp_path: Path) -> None:
     (tmp_path / "mine.cu").write_text('extern "C" __global__ void f() {}')
     (tmp_path / "user.py").write_text(
         "from pathlib import Path\nfrom fuser.cuda import Kernel\n"

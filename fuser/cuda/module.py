@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fuser.chain import headers_in
 from fuser.cuda.sources import own_options, shown, source_text
 from fuser.errors import KernelUnavailable, StateError
 
@@ -306,9 +307,10 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
     import cupy
 
     capability = torch.cuda.get_device_capability(device)
-    own = (name,) if isinstance(name, Path) else ()
+    headers = headers_in(" ".join(expressions))
+    own = (*headers, name) if isinstance(name, Path) else headers
     module = cupy.RawModule(
-        code=source_text(KERNELS, name),
+        code=source_text(KERNELS, name, headers),
         options=(*compile_options(KERNELS, capability), *own_options(own)),
         backend="nvrtc",
         name_expressions=expressions or None,
@@ -317,7 +319,8 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
         module.compile()
     except Exception as error:
         # A log of the compiler; no compiler or one that does not know the chip; no room for files.
-        what = f"{shown(name)} does not compile for {arch_name(capability)}"
+        of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
+        what = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
         if own and isinstance(error, cupy.cuda.compiler.CompileException):
             raise StateError(f"{what}:\n{error}") from error
         disable_kernels(_compile_obstacle(what, error))

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import fuser
 from emulator.errors import KernelError
+from fuser.chain import headers_in
 from fuser.cuda import module as kernel_module
 from fuser.cuda.sources import INCLUDE, own_files
 
@@ -193,7 +194,12 @@ def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path
     headers = _headers(sources)
     if isinstance(module, Path):
         headers |= _own_headers(module, "")
-    text = _translation_unit(_rewritten(path), symbols)
+    included = ""
+    for number, top in enumerate(headers_in(" ".join(symbols))):
+        headers |= {f"own{number}/{top.name}": _rewritten(top)}
+        headers |= _own_headers(top, f"own{number}")
+        included += f'#include "own{number}/{top.name}"\n'
+    text = _translation_unit(included + _rewritten(path), symbols)
     key = _digest(_toolchain(), text, *headers, *headers.values())
 
     def make(folder: Path) -> None:
