@@ -388,7 +388,11 @@ class BasicOperation(FusibleOperation):
         return None
 
     def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The op's extra outputs for a main input like ``spec``."""
+        """Shape and dtype of each extra output, for a main input like ``spec``.
+
+        The default takes them for tensors like the input. Where they are not, plans count wrong
+        bytes, and the first call warns.
+        """
         return (spec,) * self.num_extra_outputs
 
     def saved_bytes(self, spec: TensorSpec) -> int:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,87 @@ def test_a_function_that_a_users_file_lacks_is_named(
     module._compiled.cache_clear()
     with pytest.raises(StateError, match=r"^There is no .*/axpy\.cu\.$"):
         module.kernel(axpy, "scale", 0)
+
+
+# -- extra outputs ------------------------------------------------------------
+
+
+class RowSums(fuser.BasicOperation):
+    """y = x, with the sums of rows as an extra output of shape [..., 1]."""
+
+    num_extra_outputs = 1
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return input_, [(input_.sum(-1, keepdim=True),)]
+
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
+        ((grad_sums,),) = basic_op_grad_extra_outputs
+        return grad_output + grad_sums, [()], [()]
+
+
+class TellingRowSums(RowSums):
+    """The same, with the real shape."""
+
+    def extra_output_specs(self, spec: fuser.TensorSpec) -> tuple[fuser.TensorSpec, ...]:
+        return (fuser.TensorSpec((*spec.shape[:-1], 1), spec.dtype),)
+
+
+class Centered(fuser.BasicOperation):
+    """y = x - sums / columns; refuses sums of another shape than [..., 1]."""
+
+    num_extra_inputs = 1
+
+    def output_spec(self, spec: Any, extras: Any, autocast: Any) -> fuser.TensorSpec:
+        if extras[0].shape != (*spec.shape[:-1], 1):
+            raise fuser.InputError(f"Centered got sums of shape {extras[0].shape}.")
+        return spec
+
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Any, **_: Any
+    ) -> Any:
+        return input_ - basic_op_extra_inputs[0][0] / input_.shape[-1], [()]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **_: Any) -> Any:
+        grad = -grad_output.sum(-1, keepdim=True) / grad_output.shape[-1]
+        return grad_output, [()], [(grad,)]
+
+
+def centering(sums: type[RowSums]) -> fuser.Sequential:
+    return fuser.Sequential(
+        sums().set_extra_output_channel(0, "sums", output_to_caller=False),
+        Centered().set_extra_input_channel(0, "sums"),
+    )
+
+
+def test_an_extra_output_that_an_op_does_not_tell_of_is_a_warning_that_names_the_method() -> None:
+    class Sums(RowSums):
+        pass
+
+    x, model = torch.randn(4, 16), centering(Sums)
+    with pytest.warns(UserWarning, match="Sums") as warned:
+        y = model(x)
+    torch.testing.assert_close(y, x - x.mean(-1, keepdim=True))
+    assert [str(w.message) for w in warned] == [
+        "Extra output 0 of Sums is torch.float32 of shape (4, 1), and plans count it like the "
+        "input, torch.float32 of shape (4, 16). Give Sums a method extra_output_specs(spec), which "
+        "returns a TensorSpec(shape, dtype) for each extra output."
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+
+
+def test_the_real_shape_of_an_extra_output_is_planned_if_the_op_tells_it() -> None:
+    x = torch.randn(4, 16)
+    assumed, told = (
+        centering(op).plan(x).forward[0].bytes_per_token for op in (RowSums, TellingRowSums)
+    )
+    assert assumed - told == (16 - 1) * 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(centering(TellingRowSums), x)
 
 
 # -- stages -------------------------------------------------------------------

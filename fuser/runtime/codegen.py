@@ -16,11 +16,12 @@ import torch
 
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
-from fuser.plan.graph import Source
+from fuser.plan.graph import Source, assumes_extra_outputs
 from fuser.plan.plan import span
 from fuser.runtime.diagnose import (
     check_result,
     explain_shape_error,
+    note_extra_outputs,
     refuse_dropped,
     refuse_no_output,
     refuse_param_grads,
@@ -174,6 +175,9 @@ class PlanCodegen:
         inner = self._inner_outputs(indices)
         checked = self._checked(op, indices, "extra outputs", counts)
         self.names[f"forward{number}"] = op.fuser_forward
+        is_assumed = isinstance(op, BasicOperation) and assumes_extra_outputs(op)
+        if is_assumed:
+            self.lines.append("        entering = (x.shape, x.dtype)")
         self.lines += [
             f"        result = forward{number}([{self._each('c{i}, ', indices)}], "
             f"{self._main_input(op, indices[0])},",
@@ -187,6 +191,12 @@ class PlanCodegen:
             if any(counts)
             else f"        if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
         ]
+        if is_assumed:
+            self.names[f"outputs_of{number}"] = functools.partial(
+                note_extra_outputs, self.ops[indices[0]]
+            )
+            made = "".join(f"out{i}_{k}, " for i, k in self.places if i in indices)
+            self.lines.append(f"        outputs_of{number}(entering, ({made}))")
         if self.saving:
             for i, k in ((i, k) for i, k in self.places if i in indices):
                 spec = f"(out{i}_{k}.shape, out{i}_{k}.dtype)"
