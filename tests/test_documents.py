@@ -183,7 +183,7 @@ def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[st
         fuser.testing.check(
             SquareBias([extending["Square"](), bias]), torch.tensor([[1.0, 0.5, -2.0]])
         )
-    said = " ".join(read("docs/extending.md").split("```text\n")[1].split("```")[0].split())
+    said = " ".join(read("docs/extending.md").split("```text\n")[2].split("```")[0].split())
     assert str(raised.value) == said
 
 

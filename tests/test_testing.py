@@ -196,6 +196,7 @@ def test_a_missing_save_is_a_sentence(x: torch.Tensor) -> None:
 
     said = failure(Unsaved(), x)
     assert said.startswith("Unsaved in float64: backward raises ")
+    assert said.endswith("Does the forward save what this backward reads?")
 
 
 def test_an_input_that_is_changed_in_place_is_named(x: torch.Tensor) -> None:
@@ -283,7 +284,34 @@ def test_a_fusion_that_never_runs_is_an_error_with_its_refusal(x: torch.Tensor) 
     assert said == "Refusing ran nowhere: it refuses because it is Sunday."
     model = fuser.Sequential(Square(), fusions=(SquareBias,))
     said = failure(model, x, recipes=PLAIN)
-    assert said.startswith("SquareBias ran nowhere: its window (Square, Bias) matches no ops of ")
+    assert said.startswith("SquareBias ran nowhere: its window (Square, Bias) matches none of ")
+
+
+def test_a_shape_that_an_op_tells_wrongly_is_named(x: torch.Tensor) -> None:
+    class Halved(Square):
+        def output_spec(self, spec: fuser.TensorSpec, extras: Any, autocast: Any) -> Any:
+            return fuser.TensorSpec((*spec.shape[:-1], spec.shape[-1] // 2), spec.dtype)
+
+    assert failure(Halved(), x, recipes=PLAIN) == (
+        "Halved: the output has shape (5, 12), and output_spec tells the planner (5, 6)."
+    )
+
+    class Sums(fuser.BasicOperation):
+        num_extra_outputs = 1
+
+        def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+            return input_, [(input_.sum(-1, keepdim=True),)]
+
+        def fuser_backward(
+            self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+        ) -> Any:
+            return grad_output + basic_op_grad_extra_outputs[0][0], [()], [()]
+
+    with pytest.warns(UserWarning, match="Give Sums a method extra_output_specs"):
+        said = failure(Sums(), x, recipes=PLAIN)
+    assert said == (
+        "Sums: extra output 0 has shape (5, 1), and extra_output_specs tells the planner (5, 12)."
+    )
 
 
 def test_tolerances_can_be_given(x: torch.Tensor) -> None:

@@ -104,7 +104,10 @@ class Kernel:
         if isinstance(self.module, Path):
             object.__setattr__(self, "module", checked_source(self.module))
         elif not self.symbol.startswith("fuser_"):
-            raise InputError(f"Kernel symbols start with fuser_; got {self.symbol!r}.")
+            raise InputError(
+                f"Kernel symbols start with fuser_; got {self.symbol!r}. The source of a kernel of "
+                "your own is a pathlib.Path."
+            )
 
     def __call__(self, launch: Launch, *args: Any) -> None:
         """Launch over ``args``, in the order of the function's parameters.

@@ -14,7 +14,7 @@ import torch
 from fuser.basic_ops import Quantize
 from fuser.errors import InputError, InputTypeError
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.op import FusedOperation, FusibleOperation
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.dtypes import allow_float64
 from fuser.precision.contexts import autocast
 from fuser.recipe import (
@@ -26,6 +26,7 @@ from fuser.recipe import (
     Recipe,
 )
 from fuser.sequential import Sequential
+from fuser.specs import TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.testing.compare import Tolerance, difference, tolerance_of
 from fuser.testing.finite_differences import Slopes, wrong_slope
@@ -67,6 +68,7 @@ def check(
     3. Recipes: both again, or the op against its own float64 values, without a recipe and under
        each, in training and in inference. Under a recipe the input and the gradient of the output
        arrive quantized. No input may be changed.
+    4. What an op tells the planner of its outputs, by ``output_spec`` and ``extra_output_specs``.
 
     The module itself is not changed: copies of it run.
 
@@ -110,6 +112,7 @@ def check(
         )
     with _quiet(), torch.random.fork_rng(devices=[]):
         truth = _truth(subject, inputs, reference, seed)
+        _check_specs(subject, inputs, truth)
         in_inference = _in_inference(subject, inputs, seed)
         ran: set[str] = set()
         refusals: dict[str, str] = {}
@@ -134,7 +137,7 @@ def check(
                     f"it refuses because {why}"
                     if why
                     else f"its window {_window(fusion)} matches "
-                    f"no ops of {subject.name}, or the planner finds other steps cheaper."
+                    f"none of {subject.ops}, or the planner finds other steps cheaper."
                 )
             )
 
@@ -153,6 +156,11 @@ class _Subject:
     fusions: Classes
     required: Classes
     """Fusions that must run."""
+
+    @property
+    def ops(self) -> str:
+        """The names of its modules."""
+        return " + ".join(type(module).__name__ for module in self.modules)
 
     def copies(self) -> tuple[list[torch.nn.Module], list[torch.nn.Parameter]]:
         """The modules anew, and their parameters in the order of ``names``."""
@@ -331,7 +339,12 @@ def _failing(said: str, half: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise AssertionError(f"{said}: {half} raises {type(error).__name__}: {error}") from error
+        hint = ""
+        if half == "backward" and "values to unpack" in str(error):
+            hint = ". Does the forward save what this backward reads?"
+        raise AssertionError(
+            f"{said}: {half} raises {type(error).__name__}: {error}{hint}"
+        ) from error
 
 
 def _compare(
@@ -363,8 +376,7 @@ def _truth(
     leaves = _leaves(
         [x.double().contiguous() if _is_real(x) else x for x in inputs], with_grad=True
     )
-    names = " + ".join(type(module).__name__ for module in subject.modules)
-    said = f"{names} in float64"
+    said = f"{subject.ops} in float64"
 
     def function() -> list[torch.Tensor]:
         torch.manual_seed(seed)
@@ -407,6 +419,27 @@ def _truth(
             if how is not None:
                 raise AssertionError(f"{said}: {name} {how}")
     return found
+
+
+def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tensors) -> None:
+    """Compare what a single op tells the planner of its outputs with what they are."""
+    op = subject.modules[0]
+    if len(subject.modules) > 1 or not isinstance(op, BasicOperation):
+        return
+    spec, *extras = (TensorSpec(tuple(x.shape), x.dtype) for x in inputs)
+    told = {"the output": op.output_spec(spec, extras, None)}
+    told |= {f"extra output {k}": made for k, made in enumerate(op.extra_output_specs(spec))}
+    for name, made in told.items():
+        output = found.get(name)
+        if made is None or output is None:
+            continue
+        shape = tuple(output.shape)
+        if made.shape != shape:
+            method = "output_spec" if name == "the output" else "extra_output_specs"
+            raise AssertionError(
+                f"{subject.name}: {name} has shape {shape}, and {method} tells the planner "
+                f"{made.shape}."
+            )
 
 
 def _in_inference(subject: _Subject, inputs: Sequence[torch.Tensor], seed: int) -> Tensors:
