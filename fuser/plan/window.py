@@ -119,9 +119,12 @@ def _computes_like(actual: type, expected: type) -> bool:
 
 def _tells(cls: type, method: str) -> bool:
     """Whether ``method`` of ``cls`` is as new as what it tells of."""
-    owners = {
-        name: place for place, base in reversed([*enumerate(cls.__mro__)]) for name in vars(base)
-    }
-    return method in owners and all(
-        owners[method] <= owners[name] for name in _COMPUTE_METHODS if name in owners
-    )
+    if not callable(getattr(cls, method, None)):
+        return False
+    owner = _owner(cls, method)
+    return all(owner <= _owner(cls, name) for name in _COMPUTE_METHODS if hasattr(cls, name))
+
+
+def _owner(cls: type, name: str) -> int:
+    """The place of the class that defines ``name``, counted from ``cls`` upwards."""
+    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))
