@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from fuser import modules, ops, recipe
+from fuser import modules, ops, recipe, testing
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -78,7 +78,7 @@ from fuser.runtime.pipeline import (
     register_forward_fusion,
 )
 from fuser.sequential import Sequential
-from fuser.specs import PlanKey
+from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8Tensor,
@@ -160,6 +160,7 @@ __all__ = [
     "StateError",
     "Step",
     "SwiGLU",
+    "TensorSpec",
     "__version__",
     "autocast",
     "checkpoint",
@@ -180,4 +181,5 @@ __all__ = [
     "register_backward_fusion",
     "register_forward_backward_fusion",
     "register_forward_fusion",
+    "testing",
 ]

@@ -1,15 +1,19 @@
 """Stages of pointwise chains: what each op of a chain does, as a value.
 
-References, kernels and ops share it, and it knows none of them.
+References, kernels and ops share it, and it knows none of them. ``register`` adds a stage of a
+user's own.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from fuser.errors import InputError
 
@@ -21,7 +25,8 @@ class Traits(NamedTuple):
     ``positive`` must be positive. ``operand`` says what tensor the stage reads:
     ``"columns"``, one element a column; ``"elements"``, one an element;
     ``"seed"``, two int64; None for none. Backward reads the input of an
-    activation, and of no other stage.
+    activation, and of no other stage. The last three are those of stages that
+    users :func:`register`.
     """
 
     struct: str
@@ -30,6 +35,9 @@ class Traits(NamedTuple):
     is_activation: bool = False
     is_gated: bool = False
     operand: str | None = None
+    header: Path | None = None
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
 
 
 _UNARY = Traits("", is_activation=True)
@@ -56,6 +64,88 @@ STAGES = {
     "clamped_swiglu": _GATED._replace(struct="ClampedSwiGLU", scalars=3, positive=1),
 }
 ACTIVATIONS = tuple(name for name, traits in STAGES.items() if traits.is_activation)
+
+
+def register(
+    name: str,
+    *,
+    struct: str,
+    header: Path,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    scalars: int = 0,
+    positive: int = 0,
+    is_activation: bool = True,
+    is_gated: bool = False,
+) -> None:
+    """Add a stage of your own, which ``Stage(name, scalars)`` then names.
+
+    Kernels of chains include the header where they have the struct. The functions compute the same
+    in plain torch, in float32; they run where kernels do not, and are what kernels are compared
+    with.
+
+    Parameters
+    ----------
+    name
+        Of the stage; no stage of the library has it.
+    struct
+        The C++ type, with its namespace: ``"mine::Tanh"``. Of an activation a template over the
+        dtype, ``template <class T> using Tanh = fuser::Unary<...>`` or ``fuser::Gated<...>``; of
+        another stage a struct derived from ``fuser::Stage``.
+    header
+        The file that defines it, which may include ``<fuser/extend.cuh>`` and files beside it.
+    forward
+        ``forward(x, *scalars)``; ``forward(gate, linear, *scalars)`` of a gated activation.
+    backward
+        The gradient of x: ``backward(dy, x, *scalars)`` of an activation,
+        ``backward(dy, gate, linear, *scalars)``, which returns two, of a gated one, and
+        ``backward(dy, *scalars)`` of another stage.
+    scalars, positive
+        How many numbers the stage takes, and how many of the first must be positive.
+    is_activation
+        Whether backward reads the stage's input.
+    is_gated
+        Whether the output has half the columns; only of an activation.
+
+    Raises
+    ------
+    InputError
+        If the header is not there, the struct has no namespace or that of the library, or the name
+        or the struct belongs to another stage.
+    """
+    path = Path(header).resolve()
+    if not path.is_file():
+        raise InputError(f"Stage {name!r} got the header {path}, which is not there.")
+    if not re.fullmatch(r"(?!fuser::)\w+(::\w+)+", struct):
+        raise InputError(
+            f"Stage {name!r} got the struct {struct!r}; it is a C++ type in a namespace of your "
+            "own, such as 'mine::Tanh'."
+        )
+    if is_gated and not is_activation:
+        raise InputError(f"Stage {name!r} got is_gated=True; only activations are gated.")
+    row = Traits(struct, scalars, positive, is_activation, is_gated, None, path, forward, backward)
+    known = STAGES.get(name)
+    # The same stage again is a module that is loaded again: its functions are the newer ones.
+    if known is not None and known[:-2] != row[:-2]:
+        raise InputError(f"There is a stage {name!r} already, with the struct {known.struct!r}.")
+    owner = next((n for n, traits in STAGES.items() if traits.struct == struct and n != name), None)
+    if owner is not None:
+        raise InputError(
+            f"The struct {struct!r} is that of stage {owner!r}; {name!r} needs its own."
+        )
+    STAGES[name] = row
+
+
+def headers_in(text: str) -> tuple[Path, ...]:
+    """The headers of the registered stages whose structs occur in a kernel's C++ name."""
+    rows = (traits for traits in STAGES.values() if traits.header is not None)
+    return tuple(
+        dict.fromkeys(
+            traits.header
+            for traits in rows
+            if traits.header and re.search(rf"(?<![\w:]){traits.struct}(?!\w)", text)
+        )
+    )
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emulator import why_unavailable
+from emulator import emulated, why_unavailable
 
 import fuser
+from fuser.chain import STAGES
 from fuser.cuda.launch import Kernel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,7 +24,8 @@ DOCUMENTS = tuple(
     for folder in FOLDERS
     for path in sorted((ROOT / folder).glob("*.md"))
 )
-# All Python blocks of these run in their order; those of CONTRIBUTING.md have tests of their own.
+# All Python blocks of these run in their order; those of CONTRIBUTING.md and of
+# docs/extending.md have tests of their own.
 RUN = ("README.md", "docs/low_precision.md", "docs/plans.md")
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
@@ -61,7 +64,8 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    assert not python_blocks(read(document)) or document in (*RUN, "CONTRIBUTING.md")
+    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md")
+    assert not python_blocks(read(document)) or document in tested
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -130,21 +134,57 @@ def svg_texts(svg: str) -> list[str]:
     return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
 
 
-def test_the_op_and_the_fusion_of_contributing_work() -> None:
-    op = snippets("CONTRIBUTING.md", "## Adding an op")
-    names = names_after(*op, *snippets("CONTRIBUTING.md", "## Adding a fusion"))
-    model = names["model"]
-    torch.nn.init.normal_(model[1].bias)
-    x = torch.randn(3, 64, requires_grad=True)
-    y = model(x)
-    assert [step.fusion for step in model.plans[0].forward] == ["SquareBias"]
-    torch.testing.assert_close(y, x * x + model[1].bias)
-    y.sum().backward()
-    torch.testing.assert_close(x.grad, 2 * x)
-    torch.testing.assert_close(model[1].bias.grad, torch.full((64,), 3.0))
+@pytest.fixture
+def extending(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The names of docs/extending.md, run as one module beside its C++ files."""
+    text, stages = read("docs/extending.md"), dict(STAGES)
+    for source in re.findall(r"^```cpp\n(.*?)^```", text, re.M | re.S):
+        name = source.splitlines()[0].removeprefix("// ")
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "snippet", "__file__": str(tmp_path / "mine.py")}
+    for code in python_blocks(text):
+        exec(compile(code, "snippet", "exec"), names)
+    yield names
+    STAGES.clear()
+    STAGES.update(stages)
+
+
+def test_the_page_on_extending_runs_and_its_kernels_run_in_the_emulator(
+    extending: dict[str, Any],
+) -> None:
+    x = torch.randn(40, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        (refusal,) = (r for r in model.plan(x).refusals if r.fusion == "SquareBias")
+        (refusal,) = (r for r in extending["model"].plan(x).refusals if r.fusion == "SquareBias")
     assert refusal.reason.startswith("it computes in its input's dtype")
+    squares = fuser.Sequential(*(extending["Square"]() for _ in range(5)))
+    squares.fusions = (extending["Powers"],)
+    assert "it takes four squares at most" in squares.plan(x).refusals[0].reason
+    if why_unavailable() is not None:
+        pytest.skip(f"the rest needs the emulator: {why_unavailable()}")
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = x.to(dtype)
+        with emulated():
+            torch.testing.assert_close(extending["square"](wide), wide * wide)
+    model = fuser.Sequential(extending["Tanh"](), fuser.ConstantScale(2.0), extending["Tanh2"]())
+    with emulated():
+        assert [step.fusion for step in model.plan(x).forward] == ["PointwiseChain"]
+        torch.testing.assert_close(model(x), torch.tanh(2 * torch.tanh(x)))
+
+
+def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[str, Any]) -> None:
+    class SquareBias(extending["SquareBias"]):
+        def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+            basic_op_ctxs[0].save_for_backward(input_)
+            return input_ * input_, [(), ()]
+
+    bias = fuser.Bias(3, device="cpu")
+    torch.nn.init.constant_(bias.bias, 1.5)
+    with pytest.raises(AssertionError) as raised:
+        fuser.testing.check(
+            SquareBias([extending["Square"](), bias]), torch.tensor([[1.0, 0.5, -2.0]])
+        )
+    said = " ".join(read("docs/extending.md").split("```text\n")[2].split("```")[0].split())
+    assert str(raised.value) == said
 
 
 @pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")

@@ -43,6 +43,7 @@ PACKAGES = (
     "report",
     "sequential",
     "modules",
+    "testing",
     "compatibility",
     "ops",
     "fuser",

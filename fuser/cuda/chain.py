@@ -133,7 +133,8 @@ class Chain:
     def _stage_type(self, i: int) -> str:
         stage = self.stages[i]
         grad = "true" if self.wanted is not None and self.wanted[i] else "false"
-        name = f"fuser::{STAGES[stage.name].struct}"
+        traits = STAGES[stage.name]
+        name = traits.struct if traits.header else f"fuser::{traits.struct}"
         if stage.is_scaled:
             dtype = self.scale_dtypes[i]
             if dtype not in ELEMENTS:

@@ -9,12 +9,14 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from fuser.cuda import module
 from fuser.cuda.arguments import encode
+from fuser.cuda.sources import checked_source
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 
@@ -83,23 +85,29 @@ class Kernel:
     Parameters
     ----------
     module
-        The source, ``fuser/cuda/kernels/<module>.cu``.
+        The source: a path of a ``.cu`` file, which may include fuser's headers, ``<fuser/*.cuh>``,
+        and files beside it; or the name of one of fuser's, ``fuser/cuda/kernels/<module>.cu``.
     symbol
         An ``extern "C"`` function, or a template instantiation such as
-        ``fuser_swiglu<float, 4>``; starts with ``fuser_``.
+        ``fuser_swiglu<float, 4>``; one of fuser's starts with ``fuser_``.
 
     Raises
     ------
     InputError
-        If the symbol starts otherwise.
+        If the symbol starts otherwise, or there is no such file.
     """
 
-    module: str
+    module: str | Path
     symbol: str
 
     def __post_init__(self) -> None:
-        if not self.symbol.startswith("fuser_"):
-            raise InputError(f"Kernel symbols start with fuser_; got {self.symbol!r}.")
+        if isinstance(self.module, Path):
+            object.__setattr__(self, "module", checked_source(self.module))
+        elif not self.symbol.startswith("fuser_"):
+            raise InputError(
+                f"Kernel symbols start with fuser_; got {self.symbol!r}. The source of a kernel of "
+                "your own is a pathlib.Path."
+            )
 
     def __call__(self, launch: Launch, *args: Any) -> None:
         """Launch over ``args``, in the order of the function's parameters.
@@ -117,6 +125,8 @@ class Kernel:
             As :func:`encode`.
         KernelUnavailable
             If the kernel cannot be compiled here.
+        StateError
+            If the source has no such kernel, or a source of the user's does not compile.
         """
         if 0 not in launch.grid:
             if recording.listener is not None:

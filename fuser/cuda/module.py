@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from fuser.chain import headers_in
+from fuser.cuda.sources import own_options, shown, source_text
 from fuser.errors import KernelUnavailable, StateError
 
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
@@ -211,13 +213,13 @@ def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 @functools.cache
-def kernel(name: str, symbol: str, device: int) -> Any:
+def kernel(name: str | Path, symbol: str, device: int) -> Any:
     """The handle (``cupy.RawKernel``) of a kernel on a device, compiled on first use.
 
     Parameters
     ----------
     name
-        Of the source, ``fuser/cuda/kernels/<name>.cu``.
+        Of the source, ``fuser/cuda/kernels/<name>.cu``; a path is that of a user's.
     symbol
         An ``extern "C"`` function, or an instantiation of a template as a C++
         name expression, e.g. ``fuser_swiglu<float, 4>``.
@@ -230,7 +232,8 @@ def kernel(name: str, symbol: str, device: int) -> Any:
         If CUDA kernels are not available here, or the source does not compile,
         with the compiler's log. After that no kernel is taken.
     StateError
-        If the source does not exist, or has no such kernel.
+        If the source does not exist, or has no such kernel; if a user's does
+        not compile, with the compiler's log. Other kernels are still taken.
     """
     reason = kernels_unavailable()
     if reason is not None:
@@ -243,11 +246,11 @@ def kernel(name: str, symbol: str, device: int) -> Any:
         try:
             return compiled.get_function(symbol)
         except cupy.cuda.driver.CUDADriverError as error:
-            raise StateError(f"{_shown(name)} has no kernel {symbol} ({error}).") from error
+            raise StateError(f"{shown(name)} has no kernel {symbol} ({error}).") from error
 
 
 @functools.cache
-def function(name: str, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
+def function(name: str | Path, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
     """The driver's handle (``CUfunction``) of such a kernel.
 
     With ``has_dynamic_memory`` it can be launched with all the shared memory that a block of the
@@ -299,14 +302,16 @@ def bind_context(device: int) -> None:
 
 
 @functools.cache
-def _compiled(name: str, expressions: tuple[str, ...], device: int) -> Any:
+def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> Any:
     """The ``cupy.RawModule`` of a source on the current device, ``device``."""
     import cupy
 
     capability = torch.cuda.get_device_capability(device)
+    headers = headers_in(" ".join(expressions))
+    own = (*headers, name) if isinstance(name, Path) else headers
     module = cupy.RawModule(
-        code=_source(name),
-        options=compile_options(KERNELS, capability),
+        code=source_text(KERNELS, name, headers),
+        options=(*compile_options(KERNELS, capability), *own_options(own)),
         backend="nvrtc",
         name_expressions=expressions or None,
     )
@@ -314,7 +319,10 @@ def _compiled(name: str, expressions: tuple[str, ...], device: int) -> Any:
         module.compile()
     except Exception as error:
         # A log of the compiler; no compiler or one that does not know the chip; no room for files.
-        what = f"{_shown(name)} does not compile for {arch_name(capability)}"
+        of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
+        what = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
+        if own and isinstance(error, cupy.cuda.compiler.CompileException):
+            raise StateError(f"{what}:\n{error}") from error
         disable_kernels(_compile_obstacle(what, error))
         raise KernelUnavailable(f"{what}:\n{error}") from error
     return module
@@ -336,16 +344,3 @@ def _cache_advice() -> str:
         f"CuPy keeps compiled kernels in {folder}: set CUPY_CACHE_DIR to a folder that can be "
         "written."
     )
-
-
-def _source(name: str) -> str:
-    """The text of a ``.cu`` with a first line that lets compiler errors name the file."""
-    path = KERNELS / f"{name}.cu"
-    if not path.is_file():
-        known = ", ".join(sorted(other.stem for other in KERNELS.glob("*.cu"))) or "none"
-        raise StateError(f"There is no {_shown(name)}; the kernel sources are {known}.")
-    return f'#line 1 "{_shown(name)}"\n{path.read_text(encoding="utf-8")}'
-
-
-def _shown(name: str) -> str:
-    return f"fuser/cuda/kernels/{name}.cu"

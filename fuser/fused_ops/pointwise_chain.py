@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale, Dropout
+from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
@@ -21,10 +21,11 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.plan.window import Many, OneOf
+from fuser.plan.window import Having, Many
 from fuser.specs import PlanKey
 
-_POINTWISE = OneOf(Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
+# A user's op is in a chain by its `stage` too.
+_POINTWISE = Having("stage")
 
 # Stages that are sums: the gradients of input and operand are the output's, perhaps summed.
 _SUMS = ("bias", "add_extra_input")
@@ -141,7 +142,7 @@ class PointwiseChain(FusedOperation):
                 if stage.name == "add_extra_input" and ctx.wanted[i] and not asked[i]:
                     grads[i] = grad_output if is_dy[i] else dx
         found = dict(zip(ctx.owners, grads, strict=True))
-        params = [(found[i],) if isinstance(op, Bias) else () for i, op in enumerate(self.members)]
+        params = [(found[i],) if op._parameters else () for i, op in enumerate(self.members)]
         extras = [(found[i],) if op.num_extra_inputs else () for i, op in enumerate(self.members)]
         return dx, params, extras
 

@@ -123,7 +123,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return None
 
     def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """The specs of the extra outputs, from the spec of the main input."""
+        """Shape and dtype of each extra output, for a main input like ``spec``.
+
+        The default takes them for tensors like the input. Where they are not, plans count wrong
+        bytes, and the first call warns.
+        """
         return (spec,) * self.num_extra_outputs
 
     def saved_bytes(self, spec: TensorSpec) -> int:

@@ -10,7 +10,8 @@ import networkx as nx
 import torch
 
 from fuser.errors import InputError
-from fuser.op import COMPUTE_DTYPES, BasicOperation
+from fuser.op import BasicOperation
+from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 
@@ -100,6 +101,15 @@ def returned_outputs(
     )
 
 
+def assumes_extra_outputs(op: BasicOperation) -> bool:
+    """Whether a plan assumes that the extra outputs of ``op`` are like its input.
+
+    An op of a user that does not tell by ``extra_output_specs``.
+    """
+    tells = type(op).extra_output_specs is not BasicOperation.extra_output_specs
+    return op.is_external and op.num_extra_outputs > 0 and not tells
+
+
 def _named(ops: Sequence[BasicOperation], index: int) -> str:
     return f"op {index} ({type(ops[index]).__name__})"
 
@@ -173,21 +183,25 @@ class OpGraph:
             spec = self.main_specs[-1]
             extras = tuple(self._extra_spec(source, given) for source in row)
             for extra in extras if op.takes_floating_extras else ():
-                if extra.dtype not in COMPUTE_DTYPES:
+                if extra.dtype not in compute_dtypes():
                     raise InputError(
                         f"{_named(ops, len(self.main_specs) - 1)} got an extra input of "
-                        f"{extra.dtype}; it takes {', '.join(map(str, COMPUTE_DTYPES))}."
+                        f"{extra.dtype}; it takes {', '.join(map(str, compute_dtypes()))}."
                     )
             try:
                 output = op.output_spec(spec, extras, autocast)
             except InputError:
-                if shape_is_known:
+                if shape_is_known and not any(self._is_assumed(source) for source in row):
                     raise
                 output = None
             shape_is_known = shape_is_known and output is not None
             self.extra_inputs.append(extras)
             self.extra_outputs.append(op.extra_output_specs(spec))
             self.main_specs.append(output or spec)
+
+    def _is_assumed(self, source: Source) -> bool:
+        """Whether an extra input comes from an op that does not tell what it is."""
+        return source.producer is not None and assumes_extra_outputs(self.ops[source.producer])
 
     def _extra_spec(self, source: Source, given: Sequence[TensorSpec]) -> TensorSpec:
         if source.caller_index is not None:

@@ -34,6 +34,16 @@ class Many:
         self.element = element
 
 
+class Having:
+    """One op with a method ``name`` that tells what the op computes.
+
+    A subclass that overrides how the op computes must override the method as well.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
 def check_window(name: str, window: Any) -> None:
     """Refuse a window of the fusion ``name`` that is not a valid pattern.
 
@@ -53,6 +63,8 @@ def check_window(name: str, window: Any) -> None:
 def _is_element(element: Any) -> bool:
     if isinstance(element, (Optional, Many)):
         return _is_element(element.element)
+    if isinstance(element, Having):
+        return True
     types = element.types if isinstance(element, OneOf) else (element,)
     return all(isinstance(cls, type) for cls in types)
 
@@ -93,6 +105,8 @@ def _match(
 
 
 def _is(op: Any, element: Any) -> bool:
+    if isinstance(element, Having):
+        return _tells(type(op), element.name)
     types = element.types if isinstance(element, OneOf) else (element,)
     return any(isinstance(op, cls) and _computes_like(type(op), cls) for cls in types)
 
@@ -101,3 +115,16 @@ def _computes_like(actual: type, expected: type) -> bool:
     return all(
         getattr(actual, name, None) is getattr(expected, name, None) for name in _COMPUTE_METHODS
     )
+
+
+def _tells(cls: type, method: str) -> bool:
+    """Whether ``method`` of ``cls`` is as new as what it tells of."""
+    if not callable(getattr(cls, method, None)):
+        return False
+    owner = _owner(cls, method)
+    return all(owner <= _owner(cls, name) for name in _COMPUTE_METHODS if hasattr(cls, name))
+
+
+def _owner(cls: type, name: str) -> int:
+    """The place of the class that defines ``name``, counted from ``cls`` upwards."""
+    return next(place for place, base in enumerate(cls.__mro__) if name in vars(base))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from fuser.chain import Stage
+from fuser.chain import STAGES, Stage
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -184,25 +184,41 @@ def scaled_activation_backward(
 
 
 def _forward_fp32(stage: Stage, x: torch.Tensor) -> torch.Tensor:
-    x = x.float()
+    x, own = x.float(), STAGES[stage.name].forward
+    y: torch.Tensor
     if not stage.is_gated:
+        if own is not None:
+            y = own(x, *stage.scalars)
+            return y
         return _UNARY[stage.name](*stage.scalars).forward(x)
     gate, linear = _halves(stage, x)
-    gate_function, linear_function = _GATED[stage.name](*stage.scalars)
-    y = gate_function.forward(gate) * linear_function.forward(linear)
+    if own is not None:
+        y = own(gate, linear, *stage.scalars)
+    else:
+        gate_function, linear_function = _GATED[stage.name](*stage.scalars)
+        y = gate_function.forward(gate) * linear_function.forward(linear)
     return y if stage.interleave is None else y.flatten(-2)
 
 
 def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    x = x.float()
+    x, own = x.float(), STAGES[stage.name].backward
+    if own is not None and not stage.is_gated:
+        grad: torch.Tensor = own(dy, x, *stage.scalars)
+        return grad
     if not stage.is_gated:
         return _UNARY[stage.name](*stage.scalars).backward(dy, x)
     # Both gradients are in one tensor: concatenating two would move them again.
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     gate, linear = _halves(stage, x)
     d_gate, d_linear = _halves(stage, dx)
-    gate_function, linear_function = _GATED[stage.name](*stage.scalars)
     dy = dy.reshape(gate.shape)
+    if own is not None:
+        for half, found in zip(
+            (d_gate, d_linear), own(dy, gate, linear, *stage.scalars), strict=True
+        ):
+            half.copy_(found)
+        return dx
+    gate_function, linear_function = _GATED[stage.name](*stage.scalars)
     d_gate.copy_(gate_function.backward(dy * linear_function.forward(linear), gate))
     d_linear.copy_(linear_function.backward(dy * gate_function.forward(gate), linear))
     return dx

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.chain import Stage, Stages
+from fuser.chain import STAGES, Stage, Stages
 from fuser.reference.activation import (
     activation,
     activation_backward,
@@ -54,6 +54,10 @@ def _forward(stage: Stage, x: torch.Tensor, operand: torch.Tensor | None) -> tor
         return x * stage.scalars[0]
     if stage.is_activation and not stage.is_scaled:
         return activation(stage, x)
+    own = STAGES[stage.name].forward
+    if own is not None and not stage.is_activation:
+        y: torch.Tensor = own(x.float(), *stage.scalars)
+        return y.to(x.dtype)
     assert operand is not None
     if stage.is_scaled:
         return scaled_activation(stage, x, operand)
@@ -72,6 +76,9 @@ def _backward(
     if stage.name == "dropout":
         assert operand is not None
         return dropout(dy, operand, *stage.scalars), None
+    own = STAGES[stage.name].backward
+    if own is not None and not stage.is_activation:
+        return own(dy.float(), *stage.scalars).to(dy.dtype), None
     assert x is not None
     if stage.is_scaled:
         assert operand is not None

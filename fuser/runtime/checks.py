@@ -9,12 +9,12 @@ import torch
 
 from fuser.errors import InputError, InputTypeError
 from fuser.op import (
-    COMPUTE_DTYPES,
     BasicOperation,
     default_device,
     keyword_names,
     pipeline_arguments,
 )
+from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.graph import Source
 
 
@@ -76,8 +76,8 @@ class Checks:
             )
         named = [("input", input_), *((f"parameter of shape {tuple(p.shape)}", p) for p in params)]
         for what, tensor in named:
-            if tensor.dtype not in COMPUTE_DTYPES:
-                allowed = ", ".join(str(dtype) for dtype in COMPUTE_DTYPES)
+            if tensor.dtype not in compute_dtypes():
+                allowed = ", ".join(map(str, compute_dtypes()))
                 raise InputError(f"The {what} is {tensor.dtype}; a pipeline runs in {allowed}.")
 
     def device(

@@ -16,13 +16,14 @@ import torch
 
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
-from fuser.plan.graph import Source
+from fuser.plan.graph import Source, assumes_extra_outputs
 from fuser.plan.plan import span
 from fuser.runtime.diagnose import (
     check_backward,
     check_forward,
     check_result,
     explain_shape_error,
+    note_extra_outputs,
     refuse_dropped,
     refuse_no_output,
     refuse_param_grads,
@@ -211,6 +212,9 @@ class PlanCodegen:
         counts = [self.ops[i].num_extra_outputs for i in indices]
         checked = self._checked(op, indices, "extra outputs", counts)
         forward = src.bind(f"forward{number}", op.fuser_forward)
+        is_assumed = isinstance(op, BasicOperation) and assumes_extra_outputs(op)
+        if is_assumed:
+            src.add("entering = (x.shape, x.dtype)")
         src.add(
             f"result = {forward}([{self._each('c{i}, ', indices)}], "
             f"{self._main_input(op, indices[0])},",
@@ -224,6 +228,10 @@ class PlanCodegen:
             if any(counts)
             else f"if made != ({'(), ' * len(indices)}) and any(made): {checked}(made)",
         )
+        if is_assumed:
+            note = functools.partial(note_extra_outputs, self.ops[indices[0]])
+            given = "".join(f"out{i}_{k}, " for i, k in self.places if i in indices)
+            src.add(f"{src.bind(f'outputs_of{number}', note)}(entering, ({given}))")
         inner = self._inner_outputs(indices)
         for i, k in self.places if self.saving else ():
             if i in indices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -43,6 +44,33 @@ def refuse_param_grads(
                 f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
                 f"returned {len(row or ())} gradients for them."
             )
+
+
+_warned: set[type[BasicOperation]] = set()
+
+
+def note_extra_outputs(
+    op: BasicOperation,
+    entering: tuple[torch.Size, torch.dtype],
+    made: Sequence[torch.Tensor | None],
+) -> None:
+    """Warn, once for a class, of extra outputs that plans take for tensors like the op's input.
+
+    ``entering`` are shape and dtype of that input. Results are right; bytes in the plan, and the
+    choice of fusions that follows from them, are not.
+    """
+    for k, tensor in enumerate(made):
+        if tensor is None or (tensor.shape, tensor.dtype) == entering or type(op) in _warned:
+            continue
+        _warned.add(type(op))
+        name = type(op).__name__
+        warnings.warn(
+            f"Extra output {k} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and "
+            f"plans count it like the input, {entering[1]} of shape {tuple(entering[0])}. Give "
+            f"{name} a method extra_output_specs(spec), which returns a TensorSpec(shape, dtype) "
+            "for each extra output.",
+            stacklevel=2,
+        )
 
 
 RESULTS = {

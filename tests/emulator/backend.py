@@ -19,6 +19,7 @@ import torch
 from emulator import compile as compilation
 from emulator.errors import KernelError
 from emulator.worker import SCHEDULES, Argument, Buffer, Request, Worker
+from fuser.chain import headers_in
 from fuser.cuda import launch as launching
 from fuser.cuda import module
 from fuser.cuda.arguments import Encoded, Struct, encode
@@ -242,6 +243,8 @@ class Emulator(launching.LaunchBackend):
             raise KernelError(f"{kernel.symbol} ({launch}): {error}") from None
 
     def _check_registered(self, kernel: Kernel) -> None:
+        if isinstance(kernel.module, Path) or headers_in(kernel.symbol):
+            return  # a user's, or with a user's stage
         known = kernel_instantiations.instantiations()
         if self.sources == module.KERNELS and kernel.symbol not in known.get(kernel.module, ()):
             raise KernelError(

@@ -31,7 +31,9 @@ from pathlib import Path
 
 import fuser
 from emulator.errors import KernelError
-from fuser.cuda import module
+from fuser.chain import headers_in
+from fuser.cuda import module as kernel_module
+from fuser.cuda.sources import INCLUDE, own_files
 
 HERE = Path(__file__).parent
 REPOSITORY = Path(fuser.__file__).parent.parent
@@ -175,8 +177,8 @@ def _prelude() -> Path:
     return _cached(_toolchain(), "cuda.hpp", make)
 
 
-def library(sources: Path, name: str, symbols: tuple[str, ...]) -> Path:
-    """The shared library with kernels ``symbols`` of ``<sources>/<name>.cu``.
+def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path:
+    """The shared library with kernels ``symbols`` of ``<sources>/<module>.cu``, or of a user's.
 
     Headers ``<fuser/*.cuh>`` are looked for below ``sources`` first, then beside fuser's kernels.
 
@@ -185,11 +187,19 @@ def library(sources: Path, name: str, symbols: tuple[str, ...]) -> Path:
     KernelError
         If it does not compile, or includes what no GPU build finds.
     """
-    path = sources / f"{name}.cu"
+    path = module if isinstance(module, Path) else sources / f"{module}.cu"
     if not path.is_file():
         raise KernelError(f"There is no {_shown(path)}.")
+    name = path.stem
     headers = _headers(sources)
-    text = _translation_unit(_rewritten(path), symbols)
+    if isinstance(module, Path):
+        headers |= _own_headers(module, "")
+    included = ""
+    for number, top in enumerate(headers_in(" ".join(symbols))):
+        headers |= {f"own{number}/{top.name}": _rewritten(top)}
+        headers |= _own_headers(top, f"own{number}")
+        included += f'#include "own{number}/{top.name}"\n'
+    text = _translation_unit(included + _rewritten(path), symbols)
     key = _digest(_toolchain(), text, *headers, *headers.values())
 
     def make(folder: Path) -> None:
@@ -207,15 +217,22 @@ def library(sources: Path, name: str, symbols: tuple[str, ...]) -> Path:
 
 def _headers(sources: Path) -> dict[str, str]:
     found: dict[str, str] = {}
-    for root in (sources, module.KERNELS):
+    for root in (sources, kernel_module.KERNELS):
         for path in sorted((root / "fuser").glob("*.cuh")):
             found.setdefault(f"fuser/{path.name}", _rewritten(path))
     return found
 
 
+def _own_headers(top: Path, folder: str) -> dict[str, str]:
+    """What a user's file includes of his own, as it is named from the folder of ``top``."""
+    return {
+        os.path.normpath(Path(folder, os.path.relpath(path, top.parent))): _rewritten(path)
+        for path in own_files(top)[1:]
+    }
+
+
 # -- rewriting ----------------------------------------------------------------
 
-INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 ALIGNMENT = r"(?:(?:__align__|alignas)\s*\(([^()]*)\)\s*)?"
 # `extern __shared__ T x[];` and `__shared__ T x[n][m];`.
 SHARED = re.compile(
@@ -230,7 +247,8 @@ def _rewritten(path: Path) -> str:
 @functools.lru_cache(maxsize=1024)
 def _rewritten_text(path: Path, text: str) -> str:
     for included in INCLUDE.findall(text):
-        if not included.startswith("fuser/") and included not in CUDA_HEADERS:
+        is_known = included.startswith("fuser/") or included in CUDA_HEADERS
+        if not is_known and not (path.parent / included).is_file():
             raise KernelError(
                 f"{_shown(path)} includes {included}; kernels include fuser/*.cuh and "
                 f"{', '.join(CUDA_HEADERS)} alone."

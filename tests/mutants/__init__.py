@@ -5,6 +5,7 @@ tests that should notice, and says which did. ``tests/test_mutants.py`` keeps th
 with the sources.
 """
 
+from mutants.extending import EXTENDING
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
@@ -28,6 +29,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "basic ops": BASIC_OPS,
     "fused ops": FUSED_OPS,
     "checks and sentences": SENTENCES,
+    "extensions of users": EXTENDING,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,
     "kernels: arithmetic": ARITHMETIC,

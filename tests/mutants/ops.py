@@ -394,7 +394,7 @@ SENTENCES = (
     Mutant(
         "an integer input is let in",
         "runtime/checks.py",
-        "            if tensor.dtype not in COMPUTE_DTYPES:\n",
+        "            if tensor.dtype not in compute_dtypes():\n",
         "            if tensor.dtype is torch.bool:\n",
         "test_bad_input.py::test_a_bad_first_call_is_refused_and_leaves_no_plan "
         "test_bad_input.py::test_a_bad_call_of_a_running_model_is_refused_and_changes_nothing",

@@ -1,0 +1,453 @@
+"""``check``: an op or a fusion of your own against what it must equal, under every recipe."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import Quantize
+from fuser.errors import InputError, InputTypeError
+from fuser.fused_ops.catalog import FUSIONS
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation
+from fuser.plan.dtypes import allow_float64
+from fuser.precision.contexts import autocast
+from fuser.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from fuser.sequential import Sequential
+from fuser.specs import TensorSpec
+from fuser.tensors import QuantizedTensor
+from fuser.testing.compare import Tolerance, difference, tolerance_of
+from fuser.testing.finite_differences import Slopes, wrong_slope
+
+RECIPES: tuple[Recipe | None, ...] = (
+    None,
+    DelayedScaling(),
+    Float8CurrentScaling(),
+    MXFP8BlockScaling(),
+    Float8BlockScaling(),
+    NVFP4BlockScaling(),
+)
+"""The recipes that ``check`` runs by default; None is no recipe."""
+
+BACKWARD_OVERRIDES: tuple[str | None, ...] = (None, "high_precision", "dequantized")
+"""The overrides that it gives each recipe that takes one."""
+
+Tensors = dict[str, torch.Tensor | None]
+Classes = tuple[type[FusedOperation], ...]
+
+
+def check(
+    module: torch.nn.Module,
+    *inputs: torch.Tensor,
+    reference: Callable[..., Any] | None = None,
+    recipes: Sequence[Recipe | None] = RECIPES,
+    backward_overrides: Sequence[str | None] = BACKWARD_OVERRIDES,
+    atol: float | None = None,
+    rtol: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Raise AssertionError unless ``module`` computes what it must, forward and backward.
+
+    1. Gradients: in float64 and unfused, against those that autograd finds for ``reference``, or
+       against finite differences of the module's own forward. Outputs are compared with those of
+       ``reference`` too.
+    2. Fusions: outputs and gradients of the fused ops against those of the unfused ones. Every
+       fusion of your own must run at least once.
+    3. Recipes: both again, or the op against its own float64 values, without a recipe and under
+       each, in training and in inference. Under a recipe the input and the gradient of the output
+       arrive quantized. No input may be changed.
+    4. What an op tells the planner of its outputs, by ``output_spec`` and ``extra_output_specs``.
+
+    The module itself is not changed: copies of it run.
+
+    Parameters
+    ----------
+    module
+        An op; a fusion of ops, ``MyFusion([first, second])``; a ``Sequential``, with its fusions;
+        or any module. In the dtype of its inputs.
+    inputs
+        The main input, ``[..., features]``, and the extra inputs. Some rows of random values, few:
+        finite differences call the op again for every element. float32, float16 or bfloat16;
+        gradients of those that are floats are checked.
+    reference
+        The same function in plain torch, ``reference(*inputs, *parameters)``, with the parameters
+        in the order of ``module.named_parameters()``. Returns the output, or a tuple of it and the
+        extra outputs. Called in float64.
+    recipes
+        Those to run under; None is no recipe, and ``(None,)`` the fastest check.
+    backward_overrides
+        The values of ``backward_override`` that each recipe is given which takes one.
+    atol, rtol
+        What is allowed instead of the tolerance of dtype or format, in step 3 and of the fused ops
+        in step 2. Without a recipe ``|error| <= atol + rtol * max |expected|`` for every element;
+        under one the root mean square of the errors is compared with that of the expected values.
+    seed
+        Of what the module draws at random and of the gradients of its outputs.
+
+    Raises
+    ------
+    AssertionError
+        If anything differs, or a forward or backward fails. One sentence names the op, the recipe,
+        the tensor and the largest error.
+    InputError, InputTypeError
+        If there is no input, or ``module`` is no module.
+    """
+    subject = _subject(module)
+    if not inputs or not all(isinstance(x, torch.Tensor) for x in inputs):
+        kinds = ", ".join(type(x).__name__ for x in inputs) or "nothing"
+        raise InputError(
+            f"check takes a module and its input tensors; after the module it got {kinds}."
+        )
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        truth = _truth(subject, inputs, reference, seed)
+        _check_specs(subject, inputs, truth)
+        in_inference = _in_inference(subject, inputs, seed)
+        ran: set[str] = set()
+        refusals: dict[str, str] = {}
+        for recipe in _with_overrides(recipes, backward_overrides):
+            tolerance = tolerance_of(recipe, inputs[0].dtype, atol, rtol)
+            for is_training in (True, False):
+                where = f"{_named(recipe)}, in {'training' if is_training else 'inference'}"
+                run = _Run(subject, recipe, is_training, seed, where)
+                expected = truth if is_training else in_inference
+                against = "its reference" if reference is not None else "its float64 values"
+                if subject.fusions:
+                    expected = run(inputs, fusions=())
+                    against = "the unfused ops"
+                actual = run(inputs, fusions=subject.fusions, ran=ran, refusals=refusals)
+                _compare(f"{subject.name} {where}", actual, expected, tolerance, against)
+    for fusion in subject.required:
+        if fusion.__name__ not in ran:
+            why = refusals.get(fusion.__name__)
+            raise AssertionError(
+                f"{fusion.__name__} ran nowhere: "
+                + (
+                    f"it refuses because {why}"
+                    if why
+                    else f"its window {_window(fusion)} matches "
+                    f"none of {subject.ops}, or the planner finds other steps cheaper."
+                )
+            )
+
+
+# -- the subject --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is checked: modules in a row, and the fusions that they may run in."""
+
+    name: str
+    modules: tuple[torch.nn.Module, ...]
+    names: tuple[str, ...]
+    """Of its parameters."""
+    fusions: Classes
+    required: Classes
+    """Fusions that must run."""
+
+    @property
+    def ops(self) -> str:
+        """The names of its modules."""
+        return " + ".join(type(module).__name__ for module in self.modules)
+
+    def copies(self) -> tuple[list[torch.nn.Module], list[torch.nn.Parameter]]:
+        """The modules anew, and their parameters in the order of ``names``."""
+        modules, parameters = copy.deepcopy((list(self.modules), self._parameters()))
+        return modules, parameters
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(torch.nn.ModuleList(self.modules).parameters())
+
+
+def _subject(module: Any) -> _Subject:
+    if not isinstance(module, torch.nn.Module):
+        what = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
+        raise InputTypeError(
+            f"check takes a module, such as an op or MyFusion([first, second]); got {what}."
+        )
+    names = tuple(name for name, _ in module.named_parameters())
+    name = type(module).__name__
+    if isinstance(module, FusedOperation) and type(module).window:
+        fusion = type(module)
+        return _Subject(name, tuple(module.basic_ops), names, (fusion,), (fusion,))
+    if isinstance(module, Sequential):
+        ops = ", ".join(type(op).__name__ for op in module)
+        own = tuple(fusion for fusion in module.fusions if fusion not in FUSIONS)
+        return _Subject(f"{name}({ops})", tuple(module), names, module.fusions, own)
+    return _Subject(name, (module,), names, (), ())
+
+
+def _named(recipe: Recipe | None) -> str:
+    if recipe is None:
+        return "without a recipe"
+    override = recipe.backward_override
+    return f"under {type(recipe).__name__}" + (
+        f" with backward_override={override!r}" if override is not None else ""
+    )
+
+
+def _window(fusion: type[FusedOperation]) -> str:
+    names = (getattr(element, "__name__", type(element).__name__) for element in fusion.window)
+    return f"({', '.join(names)})"
+
+
+def _with_overrides(
+    recipes: Sequence[Recipe | None], overrides: Sequence[str | None]
+) -> Iterator[Recipe | None]:
+    for recipe in recipes:
+        if recipe is None or not recipe.accepts_backward_override:
+            yield recipe
+            continue
+        for override in overrides:
+            yield replace(recipe, backward_override=override)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* is emulated")
+        yield
+
+
+# -- runs ---------------------------------------------------------------------
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point()
+
+
+def _leaves(inputs: Sequence[torch.Tensor], *, with_grad: bool) -> list[torch.Tensor]:
+    return [x.detach().clone().requires_grad_(with_grad and _is_real(x)) for x in inputs]
+
+
+def _outputs(result: Any) -> list[torch.Tensor]:
+    tensors = list(result) if isinstance(result, (tuple, list)) else [result]
+    return [y.dequantize() if isinstance(y, QuantizedTensor) else y for y in tensors]
+
+
+def _weights(outputs: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
+    """A gradient for each output: the same numbers in every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.device) for y in outputs
+    ]
+
+
+def _input_name(place: int) -> str:
+    return "the input" if place == 0 else f"extra input {place - 1}"
+
+
+def _gradients(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    names: Sequence[str],
+    seed: int,
+) -> Tensors:
+    """Outputs, and the gradients of inputs and parameters, by the names that sentences use."""
+    found: Tensors = {
+        "the output" if i == 0 else f"extra output {i - 1}": y for i, y in enumerate(outputs)
+    }
+    wanted = {
+        f"the gradient of {_input_name(i)}": x for i, x in enumerate(inputs) if x.requires_grad
+    }
+    wanted |= {
+        f"the gradient of parameter {name}": parameter
+        for name, parameter in zip(names, parameters, strict=True)
+        if parameter.requires_grad
+    }
+    with_graph = [
+        (y, w.to(y.dtype))
+        for y, w in zip(outputs, _weights(outputs, seed), strict=True)
+        if y.requires_grad
+    ]
+    if with_graph and wanted:
+        tensors, weights = zip(*with_graph, strict=True)
+        grads = torch.autograd.grad(tensors, list(wanted.values()), weights, allow_unused=True)
+        found |= dict(zip(wanted, grads, strict=True))
+    else:
+        found |= dict.fromkeys(wanted)
+    return found
+
+
+@dataclass
+class _Run:
+    """A run of a subject under one recipe."""
+
+    subject: _Subject
+    recipe: Recipe | None
+    is_training: bool
+    seed: int
+    where: str
+
+    def __call__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        *,
+        fusions: Classes,
+        ran: set[str] | None = None,
+        refusals: dict[str, str] | None = None,
+    ) -> Tensors:
+        """Outputs and, in training, gradients; notes which fusions ran, and why others did not."""
+        subject = self.subject
+        modules, parameters = subject.copies()
+        if self.recipe is not None:
+            # Neighbours that quantize; a module that is no op takes plain tensors.
+            before = [Quantize(True, True)] if isinstance(modules[0], FusibleOperation) else []
+            after = [Quantize(True, True)] if isinstance(modules[-1], FusibleOperation) else []
+            modules = [*before, *modules, *after]
+        model = Sequential(*modules, fusions=fusions).train(self.is_training)
+        leaves = _leaves(inputs, with_grad=self.is_training)
+        said = f"{subject.name} {self.where}"
+        with _failing(said, "forward"), torch.set_grad_enabled(self.is_training):
+            torch.manual_seed(self.seed)
+            with autocast(enabled=self.recipe is not None, recipe=self.recipe):
+                outputs = _outputs(model(*leaves))
+                if subject.required and ran is not None and refusals is not None:
+                    plan = model.plan(*leaves)
+                    steps = (*plan.forward, *plan.backward)
+                    ran.update(step.fusion for step in steps if step.fusion is not None)
+                    refusals.update({r.fusion: r.reason for r in plan.refusals})
+        with _failing(said, "backward"):
+            found = _gradients(
+                outputs,
+                leaves,
+                parameters if self.is_training else (),
+                subject.names if self.is_training else (),
+                self.seed,
+            )
+        for place, (x, leaf) in enumerate(zip(inputs, leaves, strict=True)):
+            if not torch.equal(x, leaf.detach()) and not x.isnan().any():
+                raise AssertionError(f"{said}: {_input_name(place)} is changed in place.")
+        return found
+
+
+@contextmanager
+def _failing(said: str, half: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        hint = ""
+        if half == "backward" and "values to unpack" in str(error):
+            hint = ". Does the forward save what this backward reads?"
+        raise AssertionError(
+            f"{said}: {half} raises {type(error).__name__}: {error}{hint}"
+        ) from error
+
+
+def _compare(
+    said: str, actual: Tensors, expected: Tensors, tolerance: Tolerance, against: str
+) -> None:
+    count, wanted = (
+        sum(not name.startswith("the gradient") for name in t) for t in (actual, expected)
+    )
+    if count != wanted:
+        raise AssertionError(f"{said}: it returns {count} tensors, and {against} {wanted}.")
+    for name, tensor in actual.items():
+        how = difference(tensor, expected.get(name), tolerance)
+        if how is not None:
+            raise AssertionError(f"{said}, against {against}: {name} {how}")
+
+
+# -- the truth ----------------------------------------------------------------
+
+
+def _truth(
+    subject: _Subject,
+    inputs: Sequence[torch.Tensor],
+    reference: Callable[..., Any] | None,
+    seed: int,
+) -> Tensors:
+    """Outputs and gradients in float64, after those of the unfused ops have been checked."""
+    modules, parameters = subject.copies()
+    model = Sequential(*modules, fusions=()).double()
+    leaves = _leaves(
+        [x.double().contiguous() if _is_real(x) else x for x in inputs], with_grad=True
+    )
+    said = f"{subject.ops} in float64"
+
+    def function() -> list[torch.Tensor]:
+        torch.manual_seed(seed)
+        return [y.clone() for y in _outputs(model(*leaves))]  # an output may be an input
+
+    with allow_float64():
+        with _failing(said, "forward"):
+            outputs = function()
+        with _failing(said, "backward"):
+            found = _gradients(outputs, leaves, parameters, subject.names, seed)
+        if reference is not None:
+            own = [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters]
+            given = _leaves(leaves, with_grad=True)
+            torch.manual_seed(seed)
+            expected = _gradients(
+                _outputs(reference(*given, *own)), given, own, subject.names, seed
+            )
+            # Formulas of the library compute in fp32 inside.
+            tolerance = tolerance_of(None, torch.float32, None, None)
+            _compare(said, found, expected, tolerance, "its reference")
+            return expected
+        weights = _weights(outputs, seed)
+        generator = torch.Generator().manual_seed(seed)
+        tensors = [
+            *(
+                (f"the gradient of {_input_name(i)}", x)
+                for i, x in enumerate(leaves)
+                if x.requires_grad
+            ),
+            *(
+                (f"the gradient of parameter {name}", p)
+                for name, p in zip(subject.names, parameters, strict=True)
+                if p.requires_grad
+            ),
+        ]
+        for name, x in tensors:
+            with torch.no_grad():
+                slopes = Slopes(function, weights, x.detach())
+                how = wrong_slope(slopes, x.shape, found[name], generator)
+            if how is not None:
+                raise AssertionError(f"{said}: {name} {how}")
+    return found
+
+
+def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tensors) -> None:
+    """Compare what a single op tells the planner of its outputs with what they are."""
+    op = subject.modules[0]
+    if len(subject.modules) > 1 or not isinstance(op, BasicOperation):
+        return
+    spec, *extras = (TensorSpec(tuple(x.shape), x.dtype) for x in inputs)
+    told = {"the output": op.output_spec(spec, extras, None)}
+    told |= {f"extra output {k}": made for k, made in enumerate(op.extra_output_specs(spec))}
+    for name, made in told.items():
+        output = found.get(name)
+        if made is None or output is None:
+            continue
+        shape = tuple(output.shape)
+        if made.shape != shape:
+            method = "output_spec" if name == "the output" else "extra_output_specs"
+            raise AssertionError(
+                f"{subject.name}: {name} has shape {shape}, and {method} tells the planner "
+                f"{made.shape}."
+            )
+
+
+def _in_inference(subject: _Subject, inputs: Sequence[torch.Tensor], seed: int) -> Tensors:
+    """Outputs in float64 of the modules in inference, where a dropout is the identity."""
+    modules, _ = subject.copies()
+    model = Sequential(*modules, fusions=()).double().eval()
+    leaves = [x.double() if _is_real(x) else x for x in inputs]
+    torch.manual_seed(seed)
+    said = f"{subject.name} in float64, in inference"
+    with allow_float64(), _failing(said, "forward"), torch.no_grad():
+        return _gradients(_outputs(model(*leaves)), (), (), (), seed)
