@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Tensors are small here, and workers take the cores: torch's threads would wait for each other.
+# Set before torch is imported, and inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
@@ -46,8 +52,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         widest = max(kernels, key=lambda kernel: kernel[1])[0]
         seconds = sum(properties["seconds"] for properties in found)
         terminalreporter.write_line(
-            f"{len(kernels)} kernels compiled by NVRTC in {seconds:.1f} s of all processes, "
-            f"without spills; the widest: {' '.join(widest.split())}."
+            f"{len(kernels)} kernels compiled by NVRTC in {seconds:.1f} s of all processes, or "
+            f"earlier from the same text, without spills; the widest: {' '.join(widest.split())}."
         )
     skipped = (report.longrepr for report in stats.get("skipped", []))
     reasons = Counter(reason[2] for reason in skipped if isinstance(reason, tuple))

@@ -8,12 +8,10 @@ import io
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch
 
 import fuser
 
@@ -33,14 +31,6 @@ RUNS = [
     ("delayed", "none"),
     *((name, override) for name in ("block", "mxfp8", "nvfp4") for override in OVERRIDES),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_main(out: Path, *arguments: str) -> str:

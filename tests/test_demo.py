@@ -9,7 +9,6 @@ import io
 import math
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -50,15 +49,6 @@ def read_losses(out: Path) -> dict[str, list[float]]:
         rows = list(csv.DictReader(file))
     assert [int(row.pop("step")) for row in rows] == list(range(1, len(rows) + 1))
     return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    # Threads that wait for each other are far slower than one where tests share the cores.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ number, and properties that no definition may break.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,14 +42,6 @@ deterministic: dict[str, Any] = {
 
 # A test that uses what is None fails at once; tests need not narrow it first.
 Outputs = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def same(got: torch.Tensor | None, expected: np.ndarray) -> bool:

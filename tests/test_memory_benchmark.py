@@ -6,7 +6,6 @@ import csv
 import functools
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,6 @@ SEVERAL_BLOCKS = memory.Sizes(layers=24, tokens=256, width=64, hidden=256)
 @functools.cache
 def row(case: memory.Case) -> memory.Row:
     return memory.measured(case, SEVERAL_BLOCKS, "cpu")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- the meter ----------------------------------------------------------------
