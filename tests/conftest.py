@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from slow_files import ALLOWED_SECONDS, SLOW_FILES, unlisted
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -42,8 +44,63 @@ def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check-slow-files",
+        action="store_true",
+        help=f"fail if a file outside SLOW_FILES takes more than {ALLOWED_SECONDS:g} CPU seconds",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in SLOW_FILES:
+            item.add_marker(pytest.mark.slow)
+
+
+_measured_until = [0.0]
+
+
+def pytest_collection_finish() -> None:
+    _measured_until[0] = time.process_time()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """A report of a phase of a test has its CPU seconds, also when it comes from a worker."""
+    report = yield
+    now = time.process_time()
+    report.cpu_seconds = now - _measured_until[0]
+    _measured_until[0] = now
+    return report
+
+
+def too_slow(config: pytest.Config) -> dict[str, float]:
+    """The files outside ``SLOW_FILES`` that took too long in this run, and their CPU seconds."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if not config.getoption("--check-slow-files") or reporter is None:
+        return {}
+    seconds: Counter[str] = Counter()
+    for reports in reporter.stats.values():
+        for report in reports:
+            if hasattr(report, "cpu_seconds"):
+                seconds[Path(report.nodeid.partition("::")[0]).name] += report.cpu_seconds
+    return unlisted(seconds)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if too_slow(session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the compile check found, and which checks of kernels could not run."""
+    """Say what the compile check found, which checks could not run, and which files are slow."""
+    for file, taken in too_slow(terminalreporter.config).items():
+        terminalreporter.write_line(
+            f"{file} took {taken:.1f} CPU seconds: make it faster, or put it into SLOW_FILES of "
+            "tests/slow_files.py."
+        )
     stats = terminalreporter.stats
     found = [dict(report.user_properties) for report in stats.get("passed", [])]
     found = [properties for properties in found if "compiled" in properties]
