@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -42,6 +43,14 @@ def _on_the_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with torch.device("cpu"):
         yield
+
+
+@pytest.fixture
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing matplotlib, or any module of it, is an error."""
+    for name in [*sys.modules, "matplotlib"]:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
