@@ -79,7 +79,7 @@ def test_the_columnwise_mxfp8_copy_keeps_the_shape_and_is_that_of_the_transpose(
     assert identical(col["col_scale"].T.contiguous(), row["row_scale"])
 
 
-def test_columnwise_blocks_of_128_and_of_32_are_not_the_rowwise_bytes_turned() -> None:
+def test_columnwise_blocks_of_128_and_of_32_are_not_the_rowwise_bytes_transposed() -> None:
     x = Random(256, 256, spread=12, seed=8).tensor()
     row, _, col, _ = mxfp8.quantize(x, E4M3)
     assert not identical(row, col)
@@ -136,7 +136,7 @@ def test_an_edge_block_uses_its_valid_elements_only(block_dim: int) -> None:
 
 
 @EVERY_QUANTIZER
-def test_padding_is_zero_though_fresh_memory_is_not(name: str) -> None:
+def test_padding_is_zero_in_poisoned_memory(name: str) -> None:
     x = Random(32, 96, seed=11).tensor() + 0.5
     clean = QUANTIZERS[name](x)
     torch.use_deterministic_algorithms(True)  # and fill what torch.empty returns with NaN

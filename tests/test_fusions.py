@@ -39,7 +39,7 @@ import fuser.runtime.pipeline
 
 @every_window
 @every_dtype
-def test_fires_where_its_window_stands(window: Window, dtype: torch.dtype) -> None:
+def test_a_fusion_fires_over_its_window(window: Window, dtype: torch.dtype) -> None:
     model, inputs = window.model(dtype), leaves(window.inputs(dtype, 1))
     plan = model.plan(*inputs)
     other = "backward" if window.side == "forward" else "forward"
@@ -64,9 +64,7 @@ def test_every_fusion_that_ships_is_tested_here() -> None:
 
 @every_window
 @every_dtype
-def test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do(
-    window: Window, dtype: torch.dtype
-) -> None:
+def test_is_as_exact_as_torch_and_as_the_unfused_ops(window: Window, dtype: torch.dtype) -> None:
     fused, unfused = window.model(dtype), window.model(dtype, fusions=())
     against_torch, against_unfused = [], []
     for seed in DRAWS:
@@ -148,7 +146,7 @@ def test_holds_for_non_contiguous_inputs(window: Window) -> None:
 
 
 @every_window
-def test_never_changes_the_callers_tensors(window: Window) -> None:
+def test_a_fusion_never_changes_the_callers_tensors(window: Window) -> None:
     model, inputs = window.model(), leaves(window.inputs(torch.float32, 1))
     held = [*inputs, *model.parameters()]
     before = [t.detach().clone() for t in held]
@@ -271,7 +269,7 @@ def test_backward_runs_one_gemm_for_each_gradient_that_is_wanted(
 
 @every_window
 @fused_or_not
-def test_nothing_is_saved_where_no_backward_can_come(window: Window, fusions: Any) -> None:
+def test_nothing_is_saved_if_no_backward_can_follow(window: Window, fusions: Any) -> None:
     model, saved = window.model(fusions=fusions), []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
