@@ -13,7 +13,7 @@ COMPARE_FLAGS ?=
 # make mutants MUTANTS_FLAGS="--only kernels --jobs 1"
 MUTANTS_FLAGS ?=
 
-.PHONY: demo compare mutants test lint format clean
+.PHONY: demo compare mutants test test-fast lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_lm.py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -24,8 +24,12 @@ compare: $(VENV)/.ready
 mutants: $(VENV)/.ready
 	$(BIN)/python tests/mutants/run.py $(MUTANTS_FLAGS)
 
+# worksteal: a worker keeps a file's tests together, and with them what their fixtures made.
 test: lint
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files
+
+test-fast: $(VENV)/.ready
+	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files -m "not slow" tests --ignore tests/gpu
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

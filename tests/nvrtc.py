@@ -1,5 +1,8 @@
 """NVRTC from NVIDIA's wheel through ctypes: what a kernel costs on a GPU that is not here.
 
+A kernel is compiled once for the same NVRTC, options, source and headers: its resources are kept on
+disk, beside what the emulator compiles, and the folder may be deleted at any time.
+
 ``python tests/nvrtc.py [name ...] [--arch sm_90a]`` prints the table of all kernels, or of those of
 some sources, for every architecture or for some.
 """
@@ -9,13 +12,16 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from emulator import compile as compilation
 from emulator.compile import cuda_include
 
 from fuser.cuda import module
@@ -89,21 +95,87 @@ def compiled(
 ) -> list[Resources]:
     """Compile ``<sources>/<name>.cu`` with fuser's options; what each of ``symbols`` takes.
 
-    By ``library``, the newest NVRTC if it is None.
+    By ``library``, the newest NVRTC if it is None. What was compiled before is read from disk.
 
     Raises
     ------
     CompileError
-        If it does not compile, says a warning, or has no such kernel.
+        If it does not compile, says a warning, or has no such kernel. These are compiled each time.
     """
     library = library or libraries()[-1]
     path = sources / f"{name}.cu"
-    options = [*module.compile_options(sources, capability), *CUPY_OPTIONS]
+    kept = compilation.cache() / f"nvrtc-{compilation_key(path, capability, library)}.json"
+    known: dict[str, Sequence[int]] = json.loads(kept.read_text()) if kept.exists() else {}
+    missing = tuple(symbol for symbol in symbols if symbol not in known)
+    if missing:
+        found = _compile(path, missing, capability, library)
+        with compilation.locked(kept.with_suffix(".lock")):
+            # Another process may have compiled other kernels of the same source.
+            known = (json.loads(kept.read_text()) if kept.exists() else {}) | found
+            written = kept.with_suffix(".new")
+            written.write_text(json.dumps(known))
+            written.replace(kept)
+    arch = module.arch_name(capability)
+    return [Resources(symbol, arch, *known[symbol]) for symbol in symbols]
+
+
+def compilation_key(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> str:
+    """The hash of what a compilation depends on: compiler, options, source and its headers."""
+    binary = Path(library._name).stat()
+    compiler = (*_version(library), library._name, binary.st_size, binary.st_mtime_ns)
+    # Where folders are does not matter, and the hash of all sources changes with any of them.
+    ignored = ("-I", "-DFUSER_SOURCES=")
+    options = [o for o in _options(path, capability, library) if not o.startswith(ignored)]
+    texts = _with_headers(path)
+    uses_hash = any("FUSER_SOURCES" in text for text in texts.values())
+    parts = [compiler, options, sorted(texts.items())]
+    if uses_hash:
+        parts.append(_options(path, capability, library))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _with_headers(path: Path) -> dict[str, str]:
+    """The texts of a source and of the headers that it includes, directly or not, by their names.
+
+    A header that is not found here is NVRTC's own.
+    """
+    found: dict[str, str] = {}
+    folders = (path.parent, module.KERNELS, cuda_include())
+    left = [(path.name, path)]
+    while left:
+        name, file = left.pop()
+        found[name], headers = _text(file, file.stat().st_mtime_ns)
+        for header in headers:
+            places = (folder / header for folder in folders if folder is not None)
+            there = next((place for place in places if place.is_file()), None)
+            if there is not None and header not in found:
+                left.append((header, there))
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _text(path: Path, changed: int) -> tuple[str, tuple[str, ...]]:
+    """The text of a file and the names of the headers in it; read again after a change."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    includes = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', text, re.MULTILINE)
+    return text, tuple(includes)
+
+
+def _options(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> list[str]:
+    options = [*module.compile_options(path.parent, capability), *CUPY_OPTIONS]
     # A source elsewhere, in a test, includes fuser's headers too.
     options += [f"-I{module.KERNELS}", f"-I{cuda_include()}", "--ptxas-options=-v"]
     if _version(library) >= CACHES:
         # A kernel that comes from the cache, which a machine with a driver has, leaves no log.
         options.append("--no-cache")
+    return options
+
+
+def _compile(
+    path: Path, symbols: Sequence[str], capability: tuple[int, int], library: ctypes.CDLL
+) -> dict[str, tuple[int, int, int, int]]:
+    """Registers and bytes, as of :func:`resources`, of each symbol of a source."""
+    options = _options(path, capability, library)
     arch = module.arch_name(capability)
     program = ctypes.c_void_p()
     text = f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}'.encode()
@@ -130,7 +202,7 @@ def compiled(
     missing = [symbol for symbol in symbols if lowered[symbol] not in found]
     if missing:
         raise CompileError(f"{path.name} for {arch} has no kernel {', '.join(missing)}.")
-    return [Resources(symbol, arch, *found[lowered[symbol]]) for symbol in symbols]
+    return {symbol: found[lowered[symbol]] for symbol in symbols}
 
 
 def resources(log: str) -> dict[str, tuple[int, int, int, int]]:

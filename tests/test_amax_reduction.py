@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import oracles
@@ -18,6 +18,28 @@ from fuser.recipe import DelayedScaling
 
 RANKS = 2
 MAXIMA = {"forward": 448.0, "backward": 57344.0}
+
+
+@dataclass(frozen=True)
+class Training:
+    """Whether amaxes are reduced, over a group of its own, with an autocast around all steps."""
+
+    reduce_amax: bool
+    has_group: bool = False
+    is_outer: bool = False
+
+
+TRAININGS = {
+    "reduced in each step": Training(True, has_group=True),
+    "reduced in one autocast": Training(True, has_group=True, is_outer=True),
+    "not reduced": Training(False),
+}
+
+
+def train_each(rank: int, folder: str) -> None:
+    """All trainings in turn, so that processes start once."""
+    for name, training in TRAININGS.items():
+        train(rank, f"{folder}/{name}", **asdict(training))
 
 
 def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: bool) -> None:
@@ -58,12 +80,19 @@ def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: 
     dist.destroy_process_group()
 
 
-def run(
-    folder: Path, reduce_amax: bool, has_group: bool = False, is_outer: bool = False
-) -> list[dict[str, Any]]:
-    arguments = (str(folder), reduce_amax, has_group, is_outer)
-    torch.multiprocessing.spawn(train, arguments, nprocs=RANKS)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank has after each training."""
+    if not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    for name in TRAININGS:
+        (folder / name).mkdir()
+    torch.multiprocessing.spawn(train_each, (str(folder),), nprocs=RANKS)
+    return {
+        name: [torch.load(folder / name / f"rank{rank}.pt") for rank in range(RANKS)]
+        for name in TRAININGS
+    }
 
 
 def scales(state: torch.Tensor) -> torch.Tensor:
@@ -71,10 +100,11 @@ def scales(state: torch.Tensor) -> torch.Tensor:
     return state[2 : 2 + int(state[0])]
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
-@pytest.mark.parametrize("is_outer", [False, True])
-def test_every_rank_has_the_scales_of_the_largest_amax(tmp_path: Path, is_outer: bool) -> None:
-    first, second = run(tmp_path, reduce_amax=True, has_group=True, is_outer=is_outer)
+@pytest.mark.parametrize("training", ["reduced in each step", "reduced in one autocast"])
+def test_every_rank_has_the_scales_of_the_largest_amax(
+    results: dict[str, list[dict[str, Any]]], training: str
+) -> None:
+    first, second = results[training]
     linears = [name for name, state in first["states"].items() if state.numel()]
     assert len(linears) == 2
     for name in linears:
@@ -83,12 +113,14 @@ def test_every_rank_has_the_scales_of_the_largest_amax(tmp_path: Path, is_outer:
     assert scales(first["states"][linears[0]])[0] == 448 / largest
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
-def test_without_reduction_every_rank_has_its_own_scales(tmp_path: Path) -> None:
-    for result in (results := run(tmp_path, reduce_amax=False)):
+def test_without_reduction_every_rank_has_its_own_scales(
+    results: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, second = results["not reduced"]
+    for result in (first, second):
         state = next(state for state in result["states"].values() if state.numel())
         assert scales(state)[0] == 448 / result["amax"]
-    assert results[0]["amax"] != results[1]["amax"]
+    assert first["amax"] != second["amax"]
 
 
 def test_every_amax_is_reduced_over_the_group_of_its_autocast(

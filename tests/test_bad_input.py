@@ -14,6 +14,7 @@ import numpy as np
 import oracles
 import pytest
 import torch
+from models import mlp
 
 import fuser
 import fuser.runtime.pipeline
@@ -37,11 +38,6 @@ class Silent(BasicOperation):
 
 
 # -- models ---------------------------------------------------------------------------
-
-
-def mlp(**kwargs: Any) -> fuser.Sequential:
-    ops = (fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(12, 8))
-    return oracles.randomize(fuser.Sequential(*ops, **kwargs))
 
 
 def with_extras() -> fuser.Sequential:

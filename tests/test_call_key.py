@@ -11,8 +11,10 @@ import linecache
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import models
 import oracles
 import pytest
 import torch
@@ -28,12 +30,7 @@ SIZE = 32
 Results = list[torch.Tensor | None]
 
 
-def mlp(**options: Any) -> fuser.Sequential:
-    return oracles.randomize(
-        fuser.Sequential(
-            fuser.Linear(SIZE, SIZE), fuser.GELU(), fuser.Linear(SIZE, SIZE), **options
-        )
-    )
+mlp = partial(models.mlp, SIZE, SIZE)
 
 
 def x_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

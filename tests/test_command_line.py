@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import models as models_of_tests
 import pytest
 import torch
 
@@ -99,8 +101,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return captured.err.strip()
 
 
-def mlp() -> fuser.Sequential:
-    return fuser.Sequential(fuser.Linear(16, 64), fuser.GELU(), fuser.Linear(64, 16))
+mlp = partial(models_of_tests.mlp, 16, 64)
 
 
 # -- plan ---------------------------------------------------------------------------

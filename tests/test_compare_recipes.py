@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import io
 import math
 import statistics
 import sys
-from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pytest
-import torch
+from scripts import Terminal, printed_by, refusal_by
 
 import fuser
 
@@ -35,20 +33,9 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run_main(out: Path, *arguments: str) -> str:
     """What main() prints with a tiny model; it must succeed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert compare_recipes.main([*TINY, "--out", str(out), *arguments]) == 0
-    return printed.getvalue()
+    return printed_by(compare_recipes.main, [*TINY, "--out", str(out), *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -147,21 +134,12 @@ def test_a_subset_of_recipes_in_another_dtype(tmp_path: Path) -> None:
     assert "training - fp32" in printed
 
 
-def test_without_matplotlib_everything_but_the_picture_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [*sys.modules, "matplotlib"]:
-        if name.partition(".")[0] == "matplotlib":
-            monkeypatch.setitem(sys.modules, name, None)
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_everything_but_the_picture_is_there(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--recipes", "delayed", "--steps", "1")
     assert "No recipes.png: drawing it needs matplotlib; pip install matplotlib." in printed
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"recipes.csv", "recipes.md", "recipes_losses.csv"}
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_terminal_gets_one_bar_over_all_runs() -> None:
@@ -182,13 +160,10 @@ def test_a_terminal_gets_one_bar_over_all_runs() -> None:
 
 
 def test_an_override_in_the_environment_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(fuser.recipe.BACKWARD_OVERRIDE_VARIABLE, "dequantized")
-    with pytest.raises(SystemExit) as stopped:
-        compare_recipes.main(TINY)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err.splitlines()[-1]
+    message = refusal_by(compare_recipes.main, TINY)
     assert "NVTE_BACKWARD_OVERRIDE is dequantized, which would put that override into" in message
 
 
@@ -200,10 +175,5 @@ def test_an_override_in_the_environment_is_refused(
         (["--width", "30", "--heads", "4"], "--width 30 does not give each of --heads 4 the same"),
     ],
 )
-def test_a_bad_option_gives_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        compare_recipes.main(arguments)
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
+def test_a_bad_option_gives_one_sentence(arguments: list[str], sentence: str) -> None:
+    assert sentence in refusal_by(compare_recipes.main, arguments)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import nvrtc
 import pytest
 from kernel_instantiations import instantiations, kernels_of
 from nvrtc import CAPABILITIES, CompileError, Resources, compiled, resources
+from scripts import refusal_by
 
 from fuser.cuda import module
 from fuser.cuda.launch import Kernel
@@ -19,8 +22,9 @@ needs_nvrtc = pytest.mark.skipif(
 )
 
 # For Hopper every kernel is compiled, for the other architectures as many as fit into this many
-# compilations in all: about 0.2 s each, so four minutes on two cores. Hopper's are compiled by the
-# newest NVRTC that is here and the others' by the oldest: what one takes another may refuse.
+# compilations in all: about 0.2 s each, so four minutes on two cores, or a second where the same
+# text was compiled before. Hopper's are compiled by the newest NVRTC that is here and the others'
+# by the oldest: what one takes another may refuse.
 ALL = (9, 0)
 BUDGET = 1900
 
@@ -132,6 +136,70 @@ def test_what_does_not_compile_is_said(tmp_path: Path, text: str, words: str) ->
         compiled(tmp_path, "x", ("fuser_x",), (8, 0))
 
 
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The symbols of every compilation, which begin with an empty folder of kept results."""
+    made: list[tuple[str, ...]] = []
+    compile_now = nvrtc._compile
+
+    def noted(path: Path, symbols: tuple[str, ...], *arguments: Any) -> Any:
+        made.append(symbols)
+        return compile_now(path, symbols, *arguments)
+
+    (tmp_path / "kept").mkdir()
+    monkeypatch.setattr(nvrtc.compilation, "cache", lambda: tmp_path / "kept")
+    monkeypatch.setattr(nvrtc, "_compile", noted)
+    return made
+
+
+INCLUDING = """
+#include <fuser/one.cuh>
+template <class T> __global__ void fuser_x(T* y) { *y = number(); }
+"""
+
+
+@needs_nvrtc
+def test_a_kernel_is_compiled_again_after_any_change_and_not_otherwise(
+    tmp_path: Path, compilations: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = tmp_path / "sources"
+    (sources / "fuser").mkdir(parents=True)
+    two = sources / "fuser" / "two.cuh"
+    (sources / "fuser" / "one.cuh").write_text("#include <fuser/two.cuh>\n")
+    two.write_text("__device__ inline int number() { return 1; }\n")
+    (sources / "x.cu").write_text(INCLUDING)
+    oldest, newest = nvrtc.libraries()[0], nvrtc.libraries()[-1]
+    ints, floats = "fuser_x<int>", "fuser_x<float>"
+    changes: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
+        (lambda: compiled(sources, "x", (ints,), (9, 0), newest), (ints,)),
+        (lambda: compiled(sources, "x", (floats, ints), (9, 0), newest), (floats,)),
+        (lambda: compiled(sources, "x", (ints,), (8, 0), newest), (ints,)),
+        (lambda: two.write_text(two.read_text().replace("1", "2")), (ints,)),
+        (lambda: (sources / "x.cu").write_text(INCLUDING + "\n"), (ints,)),
+        (lambda: monkeypatch.setattr(nvrtc, "CUPY_OPTIONS", ("-ftz=false",)), (ints,)),
+    ]
+    if oldest is not newest:
+        changes.append((lambda: compiled(sources, "x", (ints,), (9, 0), oldest), (ints,)))
+    for change, expected in changes:
+        compilations.clear()
+        change()
+        first = compiled(sources, "x", (ints,), (9, 0), newest)
+        assert compilations == [expected]
+        assert compiled(sources, "x", (ints,), (9, 0), newest) == first
+        assert compilations == [expected]
+
+
+@needs_nvrtc
+def test_a_failed_compilation_is_not_kept(
+    tmp_path: Path, compilations: list[tuple[str, ...]]
+) -> None:
+    (tmp_path / "x.cu").write_text("// one\nint two = ;\n")
+    for count in (1, 2):
+        with pytest.raises(CompileError, match="error"):
+            compiled(tmp_path, "x", ("fuser_x",), (8, 0))
+        assert len(compilations) == count
+
+
 @needs_nvrtc
 def test_the_emulators_own_kernels_are_cuda_too() -> None:
     folder = Path(__file__).parent / "emulator" / "kernels"
@@ -171,9 +239,6 @@ def test_the_table_is_of_the_named_sources_and_architectures(
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["probe", "--arch", "sm_90"]])
 def test_an_unknown_source_or_architecture_is_answered_with_a_sentence(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        nvrtc.main(arguments)
-    assert stopped.value.code == 2
-    assert arguments[-1] in capsys.readouterr().err
+    assert arguments[-1] in refusal_by(nvrtc.main, arguments)

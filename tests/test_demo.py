@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib.util
-import io
 import math
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from scripts import Terminal, printed_by, refusal_by
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_lm.py"
 TINY = ["--layers", "2", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4"]
@@ -39,10 +38,7 @@ train_lm = load_script()
 
 def run_main(out: Path, *arguments: str) -> str:
     """What main() prints with a tiny model; it must succeed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        assert train_lm.main([*TINY, "--out", str(out), *arguments]) == 0
-    return printed.getvalue()
+    return printed_by(train_lm.main, [*TINY, "--out", str(out), *arguments])
 
 
 def read_losses(out: Path) -> dict[str, list[float]]:
@@ -50,15 +46,6 @@ def read_losses(out: Path) -> dict[str, list[float]]:
         rows = list(csv.DictReader(file))
     assert [int(row.pop("step")) for row in rows] == list(range(1, len(rows) + 1))
     return {name: [float(row[name]) for row in rows if row[name]] for name in rows[0]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    # Threads that wait for each other are far slower than one where tests share the cores.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -243,12 +230,8 @@ def test_pictures_are_drawn(demo: tuple[Path, str]) -> None:
     assert printed.endswith(f"In {out}: losses.csv, plan.svg, loss.png\n")
 
 
-def test_without_matplotlib_everything_but_the_pictures_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [*sys.modules, "matplotlib"]:
-        if name.partition(".")[0] == "matplotlib":
-            monkeypatch.setitem(sys.modules, name, None)
+@pytest.mark.usefixtures("without_matplotlib")
+def test_without_matplotlib_everything_but_the_pictures_is_there(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--steps", "3", "--no-compare", "--sample-bytes", "0")
     assert re.search(r"No plan\.svg: .*matplotlib", printed)
     assert re.search(r"No loss\.png: .*pip install matplotlib", printed)
@@ -307,11 +290,6 @@ def test_learning_rate_rises_then_falls_to_a_tenth(options: Any) -> None:
     assert 0 < train_lm.learning_rate(0.0, options) < rates[0]
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def show_progress() -> str:
     shown = Terminal()
     with contextlib.redirect_stdout(shown):
@@ -367,13 +345,8 @@ def test_the_time_left_follows_from_the_time_taken(
         (["--out", str(SCRIPT)], "is no folder and cannot become one"),
     ],
 )
-def test_a_bad_option_gives_one_sentence(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        train_lm.main(arguments)
-    assert stopped.value.code == 2
-    assert sentence in capsys.readouterr().err.splitlines()[-1]
+def test_a_bad_option_gives_one_sentence(arguments: list[str], sentence: str) -> None:
+    assert sentence in refusal_by(train_lm.main, arguments)
 
 
 def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
@@ -390,10 +363,9 @@ def test_help_names_the_script_and_gives_no_default_to_what_switches_off(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_cuda_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        train_lm.main(["--device", "cuda"])
-    assert "--device is cuda, but torch sees no CUDA device." in capsys.readouterr().err
+def test_cuda_without_a_device_is_refused() -> None:
+    sentence = refusal_by(train_lm.main, ["--device", "cuda"])
+    assert "--device is cuda, but torch sees no CUDA device." in sentence
 
 
 def test_a_machine_without_sources_gets_a_sentence(
@@ -420,9 +392,8 @@ def test_it_learns_in_low_precision(tmp_path: Path, recipe: str, override: str) 
 
 
 def test_an_override_without_a_recipe_that_takes_one_is_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        train_lm.main([*TINY, "--out", str(tmp_path), "--override", "dequantized"])
-    assert stopped.value.code == 2
-    assert "--override dequantized does not go with --recipe none" in capsys.readouterr().err
+    arguments = [*TINY, "--out", str(tmp_path), "--override", "dequantized"]
+    sentence = refusal_by(train_lm.main, arguments)
+    assert "--override dequantized does not go with --recipe none" in sentence

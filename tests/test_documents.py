@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,30 @@ def snippets(document: str, heading: str) -> list[str]:
     return python_blocks(re.split(rf"^#{{1,{len(rank)}}} ", text, flags=re.M)[0])
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What all the Python of a document made: names, the text on stdout, and files in a folder."""
+
+    names: dict[str, Any]
+    printed: str
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
+    """Runs the code of a document, once for all tests that look at what came of it."""
+
+    @functools.cache
+    def run(document: str) -> Ran:
+        folder, printed = tmp_path_factory.mktemp("document"), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.chdir(folder)
+            names = names_after(*python_blocks(read(document)))
+        return Ran(names, printed.getvalue(), folder)
+
+    return run
+
+
 def names_after(*codes: str) -> dict[str, Any]:
     """The names that there are when all of the code has run."""
     names: dict[str, Any] = {"__name__": "snippet"}
@@ -71,16 +98,11 @@ def test_every_document_with_python_is_run(document: str) -> None:
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 @pytest.mark.parametrize("document", RUN)
 def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
-    document: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    document: str, ran: Callable[[str], Ran]
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the printed plans are those of a machine without a GPU.")
-    monkeypatch.chdir(tmp_path)
-    names = names_after(*python_blocks(read(document)))
-    printed = capsys.readouterr().out
+    names, printed = ran(document).names, ran(document).printed
     if document == "docs/low_precision.md":
         assert not printed
         assert all(p.grad is not None for p in names["block"].parameters())
@@ -89,7 +111,7 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
     if document == "README.md":
         assert all(p.grad is not None for p in names["model"].parameters())
     if document == "docs/plans.md":
-        assert (tmp_path / "plan.svg").is_file()
+        assert (ran(document).folder / "plan.svg").is_file()
         comment = f'"{names["plan"].forward[2].fusion}"'
         assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
 
@@ -109,14 +131,13 @@ def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
 )
 @pytest.mark.filterwarnings("ignore:.* is emulated")
 def test_the_picture_of_a_document_has_the_plan_that_the_document_prints(
-    document: str, picture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    document: str, picture: str, tmp_path: Path, ran: Callable[[str], Ran]
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the pictures are those of a machine without a GPU.")
     pytest.importorskip("matplotlib")
     assert re.search(rf"\]\([\w/]*{Path(picture).name}\)", read(document))
-    monkeypatch.chdir(tmp_path)
-    names = names_after(*python_blocks(read(document)))
+    names = ran(document).names
     plan = names.get("plan") or names["model"].plan(names["x"])
     drawn = plan.draw(tmp_path / "drawn.svg").read_text(encoding="utf-8")
     assert svg_texts(drawn) == svg_texts(read(picture))

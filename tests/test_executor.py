@@ -15,6 +15,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from models import mlp
 from pipeline_kernels import on_kernels
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,12 +27,6 @@ from fuser.op import BasicOperation, FusedOperation, OperationContext
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default}
-
-
-def mlp(width: int = 8, **kwargs: Any) -> fuser.Sequential:
-    torch.manual_seed(1)
-    ops = (fuser.Linear(width, 12), fuser.GELU(), fuser.Linear(12, width))
-    return oracles.randomize(fuser.Sequential(*ops, **kwargs))
 
 
 def block(in_place: bool = False, **kwargs: Any) -> fuser.Sequential:

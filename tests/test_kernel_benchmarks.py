@@ -34,14 +34,6 @@ NAME = operator.attrgetter("name")
 BY_NAME = {case.name: case for case in kernels.CASES}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # -- timing -------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import models
 import oracles
 import pytest
 import torch
@@ -37,18 +38,7 @@ ROUNDING = {
 
 
 def block(**options: Any) -> fuser.Sequential:
-    """Norm, linear, gated activation, linear and a residual through a channel."""
-    return oracles.randomize(
-        fuser.Sequential(
-            fuser.MakeExtraOutput().set_extra_output_channel(0, "r", output_to_caller=False),
-            fuser.RMSNorm(64),
-            fuser.Linear(64, 128),
-            fuser.SwiGLU(),
-            fuser.Linear(64, 64),
-            fuser.AddExtraInput().set_extra_input_channel(0, "r"),
-            **options,
-        )
-    )
+    return models.residual_block(64, 64, channel="r", **options)
 
 
 def results(model: torch.nn.Module, recipe: Any, rows: int = 96) -> dict[str, torch.Tensor]:

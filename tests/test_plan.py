@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,24 +20,12 @@ from fuser.plan.plan import Channel
 from fuser.specs import TensorSpec
 
 
-def mlp(width: int = 8, **kwargs: Any) -> fuser.Sequential:
-    """Linear, GELU, Linear: basic ops 0-1, 2, 3-4."""
-    return fuser.Sequential(
-        fuser.Linear(width, 2 * width), fuser.GELU(), fuser.Linear(2 * width, width), **kwargs
-    )
+def mlp(width: int = 8, **options: Any) -> fuser.Sequential:
+    return models.mlp(width, 2 * width, randomized=False, **options)
 
 
-def residual(width: int = 8, **kwargs: Any) -> fuser.Sequential:
-    """A feed-forward block whose residual runs on a channel: 8 basic ops."""
-    return fuser.Sequential(
-        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        fuser.RMSNorm(width),
-        fuser.Linear(width, 2 * width),
-        fuser.SwiGLU(),
-        fuser.Linear(width, width),
-        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
-        **kwargs,
-    )
+def residual(width: int = 8, **options: Any) -> fuser.Sequential:
+    return models.residual_block(width, width, randomized=False, **options)
 
 
 class _Choosy(FusedOperation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import oracles
@@ -35,15 +35,6 @@ QUANTIZERS: dict[str, Any] = {
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 # Formats whose blocks need nothing else of the tensor.
 INDEPENDENT = ("mxfp8", "mxfp8-2d", "block-1d", "block-2d")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The tensors are small; on a busy machine threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def values(

@@ -8,8 +8,10 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import models
 import oracles
 import pytest
 import torch
@@ -25,9 +27,7 @@ MXFP8 = recipes.MXFP8BlockScaling()
 DELAYED = recipes.DelayedScaling(amax_history_len=4)
 
 
-def mlp() -> fuser.Sequential:
-    layers = (fuser.Linear(32, 64), fuser.GELU(), fuser.Linear(64, 32))
-    return oracles.randomize(fuser.Sequential(*layers))
+mlp = partial(models.mlp, 32, 64)
 
 
 def tensor(seed: int, rows: int = 32) -> torch.Tensor:

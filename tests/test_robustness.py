@@ -12,16 +12,11 @@ from typing import Any
 import oracles
 import pytest
 import torch
+from models import mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
 from fuser.reference import normalization as reference
-
-
-def mlp() -> fuser.Sequential:
-    return oracles.randomize(
-        fuser.Sequential(fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(12, 8))
-    )
 
 
 def x_of(*shape: int) -> torch.Tensor:

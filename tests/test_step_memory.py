@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from normalization_cases import Recorder
@@ -70,8 +71,7 @@ def peak(model: torch.nn.Module, width: int, recipe: Recipe | None = None) -> in
 
 
 def gelu_block() -> fuser.Sequential:
-    like: dict[str, Any] = {"dtype": torch.bfloat16}
-    return fuser.Sequential(fuser.Linear(H, F, **like), fuser.GELU(), fuser.Linear(F, H, **like))
+    return models.mlp(H, F, randomized=False, dtype=torch.bfloat16)
 
 
 def swiglu_block() -> fuser.Sequential:

@@ -107,7 +107,7 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder.mkdir(exist_ok=True)
     done = folder / f"{name}.done"
     if not done.exists():
-        with _locked(folder / f"{name}.lock"):
+        with locked(folder / f"{name}.lock"):
             if not done.exists():
                 make(folder)
                 done.touch()
@@ -115,7 +115,8 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Inside, no other process is in here with the same ``path``."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import models
 import oracles
 import pytest
 import torch
@@ -17,24 +18,11 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 def block(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
     """A pre-norm feed-forward block whose residual stays inside."""
-    model = fuser.Sequential(
-        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
-        fuser.RMSNorm(width, device="cuda", dtype=dtype),
-        fuser.Linear(width, 4 * width, device="cuda", dtype=dtype),
-        fuser.SwiGLU(),
-        fuser.Linear(2 * width, width, device="cuda", dtype=dtype),
-        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
-    )
-    return oracles.randomize(model)
+    return models.residual_block(width, 2 * width, device="cuda", dtype=dtype)
 
 
 def linear_gelu_linear(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
-    model = fuser.Sequential(
-        fuser.Linear(width, 2 * width, device="cuda", dtype=dtype),
-        fuser.GELU(),
-        fuser.Linear(2 * width, width, device="cuda", dtype=dtype),
-    )
-    return oracles.randomize(model)
+    return models.mlp(width, 2 * width, device="cuda", dtype=dtype)
 
 
 RECIPES = {

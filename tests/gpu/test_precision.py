@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
+import models
 import oracles
 import pytest
 import torch
@@ -22,10 +24,7 @@ RECIPES = {
 }
 
 
-def mlp() -> fuser.Sequential:
-    options: Any = {"device": "cuda", "dtype": torch.bfloat16}
-    layers = (fuser.Linear(64, 128, **options), fuser.GELU(), fuser.Linear(128, 64, **options))
-    return oracles.randomize(fuser.Sequential(*layers))
+mlp = partial(models.mlp, 64, 128, device="cuda", dtype=torch.bfloat16)
 
 
 def tensor(seed: int, scale: float = 1.0) -> torch.Tensor:

@@ -254,7 +254,7 @@ FUSED_OPS = (
         "fused_ops/forward_linear_scale_add.py",
         "gemm.linear_add(x, weight, extra, scale.scale)",
         "gemm.linear_add(x, weight, extra)",
-        "test_fusions.py::test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do",
+        "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="ForwardLinearScaleAdd",
     ),
     Mutant(
@@ -262,7 +262,7 @@ FUSED_OPS = (
         "basic_ops/basic_linear.py",
         "grad_weight = gemm.wgrad(dy, x, scale)",
         "grad_weight = gemm.wgrad(dy, x)",
-        "test_fusions.py::test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do",
+        "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="BackwardLinearScale",
     ),
     Mutant(
@@ -270,7 +270,7 @@ FUSED_OPS = (
         "fused_ops/backward_linear_add.py",
         "linear.op_backward(ctx, grad_output, addend=grad_extra)",
         "linear.op_backward(ctx, grad_output)",
-        "test_fusions.py::test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do",
+        "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="BackwardLinearAdd",
     ),
     Mutant(
@@ -278,7 +278,7 @@ FUSED_OPS = (
         "fused_ops/forward_linear_bias_add.py",
         "        if produced != extra:\n",
         "        if produced is None:\n",
-        "test_fusions.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
+        "test_fusion_refusals.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
     ),
     Mutant(
         "on a CPU a GELU is a GEMM's epilogue, which is another GELU",
@@ -316,14 +316,14 @@ FUSED_OPS = (
         "if not key.ops[0].params[0].requires_grad:",
         "if not key.ops[0].params:",
         "test_fusions.py::test_only_wanted_gradients_are_made_and_they_are_the_same "
-        "test_fusions.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
+        "test_fusion_refusals.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
     ),
     Mutant(
         "an addition and a norm expose the sum though nobody asked",
         "fused_ops/forward_add_norm.py",
         "exposes_sum = len(self.members) == 3",
         "exposes_sum = len(self.members) >= 2",
-        "test_fusions.py::test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do",
+        "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="ForwardAdd",
     ),
     Mutant(
@@ -331,7 +331,7 @@ FUSED_OPS = (
         "fused_ops/backward_linear_scale.py",
         "self.members[0].op_backward(linear_ctx, grad_output, scale)",
         "self.members[0].op_backward(linear_ctx, grad_output)",
-        "test_fusions.py::test_equals_fp64_as_well_as_torch_and_the_unfused_ops_do",
+        "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="BackwardLinearScale",
     ),
     Mutant(
@@ -404,7 +404,7 @@ SENTENCES = (
         "formats.py",
         '(("M", "leading dimensions", m), ("K", "last dimension", k))',
         '(("K", "last dimension", m), ("M", "leading dimensions", k))',
-        "test_formats.py::"
+        "test_format_sizes.py::"
         "test_a_size_that_is_no_multiple_is_a_sentence_with_the_dimension_its_size_and_the_multiple",
     ),
     Mutant(
@@ -414,7 +414,7 @@ SENTENCES = (
         "        if len(row or ()) > count:\n",
         "test_bad_input.py::"
         "test_an_op_that_returns_a_wrong_number_of_tensors_is_refused_with_the_numbers "
-        "test_fusions.py::test_a_wrong_number_of_gradients_is_a_sentence",
+        "test_user_fusions.py::test_a_wrong_number_of_gradients_is_a_sentence",
     ),
     Mutant(
         "a plan does not say that an input is misaligned",
@@ -436,7 +436,7 @@ SENTENCES = (
         "runtime/codegen.py",
         "self.src.add(f\"if dx is None: {self.src.bind(f'no_gradient_{indices[0]}', refuse)}()\")",
         "pass",
-        "test_fusions.py::test_a_custom_op_that_drops_the_gradient_on_the_way_is_named",
+        "test_custom_ops.py::test_a_custom_op_that_drops_the_gradient_on_the_way_is_named",
     ),
     Mutant(
         "a keyword that no op takes is dropped",

@@ -218,7 +218,7 @@ PLANNER = (
         "plan/cost.py",
         "low, high = window.stop - done - covered, window.stop - done",
         "low, high = window.start + done, window.start + done + covered",
-        "test_planner.py test_fusions.py test_plan.py",
+        "test_planner.py test_fusions.py test_user_fusions.py test_plan.py",
         select="bytes or cost or kernels or steps",
     ),
     Mutant(
@@ -275,7 +275,7 @@ PLANNER = (
         "plan/planner.py",
         "            found = outside(window, found)\n",
         "",
-        "test_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
+        "test_registered_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),
     Mutant(
         "what a kernel quantizes itself is charged as a kernel of its own",
@@ -291,7 +291,8 @@ PLANNER = (
         "plan/planner.py",
         "if needs_backward and window.start < self.first < window.stop:",
         "if needs_backward and window.start < 0:",
-        "test_planner.py test_fusions.py test_plan.py test_kernels_in_pipelines.py",
+        "test_planner.py test_fusions.py test_fusion_refusals.py test_registered_fusions.py "
+        "test_plan.py test_kernels_in_pipelines.py",
         select="gradient or frozen or refuse",
     ),
     Mutant(
@@ -299,7 +300,7 @@ PLANNER = (
         "plan/planner.py",
         "if reason is None and sum(covered for _, covered in kernels) != len(window):",
         "if reason is None and sum(covered for _, covered in kernels) > len(window):",
-        "test_fusions.py::test_a_fusion_whose_kernels_do_not_cover_its_window_is_refused "
+        "test_user_fusions.py::test_a_fusion_whose_kernels_do_not_cover_its_window_is_refused "
         "test_bad_input.py::"
         "test_kernels_that_do_not_cover_the_window_are_refused_with_the_numbers",
     ),

@@ -242,70 +242,70 @@ NUMBER_FORMATS = (
         "reference/mxfp8.py",
         "(bits.clamp(max=0x7F000000) + 0x7FFFFF) >> 23",
         "bits.clamp(max=0x7F000000) >> 23",
-        "test_formats.py::test_the_exponent_of_an_amax",
+        "test_scales.py::test_the_exponent_of_an_amax",
     ),
     Mutant(
         "an MXFP8 exponent rounds up to that of NaN",
         "reference/mxfp8.py",
         "(bits.clamp(max=0x7F000000) + 0x7FFFFF) >> 23",
         "(bits + 0x7FFFFF) >> 23",
-        "test_formats.py::test_an_exponent_never_rounds_up_to_that_of_nan",
+        "test_scales.py::test_an_exponent_never_rounds_up_to_that_of_nan",
     ),
     Mutant(
         "a NaN keeps its sign",
         "reference/fp8.py",
         "x.clamp_(-dtype.max, dtype.max).nan_to_num_(nan=math.nan)",
         "x.clamp_(-dtype.max, dtype.max)",
-        "test_formats.py::test_a_cast_saturates_and_every_nan_becomes_one_byte",
+        "test_casts.py::test_a_cast_saturates_and_every_nan_becomes_one_byte",
     ),
     Mutant(
         "an amax of infinity gives a scale of zero",
         "reference/fp8.py",
         "return torch.where((amax > 0) & (amax < math.inf), scale, 1.0)",
         "return torch.where(amax > 0, scale, 1.0)",
-        "test_formats.py::test_the_scale_of_an_amax",
+        "test_scales.py::test_the_scale_of_an_amax",
     ),
     Mutant(
         "a scale is divided by twice: as the product with a reciprocal",
         "reference/fp8.py",
         "torch.full_like(amax, max_fp8).div_(amax)",
         "amax.reciprocal().mul_(max_fp8)",
-        "test_formats.py::test_scales_equal_the_numpy_definition_for_any_fp32_amax",
+        "test_scales.py::test_scales_equal_the_numpy_definition_for_any_fp32_amax",
     ),
     Mutant(
         "a power-of-two scale is rounded up",
         "reference/fp8.py",
         "scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)",
         "scale = (scale.view(torch.int32) + 0x7FFFFF & -0x800000).view(torch.float32)",
-        "test_formats.py::test_the_scale_of_an_amax",
+        "test_scales.py::test_the_scale_of_an_amax",
     ),
     Mutant(
         "a block's scale that overflows becomes fp32's largest number",
         "reference/block_scaling.py",
         "overflow = x.float(), min(torch.finfo(x.dtype).max, FLOAT32_MAX)",
         "overflow = x.float(), FLOAT32_MAX",
-        "test_formats.py::test_a_scale_that_overflows_is_the_largest_number_of_the_inputs_dtype",
+        "test_quantize_definitions.py::test_a_scale_that_overflows_is_the_largest_number_of_the_inputs_dtype",
     ),
     Mutant(
         "negative elements do not count in an amax",
         "reference/fp8_scaling.py",
         "torch.maximum(low.abs(), high.abs())",
         "high.abs()",
-        "test_formats.py::test_current_scaling_equals_the_numpy_definition",
+        "test_quantize_definitions.py::test_current_scaling_equals_the_numpy_definition",
     ),
     Mutant(
         "both copies of an NVFP4 tensor round with one stream of random words",
         "reference/nvfp4.py",
         "_ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 1",
         "_ROWWISE_STREAM, _COLUMNWISE_STREAM = 0, 0",
-        "test_formats.py::test_the_copies_of_a_tensor_round_independently",
+        "test_nvfp4_stochastic_rounding.py::test_the_copies_of_a_tensor_round_independently",
     ),
     Mutant(
         "stochastic rounding rounds up too rarely",
         "reference/nvfp4.py",
         "fixed.add_((words >> 8).to(torch.int32))",
         "fixed.add_((words >> 9).to(torch.int32))",
-        "test_formats.py::"
+        "test_nvfp4_stochastic_rounding.py::"
         "test_stochastic_rounding_is_unbiased_over_seeds_and_reaches_both_neighbours_only",
     ),
     Mutant(
@@ -313,22 +313,22 @@ NUMBER_FORMATS = (
         "reference/nvfp4.py",
         "    encode = encode.masked_fill_(amax == 0, 1.0)\n",
         "",
-        "test_formats.py::test_bytes_of_named_nvfp4_blocks "
-        "test_formats.py::test_nvfp4_equals_the_numpy_definition",
+        "test_named_blocks.py::test_bytes_of_named_nvfp4_blocks "
+        "test_quantize_definitions.py::test_nvfp4_equals_the_numpy_definition",
     ),
     Mutant(
         "columnwise MXFP8 scales are not padded to whole tiles",
         "formats.py",
         "return round_up(blocks, SCALE_TILE_BLOCKS), round_up(k, SCALE_TILE_ROWS)",
         "return round_up(blocks, SCALE_TILE_BLOCKS), k",
-        "test_formats.py::test_scale_shapes",
+        "test_format_sizes.py::test_scale_shapes",
     ),
     Mutant(
         "an element of 4 bits counts as a byte",
         "formats.py",
         "bits = 4 if self.element is DType.kFloat4E2M1 else 8",
         "bits = 8",
-        "test_formats.py::"
+        "test_format_sizes.py::"
         "test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy",
     ),
     Mutant(
@@ -336,8 +336,8 @@ NUMBER_FORMATS = (
         "reference/block_scaling.py",
         "padded(scale.reciprocal().t(), col_shape)",
         "padded(scale.reciprocal().reshape(scale.shape[::-1]), col_shape)",
-        "test_formats.py::test_block_scaling_equals_the_numpy_definition "
-        "test_formats.py::test_a_transposed_columnwise_copy_is_the_rowwise_copy_of_the_transpose",
+        "test_quantize_definitions.py::test_block_scaling_equals_the_numpy_definition "
+        "test_format_layouts.py::test_a_transposed_columnwise_copy_is_the_rowwise_copy_of_the_transpose",
     ),
     Mutant(
         "the mask of a dropout has other random words on a CPU",
@@ -351,7 +351,7 @@ NUMBER_FORMATS = (
         "reference/nvfp4.py",
         "        groups.mul_(_signs(y.device))\n",
         "        pass\n",
-        "test_formats.py::"
+        "test_nvfp4_hadamard.py::"
         "test_the_hadamard_transform_is_orthonormal_and_its_inverse_undoes_it_exactly",
     ),
     Mutant(
@@ -359,7 +359,7 @@ NUMBER_FORMATS = (
         "reference/nvfp4.py",
         "    if random_signs:\n        groups = groups * _signs(x.device)\n",
         "    groups = groups * _signs(x.device)\n",
-        "test_formats.py::"
+        "test_nvfp4_hadamard.py::"
         "test_the_hadamard_transform_has_the_signs_of_its_mask_and_mixes_groups_of_16_only",
     ),
     Mutant(
@@ -367,21 +367,21 @@ NUMBER_FORMATS = (
         "reference/nvfp4.py",
         "amax_col = None if given is None else given[-1:].clone()",
         "amax_col = None if given is None else given[:1].clone()",
-        "test_formats.py::test_each_copy_of_nvfp4_takes_the_amax_that_was_reduced_for_it",
+        "test_quantize_definitions.py::test_each_copy_of_nvfp4_takes_the_amax_that_was_reduced_for_it",
     ),
     Mutant(
         "an offset into random words is rounded down to whole blocks of them",
         "reference/nvfp4.py",
         "first, skip = divmod(offset, 4)",
         "first, skip = offset // 4, 0",
-        "test_formats.py::test_random_words_are_those_of_philox",
+        "test_nvfp4_stochastic_rounding.py::test_random_words_are_those_of_philox",
     ),
     Mutant(
         "an amax of half the least MXFP8 scale has the exponent 1",
         "reference/mxfp8.py",
         "exponent.masked_fill_(bits <= 0x00400000, 0)",
         "exponent.masked_fill_(bits < 0x00400000, 0)",
-        "test_formats.py",
+        "test_scales.py",
         select="exponent",
     ),
     Mutant(
@@ -389,21 +389,21 @@ NUMBER_FORMATS = (
         "reference/mxfp8.py",
         ".masked_fill_(bits > 0x7F800000, 0xFF)",
         ".masked_fill_(bits >= 0x7F800000, 0xFF)",
-        "test_formats.py::test_the_exponent_of_an_amax",
+        "test_scales.py::test_the_exponent_of_an_amax",
     ),
     Mutant(
         "fp32 scales of blocks are not padded to 16 bytes",
         "formats.py",
         "return blocks, round_up(m, FP8_BLOCK_SCALE_ALIGNMENT)",
         "return blocks, m",
-        "test_formats.py::test_scale_shapes",
+        "test_format_sizes.py::test_scale_shapes",
     ),
     Mutant(
         "delayed scaling's scale of a tensor with an infinity is zero",
         "reference/fp8_scaling.py",
         "scale.copy_(torch.where((largest > 0) & (largest < math.inf), fresh, scale))",
         "scale.copy_(torch.where(largest > 0, fresh, scale))",
-        "test_formats.py",
+        "test_scales.py test_delayed_scaling_reference.py",
         select="delayed or amax",
     ),
     Mutant(
@@ -411,7 +411,7 @@ NUMBER_FORMATS = (
         "reference/fp8_scaling.py",
         "fresh = numerator.div_(largest).clamp_(max=FLOAT32_MAX)",
         "fresh = numerator.div_(largest)",
-        "test_formats.py",
+        "test_scales.py test_delayed_scaling_reference.py",
         select="delayed or amax",
     ),
     Mutant(
@@ -419,14 +419,14 @@ NUMBER_FORMATS = (
         "reference/fp8.py",
         "amax = torch.where(amax < eps, eps, amax)",
         "amax = torch.where(amax > eps, eps, amax)",
-        "test_formats.py::test_eps_is_the_least_amax_of_the_tensor_and_of_every_block",
+        "test_quantize_definitions.py::test_eps_is_the_least_amax_of_the_tensor_and_of_every_block",
     ),
     Mutant(
         "the last block of 128 rows is dequantized with its padding",
         "reference/block_scaling.py",
         "blocks * FP8_BLOCK)[:m, :k].to(out_dtype)",
         "blocks * FP8_BLOCK)[:, :k].to(out_dtype)",
-        "test_formats.py",
+        "test_format_layouts.py test_dequantize.py",
         select="edge or dequantized_value",
     ),
 )

@@ -105,7 +105,7 @@ DELAYED_SCALING = (
         "reference/fp8_scaling.py",
         "rolled = amax_history.roll(-1, 0)",
         "rolled = amax_history.roll(1, 0)",
-        "test_formats.py",
+        "test_delayed_scaling_reference.py",
         select="newest_amax_goes or definition",
     ),
     Mutant(
@@ -113,21 +113,21 @@ DELAYED_SCALING = (
         "reference/fp8_scaling.py",
         'amax_history.amax(0) if algorithm == "max" else newest',
         "newest",
-        "test_formats.py::test_delayed_scales_follow_the_loop_of_their_definition",
+        "test_delayed_scaling_reference.py::test_delayed_scales_follow_the_loop_of_their_definition",
     ),
     Mutant(
         "the margin raises the scale",
         "reference/fp8_scaling.py",
         ".mul_(2.0**-margin)",
         ".mul_(2.0**margin)",
-        "test_formats.py::test_delayed_scales_follow_the_loop_of_their_definition",
+        "test_delayed_scaling_reference.py::test_delayed_scales_follow_the_loop_of_their_definition",
     ),
     Mutant(
         "the history of a tensor that was not used rolls too",
         "reference/fp8_scaling.py",
         "amax_history.copy_(torch.where(newest != 0, rolled, amax_history))",
         "amax_history.copy_(rolled)",
-        "test_formats.py::test_delayed_scales_follow_the_loop_of_their_definition",
+        "test_delayed_scaling_reference.py::test_delayed_scales_follow_the_loop_of_their_definition",
     ),
     Mutant(
         "the gradients' step never ends",
