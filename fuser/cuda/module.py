@@ -20,7 +20,7 @@ import torch
 from fuser.errors import KernelUnavailable, StateError
 
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
-"""The folder of the ``.cu`` files; their headers are in ``fuser/*.cuh`` below it."""
+"""The folder of the ``.cu`` files; their headers are in ``fuser/*/*.cuh`` below it."""
 
 CUPY_PACKAGES = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 """CUDA's major version to the package that is the CuPy for it."""

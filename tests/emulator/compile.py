@@ -178,7 +178,7 @@ def _prelude() -> Path:
 def library(sources: Path, name: str, symbols: tuple[str, ...]) -> Path:
     """The shared library with kernels ``symbols`` of ``<sources>/<name>.cu``.
 
-    Headers ``<fuser/*.cuh>`` are looked for below ``sources`` first, then beside fuser's kernels.
+    Headers ``<fuser/**/*.cuh>`` are looked for below ``sources``, then beside fuser's kernels.
 
     Raises
     ------
@@ -208,8 +208,8 @@ def library(sources: Path, name: str, symbols: tuple[str, ...]) -> Path:
 def _headers(sources: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for root in (sources, module.KERNELS):
-        for path in sorted((root / "fuser").glob("*.cuh")):
-            found.setdefault(f"fuser/{path.name}", _rewritten(path))
+        for path in sorted((root / "fuser").rglob("*.cuh")):
+            found.setdefault(path.relative_to(root).as_posix(), _rewritten(path))
     return found
 
 
@@ -232,7 +232,7 @@ def _rewritten_text(path: Path, text: str) -> str:
     for included in INCLUDE.findall(text):
         if not included.startswith("fuser/") and included not in CUDA_HEADERS:
             raise KernelError(
-                f"{_shown(path)} includes {included}; kernels include fuser/*.cuh and "
+                f"{_shown(path)} includes {included}; kernels include fuser/**/*.cuh and "
                 f"{', '.join(CUDA_HEADERS)} alone."
             )
     text = SHARED.sub(_declared, text)

@@ -1,7 +1,9 @@
 // FP8 with one scale a tensor: amax, casts, dequantization, transpose, and delayed scaling's update.
-#include <fuser/fp8_scaling.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/pointwise.cuh>
+#include <fuser/producer/load.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/producer/pointwise.cuh>
+#include <fuser/store/fp8_scaling.cuh>
+#include <fuser/tile/tiled.cuh>
 
 namespace {
 

@@ -1,9 +1,8 @@
 // RMSNorm, LayerNorm and L2 normalization of rows, with an addition in front, in one read.
-#include <fuser/block.cuh>
-#include <fuser/hardware.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/packed.cuh>
-#include <fuser/rows.cuh>
+#include <fuser/core/norms.cuh>
+#include <fuser/core/row_sums.cuh>
+#include <fuser/core/rows.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 

@@ -1,9 +1,7 @@
 // Gradients of RMSNorm, LayerNorm and L2 normalization of rows, in one read.
-#include <fuser/block.cuh>
-#include <fuser/hardware.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/packed.cuh>
-#include <fuser/rows.cuh>
+#include <fuser/core/norms.cuh>
+#include <fuser/core/row_sums.cuh>
+#include <fuser/core/rows.cuh>
 
 namespace fuser {
 

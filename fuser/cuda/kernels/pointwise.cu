@@ -1,7 +1,7 @@
 // Pointwise chains along rows, forward and backward, and the sums that backward leaves in parts.
 
-#include <fuser/chain.cuh>
-#include <fuser/scaling.cuh>
+#include <fuser/chain/chain.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 

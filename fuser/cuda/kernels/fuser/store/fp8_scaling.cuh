@@ -1,7 +1,8 @@
 // FP8 with one scale a tensor: the scale, and the store policy of a tile.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/turned.cuh>
 
 namespace fuser {
 

@@ -1,7 +1,8 @@
-// FP8 in blocks of 128 or 128 x 128 with fp32 scales: store policies, and the producer that decodes.
+// FP8 in blocks of 128 or 128 x 128 with fp32 scales: store policies.
 #pragma once
 
-#include <fuser/fp8_scaling.cuh>
+#include <fuser/store/fp8_scaling.cuh>
+#include <fuser/tile/amax.cuh>
 
 namespace fuser {
 
@@ -163,33 +164,6 @@ struct Block2dStore {
             for (int i = columns; i < padded(columns); ++i) {
                 p[i] = 0.0f;
             }
-        }
-    }
-};
-
-// ---- the values of a copy, as it is stored ----
-
-// Rowwise data as it is, columnwise data as a matrix of `columns` rows.
-template <class T, class E, bool kAligned>
-struct BlockProducer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;  // [rows, columns], contiguous
-    const float* scale_inv;
-    int columns;
-    // The scale of row r and block b of 128 columns stands at (r >> row_shift) * row_stride +
-    // b * block_stride.
-    int row_shift;
-    long long row_stride, block_stride;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
-        const float factor =
-            scale_inv[(row >> row_shift) * row_stride + column / kTile * block_stride];
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            x[j] = rounded_to<T>(mul_rn(x[j], factor));
         }
     }
 };

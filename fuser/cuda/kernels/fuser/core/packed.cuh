@@ -1,7 +1,7 @@
 // Elements in registers as they lie in memory, which for 16 bits is half the space of fp32.
 #pragma once
 
-#include <fuser/elements.cuh>
+#include <fuser/core/elements.cuh>
 
 namespace fuser {
 

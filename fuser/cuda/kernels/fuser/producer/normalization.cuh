@@ -1,44 +1,10 @@
-// What a normalization and its gradient are for one value, and producers of both for tiled kernels.
+// Producers of normalized values and of their gradients.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/core/norms.cuh>
+#include <fuser/tile/produced.cuh>
 
 namespace fuser {
-
-// ---- the norms ----
-
-// L2 normalization is an RMSNorm that divides by 1 and has a gain of 1.
-struct RMSNorm {
-    static constexpr bool kCentered = false;
-};
-struct LayerNorm {
-    static constexpr bool kCentered = true;
-};
-
-// ---- one value ----
-
-// A compiler may contract a product with a sum in one kernel and not in another. A product that is
-// added to something is therefore an fmaf, or rounded by __fmul_rn, as d_hat and the means are: so
-// every kernel gives the same bits.
-
-template <class Norm>
-__device__ __forceinline__ float x_hat_of(float x, float mean, float rstd) {
-    return Norm::kCentered ? (x - mean) * rstd : x * rstd;
-}
-
-template <class Norm>
-__device__ __forceinline__ float y_of(float x, float mean, float rstd, float gain, float shift) {
-    const float x_hat = x_hat_of<Norm>(x, mean, rstd);
-    return Norm::kCentered ? fmaf(x_hat, gain, shift) : x_hat * gain;
-}
-
-// d_hat is dy gain, rounded; means are over the row, of d_hat x_hat and, for LayerNorm, of d_hat.
-template <class Norm, int kSums>
-__device__ __forceinline__ float dx_of(float x_hat, float d_hat, const float (&means)[kSums],
-                                       float rstd) {
-    const float d = Norm::kCentered ? d_hat - means[kSums - 1] : d_hat;
-    return fmaf(-x_hat, means[0], d) * rstd;
-}
 
 // ---- 8 columns of a row ----
 
@@ -152,7 +118,7 @@ __device__ __forceinline__ void put_run(const Tile& tile, bool is_there, float (
     }
 }
 
-// ---- producers, see tiled.cuh ----
+// ---- producers, see tile/tiled.cuh ----
 
 // With kAligned rows and parameters begin at multiples of 16 bytes. A loop reads kRows before it uses
 // the first of them, as many as registers have room for: a compiler that sees all 8 rows at once

@@ -1,9 +1,9 @@
 // Stages of pointwise chains: basic ops with the gradients of their inputs and operands.
 #pragma once
 
-#include <fuser/activations.cuh>
-#include <fuser/philox.cuh>
-#include <fuser/runs.cuh>
+#include <fuser/chain/activations.cuh>
+#include <fuser/core/philox.cuh>
+#include <fuser/core/runs.cuh>
 
 namespace fuser {
 

@@ -1,7 +1,7 @@
 // Rows of a matrix among the threads of a block, and the parameters of a normalization over them.
 #pragma once
 
-#include <fuser/packed.cuh>
+#include <fuser/core/packed.cuh>
 
 namespace fuser {
 

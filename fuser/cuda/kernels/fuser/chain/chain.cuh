@@ -6,7 +6,7 @@
 // front of it, gate and linear part, and one behind.
 #pragma once
 
-#include <fuser/stages.cuh>
+#include <fuser/chain/stages.cuh>
 
 namespace fuser {
 

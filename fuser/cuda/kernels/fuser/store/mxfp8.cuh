@@ -1,11 +1,11 @@
-// MXFP8: 32 elements share a power of two: store policies, and the producer that decodes.
+// MXFP8, where 32 elements share a power of two: store policies.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/bytes.cuh>
 
 namespace fuser {
 
-constexpr int kMxBlock = 32;
 // Blocks of a tile either way: a tile of scales is 128 x 4, one word for each of 128 rows (of the
 // GEMM, so columns of the columnwise copy).
 constexpr int kMxBlocks = kTile / kMxBlock;
@@ -233,40 +233,6 @@ struct Mxfp8SquareStore {
         scale_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
         store_rows<kAligned>(tile, bytes, copies.row);
         store_rows<kAligned>(tile, bytes, copies.col);
-    }
-};
-
-// ---- the values of a copy ----
-
-template <class T, class E, bool kAligned>
-struct Mxfp8Producer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns], contiguous
-    const unsigned char* scale;  // plain, of `scale_stride` bytes a row
-    long long scale_stride;
-    int columns;
-    int columnwise;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
-        unsigned e8m0[2];
-        if (columnwise) {
-            // Scales stand in an allocation of their own, padded to whole tiles: 8 are always there.
-            const uint2 found = *reinterpret_cast<const uint2*>(
-                scale + row / kMxBlock * scale_stride + column);
-            e8m0[0] = found.x;
-            e8m0[1] = found.y;
-        } else {
-            e8m0[0] = scale[row * scale_stride + column / kMxBlock] * 0x01010101u;
-            e8m0[1] = e8m0[0];
-        }
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            const float factor = power_of_e8m0(e8m0[j / 4] >> j % 4 * 8 & 0xffu);
-            x[j] = rounded_to<T>(mul_rn(x[j], factor));
-        }
     }
 };
 

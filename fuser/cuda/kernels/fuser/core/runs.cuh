@@ -4,7 +4,7 @@
 // them.
 #pragma once
 
-#include <fuser/packed.cuh>
+#include <fuser/core/packed.cuh>
 
 namespace fuser {
 

@@ -12,7 +12,7 @@
 // is computed, and nowhere else (mul_rn): the ReLU family has torch's bits.
 #pragma once
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 namespace fuser {
 

@@ -4,8 +4,8 @@
 // of 16 bytes. The values are those that the kernels of pointwise.cu write.
 #pragma once
 
-#include <fuser/chain.cuh>
-#include <fuser/tiled.cuh>
+#include <fuser/chain/chain.cuh>
+#include <fuser/tile/produced.cuh>
 
 namespace fuser {
 

@@ -1,7 +1,7 @@
 // Elements of a pipeline's dtype, fp32, fp16 or bf16: loaded several at a time and computed in fp32.
 #pragma once
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 namespace fuser {
 

@@ -1,18 +1,16 @@
-// NVFP4: 16 elements of 4 bits share an E4M3 scale: store policies, and the producer that decodes.
+// NVFP4, where 16 elements of 4 bits share an E4M3 scale: store policies.
 #pragma once
 
-#include <fuser/packed.cuh>
-#include <fuser/random_words.cuh>
-#include <fuser/tiled.cuh>
+#include <fuser/core/packed.cuh>
+#include <fuser/core/random_words.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/turned.cuh>
 
 namespace fuser {
 
 // A block is two threads of a row, or the 16 rows of a warp.
-constexpr int kNvBlock = 16;
 constexpr int kNvThreads = kNvBlock / kPatch;
 constexpr int kNvBlocks = kTile / kNvBlock;
-// Scales are padded to tiles of 128 x 4, a word for each of 128 rows; of n elements in a row:
-__device__ __forceinline__ int scale_words(long long n) { return static_cast<int>((n + 63) / 64); }
 
 // ---- 8 codes of 4 bits in a word, the first in the lowest ----
 
@@ -378,34 +376,6 @@ struct HadamardAmaxStore {
         }
         record_amax(patch.amax(), amax);
         record_amax(rounded_amax(transformed), amax + 1);
-    }
-};
-
-// ---- the values of a copy, as it is stored ----
-
-template <class T, bool kAligned>
-struct Nvfp4Producer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns / 2], contiguous
-    const unsigned char* scale;  // of 4 scale_words(columns) bytes a row
-    const float* amax;
-    int columns;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        const unsigned codes =
-            load_bytes<unsigned, kAligned>(data + (row * columns + column) / 2, count / 2);
-        const unsigned byte = scale[row * 4 * scale_words(columns) + column / kNvBlock];
-        const float factor = mul_rn(mul_rn(decode<E4M3>(byte), *amax), 1.0f / (6.0f * 448.0f));
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            // With the sign in bit 15 and the rest from bit 9, a code is 2^-14 of its value in fp16.
-            const unsigned code = codes >> 4 * j & 0xfu;
-            const unsigned half = (code & 7u) << 9 | (code & 8u) << 12;
-            const float value = from_fp16(static_cast<unsigned short>(half)) * 16384.0f;
-            x[j] = rounded_to<T>(mul_rn(value, factor));
-        }
     }
 };
 

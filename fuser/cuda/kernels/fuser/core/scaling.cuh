@@ -6,7 +6,7 @@
 // may be subnormal, and so is 1 / scale from 2^126 on.
 #pragma once
 
-#include <fuser/elements.cuh>
+#include <fuser/core/elements.cuh>
 
 namespace fuser {
 
@@ -155,6 +155,8 @@ __device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, b
 
 // ---- E8M0: a power of two for 32 elements ----
 
+constexpr int kMxBlock = 32;
+
 // The exponent of amax / max_fp8, rounded up to a power of two; of the bits of an amax.
 __device__ __forceinline__ unsigned e8m0_from_amax(unsigned amax, float max_inverse) {
     const unsigned bits = __float_as_uint(mul_rn(__uint_as_float(amax), max_inverse));
@@ -174,6 +176,11 @@ __device__ __forceinline__ float inverse_of_e8m0(unsigned e8m0) {
 }
 
 // ---- NVFP4: an E4M3 scale for 16 elements below one fp32 scale for the tensor ----
+
+constexpr int kNvBlock = 16;
+
+// Scales are padded to tiles of 128 x 4, a word for each of 128 rows; of n elements in a row:
+__device__ __forceinline__ int scale_words(long long n) { return static_cast<int>((n + 63) / 64); }
 
 struct Nvfp4Scale {
     float encode;  // brings the tensor's amax to 448 * 6

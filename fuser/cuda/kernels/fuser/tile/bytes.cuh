@@ -1,0 +1,95 @@
+// Bytes of a tile: loading, quantizing and storing them row by row.
+#pragma once
+
+#include <fuser/tile/tile.cuh>
+
+namespace fuser {
+
+// All bytes of Words or none of them where kAligned, else the first `count`; the rest is 0.
+template <class Words, bool kAligned>
+__device__ __forceinline__ Words load_bytes(const unsigned char* p, int count) {
+    Words words{};
+    if constexpr (kAligned) {
+        if (count > 0) {
+            words = load_streaming(reinterpret_cast<const Words*>(p));
+        }
+    } else {
+        unsigned char bytes[sizeof(Words)];
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Words)); ++i) {
+            bytes[i] = i < count ? p[i] : 0;
+        }
+        memcpy(&words, bytes, sizeof(Words));
+    }
+    return words;
+}
+
+// A thread's 8 bytes of a row, or 4 bytes of nibbles; without a streaming hint, since a GEMM reads
+// them next.
+template <bool kAligned, class Words>
+__device__ __forceinline__ void store_bytes(unsigned char* p, int count, const Words& words) {
+    if constexpr (kAligned) {
+        *reinterpret_cast<Words*>(p) = words;
+    } else {
+        unsigned char bytes[sizeof(Words)];
+        memcpy(bytes, &words, sizeof(Words));
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(Words)); ++i) {
+            if (i < count) {
+                p[i] = bytes[i];
+            }
+        }
+    }
+}
+
+// The rows of a patch, from the first on and each as Words, to `out`, a matrix of the tile's columns.
+// A pointer that moves on: where every row has an address to be worked out, that takes 9 instructions.
+template <bool kAligned, class Words>
+struct RowStores {
+    static constexpr int kBits = static_cast<int>(sizeof(Words));  // of each of 8 columns: 8 or 4
+    unsigned char* p;
+    int step, rows_left, count;
+
+    __device__ __forceinline__ RowStores(const Tile& tile, unsigned char* out)
+        : p(out + (tile.row * tile.columns + tile.column) * kBits / 8),
+          step(kBits == 8 ? tile.columns : tile.columns / 2),
+          rows_left(tile.rows_left),
+          count(tile.columns_left * kBits / 8) {}
+
+    __device__ __forceinline__ void put(int i, const Words& words) {
+        if (i < rows_left) {
+            store_bytes<kAligned>(p, count, words);
+        }
+        p += step;
+    }
+};
+
+// A patch in one scale.
+template <class E, class T>
+__device__ __forceinline__ void scale_patch(const Patch<T>& patch, float scale,
+                                            uint2 (&bytes)[kPatch]) {
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        float x[kPatch];
+#pragma unroll
+        for (int j = 0; j < kPatch; ++j) {
+            x[j] = mul_rn(patch.value(i, j), scale);
+        }
+        bytes[i] = encoded8<E>(x);
+    }
+}
+
+// The bytes of a patch to `out`, which may be null.
+template <bool kAligned>
+__device__ __forceinline__ void store_rows(const Tile& tile, const uint2 (&bytes)[kPatch],
+                                           unsigned char* out) {
+    if (out != nullptr) {
+        RowStores<kAligned, uint2> rows(tile, out);
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            rows.put(i, bytes[i]);
+        }
+    }
+}
+
+}  // namespace fuser

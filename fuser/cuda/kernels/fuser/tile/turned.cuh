@@ -1,0 +1,61 @@
+// A tile of bytes, transposed through shared memory.
+#pragma once
+
+#include <fuser/tile/bytes.cuh>
+
+namespace fuser {
+
+// Shared memory that turns a tile of bytes: [128 columns][16 chunks], a chunk being what 8 rows of a
+// column pack into. Chunk c of a column stands at c ^ (column / 8): then neither the writes, of
+// columns 8 apart, nor the reads, along a column, meet in a bank.
+template <class Chunk>
+struct Turned {
+    static constexpr int kBytes = kTile * kRowThreads * static_cast<int>(sizeof(Chunk));
+    Chunk* chunks;
+
+    __device__ __forceinline__ explicit Turned(unsigned char* shared)
+        : chunks(reinterpret_cast<Chunk*>(shared)) {}
+
+    // The 8 rows of column j of the patch.
+    __device__ __forceinline__ void put(int j, Chunk chunk) const {
+        const int column = Tile::thread_column() * kPatch + j;
+        chunks[column * kRowThreads + (Tile::thread_row() ^ Tile::thread_column())] = chunk;
+    }
+
+    // All of the tile to `out`, the transposed matrix of `row_bytes` a row. Between put and store
+    // stands a barrier.
+    template <bool kAligned>
+    __device__ __forceinline__ void store(const Tile& tile, unsigned char* out,
+                                          long long row_bytes) const {
+        struct alignas(2 * sizeof(Chunk)) Piece {
+            Chunk part[2];
+        };
+        constexpr int kPieces = kRowThreads / 2;  // of a column
+        constexpr int kColumns = kTileThreads / kPieces;  // that all threads take at once
+        static_assert(kColumns / kPatch % 2 == 0);
+        const int column = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+        const int turn = column / kPatch;  // kColumns / kPatch more each time: as odd as now
+        const long long byte = tile.first_row() / kPatch * static_cast<int>(sizeof(Chunk)) +
+                               piece * static_cast<int>(sizeof(Piece));
+        const long long left = min(row_bytes - byte, static_cast<long long>(sizeof(Piece)));
+        const int columns_left = left > 0 ? tile.columns - tile.first_column() - column : 0;
+        unsigned char* p = out + (tile.first_column() + column) * row_bytes + byte;
+#pragma unroll
+        for (int k = 0; k < kTile / kColumns; ++k) {
+            const int turned = piece ^ turn >> 1 ^ k * (kColumns / kPatch / 2);
+            Piece found = reinterpret_cast<const Piece*>(
+                chunks)[(column + k * kColumns) * kPieces + turned];
+            if (turn & 1) {
+                const Chunk first = found.part[0];
+                found.part[0] = found.part[1];
+                found.part[1] = first;
+            }
+            if (k * kColumns < columns_left) {
+                store_bytes<kAligned>(p, static_cast<int>(left), found);
+            }
+            p += kColumns * row_bytes;
+        }
+    }
+};
+
+}  // namespace fuser
