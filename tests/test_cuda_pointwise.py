@@ -358,7 +358,7 @@ KERNELS = Path(__file__).parent / "emulator" / "kernels"
 def patches(producer: Producer) -> torch.Tensor:
     """What a producer produces, by tiles."""
     y = torch.empty(producer.columns, producer.rows, dtype=producer.dtype)
-    store = f"fuser::TurnedStore<{ELEMENTS[producer.dtype]}, false>"
+    store = f"fuser::TransposedStore<{ELEMENTS[producer.dtype]}, false>"
     kernel = Kernel("patches", f"fuser_tiled<{producer.type}, {store}>")
     launch = tiles(producer.rows, producer.columns)
     sizes = (int64(producer.rows), int32(producer.columns))

@@ -151,7 +151,7 @@ def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kerne
     flag = boolean(aligned)
     producer = f"fuser::BlockProducer<{element}, {of}, {flag}>"
     if columnwise:
-        store = f"fuser::TurnedStore<{element}, {flag}>"
+        store = f"fuser::TransposedStore<{element}, {flag}>"
         return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
     return Kernel("block_scaling", f"fuser_tiled_rows<{producer}>")
 

@@ -99,7 +99,7 @@ class Chain:
         return next((i for i, stage in enumerate(self.stages) if stage.is_gated), None)
 
     @functools.cached_property
-    def lines(self) -> int:
+    def halves(self) -> int:
         """Columns of the input for each of the output."""
         return 1 if self.gated is None else 2
 
@@ -144,13 +144,13 @@ class Chain:
             return f"fuser::Activation<{name}<{ELEMENTS[self.dtype]}>>"
         if stage.operand in ADDED:
             name = f"{name}<{grad}>"
-        return f"fuser::Done<{name}>" if i < self.saved else name
+        return f"fuser::Skipped<{name}>" if i < self.saved else name
 
     @functools.cached_property
     def forward_rows(self) -> int:
         """Rows that a thread reads at once."""
         extras = sum(stage.operand == "elements" for stage in self.stages)
-        return ROWS.get(self.lines + extras, 1)
+        return ROWS.get(self.halves + extras, 1)
 
     @functools.cached_property
     def backward_rows(self) -> int:
@@ -159,7 +159,7 @@ class Chain:
             stage.operand == "elements" and self.reads_operand(i)
             for i, stage in enumerate(self.stages)
         )
-        return ROWS.get(1 + self.lines * self.reads_input + extras, 1)
+        return ROWS.get(1 + self.halves * self.reads_input + extras, 1)
 
     # What follows from the chain and a shape; `columns` are the output's.
 
@@ -172,7 +172,7 @@ class Chain:
     def forward_inputs(self, x: torch.Tensor, operands: Tensors, rows: int, columns: int) -> Inputs:
         """Inputs of forward."""
         _check_sizes(rows, columns)
-        stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+        stride = _row_stride("x", x, rows, self.halves * columns, self.dtype)
         self._check_operands(operands, rows, columns)
         return Inputs(x, None, stride, 0, operands, columns, self._interleave(columns))
 
@@ -193,7 +193,7 @@ class Chain:
         elif x is None:
             raise InputError(f"The backward of {self.stages} reads their input; x is None.")
         else:
-            x_stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+            x_stride = _row_stride("x", x, rows, self.halves * columns, self.dtype)
         self._check_operands(operands, rows, columns)
         return Inputs(x, dy, x_stride, dy_stride, operands, columns, self._interleave(columns))
 

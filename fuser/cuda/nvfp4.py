@@ -207,7 +207,9 @@ def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
     flag = boolean(aligned)
     producer = f"fuser::Nvfp4Producer<{element}, {flag}>"
     if columnwise:
-        return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::TurnedStore<{element}, {flag}>>")
+        return Kernel(
+            "nvfp4", f"fuser_tiled<{producer}, fuser::TransposedStore<{element}, {flag}>>"
+        )
     return Kernel("nvfp4", f"fuser_tiled_rows<{producer}>")
 
 

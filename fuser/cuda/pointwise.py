@@ -75,7 +75,7 @@ def pointwise(
     chain = chain_of(stages, x.dtype, scale_dtypes_of(stages, operands))
     if y is None and amax is None:
         raise InputError(f"The chain {stages} got neither y nor amax; there is nothing to write.")
-    rows, columns = _sizes("x", x, chain.lines) if y is None else _matrix("y", y, chain.dtype)
+    rows, columns = _sizes("x", x, chain.halves) if y is None else _matrix("y", y, chain.dtype)
     inputs = chain.forward_inputs(x, operands, rows, columns)
     _check_amax(amax)
     is_aligned = chain.is_aligned(inputs, chain.widest, y)
@@ -152,7 +152,7 @@ def pointwise_backward(
         rows, columns = _sizes("dy", dy, 1)
     else:
         rows, wide = _matrix("dx", dx, chain.dtype)
-        columns = wide // chain.lines
+        columns = wide // chain.halves
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     chain.check_grads(grads, operands, rows, columns)
     _check_amax(amax)
@@ -242,7 +242,7 @@ def backward_producer(
     chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), wanted, saved)
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     is_aligned = chain.is_aligned(inputs, TILE_RUN)
-    wide = chain.lines * columns
+    wide = chain.halves * columns
     if sums is not None:
         if stages[0].name != "bias":
             raise InputError(f"Sums of dx are the gradient of a bias in front; got {stages}.")
@@ -391,13 +391,13 @@ def _matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, i
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
-def _sizes(name: str, tensor: torch.Tensor, lines: int) -> tuple[int, int]:
-    """Rows and columns of an output that is not written, from an input of ``lines`` as many."""
+def _sizes(name: str, tensor: torch.Tensor, halves: int) -> tuple[int, int]:
+    """Rows and columns of an output that is not written, from an input of ``halves`` as many."""
     if tensor.dim() == 0:
         raise InputError(f"{name} is {described(tensor)}; it has rows of columns.")
-    if tensor.shape[-1] % lines:
+    if tensor.shape[-1] % halves:
         raise InputError(f"{name} has {tensor.shape[-1]} columns; a gated stage takes two halves.")
-    return math.prod(tensor.shape[:-1]), tensor.shape[-1] // lines
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1] // halves
 
 
 def _check_amax(amax: torch.Tensor | None) -> None:

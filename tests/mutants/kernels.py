@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 NORMS = "cuda/kernels/normalization.cu"
-PRODUCED = "cuda/kernels/fuser/tile/produced.cuh"
+TILE_PRODUCER = "cuda/kernels/fuser/tile/producer.cuh"
 TILE_BYTES = "cuda/kernels/fuser/tile/bytes.cuh"
 MXFP8 = "cuda/kernels/fuser/store/mxfp8.cuh"
 NVFP4 = "cuda/kernels/fuser/store/nvfp4.cuh"
@@ -37,8 +37,8 @@ BARRIERS = (
     Mutant(
         "a tile is stored before it is turned",
         "cuda/kernels/fuser/store/fp8_scaling.cuh",
-        "        put_turned(turned, bytes);\n        __syncthreads();\n",
-        "        put_turned(turned, bytes);\n",
+        "        set_columns(transpose, bytes);\n        __syncthreads();\n",
+        "        set_columns(transpose, bytes);\n",
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
@@ -61,7 +61,7 @@ BARRIERS = (
 EDGES = (
     Mutant(
         "what lies past the last row counts in a tile",
-        PRODUCED,
+        TILE_PRODUCER,
         "patch.words[i][w] = i < tile.rows_left ? patch.words[i][w] : 0u;",
         "patch.words[i][w] = patch.words[i][w];",
         "test_cuda_mxfp8.py test_cuda_block_scaling.py",
@@ -199,9 +199,9 @@ ARITHMETIC = (
     Mutant(
         "a value between two stages is not rounded",
         "cuda/kernels/fuser/chain/chain.cuh",
-        "        run(all, fetched, x, z);\n        if constexpr (sizeof...(Rest) > 0) {\n"
-        "            round_lines(z);\n        }\n",
-        "        run(all, fetched, x, z);\n",
+        "        apply(all, fetched, x, z);\n        if constexpr (sizeof...(Rest) > 0) {\n"
+        "            round_halves(z);\n        }\n",
+        "        apply(all, fetched, x, z);\n",
         "test_cuda_pointwise.py::test_a_chain_gives_the_bits_of_its_stages_one_by_one",
     ),
     Mutant(

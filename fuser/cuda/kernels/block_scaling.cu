@@ -4,5 +4,5 @@
 #include <fuser/producer/normalization.cuh>
 #include <fuser/producer/pointwise.cuh>
 #include <fuser/store/block_scaling.cuh>
-#include <fuser/store/turned.cuh>
+#include <fuser/store/transposed.cuh>
 #include <fuser/tile/tiled.cuh>

@@ -12,46 +12,48 @@ using namespace fuser;
 // ---- streams: a block takes 4 x 256 runs of 8 elements that follow each other, a thread 4 ----
 
 constexpr int kThreads = 256;
-constexpr int kRuns = 4;
+constexpr int kVectors = 4;
 constexpr int kCount = 8;
 
 // Where the thread's run starts.
-__device__ __forceinline__ long long start_of(int run) {
-    return ((static_cast<long long>(blockIdx.x) * kRuns + run) * kThreads + threadIdx.x) * kCount;
+__device__ __forceinline__ long long start_of(int vector) {
+    return ((static_cast<long long>(blockIdx.x) * kVectors + vector) * kThreads + threadIdx.x) *
+           kCount;
 }
 
 // Whether all runs of the block lie below n, so that its loads can be in flight at once.
 __device__ __forceinline__ bool is_whole(long long n) {
-    return (static_cast<long long>(blockIdx.x) + 1) * kRuns * kThreads * kCount <= n;
+    return (static_cast<long long>(blockIdx.x) + 1) * kVectors * kThreads * kCount <= n;
 }
 
 // How many elements of the thread's run lie below n.
-__device__ __forceinline__ int count_of(int run, long long n) {
-    return static_cast<int>(max(0ll, min(n - start_of(run), static_cast<long long>(kCount))));
+__device__ __forceinline__ int count_of(int vector, long long n) {
+    return static_cast<int>(max(0ll, min(n - start_of(vector), static_cast<long long>(kCount))));
 }
 
 template <bool kAligned, class T>
-__device__ __forceinline__ void load_runs(const T* x, long long n, float (&values)[kRuns][kCount]) {
+__device__ __forceinline__ void load_vectors(const T* x, long long n,
+                                             float (&values)[kVectors][kCount]) {
     if (kAligned && is_whole(n)) {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            load<kCount>(x + start_of(run), values[run]);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            load<kCount>(x + start_of(vector), values[vector]);
         }
     } else {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            load_tail<kCount>(x + start_of(run), count_of(run, n), values[run]);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            load_tail<kCount>(x + start_of(vector), count_of(vector, n), values[vector]);
         }
     }
 }
 
-__device__ __forceinline__ unsigned amax_of(const float (&values)[kRuns][kCount]) {
+__device__ __forceinline__ unsigned amax_of(const float (&values)[kVectors][kCount]) {
     unsigned most = 0;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            most = max(most, magnitudes<float>(__float_as_uint(values[run][i])));
+            most = max(most, magnitudes<float>(__float_as_uint(values[vector][i])));
         }
     }
     return most;
@@ -62,10 +64,10 @@ __device__ __forceinline__ unsigned amax_of(const float (&values)[kRuns][kCount]
 // ---- *amax = max(*amax, max |x|), by bits ----
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) fuser_amax(const T* __restrict__ x, unsigned* amax,
-                                                       long long n) {
-    float values[kRuns][kCount];
-    load_runs<kAligned>(x, n, values);
+__global__ void __launch_bounds__(kThreads)
+    fuser_amax(const T* __restrict__ x, unsigned* amax, long long n) {
+    float values[kVectors][kCount];
+    load_vectors<kAligned>(x, n, values);
     record_amax(amax_of(values), amax);
 }
 
@@ -75,24 +77,24 @@ template <class T, class E, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     fuser_fp8_cast(const T* __restrict__ x, TensorScale scaling, unsigned char* __restrict__ row,
                    unsigned* recorded, long long n) {
-    float values[kRuns][kCount];
-    load_runs<kAligned>(x, n, values);
+    float values[kVectors][kCount];
+    load_vectors<kAligned>(x, n, values);
     const float scale = scaling.load<E>();
     if (recorded != nullptr) {
         record_amax(amax_of(values), recorded);
     }
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            values[run][i] = mul_rn(values[run][i], scale);
+            values[vector][i] = mul_rn(values[vector][i], scale);
         }
-        const uint2 bytes = encoded8<E>(values[run]);
-        const int count = count_of(run, n);
+        const uint2 bytes = encoded8<E>(values[vector]);
+        const int count = count_of(vector, n);
         if (kAligned && count == kCount) {
-            store_bytes<true>(row + start_of(run), kCount, bytes);
+            store_bytes<true>(row + start_of(vector), kCount, bytes);
         } else {
-            store_bytes<false>(row + start_of(run), count, bytes);
+            store_bytes<false>(row + start_of(vector), count, bytes);
         }
     }
 }
@@ -101,34 +103,34 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, class E, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    fuser_fp8_dequantize(const unsigned char* __restrict__ data, const float* __restrict__ scale_inv,
-                         T* __restrict__ out, long long n) {
-    uint2 bytes[kRuns];
+    fuser_fp8_dequantize(const unsigned char* __restrict__ data,
+                         const float* __restrict__ scale_inv, T* __restrict__ out, long long n) {
+    uint2 bytes[kVectors];
     if (kAligned && is_whole(n)) {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            bytes[run] = load_bytes<uint2, true>(data + start_of(run), kCount);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            bytes[vector] = load_bytes<uint2, true>(data + start_of(vector), kCount);
         }
     } else {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            bytes[run] = load_bytes<uint2, false>(data + start_of(run), count_of(run, n));
+        for (int vector = 0; vector < kVectors; ++vector) {
+            bytes[vector] = load_bytes<uint2, false>(data + start_of(vector), count_of(vector, n));
         }
     }
     const float factor = *scale_inv;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
         float x[kCount];
-        decode8<E>(bytes[run], x);
+        decode8<E>(bytes[vector], x);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             x[i] = mul_rn(x[i], factor);
         }
-        const int count = count_of(run, n);
+        const int count = count_of(vector, n);
         if (kAligned && count == kCount) {
-            store<kCount>(out + start_of(run), x);
+            store<kCount>(out + start_of(vector), x);
         } else {
-            store_tail<kCount>(out + start_of(run), count, x);
+            store_tail<kCount>(out + start_of(vector), count, x);
         }
     }
 }
@@ -147,19 +149,19 @@ __global__ void __launch_bounds__(kTileThreads)
         const int count = i < tile.rows_left ? tile.columns_left : 0;
         bytes[i] = load_bytes<uint2, kAligned>(p, count);
     }
-    __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
-    const Turned<uint2> turned(shared);
-    put_turned(turned, bytes);
+    __shared__ __align__(16) unsigned char shared[Transpose<uint2>::kBytes];
+    const Transpose<uint2> transpose(shared);
+    set_columns(transpose, bytes);
     __syncthreads();
-    turned.store<kAligned>(tile, out, rows);
+    transpose.store<kAligned>(tile, out, rows);
 }
 
 // ---- delayed scaling: roll the histories and set the scales; a block a tensor ----
 
 struct DelayedState {
-    float* amax_history;    // [length, count], row 0 the newest
-    float* scale;           // [count]
-    const float* max_fp8;   // [count]
+    float* amax_history;  // [length, count], row 0 the newest
+    float* scale;  // [count]
+    const float* max_fp8;  // [count]
     int length, count;
 };
 
@@ -170,8 +172,8 @@ struct DelayedStates {
 
 template <int kStates>
 __global__ void __launch_bounds__(kThreads)
-    fuser_update_delayed(const __grid_constant__ DelayedStates<kStates> all, float two_to_minus_margin,
-                         int most_recent) {
+    fuser_update_delayed(const __grid_constant__ DelayedStates<kStates> all,
+                         float two_to_minus_margin, int most_recent) {
     const DelayedState& state = all.states[blockIdx.y];
     const int tensor = blockIdx.x, length = state.length;
     if (tensor >= state.count) {
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
             largest = max(largest, history[static_cast<long long>(i) * state.count]);
         }
     }
-    largest = __reduce_max_sync(kWarp, largest);
+    largest = __reduce_max_sync(kAllLanes, largest);
     if (threadIdx.x % 32 == 0) {
         of_warps[threadIdx.x / 32] = largest;
     }

@@ -13,12 +13,14 @@ struct Backward {
     const float* mean;  // of LayerNorm alone
     const float* rstd;
     const T* d_extra;  // null: nothing is added
-    T* dx;             // null: not wanted; so are all below
-    float* partials;   // [1, or for LayerNorm 2][blocks][columns]
-    float* means;      // [rows][1, or for LayerNorm 2], with which dx is computed
-    unsigned* amax;    // of dx, the bits of a float
+    T* dx;  // null: not wanted; so are all below
+    float* partials;  // [1, or for LayerNorm 2][blocks][columns]
+    float* means;  // [rows][1, or for LayerNorm 2], with which dx is computed
+    unsigned* amax;  // of dx, the bits of a float
 
-    __device__ __forceinline__ bool needs_values() const { return dx != nullptr || amax != nullptr; }
+    __device__ __forceinline__ bool needs_values() const {
+        return dx != nullptr || amax != nullptr;
+    }
 };
 
 // The row's statistics; 0 past the last row, where x and dy are 0 too.

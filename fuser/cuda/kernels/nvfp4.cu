@@ -4,5 +4,5 @@
 #include <fuser/producer/nvfp4.cuh>
 #include <fuser/producer/pointwise.cuh>
 #include <fuser/store/nvfp4.cuh>
-#include <fuser/store/turned.cuh>
+#include <fuser/store/transposed.cuh>
 #include <fuser/tile/tiled.cuh>

@@ -10,15 +10,16 @@ namespace fuser {
 // first column or the last row again, and write nothing: there is no branch around a load.
 template <int N>
 struct Thread {
-    unsigned run;
+    unsigned vector;
     unsigned chunk;  // of rows
     int column;
     bool is_inside;
 
     __device__ __forceinline__ explicit Thread(int columns)
-        : run(blockIdx.x * blockDim.x + threadIdx.x), chunk(blockIdx.z * gridDim.y + blockIdx.y) {
-        is_inside = run < (columns + N - 1u) / N;
-        column = is_inside ? static_cast<int>(run * N) : 0;
+        : vector(blockIdx.x * blockDim.x + threadIdx.x),
+          chunk(blockIdx.z * gridDim.y + blockIdx.y) {
+        is_inside = vector < (columns + N - 1u) / N;
+        column = is_inside ? static_cast<int>(vector * N) : 0;
     }
 
     // Row `number` of those that this thread takes, of `each`.
@@ -35,7 +36,7 @@ struct Largest {
     unsigned words = 0;
 
     template <int N>
-    __device__ __forceinline__ void see(const float (&x)[N]) {
+    __device__ __forceinline__ void update(const float (&x)[N]) {
         constexpr int kEach = sizeof(T) == 4 || N == 1 ? 1 : 2;
 #pragma unroll
         for (int i = 0; i < N; i += kEach) {
@@ -79,27 +80,27 @@ __global__ void __launch_bounds__(256)
     fuser_pointwise(const fuser::Inputs<Chain> inputs, typename Chain::Element* __restrict__ y,
                     unsigned* __restrict__ amax, unsigned rows) {
     const fuser::Thread<N> thread(inputs.columns);
-    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+    fuser::ChainCoord coord(0, inputs.columns, thread.column, inputs.interleave);
 
     // ---- load ----
-    fuser::Run<Chain, false, N> runs[kRows];
+    fuser::Vector<Chain, false, N> vectors[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        place.row = min(thread.row(i, kRows), rows - 1);
-        runs[i].fetch(inputs, place);
+        coord.row = min(thread.row(i, kRows), rows - 1);
+        vectors[i].fetch(inputs, coord);
     }
-    fuser::wait_for_all(runs);
+    fuser::wait_for_all(vectors);
 
     // ---- compute and store ----
     fuser::Largest<typename Chain::Element> largest;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         float values[N];
-        runs[i].forward(inputs, values);
+        vectors[i].forward(inputs, values);
         const unsigned row = thread.row(i, kRows);
         if (thread.is_inside && row < rows) {
             if constexpr (kAmax) {
-                largest.see(values);
+                largest.update(values);
             }
             if (!kAmax || y != nullptr) {
                 fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column,
@@ -137,7 +138,8 @@ struct Collector {
 
     // One part of the sum of a row: of the columns of a warp, pairwise, so that runs of 1 and of N
     // columns are added in one order. parts[i][row].
-    __device__ __forceinline__ void add_up(const float (&contribution)[N], float* parts) const {
+    __device__ __forceinline__ void store_row_part(const float (&contribution)[N],
+                                                   float* parts) const {
         float sums[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -156,22 +158,22 @@ struct Collector {
             sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
         }
         if (threadIdx.x % lanes == 0 && row < rows) {
-            parts[static_cast<long long>(thread.run / lanes) * rows + row] = sum;
+            parts[static_cast<long long>(thread.vector / lanes) * rows + row] = sum;
         }
     }
 
     // As it is.
     template <class T>
-    __device__ __forceinline__ void put(const float (&contribution)[N], T* gradient,
-                                        const Spot& spot) const {
+    __device__ __forceinline__ void store(const float (&contribution)[N], T* gradient,
+                                          const Coord& coord) const {
         if (is_inside()) {
-            write(gradient + spot.index(), contribution);
+            write(gradient + coord.index(), contribution);
         }
     }
 
     // One part of the sums over rows: of the rows of a block. parts[i][column].
-    __device__ __forceinline__ void keep(const float (&sums)[N], float* parts,
-                                         const Spot& spot) const {
+    __device__ __forceinline__ void store_column_part(const float (&sums)[N], float* parts,
+                                                      const Coord& coord) const {
         __shared__ float of_threads[N][256];
         const int own = threadIdx.y * blockDim.x + threadIdx.x;
         __syncthreads();  // another stage may have used it
@@ -193,7 +195,8 @@ struct Collector {
                     totals[i] = __fadd_rn(totals[i], of_threads[i][own + other * blockDim.x]);
                 }
             }
-            write(parts + static_cast<long long>(thread.chunk) * spot.width + spot.column, totals);
+            write(parts + static_cast<long long>(thread.chunk) * coord.width + coord.column,
+                  totals);
         }
     }
 };
@@ -207,42 +210,42 @@ __global__ void __launch_bounds__(256)
                              typename Chain::Element* __restrict__ dx, unsigned* __restrict__ amax,
                              unsigned rows, int steps) {
     const fuser::Thread<N> thread(inputs.columns);
-    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+    fuser::ChainCoord coord(0, inputs.columns, thread.column, inputs.interleave);
     typename Chain::template Sums<N> sums;
     fuser::Largest<typename Chain::Element> largest;
     for (int step = 0; step < steps; ++step) {
         // ---- load ----
-        fuser::Run<Chain, true, N> runs[kRows];
+        fuser::Vector<Chain, true, N> vectors[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            place.row = min(thread.row(step * kRows + i, steps * kRows), rows - 1);
-            runs[i].fetch(inputs, place);
+            coord.row = min(thread.row(step * kRows + i, steps * kRows), rows - 1);
+            vectors[i].fetch(inputs, coord);
         }
-        fuser::wait_for_all(runs);
+        fuser::wait_for_all(vectors);
 
         // ---- compute and store ----
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const unsigned row = thread.row(step * kRows + i, steps * kRows);
             const fuser::Collector<N> collector{row, rows, thread};
-            place.row = row;
-            float lines[Chain::kLines][N];
-            runs[i].backward(inputs, place, lines, sums, collector);
+            coord.row = row;
+            float halves[Chain::kHalves][N];
+            vectors[i].backward(inputs, coord, halves, sums, collector);
             if (collector.is_inside()) {
 #pragma unroll
-                for (int line = 0; line < Chain::kLines; ++line) {
-                    const fuser::Spot spot = place.template spot<Chain::kLines>(line);
+                for (int half = 0; half < Chain::kHalves; ++half) {
+                    const fuser::Coord target = coord.template of_half<Chain::kHalves>(half);
                     if constexpr (kAmax) {
-                        largest.see(lines[line]);
+                        largest.update(halves[half]);
                     }
                     if (dx != nullptr) {
-                        fuser::write(dx + spot.index(), lines[line]);
+                        fuser::write(dx + target.index(), halves[half]);
                     }
                 }
             }
         }
     }
-    Chain::finish(inputs, place, sums, fuser::Collector<N>{0, rows, thread});
+    Chain::finish(inputs, coord, sums, fuser::Collector<N>{0, rows, thread});
     if constexpr (kAmax) {
         fuser::raise_amax(largest.bits(), amax);
     }

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (kNormBlocks<Producer, St
     fuser_norm_store(Producer producer, Store store, long long rows, int columns) {
     __shared__ __align__(16) unsigned char scratch[Store::kScratchBytes + 16];
     const fuser::Tile tile(rows, columns, false, scratch);
-    store(tile, produced(producer, tile));
+    store(tile, make_patch(producer, tile));
 }
 
 // The values themselves.

@@ -218,7 +218,7 @@ struct SiluFunction : Smooth {
 // 2^(-v log2 e) leaves it nearer to the truth than the formula with tanh. MUFU: 2, 2.
 template <class T>
 struct GeluFunction : Smooth {
-    static constexpr float kLinear = 1.5957691f;   // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
+    static constexpr float kLinear = 1.5957691f;  // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
     static constexpr float kCubic = 0.071354814f;  // 0.044715 kLinear
     static constexpr float kLog2E = 1.44269504f;
 

@@ -12,10 +12,10 @@ namespace fuser {
 
 // ---- chains ----
 
-// Sums over rows of one thread, of kLines lines.
-template <int kLines, int N>
+// Sums over rows of one thread, of kHalves lines.
+template <int kHalves, int N>
 struct ColumnSums {
-    float lines[kLines][N] = {};
+    float halves[kHalves][N] = {};
 };
 template <int N>
 struct ColumnSums<0, N> {};
@@ -35,7 +35,7 @@ struct Inputs {
     long long x_stride;
     long long dy_stride;
     float scalars[kScalars > 0 ? kScalars : 1];
-    int columns;     // of the chain's output
+    int columns;  // of the chain's output
     int interleave;  // `columns` where gate and linear part are the halves of a row
 };
 
@@ -45,7 +45,7 @@ struct Chain;
 template <class T>
 struct Chain<T> {
     using Element = T;
-    static constexpr int kLines = 1;
+    static constexpr int kHalves = 1;
     static constexpr int kPointers = 0;
     static constexpr int kScalars = 0;
     static constexpr bool kGradientReadsInput = false;
@@ -57,7 +57,7 @@ struct Chain<T> {
     struct Sums {};
 
     template <bool kBackward, int N, class All>
-    __device__ __forceinline__ static void fetch(const All&, const Place&, Fetched<N>&) {}
+    __device__ __forceinline__ static void fetch(const All&, const ChainCoord&, Fetched<N>&) {}
     template <bool kBackward, int N>
     __device__ __forceinline__ static unsigned bits(const Fetched<N>&) {
         return 0;
@@ -73,10 +73,10 @@ struct Chain<T> {
     }
 
     template <int N, class All, class Collector>
-    __device__ __forceinline__ static void backward(const All&, const Place&, const Fetched<N>&,
-                                                    const float (&)[1][N], const float (&dy)[N],
-                                                    float (&dx)[1][N], Sums<N>&,
-                                                    const Collector&) {
+    __device__ __forceinline__ static void backward(const All&, const ChainCoord&,
+                                                    const Fetched<N>&, const float (&)[1][N],
+                                                    const float (&dy)[N], float (&dx)[1][N],
+                                                    Sums<N>&, const Collector&) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             dx[0][i] = dy[i];
@@ -84,7 +84,7 @@ struct Chain<T> {
     }
 
     template <int N, class All, class Collector>
-    __device__ __forceinline__ static void finish(const All&, const Place&, const Sums<N>&,
+    __device__ __forceinline__ static void finish(const All&, const ChainCoord&, const Sums<N>&,
                                                   const Collector&) {}
 };
 
@@ -93,27 +93,27 @@ struct Chain<T, First, Rest...> {
     using Element = T;
     using Next = Chain<T, Rest...>;
     static constexpr bool kIsGated = First::kInputs == 2;
-    static_assert(!kIsGated || Next::kLines == 1, "a chain takes one gated activation");
+    static_assert(!kIsGated || Next::kHalves == 1, "a chain takes one gated activation");
 
     // Lines in front of this stage, and behind it.
-    static constexpr int kLines = kIsGated ? 2 : Next::kLines;
-    static constexpr int kBehind = Next::kLines;
+    static constexpr int kHalves = kIsGated ? 2 : Next::kHalves;
+    static constexpr int kOutputHalves = Next::kHalves;
     static constexpr int kPointers = First::kPointers + Next::kPointers;
     static constexpr int kScalars = First::kScalars + Next::kScalars;
     static constexpr bool kGradientReadsInput =
         First::kGradientReadsInput || Next::kGradientReadsInput;
     static constexpr bool kPassesGradientOn = First::kPassesGradientOn && Next::kPassesGradientOn;
-    static constexpr bool kSumsColumns = First::kOperandGradient == Operand::kColumns;
+    static constexpr bool kSumsColumns = First::kGradReduction == GradReduction::kColumns;
 
     template <int N>
     struct Fetched {
-        typename First::template Operands<T, N> own[kBehind];
+        typename First::template Operands<T, N> own[kOutputHalves];
         typename Next::template Fetched<N> rest;
     };
 
     template <int N>
     struct Sums {
-        ColumnSums<kSumsColumns ? kBehind : 0, N> own;
+        ColumnSums<kSumsColumns ? kOutputHalves : 0, N> own;
         typename Next::template Sums<N> rest;
     };
 
@@ -126,23 +126,24 @@ struct Chain<T, First, Rest...> {
 
     // Reads everything that stages need.
     template <bool kBackward, int N, class All>
-    __device__ __forceinline__ static void fetch(const All& all, const Place& place,
+    __device__ __forceinline__ static void fetch(const All& all, const ChainCoord& coord,
                                                  Fetched<N>& fetched) {
         if constexpr (kReadsOperand<kBackward>) {
 #pragma unroll
-            for (int line = 0; line < kBehind; ++line) {
-                fetched.own[line].fetch(pointers(all), scalars(all), place.spot<kBehind>(line));
+            for (int half = 0; half < kOutputHalves; ++half) {
+                fetched.own[half].fetch(pointers(all), scalars(all),
+                                        coord.of_half<kOutputHalves>(half));
             }
         }
-        Next::template fetch<kBackward>(all, place, fetched.rest);
+        Next::template fetch<kBackward>(all, coord, fetched.rest);
     }
     template <bool kBackward, int N>
     __device__ __forceinline__ static unsigned bits(const Fetched<N>& fetched) {
         unsigned all = Next::template bits<kBackward>(fetched.rest);
         if constexpr (kReadsOperand<kBackward>) {
 #pragma unroll
-            for (int line = 0; line < kBehind; ++line) {
-                all ^= fetched.own[line].bits();
+            for (int half = 0; half < kOutputHalves; ++half) {
+                all ^= fetched.own[half].bits();
             }
         }
         return all;
@@ -150,11 +151,11 @@ struct Chain<T, First, Rest...> {
 
     template <int N, class All>
     __device__ __forceinline__ static void forward(const All& all, const Fetched<N>& fetched,
-                                                   const float (&x)[kLines][N], float (&y)[N]) {
-        float z[kBehind][N];
-        run(all, fetched, x, z);
+                                                   const float (&x)[kHalves][N], float (&y)[N]) {
+        float z[kOutputHalves][N];
+        apply(all, fetched, x, z);
         if constexpr (sizeof...(Rest) > 0) {
-            round_lines(z);
+            round_halves(z);
         }
         Next::forward(all, fetched.rest, z, y);
     }
@@ -162,56 +163,56 @@ struct Chain<T, First, Rest...> {
     // dx from dy; `x` counts only where kGradientReadsInput. Gradients of operands go to
     // `collector`, or are added to `sums`.
     template <int N, class All, class Collector>
-    __device__ __forceinline__ static void backward(const All& all, const Place& place,
+    __device__ __forceinline__ static void backward(const All& all, const ChainCoord& coord,
                                                     const Fetched<N>& fetched,
-                                                    const float (&x)[kLines][N],
-                                                    const float (&dy)[N], float (&dx)[kLines][N],
+                                                    const float (&x)[kHalves][N],
+                                                    const float (&dy)[N], float (&dx)[kHalves][N],
                                                     Sums<N>& sums, const Collector& collector) {
-        float z[kBehind][N] = {};
-        float dz[kBehind][N];
+        float z[kOutputHalves][N] = {};
+        float dz[kOutputHalves][N];
         if constexpr (Next::kGradientReadsInput) {
-            run(all, fetched, x, z);
-            round_lines(z);
+            apply(all, fetched, x, z);
+            round_halves(z);
         }
-        Next::backward(all, place, fetched.rest, z, dy, dz, sums.rest, collector);
+        Next::backward(all, coord, fetched.rest, z, dy, dz, sums.rest, collector);
         if constexpr (!Next::kPassesGradientOn) {
-            round_lines(dz);
+            round_halves(dz);
         }
 #pragma unroll
-        for (int line = 0; line < kBehind; ++line) {
+        for (int half = 0; half < kOutputHalves; ++half) {
             float contribution[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 float in[First::kInputs], d_in[First::kInputs];
-                take(x, line, i, in);
-                const float e = First::kGradientReadsOperand ? fetched.own[line][i] : 0.0f;
-                contribution[i] = First::gradient(dz[line][i], in, e, scalars(all), d_in);
-                give(d_in, line, i, dx);
+                gather(x, half, i, in);
+                const float e = First::kGradientReadsOperand ? fetched.own[half][i] : 0.0f;
+                contribution[i] = First::gradient(dz[half][i], in, e, scalars(all), d_in);
+                scatter(d_in, half, i, dx);
             }
             if constexpr (kSumsColumns) {
-                collector.add(contribution, sums.own.lines[line]);
-            } else if constexpr (First::kOperandGradient == Operand::kRows) {
-                collector.add_up(contribution, static_cast<float*>(pointers(all)[1]));
-            } else if constexpr (First::kOperandGradient == Operand::kElementwise) {
-                collector.put(contribution, static_cast<T*>(pointers(all)[1]),
-                              place.spot<kBehind>(line));
+                collector.add(contribution, sums.own.halves[half]);
+            } else if constexpr (First::kGradReduction == GradReduction::kRows) {
+                collector.store_row_part(contribution, static_cast<float*>(pointers(all)[1]));
+            } else if constexpr (First::kGradReduction == GradReduction::kElementwise) {
+                collector.store(contribution, static_cast<T*>(pointers(all)[1]),
+                                coord.of_half<kOutputHalves>(half));
             }
         }
     }
 
     // Hands on the sums, once a thread.
     template <int N, class All, class Collector>
-    __device__ __forceinline__ static void finish(const All& all, const Place& place,
-                                                  const Sums<N>& sums,
-                                                  const Collector& collector) {
+    __device__ __forceinline__ static void finish(const All& all, const ChainCoord& coord,
+                                                  const Sums<N>& sums, const Collector& collector) {
         if constexpr (kSumsColumns) {
 #pragma unroll
-            for (int line = 0; line < kBehind; ++line) {
-                collector.keep(sums.own.lines[line], static_cast<float*>(pointers(all)[1]),
-                               place.spot<kBehind>(line));
+            for (int half = 0; half < kOutputHalves; ++half) {
+                collector.store_column_part(sums.own.halves[half],
+                                            static_cast<float*>(pointers(all)[1]),
+                                            coord.of_half<kOutputHalves>(half));
             }
         }
-        Next::finish(all, place, sums.rest, collector);
+        Next::finish(all, coord, sums.rest, collector);
     }
 
 private:
@@ -225,45 +226,45 @@ private:
     }
 
     template <int N>
-    __device__ __forceinline__ static void round_lines(float (&z)[kBehind][N]) {
+    __device__ __forceinline__ static void round_halves(float (&z)[kOutputHalves][N]) {
 #pragma unroll
-        for (int line = 0; line < kBehind; ++line) {
-            round_all<T>(z[line]);
+        for (int half = 0; half < kOutputHalves; ++half) {
+            round_all<T>(z[half]);
         }
     }
 
     // This stage alone: z from x.
     template <int N, class All>
-    __device__ __forceinline__ static void run(const All& all, const Fetched<N>& fetched,
-                                               const float (&x)[kLines][N],
-                                               float (&z)[kBehind][N]) {
+    __device__ __forceinline__ static void apply(const All& all, const Fetched<N>& fetched,
+                                                 const float (&x)[kHalves][N],
+                                                 float (&z)[kOutputHalves][N]) {
 #pragma unroll
-        for (int line = 0; line < kBehind; ++line) {
+        for (int half = 0; half < kOutputHalves; ++half) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 float in[First::kInputs];
-                take(x, line, i, in);
-                const float e = First::kValueReadsOperand ? fetched.own[line][i] : 0.0f;
-                z[line][i] = First::value(in, e, scalars(all));
+                gather(x, half, i, in);
+                const float e = First::kValueReadsOperand ? fetched.own[half][i] : 0.0f;
+                z[half][i] = First::value(in, e, scalars(all));
             }
         }
     }
 
     // The inputs of element i of a line behind this stage, from the lines in front of it.
     template <int N>
-    __device__ __forceinline__ static void take(const float (&x)[kLines][N], int line, int i,
-                                                float (&in)[First::kInputs]) {
+    __device__ __forceinline__ static void gather(const float (&x)[kHalves][N], int half, int i,
+                                                  float (&in)[First::kInputs]) {
 #pragma unroll
         for (int k = 0; k < First::kInputs; ++k) {
-            in[k] = x[kIsGated ? k : line][i];
+            in[k] = x[kIsGated ? k : half][i];
         }
     }
     template <int N>
-    __device__ __forceinline__ static void give(const float (&in)[First::kInputs], int line, int i,
-                                                float (&x)[kLines][N]) {
+    __device__ __forceinline__ static void scatter(const float (&in)[First::kInputs], int half,
+                                                   int i, float (&x)[kHalves][N]) {
 #pragma unroll
         for (int k = 0; k < First::kInputs; ++k) {
-            x[kIsGated ? k : line][i] = in[k];
+            x[kIsGated ? k : half][i] = in[k];
         }
     }
 };
@@ -272,50 +273,51 @@ private:
 
 // What a run reads from memory. The first kNeeded lines are those that are surely used: the linear
 // part of a gated activation is not, mostly, where nobody wants but its own gradient.
-template <class Chain, bool kBackward, int N, int kNeeded = Chain::kLines>
-struct Run {
+template <class Chain, bool kBackward, int N, int kNeeded = Chain::kHalves>
+struct Vector {
     using T = typename Chain::Element;
-    static constexpr int kLines = Chain::kLines;
+    static constexpr int kHalves = Chain::kHalves;
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
 
-    Packed<T, N> x[kLines];
+    Packed<T, N> x[kHalves];
     Packed<T, N> dy;
     typename Chain::template Fetched<N> fetched;
 
-    __device__ __forceinline__ void fetch(const Inputs<Chain>& inputs, const Place& place) {
+    __device__ __forceinline__ void fetch(const Inputs<Chain>& inputs, const ChainCoord& coord) {
         if constexpr (kBackward) {
-            dy = load_packed<N>(inputs.dy + place.row * inputs.dy_stride + place.column);
+            dy = load_packed<N>(inputs.dy + coord.row * inputs.dy_stride + coord.column);
         }
         if constexpr (kReadsInput) {
-            const T* row = inputs.x + place.row * inputs.x_stride;
+            const T* row = inputs.x + coord.row * inputs.x_stride;
 #pragma unroll
-            for (int line = 0; line < kLines; ++line) {
-                x[line] = load_packed<N>(row + place.template spot<kLines>(line).column);
+            for (int half = 0; half < kHalves; ++half) {
+                x[half] = load_packed<N>(row + coord.template of_half<kHalves>(half).column);
             }
         }
-        Chain::template fetch<kBackward>(inputs, place, fetched);
+        Chain::template fetch<kBackward>(inputs, coord, fetched);
     }
 
     // As `fetch`, but what is surely used comes from `staged`: dy, then lines, 16 bytes each time,
     // `step` apart.
-    __device__ __forceinline__ void take(const Inputs<Chain>& inputs, const Place& place,
-                                         const uint4* staged, int step) {
+    __device__ __forceinline__ void fetch_prefetched(const Inputs<Chain>& inputs,
+                                                     const ChainCoord& coord, const uint4* staged,
+                                                     int step) {
         constexpr int kChunks = N * static_cast<int>(sizeof(T)) / 16;
         if constexpr (kBackward) {
             dy = read_pieces<T, N>(staged, step);
         }
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kLines; ++line) {
-                if (line < kNeeded) {
-                    x[line] = read_pieces<T, N>(staged + (kBackward + line) * kChunks * step, step);
+            for (int half = 0; half < kHalves; ++half) {
+                if (half < kNeeded) {
+                    x[half] = read_pieces<T, N>(staged + (kBackward + half) * kChunks * step, step);
                 } else {
-                    x[line] = load_packed<N>(inputs.x + place.row * inputs.x_stride +
-                                             place.template spot<kLines>(line).column);
+                    x[half] = load_packed<N>(inputs.x + coord.row * inputs.x_stride +
+                                             coord.template of_half<kHalves>(half).column);
                 }
             }
         }
-        Chain::template fetch<kBackward>(inputs, place, fetched);
+        Chain::template fetch<kBackward>(inputs, coord, fetched);
     }
 
     // Bits that are there when all is that `fetch` reads and that is needed.
@@ -326,8 +328,8 @@ struct Run {
         }
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kNeeded; ++line) {
-                all ^= x[line].bits();
+            for (int half = 0; half < kNeeded; ++half) {
+                all ^= x[half].bits();
             }
         }
         return all;
@@ -337,8 +339,8 @@ struct Run {
     __device__ __forceinline__ void wait_for(unsigned zero) {
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kNeeded; ++line) {
-                x[line].wait_for(zero);
+            for (int half = 0; half < kNeeded; ++half) {
+                x[half].wait_for(zero);
             }
         } else {
             dy.wait_for(zero);
@@ -347,35 +349,35 @@ struct Run {
 
     // y, not rounded yet.
     __device__ __forceinline__ void forward(const Inputs<Chain>& inputs, float (&y)[N]) const {
-        float lines[kLines][N];
-        unpack(lines);
-        Chain::forward(inputs, fetched, lines, y);
+        float halves[kHalves][N];
+        unpack(halves);
+        Chain::forward(inputs, fetched, halves, y);
     }
 
     // dx, not rounded yet.
     template <class Sums, class Collector>
-    __device__ __forceinline__ void backward(const Inputs<Chain>& inputs, const Place& place,
-                                             float (&dx)[kLines][N], Sums& sums,
+    __device__ __forceinline__ void backward(const Inputs<Chain>& inputs, const ChainCoord& coord,
+                                             float (&dx)[kHalves][N], Sums& sums,
                                              const Collector& collector) const {
-        float lines[kLines][N] = {};
+        float halves[kHalves][N] = {};
         if constexpr (kReadsInput) {
-            unpack(lines);
+            unpack(halves);
         }
         float gradient[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             gradient[i] = dy[i];
         }
-        Chain::backward(inputs, place, fetched, lines, gradient, dx, sums, collector);
+        Chain::backward(inputs, coord, fetched, halves, gradient, dx, sums, collector);
     }
 
 private:
-    __device__ __forceinline__ void unpack(float (&lines)[kLines][N]) const {
+    __device__ __forceinline__ void unpack(float (&halves)[kHalves][N]) const {
 #pragma unroll
-        for (int line = 0; line < kLines; ++line) {
+        for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
             for (int i = 0; i < N; ++i) {
-                lines[line][i] = x[line][i];
+                halves[half][i] = x[half][i];
             }
         }
     }
@@ -383,14 +385,15 @@ private:
 
 // The first of several runs waits until all have been read. A compiler that is short of registers
 // would else compute the first before it asks for the next, and have one load on its way at a time.
-template <int kRuns, class Run>
-__device__ __forceinline__ void wait_for_all(Run (&runs)[kRuns]) {
+template <int kVectors, class Vector>
+__device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
     unsigned bits = 0;
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-        bits ^= runs[i].bits();
+    for (int i = 0; i < kVectors; ++i) {
+        bits ^= vectors[i].bits();
     }
-    runs[0].wait_for(bits & (blockDim.z - 1u));  // blocks are flat, and the compiler does not know
+    vectors[0].wait_for(bits &
+                        (blockDim.z - 1u));  // blocks are flat, and the compiler does not know
 }
 
 }  // namespace fuser

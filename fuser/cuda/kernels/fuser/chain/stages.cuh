@@ -3,15 +3,15 @@
 
 #include <fuser/chain/activations.cuh>
 #include <fuser/core/philox.cuh>
-#include <fuser/core/runs.cuh>
+#include <fuser/core/vector.cuh>
 
 namespace fuser {
 
 // How the gradient of an operand follows from its contributions, one an element.
-enum class Operand {
-    kNone,        // nobody wants it
-    kColumns,     // summed over rows
-    kRows,        // summed over columns
+enum class GradReduction {
+    kNone,  // nobody wants it
+    kColumns,  // summed over rows
+    kRows,  // summed over columns
     kElementwise  // as it is
 };
 
@@ -19,19 +19,19 @@ enum class Operand {
 // to the gradient of the operand e.
 struct Stage {
     static constexpr int kInputs = 1;
-    static constexpr int kPointers = 0;            // of its operand, then of the operand's gradient
+    static constexpr int kPointers = 0;  // of its operand, then of the operand's gradient
     static constexpr int kScalars = 0;
     static constexpr bool kGradientReadsInput = false;
     static constexpr bool kValueReadsOperand = false;
     static constexpr bool kGradientReadsOperand = false;
     static constexpr bool kPassesGradientOn = false;
-    static constexpr Operand kOperandGradient = Operand::kNone;
+    static constexpr GradReduction kGradReduction = GradReduction::kNone;
 
     // The operand of a run: element i of it. `bits` are there when what `fetch` reads is.
     template <class T, int N>
     struct Operands {
         __device__ __forceinline__ float operator[](int) const { return 0.0f; }
-        __device__ __forceinline__ void fetch(void* const*, const float*, const Spot&) {}
+        __device__ __forceinline__ void fetch(void* const*, const float*, const Coord&) {}
         __device__ __forceinline__ unsigned bits() const { return 0; }
     };
 };
@@ -42,13 +42,14 @@ struct Bias : Stage {
     static constexpr int kPointers = 1 + kGrad;
     static constexpr bool kValueReadsOperand = true;
     static constexpr bool kPassesGradientOn = true;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kColumns : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kColumns : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.column)};
+                                              const Coord& coord) {
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + coord.column)};
         }
     };
 
@@ -65,13 +66,14 @@ struct Bias : Stage {
 template <bool kGrad = false>
 struct AddExtraInput : Bias<false> {
     static constexpr int kPointers = 1 + kGrad;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kElementwise : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kElementwise : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.index())};
+                                              const Coord& coord) {
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + coord.index())};
         }
     };
 };
@@ -110,10 +112,10 @@ struct Dropout : Stage {
             return kept >> i & 1u ? scale : 0.0f;
         }
         __device__ __forceinline__ void fetch(void* const* pointers, const float* scalars,
-                                              const Spot& spot) {
+                                              const Coord& coord) {
             const auto* seed = static_cast<const unsigned long long*>(pointers[0]);
             const unsigned long long key = __ldg(seed), offset = __ldg(seed + 1);
-            const unsigned long long index = spot.index();
+            const unsigned long long index = coord.index();
             const unsigned threshold = __float_as_uint(scalars[1]);
             scale = scalars[0];
             kept = 0;
@@ -163,7 +165,8 @@ struct ScaledActivation : Activation<Function> {
     static constexpr int kPointers = 1 + kGrad;
     static constexpr bool kValueReadsOperand = true;
     static constexpr bool kGradientReadsOperand = true;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kRows : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kRows : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands {
@@ -171,8 +174,8 @@ struct ScaledActivation : Activation<Function> {
 
         __device__ __forceinline__ float operator[](int) const { return scale; }
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            scale = to_float(static_cast<const S*>(pointers[0])[spot.row]);
+                                              const Coord& coord) {
+            scale = to_float(static_cast<const S*>(pointers[0])[coord.row]);
         }
         __device__ __forceinline__ unsigned bits() const { return __float_as_uint(scale); }
     };
@@ -189,7 +192,7 @@ struct ScaledActivation : Activation<Function> {
 
 // A stage in front of the tensor that was saved for backward: it is not run again.
 template <class Inner>
-struct Done : Inner {
+struct Skipped : Inner {
     static_assert(!Inner::kGradientReadsInput, "the input of this stage must have been saved");
     static constexpr bool kValueReadsOperand = false;
 

@@ -6,6 +6,9 @@
 
 namespace fuser {
 
+// The mask of all lanes of a warp.
+constexpr unsigned kAllLanes = 0xffffffffu;
+
 // ---- memory: 4, 8 or 16 bytes that are used once ----
 
 // Only for memory that no thread of the kernel writes. With L1::no_allocate an H200 takes 1 to 9%
@@ -48,7 +51,7 @@ __device__ __forceinline__ void store_streaming(unsigned* p, unsigned v) { __stc
 
 // A word of a sector of 32 bytes that several blocks make. L2 keeps it longer than what is streamed
 // past it meanwhile, so that the sector is whole before it goes to memory.
-__device__ __forceinline__ void store_part(unsigned* p, unsigned v) {
+__device__ __forceinline__ void store_partial_sector(unsigned* p, unsigned v) {
 #if defined(FUSER_EMULATED)
     *p = v;
 #else
@@ -117,8 +120,8 @@ __device__ __forceinline__ unsigned char to_e2m1x2(float low, float high) {
         : "f"(high), "f"(low));
     return static_cast<unsigned char>(pair);
 #else
-    return static_cast<unsigned char>(encoded<2, 1, 1, 7, 7>(low) |
-                                      encoded<2, 1, 1, 7, 7>(high) << 4);
+    return static_cast<unsigned char>(encoded<2, 1, 1, 7, 7>(low) | encoded<2, 1, 1, 7, 7>(high)
+                                                                        << 4);
 #endif
 }
 
@@ -127,8 +130,7 @@ __device__ __forceinline__ unsigned char to_e2m1x2(float low, float high) {
 // Two bf16, `low` in the low half; past the largest finite comes infinity. NaN gives 0x7FFF.
 __device__ __forceinline__ unsigned to_bf16x2(float low, float high) {
 #if defined(FUSER_EMULATED)
-    return encoded<8, 7, 127, 0x7f80, 0x7fff>(low) |
-           encoded<8, 7, 127, 0x7f80, 0x7fff>(high) << 16;
+    return encoded<8, 7, 127, 0x7f80, 0x7fff>(low) | encoded<8, 7, 127, 0x7f80, 0x7fff>(high) << 16;
 #else
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -139,8 +141,7 @@ __device__ __forceinline__ unsigned to_bf16x2(float low, float high) {
 // Two fp16, as above.
 __device__ __forceinline__ unsigned to_fp16x2(float low, float high) {
 #if defined(FUSER_EMULATED)
-    return encoded<5, 10, 15, 0x7c00, 0x7fff>(low) |
-           encoded<5, 10, 15, 0x7c00, 0x7fff>(high) << 16;
+    return encoded<5, 10, 15, 0x7c00, 0x7fff>(low) | encoded<5, 10, 15, 0x7c00, 0x7fff>(high) << 16;
 #else
     unsigned pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -344,10 +345,10 @@ __device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
 // Two fp16 sums, likewise: 24 >= 2 * 11 + 2.
 __device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
 #if defined(FUSER_EMULATED)
-    return to_fp16x2(from_fp16(static_cast<unsigned short>(a)) +
-                         from_fp16(static_cast<unsigned short>(b)),
-                     from_fp16(static_cast<unsigned short>(a >> 16)) +
-                         from_fp16(static_cast<unsigned short>(b >> 16)));
+    return to_fp16x2(
+        from_fp16(static_cast<unsigned short>(a)) + from_fp16(static_cast<unsigned short>(b)),
+        from_fp16(static_cast<unsigned short>(a >> 16)) +
+            from_fp16(static_cast<unsigned short>(b >> 16)));
 #else
     unsigned sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));

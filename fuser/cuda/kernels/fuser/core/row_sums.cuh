@@ -1,9 +1,10 @@
 // Sums over threads that hold a row together, in an order that depends on nothing but their number.
 #pragma once
 
+#include <fuser/core/hardware.cuh>
+
 namespace fuser {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxWarps = 32;
 
 // The sum over `width` neighbouring lanes, a power of two up to 32, in each of them. All lanes of

@@ -19,7 +19,6 @@ template <>
 constexpr float kLargestFinite<bf16> = 3.38953138925153547590e38f;
 template <>
 constexpr float kLargestFinite<fp16> = 65504.0f;
-constexpr unsigned kWarp = 0xffffffffu;
 
 // ---- elements of 8 bits ----
 
@@ -30,7 +29,7 @@ struct E4M3 {
         return to_e4m3x2(low, high);
     }
     // Two bytes as two fp16, which are exact.
-    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+    static __device__ __forceinline__ unsigned to_fp16x2(unsigned pair) {
         return from_e4m3x2(static_cast<unsigned short>(pair));
     }
 };
@@ -41,7 +40,7 @@ struct E5M2 {
         return to_e5m2x2(low, high);
     }
     // The upper byte of an fp16 is an E5M2.
-    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+    static __device__ __forceinline__ unsigned to_fp16x2(unsigned pair) {
         return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;
     }
 };
@@ -59,15 +58,15 @@ __device__ __forceinline__ void decode8(uint2 bytes, float (&x)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const unsigned pair = (i < 2 ? bytes.x : bytes.y) >> i % 2 * 16 & 0xffffu;
-        const unsigned halves = E::halves(pair);
-        x[2 * i] = from_fp16(static_cast<unsigned short>(halves));
-        x[2 * i + 1] = from_fp16(static_cast<unsigned short>(halves >> 16));
+        const unsigned fp16x2 = E::to_fp16x2(pair);
+        x[2 * i] = from_fp16(static_cast<unsigned short>(fp16x2));
+        x[2 * i + 1] = from_fp16(static_cast<unsigned short>(fp16x2 >> 16));
     }
 }
 
 template <class E>
 __device__ __forceinline__ float decode(unsigned byte) {
-    return from_fp16(static_cast<unsigned short>(E::halves(byte)));
+    return from_fp16(static_cast<unsigned short>(E::to_fp16x2(byte)));
 }
 
 // ---- magnitudes: |x| as bits, in words of one fp32 or two elements of 16 bits ----
@@ -110,7 +109,7 @@ __device__ __forceinline__ unsigned largest(unsigned word) {
 // The maximum of a warp's `bits` into `*amax`, by one of its threads or more. Order does not change
 // a maximum.
 __device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
-    const unsigned most = __reduce_max_sync(kWarp, bits);
+    const unsigned most = __reduce_max_sync(kAllLanes, bits);
     if (threadIdx.x % 32 == 0 && most > *static_cast<volatile unsigned*>(amax)) {
         atomicMax(amax, most);
     }
@@ -203,9 +202,9 @@ struct Nvfp4Scale {
         for (int i = 0; i < 4; i += 2) {
             const unsigned pair = E4M3::encoded(mul_rn(__uint_as_float(amax[i]), unit),
                                                 mul_rn(__uint_as_float(amax[i + 1]), unit));
-            const unsigned halves = E4M3::halves(pair);
-            factor[i] = multiplier(from_fp16(static_cast<unsigned short>(halves)));
-            factor[i + 1] = multiplier(from_fp16(static_cast<unsigned short>(halves >> 16)));
+            const unsigned fp16x2 = E4M3::to_fp16x2(pair);
+            factor[i] = multiplier(from_fp16(static_cast<unsigned short>(fp16x2)));
+            factor[i + 1] = multiplier(from_fp16(static_cast<unsigned short>(fp16x2 >> 16)));
             bytes |= pair << 8 * i;
         }
         return bytes;

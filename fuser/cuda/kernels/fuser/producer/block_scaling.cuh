@@ -2,7 +2,7 @@
 #pragma once
 
 #include <fuser/tile/bytes.cuh>
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 

@@ -1,7 +1,7 @@
 // The producer that reads a matrix from memory.
 #pragma once
 
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
@@ -21,8 +21,8 @@ struct LoadProducer {
 
 // A matrix as it lies in memory, 16 bytes at a time.
 template <class T>
-__device__ __forceinline__ Patch<T> produced(const LoadProducer<T, true>& producer,
-                                             const Tile& tile) {
+__device__ __forceinline__ Patch<T> make_patch(const LoadProducer<T, true>& producer,
+                                               const Tile& tile) {
     Patch<T> patch{};
     if (tile.columns_left > 0) {
         const T* p = producer.x + tile.row * producer.stride + tile.column;

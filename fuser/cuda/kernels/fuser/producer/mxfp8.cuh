@@ -2,7 +2,7 @@
 #pragma once
 
 #include <fuser/tile/bytes.cuh>
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
@@ -10,7 +10,7 @@ template <class T, class E, bool kAligned>
 struct Mxfp8Producer {
     using Element = T;
     static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns], contiguous
+    const unsigned char* data;  // [rows, columns], contiguous
     const unsigned char* scale;  // plain, of `scale_stride` bytes a row
     long long scale_stride;
     int columns;
@@ -22,8 +22,8 @@ struct Mxfp8Producer {
         unsigned e8m0[2];
         if (columnwise) {
             // Scales stand in an allocation of their own, padded to whole tiles: 8 are always there.
-            const uint2 found = *reinterpret_cast<const uint2*>(
-                scale + row / kMxBlock * scale_stride + column);
+            const uint2 found =
+                *reinterpret_cast<const uint2*>(scale + row / kMxBlock * scale_stride + column);
             e8m0[0] = found.x;
             e8m0[1] = found.y;
         } else {

@@ -2,14 +2,14 @@
 #pragma once
 
 #include <fuser/core/norms.cuh>
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
 // ---- 8 columns of a row ----
 
 template <bool kAligned, class T>
-__device__ __forceinline__ void load_run(const T* p, int count, float (&x)[kPatch]) {
+__device__ __forceinline__ void load_vector(const T* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
         load<kPatch>(p, x);
     } else {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_run(const T* p, int count, float (&x)[kPatc
 
 // As above, for what other threads read too.
 template <bool kAligned, class P>
-__device__ __forceinline__ void load_shared_run(const P* p, int count, float (&x)[kPatch]) {
+__device__ __forceinline__ void load_shared_vector(const P* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
         unsigned words[kPatch * sizeof(P) / 4];
 #pragma unroll
@@ -49,10 +49,10 @@ constexpr bool kHasParameters<NoParameters> = false;
 
 // gamma, plus one where it is centered on zero; one where there is none.
 template <bool kAligned, class P>
-__device__ __forceinline__ void load_gain_run(const P* gamma, float offset, const Tile& tile,
-                                              float (&gain)[kPatch]) {
+__device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, const Tile& tile,
+                                                 float (&gain)[kPatch]) {
     if constexpr (kHasParameters<P>) {
-        load_shared_run<kAligned>(gamma + tile.column, tile.columns_left, gain);
+        load_shared_vector<kAligned>(gamma + tile.column, tile.columns_left, gain);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             gain[i] = offset != 0.0f ? gain[i] + offset : gain[i];
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_gain_run(const P* gamma, float offset, cons
 
 // Rounded to T, two by one instruction.
 template <class T>
-__device__ __forceinline__ void round_run(float (&x)[kPatch]) {
+__device__ __forceinline__ void round_vector(float (&x)[kPatch]) {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
         for (int i = 0; i < kPatch; i += 2) {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void move_up(Patch<T>& patch) {
 
 // Row i of a patch; 0 past the edges, where something may have been computed.
 template <bool kAligned, class T>
-__device__ __forceinline__ void put_run(const Tile& tile, bool is_there, float (&x)[kPatch], int i,
-                                        Patch<T>& patch) {
-    round_run<T>(x);
+__device__ __forceinline__ void set_vector(const Tile& tile, bool is_there, float (&x)[kPatch],
+                                           int i, Patch<T>& patch) {
+    round_vector<T>(x);
     if constexpr (!kAligned) {
 #pragma unroll
         for (int k = 0; k < kPatch; ++k) {
@@ -146,9 +146,9 @@ struct NormProducer {
             return result;
         }
         float gain[kPatch], shift[kPatch] = {};
-        load_gain_run<kAligned>(gamma, gain_offset, tile, gain);
+        load_gain_vector<kAligned>(gamma, gain_offset, tile, gain);
         if constexpr (Norm::kCentered) {
-            load_shared_run<kAligned>(beta + tile.column, count, shift);
+            load_shared_vector<kAligned>(beta + tile.column, count, shift);
         }
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
@@ -158,7 +158,7 @@ struct NormProducer {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const long long row = tile.row + min(first + i, tile.rows_left - 1);
-                load_run<kAligned>(x + row * stride + tile.column, count, values[i]);
+                load_vector<kAligned>(x + row * stride + tile.column, count, values[i]);
                 bits ^= __float_as_uint(values[i][0]);
             }
             wait_for_bits(bits, values[0]);
@@ -172,7 +172,7 @@ struct NormProducer {
                     values[i][k] = y_of<Norm>(values[i][k], row_mean, row_rstd, gain[k], shift[k]);
                 }
                 const bool is_there = first + i < tile.rows_left;
-                put_run<kAligned>(tile, is_there, values[i], kPatch - kRows + i, result);
+                set_vector<kAligned>(tile, is_there, values[i], kPatch - kRows + i, result);
             }
         }
         return result;
@@ -180,7 +180,7 @@ struct NormProducer {
 };
 
 template <class Norm, class T, class Out, class P, bool kAligned>
-__device__ __forceinline__ Patch<Out> produced(
+__device__ __forceinline__ Patch<Out> make_patch(
     const NormProducer<Norm, T, Out, P, kAligned>& producer, const Tile& tile) {
     return producer.patch(tile);
 }
@@ -215,7 +215,7 @@ struct NormBackwardProducer {
             return result;
         }
         float gain[kPatch];
-        load_gain_run<kAligned>(gamma, gain_offset, tile, gain);
+        load_gain_vector<kAligned>(gamma, gain_offset, tile, gain);
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
             move_up<kRows>(result);
@@ -224,12 +224,12 @@ struct NormBackwardProducer {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const long long row = tile.row + min(first + i, tile.rows_left - 1);
-                load_run<kAligned>(x + row * x_stride + tile.column, count, xs[i]);
-                load_run<kAligned>(dy + row * dy_stride + tile.column, count, dys[i]);
+                load_vector<kAligned>(x + row * x_stride + tile.column, count, xs[i]);
+                load_vector<kAligned>(dy + row * dy_stride + tile.column, count, dys[i]);
                 bits ^= __float_as_uint(xs[i][0]) ^ __float_as_uint(dys[i][0]);
                 if constexpr (kAdds) {
                     const T* p = d_extra + row * extra_stride + tile.column;
-                    load_run<kAligned>(p, count, extras[i]);
+                    load_vector<kAligned>(p, count, extras[i]);
                     bits ^= __float_as_uint(extras[i][0]);
                 }
             }
@@ -258,7 +258,7 @@ struct NormBackwardProducer {
                     }
                 }
                 const bool is_there = first + i < tile.rows_left;
-                put_run<kAligned>(tile, is_there, dx, kPatch - kRows + i, result);
+                set_vector<kAligned>(tile, is_there, dx, kPatch - kRows + i, result);
             }
         }
         return result;
@@ -266,7 +266,7 @@ struct NormBackwardProducer {
 };
 
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
-__device__ __forceinline__ Patch<T> produced(
+__device__ __forceinline__ Patch<T> make_patch(
     const NormBackwardProducer<Norm, T, Dy, P, kAdds, kAligned>& producer, const Tile& tile) {
     return producer.patch(tile);
 }

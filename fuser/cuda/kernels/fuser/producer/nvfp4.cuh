@@ -2,7 +2,7 @@
 #pragma once
 
 #include <fuser/tile/bytes.cuh>
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
@@ -10,7 +10,7 @@ template <class T, bool kAligned>
 struct Nvfp4Producer {
     using Element = T;
     static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns / 2], contiguous
+    const unsigned char* data;  // [rows, columns / 2], contiguous
     const unsigned char* scale;  // of 4 scale_words(columns) bytes a row
     const float* amax;
     int columns;

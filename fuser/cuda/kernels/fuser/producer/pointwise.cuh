@@ -5,7 +5,7 @@
 #pragma once
 
 #include <fuser/chain/chain.cuh>
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
@@ -17,7 +17,7 @@ struct PointwiseProducer {
     Inputs<Chain> inputs;
 };
 
-// dx, a matrix of Chain::kLines * inputs.columns columns. With kSums, the sums of dx over the rows of
+// dx, a matrix of Chain::kHalves * inputs.columns columns. With kSums, the sums of dx over the rows of
 // each tile, too: the parts of the gradient of a bias that is the chain's first stage.
 template <class Chain, bool kSums, bool kAligned>
 struct PointwiseBackwardProducer {
@@ -32,7 +32,7 @@ struct PointwiseBackwardProducer {
 // up with it. For sm_100 the compiler takes a few registers more, so that gradients get three.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
-constexpr bool kIsShort = Chain::kLines + Chain::kPointers + Chain::kScalars <= 2;
+constexpr bool kIsShort = Chain::kHalves + Chain::kPointers + Chain::kScalars <= 2;
 #else
 template <class Chain>
 constexpr bool kIsShort = false;
@@ -53,7 +53,7 @@ constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
 // two patches take more registers than a thread has at half the blocks; its neighbour, which runs at
 // the same time, takes the other and finds the inputs in L2. Both compute what they need alone.
 template <class Chain, bool kSums, bool kAligned>
-constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = Chain::kLines == 2;
+constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = Chain::kHalves == 2;
 
 // ---- one line of a chain's lines: y, or one of dx's ----
 
@@ -62,7 +62,7 @@ constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = C
 // while others are computed. Eight or nine pieces a thread are 128 or 144 KB on a multiprocessor;
 // with six an H200 takes 1 to 9% more time.
 template <class T, int kStreams>
-struct Staged {
+struct PrefetchLayout {
     static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a run
     static constexpr int kEach = kStreams * kChunks;
     static constexpr int kMost = 9;  // chunks a thread: more would exceed a block's 48 KB
@@ -81,31 +81,31 @@ __device__ __forceinline__ void add_row(const Patch<T>& patch, int row, float (&
 template <class Chain, bool kBackward>
 struct ChainRows {
     using T = typename Chain::Element;
-    static constexpr int kLines = kBackward ? Chain::kLines : 1;
+    static constexpr int kHalves = kBackward ? Chain::kHalves : 1;
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
-    static constexpr int kStreams = kBackward + kReadsInput * Chain::kLines;
+    static constexpr int kStreams = kBackward + kReadsInput * Chain::kHalves;
     static constexpr int kRound = 2;  // rows that a compiler sees at once
-    using Ahead = Staged<T, kStreams>;
+    using Layout = PrefetchLayout<T, kStreams>;
 
     const Inputs<Chain>& inputs;
     uint4* staged;
 
-    // All of a patch whose columns belong to line kLine, from `column` of the chain's output on.
+    // All of a patch whose columns belong to line kHalf, from `column` of the chain's output on.
     // With kSums, `sums` grow by those over its rows. The linear part is not asked for ahead where
     // its own gradient alone is wanted, since mostly nobody reads it then.
-    template <int kLine, bool kSums>
+    template <int kHalf, bool kSums>
     __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column,
                                          float (&sums)[kPatch]) const {
-        constexpr int kNeeded = kLine == 0 ? Chain::kLines : 1;
-        constexpr int kDepth = Ahead::kDepth;
-        Place place(tile.row, inputs.columns, column, inputs.interleave);
-        const T* dy = kBackward ? inputs.dy + place.row * inputs.dy_stride + place.column : nullptr;
-        const T* x = kReadsInput ? inputs.x + place.row * inputs.x_stride +
-                                       place.template spot<Chain::kLines>(0).column
+        constexpr int kNeeded = kHalf == 0 ? Chain::kHalves : 1;
+        constexpr int kDepth = Layout::kDepth;
+        ChainCoord coord(tile.row, inputs.columns, column, inputs.interleave);
+        const T* dy = kBackward ? inputs.dy + coord.row * inputs.dy_stride + coord.column : nullptr;
+        const T* x = kReadsInput ? inputs.x + coord.row * inputs.x_stride +
+                                       coord.template of_half<Chain::kHalves>(0).column
                                  : nullptr;
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            ask<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
+            prefetch<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
             close_copies();
         }
         // In a loop: a compiler that sees all 8 rows at once keeps more of them under way than it
@@ -120,18 +120,18 @@ struct ChainRows {
 #pragma unroll
             for (int i = 0; i < kRound; ++i) {
                 const int row = round + i;
-                Run<Chain, kBackward, kPatch, kNeeded> run;
-                place.row = tile.row + min(row, tile.rows_left - 1);
+                Vector<Chain, kBackward, kPatch, kNeeded> vector;
+                coord.row = tile.row + min(row, tile.rows_left - 1);
                 wait_for_copies<kDepth - 1>();
-                run.take(inputs, place, slot(at), kTileThreads);
+                vector.fetch_prefetched(inputs, coord, slot(at), kTileThreads);
                 if (row + kDepth < kPatch) {
-                    ask<kNeeded>(row + kDepth + 1 < tile.rows_left, dy, x, slot(at));
+                    prefetch<kNeeded>(row + kDepth + 1 < tile.rows_left, dy, x, slot(at));
                 }
                 close_copies();
                 at = at + 1 < kDepth ? at + 1 : 0;
-                float lines[kLines][kPatch];
-                compute(run, place, lines);
-                patch.round_row(kPatch - kRound + i, lines[kLine]);
+                float halves[kHalves][kPatch];
+                compute(vector, coord, halves);
+                patch.round_row(kPatch - kRound + i, halves[kHalf]);
                 if (kSums && row < tile.rows_left) {
                     add_row(patch, kPatch - kRound + i, sums);
                 }
@@ -141,29 +141,30 @@ struct ChainRows {
     }
 
     __device__ __forceinline__ uint4* slot(int i) const {
-        return staged + i * Ahead::kEach * kTileThreads + threadIdx.x;
+        return staged + i * Layout::kEach * kTileThreads + threadIdx.x;
     }
 
     // A row at `dy` and `x`, which then are those of the next one, if there is another.
     template <int kNeeded>
-    __device__ __forceinline__ void ask(bool has_next, const T*& dy, const T*& x, uint4* to) const {
-        constexpr int kChunks = Ahead::kChunks;
+    __device__ __forceinline__ void prefetch(bool has_next, const T*& dy, const T*& x,
+                                             uint4* to) const {
+        constexpr int kChunks = Layout::kChunks;
         if constexpr (kBackward) {
-            ask_run(dy, to);
+            prefetch_vector(dy, to);
             dy += has_next ? inputs.dy_stride : 0;
         }
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kNeeded; ++line) {
-                ask_run(x + line * inputs.interleave,
-                        to + (kBackward + line) * kChunks * kTileThreads);
+            for (int half = 0; half < kNeeded; ++half) {
+                prefetch_vector(x + half * inputs.interleave,
+                                to + (kBackward + half) * kChunks * kTileThreads);
             }
             x += has_next ? inputs.x_stride : 0;
         }
     }
-    __device__ __forceinline__ void ask_run(const T* p, uint4* to) const {
+    __device__ __forceinline__ void prefetch_vector(const T* p, uint4* to) const {
 #pragma unroll
-        for (int chunk = 0; chunk < Ahead::kChunks; ++chunk) {
+        for (int chunk = 0; chunk < Layout::kChunks; ++chunk) {
             copy_async<16>(to + chunk * kTileThreads, reinterpret_cast<const uint4*>(p) + chunk);
         }
     }
@@ -176,13 +177,13 @@ struct ChainRows {
 #pragma unroll
             for (int k = 0; k < kPatch; ++k) {
                 int column = tile.column + min(k, tile.columns_left - 1);
-                const int line = line_of(column);
-                const Place place(tile.row + row, inputs.columns, column, inputs.interleave);
-                Run<Chain, kBackward, 1> run;
-                run.fetch(inputs, place);
-                float lines[kLines][1];
-                compute(run, place, lines);
-                x[k] = k < tile.columns_left ? lines[line == 0 ? 0 : kLines - 1][0] : 0.0f;
+                const int half = half_of(column);
+                const ChainCoord coord(tile.row + row, inputs.columns, column, inputs.interleave);
+                Vector<Chain, kBackward, 1> vector;
+                vector.fetch(inputs, coord);
+                float halves[kHalves][1];
+                compute(vector, coord, halves);
+                x[k] = k < tile.columns_left ? halves[half == 0 ? 0 : kHalves - 1][0] : 0.0f;
             }
             Patch<T> one;
             one.round_row(0, x);
@@ -197,8 +198,8 @@ struct ChainRows {
     }
 
     // The line of a column of dx, which becomes a column of the chain's output.
-    __device__ __forceinline__ int line_of(int& column) const {
-        if constexpr (kLines == 2) {
+    __device__ __forceinline__ int half_of(int& column) const {
+        if constexpr (kHalves == 2) {
             const unsigned block =
                 static_cast<unsigned>(column) / static_cast<unsigned>(inputs.interleave);
             column -= static_cast<int>((block + 1) / 2) * inputs.interleave;
@@ -208,28 +209,28 @@ struct ChainRows {
     }
 
 private:
-    template <class Run, int N>
-    __device__ __forceinline__ void compute(const Run& run, const Place& place,
-                                            float (&lines)[kLines][N]) const {
+    template <class Vector, int N>
+    __device__ __forceinline__ void compute(const Vector& vector, const ChainCoord& coord,
+                                            float (&halves)[kHalves][N]) const {
         if constexpr (kBackward) {
             typename Chain::template Sums<N> none;  // operands get no gradients here
-            run.backward(inputs, place, lines, none, none);
+            vector.backward(inputs, coord, halves, none, none);
         } else {
-            run.forward(inputs, lines[0]);
+            vector.forward(inputs, halves[0]);
         }
     }
 };
 
 template <class Chain, bool kAligned>
-constexpr int kAheadBytes<PointwiseProducer<Chain, kAligned>> =
-    kAligned ? ChainRows<Chain, false>::Ahead::kBytes : 0;
+constexpr int kPrefetchBytes<PointwiseProducer<Chain, kAligned>> =
+    kAligned ? ChainRows<Chain, false>::Layout::kBytes : 0;
 // At least what sums over the rows take.
 template <class Chain>
-constexpr int kBackwardBytes = ChainRows<Chain, true>::Ahead::kBytes > kTileWarps * kTile * 4
-                                   ? ChainRows<Chain, true>::Ahead::kBytes
+constexpr int kBackwardBytes = ChainRows<Chain, true>::Layout::kBytes > kTileWarps * kTile * 4
+                                   ? ChainRows<Chain, true>::Layout::kBytes
                                    : kTileWarps * kTile * 4;
 template <class Chain, bool kSums, bool kAligned>
-constexpr int kAheadBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
+constexpr int kPrefetchBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
     kAligned || kSums ? kBackwardBytes<Chain> : 0;
 
 // ---- sums over the rows of a tile ----
@@ -241,7 +242,7 @@ __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& til
     float* of_warps = reinterpret_cast<float*>(shared);  // [kTileWarps][kTile]
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-        sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kWarp, sum[j], kRowThreads));
+        sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kAllLanes, sum[j], kRowThreads));
     }
     __syncthreads();
     if (threadIdx.x % 32 < kRowThreads) {
@@ -265,7 +266,7 @@ __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& til
 // ---- patches ----
 
 template <class Chain, bool kAligned>
-__device__ __forceinline__ Patch<typename Chain::Element> produced(
+__device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     const PointwiseProducer<Chain, kAligned>& producer, const Tile& tile) {
     using Rows = ChainRows<Chain, false>;
     uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
@@ -284,7 +285,7 @@ __device__ __forceinline__ Patch<typename Chain::Element> produced(
 }
 
 template <class Chain, bool kSums, bool kAligned>
-__device__ __forceinline__ Patch<typename Chain::Element> produced(
+__device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     const PointwiseBackwardProducer<Chain, kSums, kAligned>& producer, const Tile& tile) {
     using Rows = ChainRows<Chain, true>;
     uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
@@ -294,11 +295,11 @@ __device__ __forceinline__ Patch<typename Chain::Element> produced(
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
             int column = tile.column;
-            const int line = rows.line_of(column);
-            if (Chain::kLines == 1 || line == 0) {
+            const int half = rows.half_of(column);
+            if (Chain::kHalves == 1 || half == 0) {
                 rows.template fill<0, kSums>(patch, tile, column, sums);
             } else {
-                rows.template fill<Chain::kLines - 1, kSums>(patch, tile, column, sums);
+                rows.template fill<Chain::kHalves - 1, kSums>(patch, tile, column, sums);
             }
         }
     } else {

@@ -15,9 +15,7 @@ struct BlockScaling {
         // A scale that overflows fp32 becomes the largest finite T.
         return scale_from_amax(amax, E::kMax, pow2, eps, kLargestFinite<T>);
     }
-    __device__ __forceinline__ float inverse(float scale) const {
-        return inverse_of(scale, pow2);
-    }
+    __device__ __forceinline__ float inverse(float scale) const { return inverse_of(scale, pow2); }
 };
 
 // Rows of scales are padded to 16 bytes, with zeros.
@@ -29,10 +27,10 @@ template <class E, bool kAligned>
 struct Block1dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
-    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
-    unsigned char* row;    // [rows, columns]
+    static constexpr int kScratchBytes = Transpose<uint2>::kBytes;
+    unsigned char* row;  // [rows, columns]
     float* row_scale_inv;  // [column tiles, padded rows]
-    unsigned char* col;    // [columns, rows]
+    unsigned char* col;  // [columns, rows]
     float* col_scale_inv;  // [row tiles, padded columns]
     BlockScaling scaling;
 
@@ -40,7 +38,7 @@ struct Block1dStore {
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
         if (col != nullptr) {
-            put_column_amaxes(patch, amaxes);
+            store_column_amaxes(patch, amaxes);
         }
         if (row != nullptr) {
             quantize_rows(tile, patch);
@@ -58,10 +56,10 @@ struct Block1dStore {
         for (int i = 0; i < kPatch; ++i) {
             amax[i] = patch.row_amax(i);
         }
-        share_rows<kRowThreads>(amax);
+        reduce_scatter_rows<kRowThreads>(amax);
         const float scale[1] = {scaling.template scale<E, T>(amax[0])};
         // Two threads keep the same row.
-        const long long kept = tile.row + kept_row<kRowThreads>(0);
+        const long long kept = tile.row + owned_row<kRowThreads>(0);
         if (Tile::thread_column() < kRowThreads / 2 && kept < padded(tile.rows)) {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
                 kept < tile.rows ? scaling.inverse(scale[0]) : 0.0f;
@@ -69,13 +67,13 @@ struct Block1dStore {
         RowStores<kAligned, uint2> rows(tile, row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            const float factor = of_row<kRowThreads>(scale, i);
+            const float factor = value_of_row<kRowThreads>(scale, i);
             float x[kPatch];
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), factor);
             }
-            rows.put(i, encoded8<E>(x));
+            rows.store(i, encoded8<E>(x));
         }
     }
 
@@ -98,7 +96,7 @@ struct Block1dStore {
         __syncthreads();
 
         // ---- bytes ----
-        const Turned<uint2> turned(tile.scratch);
+        const Transpose<uint2> transpose(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const float factor = scales[Tile::thread_column() * kPatch + j];
@@ -107,10 +105,10 @@ struct Block1dStore {
             for (int i = 0; i < kPatch; ++i) {
                 x[i] = mul_rn(patch.value(i, j), factor);
             }
-            turned.put(j, encoded8<E>(x));
+            transpose.set_column(j, encoded8<E>(x));
         }
         __syncthreads();
-        turned.template store<kAligned>(tile, col, tile.rows);
+        transpose.template store<kAligned>(tile, col, tile.rows);
     }
 };
 
@@ -120,17 +118,17 @@ template <class E, bool kAligned>
 struct Block2dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
-    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
-    unsigned char* row;    // [rows, columns]
+    static constexpr int kScratchBytes = Transpose<uint2>::kBytes;
+    unsigned char* row;  // [rows, columns]
     float* row_scale_inv;  // [row tiles, padded column tiles]
-    unsigned char* col;    // [columns, rows]
+    unsigned char* col;  // [columns, rows]
     float* col_scale_inv;  // [column tiles, padded row tiles]
     BlockScaling scaling;
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ unsigned amaxes[kTileWarps];
-        const unsigned of_warp = __reduce_max_sync(kWarp, patch.amax());
+        const unsigned of_warp = __reduce_max_sync(kAllLanes, patch.amax());
         if (threadIdx.x % 32 == 0) {
             amaxes[threadIdx.x / 32] = of_warp;
         }

@@ -18,9 +18,9 @@ __device__ __forceinline__ int swizzled_word(int row) { return row % 32 * 4 + ro
 // Scales are padded to whole tiles. Tiles at an edge are zero beyond it, and the scale of zeros is 0:
 // so every tile writes its scales without a look at the edge, and the padding becomes zero.
 struct Mxfp8Copies {
-    unsigned char* row;        // [rows, columns]
+    unsigned char* row;  // [rows, columns]
     unsigned char* row_scale;  // [128 row tiles, 4 column tiles]
-    unsigned char* col;        // [rows, columns]
+    unsigned char* col;  // [rows, columns]
     unsigned char* col_scale;  // [4 row tiles, 128 column tiles]
     int swizzled;
 
@@ -32,9 +32,10 @@ struct Mxfp8Copies {
         if (swizzled) {
             scales[(tiles + tile.column_tile) * kTile + swizzled_word(row)] = word;
         } else {
-            store_part(scales + tiles * kTile + static_cast<long long>(row) * tile.column_tiles +
-                           tile.column_tile,
-                       word);
+            store_partial_sector(scales + tiles * kTile +
+                                     static_cast<long long>(row) * tile.column_tiles +
+                                     tile.column_tile,
+                                 word);
         }
     }
 
@@ -42,8 +43,7 @@ struct Mxfp8Copies {
     // to `shared`, and from there to memory behind a barrier.
     template <class Bytes>
     __device__ __forceinline__ void store_column_scales(const Tile& tile, int block, int column,
-                                                        Bytes bytes,
-                                                        unsigned char* shared) const {
+                                                        Bytes bytes, unsigned char* shared) const {
         if (swizzled) {
             unsigned char each[sizeof(Bytes)];
             memcpy(each, &bytes, sizeof(Bytes));
@@ -70,8 +70,8 @@ struct Mxfp8Copies {
 // The word of four blocks in each of the 16 threads of a row, from the byte of each one's block.
 __device__ __forceinline__ unsigned word_of_blocks(unsigned e8m0) {
     unsigned word = e8m0 << Tile::thread_column() / kMxThreads * 8;
-    word |= __shfl_xor_sync(kWarp, word, kMxThreads);
-    return word | __shfl_xor_sync(kWarp, word, 2 * kMxThreads);
+    word |= __shfl_xor_sync(kAllLanes, word, kMxThreads);
+    return word | __shfl_xor_sync(kAllLanes, word, 2 * kMxThreads);
 }
 
 // ---- a scale for 1 x 32 in a row, and one for 32 x 1 in a column; either copy may be null ----
@@ -87,7 +87,7 @@ struct Mxfp8Store {
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
         if (copies.col != nullptr) {
-            put_column_amaxes(patch, amaxes);
+            store_column_amaxes(patch, amaxes);
         }
         if (copies.row != nullptr) {
             quantize_rows(tile, patch);
@@ -105,11 +105,11 @@ struct Mxfp8Store {
         for (int i = 0; i < kPatch; ++i) {
             amax[i] = patch.row_amax(i);
         }
-        share_rows<kMxThreads>(amax);
-        float factor[kKeptRows<kMxThreads>];
+        reduce_scatter_rows<kMxThreads>(amax);
+        float factor[kOwnedRows<kMxThreads>];
         unsigned bytes = 0;
 #pragma unroll
-        for (int k = 0; k < kKeptRows<kMxThreads>; ++k) {
+        for (int k = 0; k < kOwnedRows<kMxThreads>; ++k) {
             const unsigned e8m0 = e8m0_from_amax(amax[k], 1.0f / E::kMax);
             factor[k] = inverse_of_e8m0(e8m0);
             bytes |= e8m0 << 8 * k;
@@ -117,12 +117,12 @@ struct Mxfp8Store {
 
         // ---- words of scales: of the two rows, one thread of each pair makes one ----
         const int block = Tile::thread_column() / kMxThreads;
-        const unsigned pair = block & 1 ? 0x15u : 0x40u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kMxThreads), pair);
-        const unsigned halves = block & 2 ? 0x1054u : 0x5410u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kMxThreads), halves);
-        if (block < kKeptRows<kMxThreads>) {
-            const int row = Tile::thread_row() * kPatch + kept_row<kMxThreads>(0) + block;
+        const unsigned pairs = block & 1 ? 0x15u : 0x40u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, kMxThreads), pairs);
+        const unsigned quads = block & 2 ? 0x1054u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, 2 * kMxThreads), quads);
+        if (block < kOwnedRows<kMxThreads>) {
+            const int row = Tile::thread_row() * kPatch + owned_row<kMxThreads>(0) + block;
             copies.store_row_scales(tile, row, bytes);
         }
 
@@ -130,13 +130,13 @@ struct Mxfp8Store {
         RowStores<kAligned, uint2> rows(tile, copies.row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            const float of_block = of_row<kMxThreads>(factor, i);
+            const float of_block = value_of_row<kMxThreads>(factor, i);
             float x[kPatch];
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), of_block);
             }
-            rows.put(i, encoded8<E>(x));
+            rows.store(i, encoded8<E>(x));
         }
     }
 
@@ -169,7 +169,8 @@ struct Mxfp8Store {
         float factor[kPatch];
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
-            factor[j] = factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
+            factor[j] =
+                factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
         }
         RowStores<kAligned, uint2> rows(tile, copies.col);
 #pragma unroll
@@ -179,7 +180,7 @@ struct Mxfp8Store {
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), factor[j]);
             }
-            rows.put(i, encoded8<E>(x));
+            rows.store(i, encoded8<E>(x));
         }
     }
 };
@@ -199,9 +200,9 @@ struct Mxfp8SquareStore {
         __shared__ unsigned amaxes[kTileWarps][kMxBlocks];
         const int warp = threadIdx.x / 32, block = Tile::thread_column() / kMxThreads;
         unsigned amax = patch.amax();
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 1));
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 2));
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, kRowThreads));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kRowThreads));
         if (threadIdx.x % kMxThreads == 0 && threadIdx.x % 32 < kRowThreads) {
             amaxes[warp][block] = amax;
         }
@@ -230,7 +231,7 @@ struct Mxfp8SquareStore {
 
         // ---- bytes ----
         uint2 bytes[kPatch];
-        scale_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
+        quantize_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
         store_rows<kAligned>(tile, bytes, copies.row);
         store_rows<kAligned>(tile, bytes, copies.col);
     }

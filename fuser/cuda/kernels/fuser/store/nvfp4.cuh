@@ -4,7 +4,7 @@
 #include <fuser/core/packed.cuh>
 #include <fuser/core/random_words.cuh>
 #include <fuser/tile/amax.cuh>
-#include <fuser/tile/turned.cuh>
+#include <fuser/tile/transpose.cuh>
 
 namespace fuser {
 
@@ -74,7 +74,7 @@ struct Rounding {
                 is_suitable &= factor[k] > 0x1p-100f;  // its product with the unit is no subnormal
                 is_suitable &= mul_rn(__uint_as_float(amax[k]), factor[k]) < 7.0f;
             }
-            is_suitable = __all_sync(kWarp, is_suitable);
+            is_suitable = __all_sync(kAllLanes, is_suitable);
             const float unit = is_suitable ? kE2m1Unit : 1.0f;
 #pragma unroll
             for (int k = 0; k < kCount; ++k) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void transform_column(const Patch<T>& patch, int j, i
     const unsigned flip = is_lower ? 0x80000000u : 0u;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-        const float other = __shfl_xor_sync(kWarp, x[i], kRowThreads);
+        const float other = __shfl_xor_sync(kAllLanes, x[i], kRowThreads);
         const float own = __uint_as_float(__float_as_uint(x[i]) ^ flip);
         x[i] = mul_rn(add_rn(other, own), 0.25f);
     }
@@ -178,18 +178,18 @@ template <bool kHadamard, bool kStochastic, bool kAligned>
 struct Nvfp4Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = kHadamard || kStochastic ? 2 : 3;
-    static constexpr int kScratchBytes = Turned<unsigned>::kBytes;
-    const float* amaxes;       // of the tensor, and at `col_at` of the columnwise copy
-    unsigned char* row;        // [rows, columns / 2]
+    static constexpr int kScratchBytes = Transpose<unsigned>::kBytes;
+    const float* amaxes;  // of the tensor, and at `col_at` of the columnwise copy
+    unsigned char* row;  // [rows, columns / 2]
     unsigned char* row_scale;  // [128 row tiles, 4 scale_words(columns)]
-    float* row_amax;           // gets the amax; may be null, as may col_amax
-    unsigned char* col;        // [columns, rows / 2]
+    float* row_amax;  // gets the amax; may be null, as may col_amax
+    unsigned char* col;  // [columns, rows / 2]
     unsigned char* col_scale;  // [128 column tiles, 4 scale_words(rows)]
     float* col_amax;
     Rounding rounding;
     int col_at;
     int two_dimensional;  // blocks are 16 x 16
-    int signs;            // of the transform
+    int signs;  // of the transform
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
@@ -211,8 +211,8 @@ struct Nvfp4Store {
 
     // The maximum over a block of 16 x 16, from that of each patch.
     static __device__ __forceinline__ unsigned of_square(unsigned amax) {
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 1));
-        return max(amax, __shfl_xor_sync(kWarp, amax, kRowThreads));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+        return max(amax, __shfl_xor_sync(kAllLanes, amax, kRowThreads));
     }
 
     template <class T>
@@ -231,30 +231,29 @@ struct Nvfp4Store {
                 amax[i] = square;
             }
         }
-        share_rows<kNvThreads>(amax);
-        unsigned amax_kept[kKeptRows<kNvThreads>];
-        float factor[kKeptRows<kNvThreads>];
+        reduce_scatter_rows<kNvThreads>(amax);
+        unsigned amax_kept[kOwnedRows<kNvThreads>];
+        float factor[kOwnedRows<kNvThreads>];
 #pragma unroll
-        for (int k = 0; k < kKeptRows<kNvThreads>; ++k) {
+        for (int k = 0; k < kOwnedRows<kNvThreads>; ++k) {
             amax_kept[k] = amax[k];
         }
         const unsigned bytes = of_tensor.blocks(amax_kept, factor);
         store_row_scales(tile, bytes);
 
         // ---- codes ----
-        const bool is_in_units =
-            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
+        const bool is_in_units = rounding.template bring_into_units<kStochastic>(amax_kept, factor);
         RowStores<kAligned, unsigned> rows(tile, row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            const float of_block = of_row<kNvThreads>(factor, i);
+            const float of_block = value_of_row<kNvThreads>(factor, i);
             float x[kPatch];
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = patch.value(i, j);
             }
             const long long first = (tile.row + i) * tile.columns + tile.column;
-            rows.put(i, rounding.template codes<kStochastic>(x, of_block, is_in_units, first, 0));
+            rows.store(i, rounding.template codes<kStochastic>(x, of_block, is_in_units, first, 0));
         }
     }
 
@@ -265,15 +264,15 @@ struct Nvfp4Store {
         bytes = tile.columns_left > 0 ? bytes : 0u;
         const int block = Tile::thread_column() / kNvThreads;
         const unsigned pairs = block & 1 ? 0x3715u : 0x6240u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kNvThreads), pairs);
-        const unsigned halves = block & 2 ? 0x3276u : 0x5410u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kNvThreads), halves);
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, kNvThreads), pairs);
+        const unsigned quads = block & 2 ? 0x3276u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, 2 * kNvThreads), quads);
         const int words = scale_words(tile.columns);
         const int word = tile.column_tile * (kNvBlocks / 4) + block / 4;
-        const long long row = tile.row + kept_row<kNvThreads>(0) + block % 4;
+        const long long row = tile.row + owned_row<kNvThreads>(0) + block % 4;
         if (word < words) {
-            store_part(reinterpret_cast<unsigned*>(row_scale) + row * words + word,
-                       row < tile.rows ? bytes : 0u);
+            store_partial_sector(reinterpret_cast<unsigned*>(row_scale) + row * words + word,
+                                 row < tile.rows ? bytes : 0u);
         }
     }
 
@@ -312,7 +311,7 @@ struct Nvfp4Store {
         for (int k = 0; k < kKept; ++k) {
             const unsigned kept = first == 0 ? amax[k] : amax[k + kKept];
             const unsigned sent = first == 0 ? amax[k + kKept] : amax[k];
-            const unsigned most = max(kept, __shfl_xor_sync(kWarp, sent, kRowThreads));
+            const unsigned most = max(kept, __shfl_xor_sync(kAllLanes, sent, kRowThreads));
             amax_kept[k] = two_dimensional ? square : most;
         }
         const unsigned found = of_tensor.blocks(amax_kept, factor);
@@ -324,24 +323,23 @@ struct Nvfp4Store {
         }
 
         // ---- codes ----
-        const bool is_in_units =
-            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
-        const Turned<unsigned> turned(tile.scratch);
+        const bool is_in_units = rounding.template bring_into_units<kStochastic>(amax_kept, factor);
+        const Transpose<unsigned> transpose(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const int owner = Tile::thread_column() + j / kKept * kRowThreads;
-            const float of_block = __shfl_sync(kWarp, factor[j % kKept], owner);
+            const float of_block = __shfl_sync(kAllLanes, factor[j % kKept], owner);
             float x[kPatch];
 #pragma unroll
             for (int i = 0; i < kPatch; ++i) {
                 x[i] = kHadamard ? transformed[j][i] : patch.value(i, j);
             }
             const long long element = (tile.column + j) * tile.rows + tile.row;
-            turned.put(
+            transpose.set_column(
                 j, rounding.template codes<kStochastic>(x, of_block, is_in_units, element, 1));
         }
         __syncthreads();
-        turned.template store<kAligned>(tile, col, tile.rows / 2);
+        transpose.template store<kAligned>(tile, col, tile.rows / 2);
 
         // ---- scales: a word of four blocks a thread ----
         constexpr int kWords = kNvBlocks / 4;
@@ -351,7 +349,7 @@ struct Nvfp4Store {
         if (word < words) {
             const unsigned four = reinterpret_cast<const unsigned*>(scales)[threadIdx.x];
             const long long at = static_cast<long long>(tile.first_column()) + column;
-            store_part(reinterpret_cast<unsigned*>(col_scale) + at * words + word, four);
+            store_partial_sector(reinterpret_cast<unsigned*>(col_scale) + at * words + word, four);
         }
     }
 };

@@ -8,14 +8,14 @@ namespace fuser {
 // ---- maxima over the 2, 4 or 16 threads that share the blocks of a row ----
 
 // Threads exchange halves of their rows, so that each ends with 8 / kThreads rows, or one, and a
-// scale is computed once: values[k] of 8 becomes the maximum of row kept_row(k).
+// scale is computed once: values[k] of 8 becomes the maximum of row owned_row(k).
 template <int kThreads>
-__device__ __forceinline__ void share_rows(unsigned (&values)[kPatch]) {
+__device__ __forceinline__ void reduce_scatter_rows(unsigned (&values)[kPatch]) {
     int count = kPatch;
 #pragma unroll
     for (int step = 1; step < kThreads; step *= 2) {
         if (count == 1) {
-            values[0] = max(values[0], __shfl_xor_sync(kWarp, values[0], step));
+            values[0] = max(values[0], __shfl_xor_sync(kAllLanes, values[0], step));
             continue;
         }
         count /= 2;
@@ -24,40 +24,40 @@ __device__ __forceinline__ void share_rows(unsigned (&values)[kPatch]) {
         for (int k = 0; k < count; ++k) {
             const unsigned kept = upper ? values[k + count] : values[k];
             const unsigned sent = upper ? values[k] : values[k + count];
-            values[k] = max(kept, __shfl_xor_sync(kWarp, sent, step));
+            values[k] = max(kept, __shfl_xor_sync(kAllLanes, sent, step));
         }
     }
 }
 
 template <int kThreads>
-constexpr int kKeptRows = kThreads < kPatch ? kPatch / kThreads : 1;
+constexpr int kOwnedRows = kThreads < kPatch ? kPatch / kThreads : 1;
 
 template <int kThreads>
-__device__ __forceinline__ int kept_row(int k) {
+__device__ __forceinline__ int owned_row(int k) {
     const int lane = threadIdx.x;
     const int first = (lane & 1) * 4 + (lane >> 1 & 1) * 2 + (lane >> 2 & 1);
-    return (first & ~(kKeptRows<kThreads> - 1)) + k;
+    return (first & ~(kOwnedRows<kThreads> - 1)) + k;
 }
 
 // The value that belongs to row i, from the thread that kept it.
 template <int kThreads>
-__device__ __forceinline__ float of_row(const float (&values)[kKeptRows<kThreads>], int i) {
+__device__ __forceinline__ float value_of_row(const float (&values)[kOwnedRows<kThreads>], int i) {
     const int owner = ((i >> 2 & 1) | (i >> 1 & 1) << 1 | (i & 1) << 2) & (kThreads - 1);
-    return __shfl_sync(kWarp, values[i % kKeptRows<kThreads>], owner, kThreads);
+    return __shfl_sync(kAllLanes, values[i % kOwnedRows<kThreads>], owner, kThreads);
 }
 
 // ---- maxima over the 128 rows of a column ----
 
 // A warp's columns, its 16 rows, to a line of shared memory, packed as the patch is.
 template <class T>
-__device__ __forceinline__ void put_column_amaxes(
+__device__ __forceinline__ void store_column_amaxes(
     const Patch<T>& patch, unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) {
     constexpr int kWords = Patch<T>::kWords;
     unsigned most[kWords];
     patch.column_amaxes(most);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-        most[w] = larger<T>(most[w], __shfl_xor_sync(kWarp, most[w], kRowThreads));
+        most[w] = larger<T>(most[w], __shfl_xor_sync(kAllLanes, most[w], kRowThreads));
     }
     if (threadIdx.x % 32 < kRowThreads) {
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ __forceinline__ unsigned column_amax(
 
 // Of all threads' values, in every thread; `shared` has a word for each warp, and is free again.
 __device__ __forceinline__ unsigned block_max(unsigned value, unsigned* shared) {
-    const unsigned most_of_warp = __reduce_max_sync(kWarp, value);
+    const unsigned most_of_warp = __reduce_max_sync(kAllLanes, value);
     if (threadIdx.x % 32 == 0) {
         shared[threadIdx.x / 32] = most_of_warp;
     }

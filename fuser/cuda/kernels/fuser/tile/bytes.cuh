@@ -56,7 +56,7 @@ struct RowStores {
           rows_left(tile.rows_left),
           count(tile.columns_left * kBits / 8) {}
 
-    __device__ __forceinline__ void put(int i, const Words& words) {
+    __device__ __forceinline__ void store(int i, const Words& words) {
         if (i < rows_left) {
             store_bytes<kAligned>(p, count, words);
         }
@@ -66,8 +66,8 @@ struct RowStores {
 
 // A patch in one scale.
 template <class E, class T>
-__device__ __forceinline__ void scale_patch(const Patch<T>& patch, float scale,
-                                            uint2 (&bytes)[kPatch]) {
+__device__ __forceinline__ void quantize_patch(const Patch<T>& patch, float scale,
+                                               uint2 (&bytes)[kPatch]) {
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         float x[kPatch];
@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_rows(const Tile& tile, const uint2 (&bytes
         RowStores<kAligned, uint2> rows(tile, out);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            rows.put(i, bytes[i]);
+            rows.store(i, bytes[i]);
         }
     }
 }

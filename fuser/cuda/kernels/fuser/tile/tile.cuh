@@ -21,7 +21,7 @@ struct Tile {
     long long row;  // the patch's first
     int column;
     int rows_left, columns_left;  // of the patch in the matrix: 8 or fewer, both 0 outside of it
-    unsigned char* scratch;       // shared memory, of the producer first and then of the store
+    unsigned char* scratch;  // shared memory, of the producer first and then of the store
 
     // With has_halves, a tile of the left half stands beside the one of the right half, so that what
     // one of them reads is still in L2 for the other.
@@ -37,21 +37,21 @@ struct Tile {
         if (has_halves) {
             column_tile = column_tile / 2 + column_tile % 2 * ((column_tiles + 1) / 2);
         }
-        place_thread();
+        locate_thread();
     }
 
-    // The place of the tile waits in `shared` for a barrier and place_again: then nothing of it stays
+    // The place of the tile waits in `shared` for a barrier and restore_index: then nothing of it stays
     // in registers meanwhile.
-    __device__ __forceinline__ void keep_place(int (&shared)[2]) const {
+    __device__ __forceinline__ void save_index(int (&shared)[2]) const {
         if (threadIdx.x == 0) {
             shared[0] = row_tile;
             shared[1] = column_tile;
         }
     }
-    __device__ __forceinline__ void place_again(const int (&shared)[2]) {
+    __device__ __forceinline__ void restore_index(const int (&shared)[2]) {
         row_tile = shared[0];
         column_tile = shared[1];
-        place_thread();
+        locate_thread();
     }
 
     __device__ __forceinline__ long long first_row() const {
@@ -62,7 +62,7 @@ struct Tile {
     static __device__ __forceinline__ int thread_column() { return threadIdx.x % kRowThreads; }
 
 private:
-    __device__ __forceinline__ void place_thread() {
+    __device__ __forceinline__ void locate_thread() {
         row = first_row() + thread_row() * kPatch;
         column = first_column() + thread_column() * kPatch;
         const bool is_inside = row < rows && column < columns;

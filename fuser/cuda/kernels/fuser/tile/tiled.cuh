@@ -21,7 +21,7 @@
 // have several rows in flight, or to sum their columns) has an overload of `produced` in place of
 // operator(). Traits are specialized where that is needed: kFewerBlocks, 1 or 2 if it takes many
 // registers; kHasHalves, if values from the two halves of a row follow from the same inputs;
-// kAheadBytes, of Tile::scratch for what it asks for ahead. Whoever has used that leaves a barrier
+// kPrefetchBytes, of Tile::scratch for what it asks for ahead. Whoever has used that leaves a barrier
 // behind.
 //
 // A thread holds a patch of 8 x 8 values: 16 threads side by side make 128 columns, so that a row of
@@ -30,7 +30,7 @@
 // 4 x 256 x 128 bytes = 128 KB of loads in flight.
 #pragma once
 
-#include <fuser/tile/produced.cuh>
+#include <fuser/tile/producer.cuh>
 #include <fuser/tile/tile.cuh>
 
 namespace fuser {
@@ -55,17 +55,18 @@ constexpr int kTileBlocks = kIsWide<Producer, Store> ? (kFewerBlocks<Producer> >
 template <class Producer, class Store>
 __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Producer, Store>))
     fuser_tiled(Producer producer, Store store, long long rows, int columns) {
-    constexpr int kAhead = fuser::kAheadBytes<Producer>;
-    constexpr int kBytes = kAhead > Store::kScratchBytes ? kAhead : Store::kScratchBytes;
+    constexpr int kPrefetch = fuser::kPrefetchBytes<Producer>;
+    constexpr int kBytes = kPrefetch > Store::kScratchBytes ? kPrefetch : Store::kScratchBytes;
     __shared__ __align__(16) unsigned char scratch[kBytes > 0 ? kBytes : 16];
     fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>, scratch);
-    __shared__ int place[2];
-    if constexpr (kAhead > 0) {
-        tile.keep_place(place);
+    __shared__ int index[2];
+    if constexpr (kPrefetch > 0) {
+        tile.save_index(index);
     }
-    const auto patch = produced(producer, tile);  // unqualified: overloads may stand in later headers
-    if constexpr (kAhead > 0) {
-        tile.place_again(place);
+    const auto patch =
+        make_patch(producer, tile);  // unqualified: overloads may stand in later headers
+    if constexpr (kPrefetch > 0) {
+        tile.restore_index(index);
     }
     store(tile, patch);
 }

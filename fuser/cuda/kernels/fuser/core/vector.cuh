@@ -37,7 +37,7 @@ __device__ __forceinline__ void round_all(float (&x)[N]) {
 // ---- places ----
 
 // Where a run stands in one line: a matrix of `width` columns.
-struct Spot {
+struct Coord {
     long long row;
     int column;
     int width;
@@ -46,23 +46,23 @@ struct Spot {
 };
 
 // Where a run stands in a chain: in its output, and in the two lines in front of a gated stage.
-struct Place {
+struct ChainCoord {
     long long row;
     int columns;  // of the output
     int column;
     int wide[2];
 
     // Gate and linear part alternate in blocks of `interleave` columns.
-    __device__ __forceinline__ Place(long long row, int columns, int column, int interleave)
+    __device__ __forceinline__ ChainCoord(long long row, int columns, int column, int interleave)
         : row(row), columns(columns), column(column) {
         const unsigned block = static_cast<unsigned>(column) / static_cast<unsigned>(interleave);
         wide[0] = column + static_cast<int>(block) * interleave;
         wide[1] = wide[0] + interleave;
     }
 
-    template <int kLines>
-    __device__ __forceinline__ Spot spot(int line) const {
-        return kLines == 1 ? Spot{row, column, columns} : Spot{row, wide[line], 2 * columns};
+    template <int kHalves>
+    __device__ __forceinline__ Coord of_half(int half) const {
+        return kHalves == 1 ? Coord{row, column, columns} : Coord{row, wide[half], 2 * columns};
     }
 };
 

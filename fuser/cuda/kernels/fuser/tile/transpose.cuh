@@ -9,15 +9,15 @@ namespace fuser {
 // column pack into. Chunk c of a column stands at c ^ (column / 8): then neither the writes, of
 // columns 8 apart, nor the reads, along a column, meet in a bank.
 template <class Chunk>
-struct Turned {
+struct Transpose {
     static constexpr int kBytes = kTile * kRowThreads * static_cast<int>(sizeof(Chunk));
     Chunk* chunks;
 
-    __device__ __forceinline__ explicit Turned(unsigned char* shared)
+    __device__ __forceinline__ explicit Transpose(unsigned char* shared)
         : chunks(reinterpret_cast<Chunk*>(shared)) {}
 
     // The 8 rows of column j of the patch.
-    __device__ __forceinline__ void put(int j, Chunk chunk) const {
+    __device__ __forceinline__ void set_column(int j, Chunk chunk) const {
         const int column = Tile::thread_column() * kPatch + j;
         chunks[column * kRowThreads + (Tile::thread_row() ^ Tile::thread_column())] = chunk;
     }
@@ -42,9 +42,9 @@ struct Turned {
         unsigned char* p = out + (tile.first_column() + column) * row_bytes + byte;
 #pragma unroll
         for (int k = 0; k < kTile / kColumns; ++k) {
-            const int turned = piece ^ turn >> 1 ^ k * (kColumns / kPatch / 2);
+            const int swizzled = piece ^ turn >> 1 ^ k * (kColumns / kPatch / 2);
             Piece found = reinterpret_cast<const Piece*>(
-                chunks)[(column + k * kColumns) * kPieces + turned];
+                chunks)[(column + k * kColumns) * kPieces + swizzled];
             if (turn & 1) {
                 const Chunk first = found.part[0];
                 found.part[0] = found.part[1];

@@ -8,7 +8,7 @@ namespace fuser {
 // Straight from registers: the 8 rows of a thread and of its neighbour in the warp make whole sectors
 // of 32 bytes.
 template <class T, bool kAligned>
-struct TurnedStore {
+struct TransposedStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 3;
     static constexpr int kScratchBytes = 0;

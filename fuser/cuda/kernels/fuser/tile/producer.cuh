@@ -10,7 +10,7 @@ constexpr int kFewerBlocks = 0;
 template <class Producer>
 constexpr bool kHasHalves = false;
 template <class Producer>
-constexpr int kAheadBytes = 0;
+constexpr int kPrefetchBytes = 0;
 
 // Rows of a patch beyond the edge become zero.
 template <class T>
@@ -28,8 +28,8 @@ __device__ __forceinline__ void clear_rows_outside(Patch<T>& patch, const Tile& 
 
 // Patches outside the matrix are zero, and so are their rows and columns beyond its edges.
 template <class Producer>
-__device__ __forceinline__ Patch<typename Producer::Element> produced(const Producer& producer,
-                                                                      const Tile& tile) {
+__device__ __forceinline__ Patch<typename Producer::Element> make_patch(const Producer& producer,
+                                                                        const Tile& tile) {
     Patch<typename Producer::Element> patch{};
     if (tile.columns_left > 0) {
         // Rows beyond the last read the last one: without branches all loads are in flight at once.
