@@ -13,10 +13,12 @@ from chain_store_cases import CHAINS, ONE_STORE, STORES, Store, check, made, siz
 from pointwise_cases import Case
 from quantize_cases import DTYPES, E4M3, EMULATOR
 
-from fuser.cuda import fp8_scaling, pointwise
+from fuser.cuda import fp8_scaling, pointwise, pointwise_instantiations
 from fuser.errors import InputError
 
-emulator.prepare(*pointwise.instantiations(), *kernel_instantiations.chains_into_stores())
+emulator.prepare(
+    *pointwise_instantiations.instantiations(), *kernel_instantiations.chains_into_stores()
+)
 
 EVERY_CHAIN = pytest.mark.parametrize("case", CHAINS.values(), ids=CHAINS)
 EVERY_SIDE = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

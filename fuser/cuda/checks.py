@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int64
+from fuser.cuda.arguments import ELEMENTS
 from fuser.errors import InputError
 from fuser.formats import DType
 
@@ -30,38 +30,6 @@ def bits_of(value: float) -> np.uint32:
     """The bits of a number as fp32, a negative one as 0."""
     bits: np.uint32 = np.float32(max(value, 0.0)).view(np.uint32)
     return bits
-
-
-ALIGNED = ((True, True), (True, False), (False, False))
-"""Whether a tile's producer is aligned, and its store; a store is not where its producer is not."""
-
-
-def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
-    """A matrix as a producer that loads it; a producer is one already.
-
-    Raises
-    ------
-    InputError
-        If ``x`` is no matrix whose rows lie in memory element by element, or of another dtype than
-        fp32, fp16 and bf16. ``what`` names the launcher.
-    """
-    if isinstance(x, Producer):
-        return x
-    m, k = check_matrix(what, x)
-    element = check_element(what, x)
-    # A tile's threads read 16 bytes at a time, 8 elements each.
-    aligned = (
-        x.data_ptr() % 16 == 0
-        and k % TILE_RUN == 0
-        and (m <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
-    )
-    argument = Struct((x, int64(x.stride(0))))
-    return Producer(loads(element, aligned), argument, m, k, x.dtype, aligned)
-
-
-def loads(element: str, aligned: bool) -> str:
-    """The C++ type of the producer that loads a matrix of that element."""
-    return f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
 
 
 # -- checks -------------------------------------------------------------------

@@ -1,14 +1,7 @@
 """Launchers of FP8 with one scale a tensor; the functions of ``fuser.reference.fp8_scaling``.
 
-Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``. Outputs come in as keyword
-arguments and are written completely; None is not written. Inputs are fp32, fp16 or bf16, of ``b``
-bytes an element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
-to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``; an output that is None is
+not written. The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -20,9 +13,7 @@ import torch
 
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
 from fuser.cuda.checks import (
-    ALIGNED,
     FLOAT8,
-    as_producer,
     bits_of,
     boolean,
     check_buffer,
@@ -30,9 +21,16 @@ from fuser.cuda.checks import (
     check_float8,
     check_matrix,
     is_aligned,
-    loads,
 )
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
+from fuser.cuda.tiled import (
+    as_producer,
+    decoder_types,
+    launch_store,
+    quantizing_kernels,
+    store_kernel,
+    transposes_aligned,
+)
 from fuser.errors import InputError
 from fuser.formats import DType, ceil_div
 
@@ -305,12 +303,9 @@ def _quantize(
     if m * k == 0:
         _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
         return
-    aligned = producer.is_aligned and is_aligned(row, 8)
-    if col is not None:
-        aligned = aligned and is_aligned(col, 16) and m % 16 == 0
+    aligned = transposes_aligned(producer, row, col)
     store = Struct((*scaling, row, col, recorded))
-    kernel = _tiled(producer.type, to, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_tiled(producer.type, to, aligned), producer, store)
 
 
 def _stream_cast(
@@ -347,8 +342,7 @@ def _cast(element: str, to: str, aligned: bool) -> Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
-    store = f"fuser::Fp8Store<{to}, {boolean(aligned)}>"
-    return Kernel("fp8_scaling", f"fuser_tiled<{producer}, {store}>")
+    return store_kernel("fp8_scaling", producer, f"Fp8Store<{to}, {boolean(aligned)}>")
 
 
 @functools.cache
@@ -374,19 +368,6 @@ def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel that may be launched with matrices for inputs."""
     by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
-    by_both = [
-        kernel(e, t, a)
-        for kernel in (_cast, _dequantize)
-        for e in ELEMENTS.values()
-        for t in FLOAT8.values()
-        for a in (False, True)
-    ]
-    tiled = [
-        kernel
-        for e in ELEMENTS.values()
-        for of_producer, of_store in ALIGNED
-        for to in FLOAT8
-        for kernel in stores(loads(e, of_producer), to, of_store)
-    ]
+    by_both = [kernel(*types) for kernel in (_cast, _dequantize) for types in decoder_types()]
     others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
-    return (*by_element, *by_both, *tiled, *others)
+    return (*by_element, *by_both, *quantizing_kernels(stores), *others)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
+from fuser.cuda.checks import boolean
+from fuser.cuda.launch import Kernel, Launch
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
@@ -128,6 +130,57 @@ def fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | 
     addresses = (tensor.data_ptr() for tensor in tensors if tensor is not None)
     return all(size % TILE_RUN == 0 for size in (columns, *strides)) and all(
         address % VECTOR_BYTES == 0 for address in addresses
+    )
+
+
+# -- launches and producers ---------------------------------------------------
+
+
+def norm_types(norm: str, x: torch.dtype, other: torch.dtype) -> str:
+    """The first template arguments of every norm's kernel: the norm, the dtype of x and of y."""
+    return f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[other]}"
+
+
+def launch_norm(
+    kernel: Kernel,
+    launch: Launch,
+    tensors: tuple[torch.Tensor | None, ...],
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    strides: tuple[int, int, int],
+    *,
+    is_aligned: bool,
+    zero_centered_gamma: bool,
+    eps: float = 0.0,
+    stages: int = 0,
+) -> None:
+    """Launch a kernel that takes a struct of ``tensors`` and the kernels' ``Sizes``."""
+    dtype = None if gamma is None else gamma.dtype
+    rows, columns = x.shape
+    sizes = sizes_of(
+        *(*strides, rows, columns, launch.block[0], stages, x.dtype, dtype),
+        *(is_aligned, zero_centered_gamma, eps),
+    )
+    kernel(launch, Struct(tensors), sizes)
+
+
+def tile_producer(
+    name: str,
+    types: tuple[str, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    strides: tuple[int, ...],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    zero_centered_gamma: bool,
+    aligned: bool,
+) -> Producer:
+    """A norm's producer of ``dtype`` and the shape of x; ``types`` are its template arguments."""
+    offset = float32(float(zero_centered_gamma))
+    return Producer(
+        f"fuser::{name}<{', '.join((*types, boolean(aligned)))}>",
+        Struct((*tensors, *map(int64, strides), offset)),
+        *(*x.shape, dtype, aligned),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int64
+from fuser.cuda.arguments import Producer
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.norm_common import (
@@ -27,11 +27,13 @@ from fuser.cuda.norm_common import (
     checked_norm,
     checked_shape,
     fill_tiles,
+    launch_norm,
+    norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
-    sizes_of,
+    tile_producer,
     vectors_of,
     whole_warps,
 )
@@ -205,20 +207,21 @@ def norm_producer(
         If a dtype, shape or layout is another, or one of mean, beta and gamma is missing.
     """
     what = "norm_producer"
-    rows, columns = checked_shape(what, x)
+    _, columns = checked_shape(what, x)
     check_y_dtype(what, x.dtype, y_dtype)
     norm = checked_norm(what, x, (("gamma", gamma), ("beta", beta)), mean, rstd)
     if (mean is None) != (beta is None):
         there, missing = ("beta", "mean") if mean is None else ("mean", "beta")
         raise InputError(f"{what} got {there} without {missing}; a LayerNorm has both.")
     aligned = fill_tiles(columns, (x.stride(0),), x, gamma, beta)
-    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[y_dtype], parameter_type(gamma))
-    tensors = (x, gamma, beta, mean, rstd)
-    offset = float32(float(zero_centered_gamma))
-    return Producer(
-        f"fuser::NormProducer<{', '.join(types)}, {boolean(aligned)}>",
-        Struct((*tensors, int64(x.stride(0)), offset)),
-        *(rows, columns, y_dtype, aligned),
+    return tile_producer(
+        "NormProducer",
+        (norm_types(norm, x.dtype, y_dtype), parameter_type(gamma)),
+        (x, gamma, beta, mean, rstd),
+        (x.stride(0),),
+        *(x, y_dtype),
+        zero_centered_gamma=zero_centered_gamma,
+        aligned=aligned,
     )
 
 
@@ -237,8 +240,7 @@ def _forward_kernel(
     norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool
 ) -> Kernel:
     flags = f"{boolean(in_registers)}, {boolean(writes)}"
-    types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[y]}"
-    return Kernel("normalization", f"fuser_norm<{types}, {flags}>")
+    return Kernel("normalization", f"fuser_norm<{norm_types(norm, x, y)}, {flags}>")
 
 
 # -- launches -----------------------------------------------------------------
@@ -330,17 +332,12 @@ def _forward(
     most_blocks = MAX_SIZE
     if y is None and amax is not None:
         most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
-    sizes = (rows, columns)
     kernel, launch = _forward_choice(
-        norm, x.dtype, y_dtype, *sizes, is_aligned, y is not None, most_blocks
+        norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, most_blocks
     )
-    tensors = Struct((x, extra, gamma, beta, y, z, mean, rstd, amax))
-    dtype = None if gamma is None else gamma.dtype
-    kernel(
-        launch,
-        tensors,
-        sizes_of(
-            *(*strides, *sizes, launch.block[0], 0, x.dtype, dtype),
-            *(is_aligned, zero_centered_gamma, eps),
-        ),
+    launch_norm(
+        *(kernel, launch, (x, extra, gamma, beta, y, z, mean, rstd, amax), x, gamma, strides),
+        is_aligned=is_aligned,
+        zero_centered_gamma=zero_centered_gamma,
+        eps=eps,
     )

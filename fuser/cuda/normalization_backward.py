@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, int32
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
 from fuser.cuda.norm_common import (
@@ -26,11 +26,13 @@ from fuser.cuda.norm_common import (
     checked_norm,
     checked_shape,
     fill_tiles,
+    launch_norm,
+    norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
-    sizes_of,
+    tile_producer,
     vectors_of,
     whole_warps,
 )
@@ -220,14 +222,15 @@ def norm_backward_producer(
     check_tensor(what, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
     strides = row_strides(x, d_extra, dy)
     aligned = fill_tiles(columns, strides, x, dy, d_extra, gamma)
-    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[dy.dtype], parameter_type(gamma))
-    flags = (boolean(d_extra is not None), boolean(aligned))
-    tensors = (dy, x, gamma, mean, rstd, means, d_extra)
-    offset = float32(float(zero_centered_gamma))
-    return Producer(
-        f"fuser::NormBackwardProducer<{', '.join((*types, *flags))}>",
-        Struct((*tensors, *map(int64, strides), offset)),
-        *(rows, columns, x.dtype, aligned),
+    adds = boolean(d_extra is not None)
+    return tile_producer(
+        "NormBackwardProducer",
+        (norm_types(norm, x.dtype, dy.dtype), parameter_type(gamma), adds),
+        (dy, x, gamma, mean, rstd, means, d_extra),
+        strides,
+        *(x, x.dtype),
+        zero_centered_gamma=zero_centered_gamma,
+        aligned=aligned,
     )
 
 
@@ -258,7 +261,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _backward_kernel(norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None) -> Kernel:
-    types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[dy]}"
+    types = norm_types(norm, x, dy)
     if vectors is None:
         return Kernel("normalization_backward", f"fuser_norm_backward_in_chunks<{types}>")
     return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}>")
@@ -398,15 +401,12 @@ def _backward(
         kernel, launch, stages = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
         )
-        tensors = Struct((dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax))
-        dtype = None if gamma is None else gamma.dtype
-        kernel(
-            launch,
-            tensors,
-            sizes_of(
-                *(*strides, *sizes, launch.block[0], stages, x.dtype, dtype),
-                *(is_aligned, zero_centered_gamma, 0.0),
-            ),
+        tensors = (dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax)
+        launch_norm(
+            *(kernel, launch, tensors, x, gamma, strides),
+            is_aligned=is_aligned,
+            zero_centered_gamma=zero_centered_gamma,
+            stages=stages,
         )
     if wanted:
         dgamma, dbeta = (*grads, None)[:2]

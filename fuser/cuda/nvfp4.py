@@ -1,15 +1,8 @@
 """Launchers of NVFP4; the functions of ``fuser.reference.nvfp4``.
 
 Data is uint8, two E2M1 values a byte; columnwise data is stored transposed, ``[K, M / 2]``. Scales
-are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``. Outputs come in as keyword
-arguments and are written completely, the padding of scales with zeros. Inputs are fp32, fp16 or
-bf16, of ``b`` bytes an element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Data that is not
-aligned (views at odd offsets) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``.
+The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -20,19 +13,25 @@ import itertools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
 from fuser.cuda.checks import (
-    ALIGNED,
-    as_producer,
     boolean,
     check_buffer,
     check_copy,
     check_element,
     check_matrix,
     is_aligned,
-    loads,
 )
-from fuser.cuda.launch import Kernel, tiles
+from fuser.cuda.launch import Kernel
+from fuser.cuda.tiled import (
+    ALIGNED,
+    as_producer,
+    decoder_kernel,
+    launch_decoder,
+    launch_store,
+    loads,
+    store_kernel,
+)
 from fuser.errors import InputError
 from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
 
@@ -66,9 +65,7 @@ def hadamard_amax(
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))
-    kernel = _amax(producer.type)
-    store = Struct((out, _signs(random_signs)))
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_amax(producer.type), producer, Struct((out, _signs(random_signs))))
 
 
 def quantize(
@@ -141,7 +138,7 @@ def quantize(
     how = (int32(amaxes - 1), int32(two_dimensional), _signs(random_signs))
     store = Struct((*copies, *rounding, *how))
     kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(kernel, producer, store)
 
 
 def dequantize(
@@ -180,8 +177,7 @@ def dequantize(
     aligned = is_aligned(data, 4) and is_aligned(out, 16)
     producer = Struct((data, scale, amax, int32(columns)))
     kernel = _dequantize(check_element(what, out), columnwise, aligned)
-    target = Struct((out,)) if columnwise else out
-    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 def _signs(random_signs: bool) -> np.int32:
@@ -193,24 +189,19 @@ def _signs(random_signs: bool) -> np.int32:
 
 @functools.lru_cache(maxsize=1024)
 def _amax(producer: str) -> Kernel:
-    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::HadamardAmaxStore>")
+    return store_kernel("nvfp4", producer, "HadamardAmaxStore")
 
 
 @functools.lru_cache(maxsize=1024)
 def _quantize(producer: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
     flags = ", ".join(map(boolean, (hadamard, stochastic, aligned)))
-    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::Nvfp4Store<{flags}>>")
+    return store_kernel("nvfp4", producer, f"Nvfp4Store<{flags}>")
 
 
 @functools.cache
 def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::Nvfp4Producer<{element}, {flag}>"
-    if columnwise:
-        return Kernel(
-            "nvfp4", f"fuser_tiled<{producer}, fuser::TransposedStore<{element}, {flag}>>"
-        )
-    return Kernel("nvfp4", f"fuser_tiled_rows<{producer}>")
+    producer = f"fuser::Nvfp4Producer<{element}, {boolean(aligned)}>"
+    return decoder_kernel("nvfp4", producer, element, aligned, columnwise)
 
 
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fuser.chain import ACTIVATIONS, STAGES, Stage, Stages
+from fuser.chain import Stages
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
 from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
@@ -80,7 +80,7 @@ def pointwise(
     _check_amax(amax)
     is_aligned = chain.is_aligned(inputs, chain.widest, y)
     vector = chain.widest if is_aligned else 1
-    kernel = _forward_kernel(chain, vector, amax is not None)
+    kernel = forward_kernel(chain, vector, amax is not None)
     launch = _launch(rows, columns, chain.widest, vector, chain.forward_rows)
     kernel(launch, inputs.struct(chain), y, amax, np.uint32(rows))
 
@@ -168,15 +168,15 @@ def pointwise_backward(
             outputs[part.stage] = workspace.view(-1).narrow(0, begin, part.count * part.size)
         begin += part.count * part.size
 
-    kernel = _backward_kernel(chain, vector, amax is not None)
+    kernel = backward_kernel(chain, vector, amax is not None)
     steps = _steps(chain, rows, columns)
     launch = _launch(rows, columns, chain.widest, vector, chain.backward_rows * steps)
     kernel(launch, inputs.struct(chain, outputs), dx, amax, np.uint32(rows), int32(steps))
     for part in parts:
         grad = grads[part.stage]
         assert grad is not None
-        sum_kernel = _sum_kernel(grad.dtype, part.fan)
-        sum_kernel(
+        kernel = sum_kernel(grad.dtype, part.fan)
+        kernel(
             _sum_launch(part.size), outputs[part.stage], grad, int32(part.count), int64(part.size)
         )
 
@@ -276,7 +276,7 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     check_buffer("sum_parts", "parts", parts, torch.float32, (count, size))
     check_buffer("sum_parts", "out", out, out.dtype, (size,))
     check_element("sum_parts", out)
-    _sum_kernel(out.dtype, 1)(_sum_launch(size), parts, out, int32(count), int64(size))
+    sum_kernel(out.dtype, 1)(_sum_launch(size), parts, out, int32(count), int64(size))
 
 
 def forward_producer_type(chain: Chain, aligned: bool) -> str:
@@ -303,12 +303,12 @@ class _Parts:
     fan: int
 
 
-def _forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+def forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
     """``fuser_pointwise`` over runs of ``vector`` elements."""
     return _kernel("fuser_pointwise", chain.type, chain.forward_rows, vector, with_amax)
 
 
-def _backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+def backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
     """``fuser_pointwise_backward`` over runs of ``vector`` elements."""
     return _kernel("fuser_pointwise_backward", chain.type, chain.backward_rows, vector, with_amax)
 
@@ -350,7 +350,7 @@ def _kernel(name: str, chain: str, rows: int, vector: int, with_amax: bool) -> K
 
 
 @functools.lru_cache(maxsize=64)
-def _sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
+def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
     return Kernel("pointwise", f"fuser_sum_parts<{ELEMENTS[dtype]}, {fan}>")
 
 
@@ -416,87 +416,3 @@ def _check_workspace(workspace: torch.Tensor | None, size: int) -> None:
             f"The workspace is {described(workspace)}; it is contiguous float32 of {size} "
             "elements or more."
         )
-
-
-# -- the compile check --------------------------------------------------------
-
-GELU = (Stage("gelu"),)
-SWIGLU = (Stage("swiglu"),)
-BIAS_SWIGLU = (Stage("bias"), Stage("swiglu"))
-BIAS_GELU = (Stage("bias"), Stage("gelu"))
-SCALED_SRELU = (Stage("srelu", is_scaled=True),)
-LINEAR = (
-    *(Stage("bias"), Stage("dropout", (0.3,))),
-    *(Stage("constant_scale", (0.7,)), Stage("add_extra_input")),
-)
-TWO_LINES = (Stage("silu"), Stage("add_extra_input"), Stage("geglu"), Stage("relu"))
-EVERYTHING = (
-    *(Stage("bias"), Stage("constant_scale", (0.7,)), Stage("swiglu", is_scaled=True)),
-    *(Stage("dropout", (0.3,)), Stage("add_extra_input")),
-)
-
-
-def producer_types(
-    stages: Stages,
-    dtype: torch.dtype,
-    *,
-    aligned: bool = True,
-    saved: int = 0,
-    with_sums: bool = False,
-    scales: torch.dtype = torch.float32,
-) -> tuple[str, str]:
-    """The C++ types of a chain's forward producer and of its backward producer."""
-    scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
-    forward = chain_of(stages, dtype, scale_dtypes)
-    backward = chain_of(stages, dtype, scale_dtypes, (False,) * len(stages), saved)
-    return (
-        forward_producer_type(forward, aligned),
-        backward_producer_type(backward, with_sums, aligned),
-    )
-
-
-def instantiations() -> tuple[Kernel, ...]:
-    """The kernels that the tests compile and run; any other chain is made when it is asked for.
-
-    Every activation forward and backward in bf16, some chains in every dtype with and without
-    vectors, and every kind of stage with the gradient of its operand.
-    """
-    bf16, fp32 = torch.bfloat16, torch.float32
-    kernels = [_sum_kernel(dtype, 1) for dtype in ELEMENTS]
-    kernels += [_sum_kernel(fp32, 4), _sum_kernel(fp32, 8)]
-
-    def add(
-        stages: Stages,
-        dtype: torch.dtype,
-        *,
-        vectors: tuple[bool, ...] = (True,),
-        wanted: tuple[int, ...] = (),
-        saved: int = 0,
-        scales: torch.dtype = fp32,
-        with_amax: bool = False,
-    ) -> None:
-        scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
-        grads = tuple(i in wanted for i in range(len(stages)))
-        forward = chain_of(stages, dtype, scale_dtypes)
-        backward = chain_of(stages, dtype, scale_dtypes, grads, saved)
-        for has_vectors in vectors:
-            vector = forward.widest if has_vectors else 1
-            kernels.append(_forward_kernel(forward, vector, with_amax))
-            kernels.append(_backward_kernel(backward, vector, with_amax))
-
-    for name in ACTIVATIONS:
-        add((Stage(name, (1.0,) * STAGES[name].scalars),), bf16)
-    for dtype in ELEMENTS:
-        add(GELU, dtype, vectors=(True, False))
-        add(SWIGLU, dtype, vectors=(True, False))
-        add(BIAS_GELU, dtype, vectors=(True, False), wanted=(0,), saved=1)
-    add(BIAS_SWIGLU, bf16, vectors=(True, False), wanted=(0,))
-    add(GELU, bf16, with_amax=True)
-    add(BIAS_GELU, bf16, wanted=(0,))
-    add(BIAS_GELU, bf16, wanted=(0,), saved=1, with_amax=True)
-    add(SCALED_SRELU, bf16, wanted=(0,), scales=bf16)
-    add(LINEAR, bf16, wanted=(0, 3))
-    add(TWO_LINES, bf16, wanted=(1,))
-    for dtype in (bf16, fp32):
-        add(EVERYTHING, dtype, vectors=(True, False), wanted=(0, 2, 4))
-    return tuple(kernels)

@@ -42,11 +42,11 @@ BARRIERS = (
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
-        "an amax of a block is raised before all warps have found theirs",
-        "cuda/kernels/pointwise.cu",
-        "        of_warps[thread / 32] = found;\n    }\n    __syncthreads();\n",
-        "        of_warps[thread / 32] = found;\n    }\n",
-        "test_cuda_pointwise.py::test_an_amax_is_that_of_the_rounded_values",
+        "the amax of a tile is read before all warps have written theirs",
+        "cuda/kernels/fuser/tile/amax.cuh",
+        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n    __syncthreads();\n",
+        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n",
+        "test_cuda_block_scaling.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "a history of amaxes is rolled while it is read",

@@ -2,6 +2,7 @@
 #include <fuser/core/norms.cuh>
 #include <fuser/core/row_sums.cuh>
 #include <fuser/core/rows.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 
@@ -90,17 +91,6 @@ __device__ __forceinline__ void average(const Backward<T, Dy>& a, const Sizes& s
         sums[k] = __fmul_rn(sums[k], sizes.scale);
         if (a.means != nullptr && threadIdx.x == 0 && row < sizes.rows) {
             start_of(a.means, row, kSums)[k] = sums[k];
-        }
-    }
-}
-
-// A maximum of integers, whose order does not matter. All threads of the block take part.
-template <class T, class Dy>
-__device__ __forceinline__ void record_largest(const Backward<T, Dy>& a, unsigned largest) {
-    if (a.amax != nullptr) {
-        largest = __reduce_max_sync(kAllLanes, largest);
-        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0 && largest != 0) {
-            atomicMax(a.amax, magnitude_as_fp32<T>(largest));
         }
     }
 }
@@ -352,7 +342,9 @@ __global__ void __launch_bounds__(512, 1)
         wait_for_copies<0>();
         mine.write_partials(reinterpret_cast<float*>(memory));
     }
-    record_largest(a, largest);
+    if (a.amax != nullptr) {
+        record_amax(magnitude_as_fp32<T>(largest), a.amax);
+    }
 }
 
 // The same for rows that are too long for the registers or not aligned: a row a block, read in both
@@ -438,7 +430,9 @@ __global__ void __launch_bounds__(512, 2)
             }
         }
     }
-    record_largest(a, largest);
+    if (a.amax != nullptr) {
+        record_amax(magnitude_as_fp32<T>(largest), a.amax);
+    }
 }
 
 // dgamma and, in the second row of blocks, dbeta: the sums of `count` partials of each of 32

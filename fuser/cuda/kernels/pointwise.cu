@@ -48,27 +48,6 @@ struct Largest {
     __device__ __forceinline__ unsigned bits() const { return largest<T>(words); }
 };
 
-// Raises *amax to what the threads of a block found.
-__device__ __forceinline__ void raise_amax(unsigned found, unsigned* amax) {
-    __shared__ unsigned of_warps[32];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        found = max(found, __shfl_xor_sync(0xffffffffu, found, distance));
-    }
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    if (thread % 32 == 0) {
-        of_warps[thread / 32] = found;
-    }
-    __syncthreads();
-    if (thread == 0) {
-        const int warps = blockDim.x * blockDim.y / 32;
-        for (int warp = 1; warp < warps; ++warp) {
-            found = max(found, of_warps[warp]);
-        }
-        atomicMax(amax, found);
-    }
-}
-
 // ---- forward: y = chain(x), T [rows, inputs.columns] ----
 
 }  // namespace fuser
@@ -109,7 +88,7 @@ __global__ void __launch_bounds__(256)
         }
     }
     if constexpr (kAmax) {
-        fuser::raise_amax(largest.bits(), amax);
+        fuser::record_amax(largest.bits(), amax);
     }
 }
 
@@ -247,7 +226,7 @@ __global__ void __launch_bounds__(256)
     }
     Chain::finish(inputs, coord, sums, fuser::Collector<N>{0, rows, thread});
     if constexpr (kAmax) {
-        fuser::raise_amax(largest.bits(), amax);
+        fuser::record_amax(largest.bits(), amax);
     }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fuser/core/norms.cuh>
+#include <fuser/core/vector.cuh>
 #include <fuser/tile/producer.cuh>
 
 namespace fuser {
@@ -21,19 +22,10 @@ __device__ __forceinline__ void load_vector(const T* p, int count, float (&x)[kP
 template <bool kAligned, class P>
 __device__ __forceinline__ void load_shared_vector(const P* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
-        unsigned words[kPatch * sizeof(P) / 4];
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(words)) / 16; ++i) {
-            const uint4 part = __ldg(reinterpret_cast<const uint4*>(p) + i);
-            memcpy(words + 4 * i, &part, sizeof(part));
-        }
+        const Packed<P, kPatch> loaded = load_packed_cached<kPatch>(p);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            if constexpr (sizeof(P) == 4) {
-                x[i] = __uint_as_float(words[i]);
-            } else {
-                x[i] = to_float(P{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)});
-            }
+            x[i] = loaded[i];
         }
     } else {
         load_tail<kPatch>(p, count, x);
@@ -65,19 +57,6 @@ __device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, c
     }
 }
 
-// Rounded to T, two by one instruction.
-template <class T>
-__device__ __forceinline__ void round_vector(float (&x)[kPatch]) {
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-        for (int i = 0; i < kPatch; i += 2) {
-            const unsigned pair = packed_pair<T>(x[i], x[i + 1]);
-            x[i] = to_float(T{static_cast<unsigned short>(pair)});
-            x[i + 1] = to_float(T{static_cast<unsigned short>(pair >> 16)});
-        }
-    }
-}
-
 // The first of several rows waits until all have been read. A compiler that is short of registers
 // would else compute the first before it asks for the next, and have one load on its way at a time.
 __device__ __forceinline__ void wait_for_bits(unsigned bits, float (&x)[kPatch]) {
@@ -88,23 +67,11 @@ __device__ __forceinline__ void wait_for_bits(unsigned bits, float (&x)[kPatch])
     }
 }
 
-// Room for kRows below the rows that are there: registers have no index.
-template <int kRows, class T>
-__device__ __forceinline__ void move_up(Patch<T>& patch) {
-#pragma unroll
-    for (int i = 0; i < kPatch - kRows; ++i) {
-#pragma unroll
-        for (int w = 0; w < patch.kWords; ++w) {
-            patch.words[i][w] = patch.words[i + kRows][w];
-        }
-    }
-}
-
 // Row i of a patch; 0 past the edges, where something may have been computed.
 template <bool kAligned, class T>
 __device__ __forceinline__ void set_vector(const Tile& tile, bool is_there, float (&x)[kPatch],
                                            int i, Patch<T>& patch) {
-    round_vector<T>(x);
+    round_all<T>(x);
     if constexpr (!kAligned) {
 #pragma unroll
         for (int k = 0; k < kPatch; ++k) {
@@ -152,7 +119,7 @@ struct NormProducer {
         }
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
-            move_up<kRows>(result);
+            result.template move_up<kRows>();
             float values[kRows][kPatch];
             unsigned bits = 0;
 #pragma unroll
@@ -218,7 +185,7 @@ struct NormBackwardProducer {
         load_gain_vector<kAligned>(gamma, gain_offset, tile, gain);
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
-            move_up<kRows>(result);
+            result.template move_up<kRows>();
             float xs[kRows][kPatch], dys[kRows][kPatch], extras[kAdds ? kRows : 1][kPatch];
             unsigned bits = 0;
 #pragma unroll

@@ -113,10 +113,7 @@ struct ChainRows {
         int at = 0;  // the row's slot; a remainder by 3 would take longer
 #pragma unroll 1
         for (int round = 0; round < kPatch; round += kRound) {
-#pragma unroll
-            for (int i = 0; i < kPatch - kRound; ++i) {
-                patch.move_row(i, i + kRound);
-            }
+            patch.template move_up<kRound>();
 #pragma unroll
             for (int i = 0; i < kRound; ++i) {
                 const int row = round + i;

@@ -52,10 +52,7 @@ struct Block1dStore {
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
+        patch.row_amaxes(amax);
         reduce_scatter_rows<kRowThreads>(amax);
         const float scale[1] = {scaling.template scale<E, T>(amax[0])};
         // Two threads keep the same row.
@@ -64,17 +61,8 @@ struct Block1dStore {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
                 kept < tile.rows ? scaling.inverse(scale[0]) : 0.0f;
         }
-        RowStores<kAligned, uint2> rows(tile, row);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            const float factor = value_of_row<kRowThreads>(scale, i);
-            float x[kPatch];
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), factor);
-            }
-            rows.store(i, encoded8<E>(x));
-        }
+        store_quantized_rows<E, kAligned>(
+            tile, patch, row, [&](int i) { return value_of_row<kRowThreads>(scale, i); });
     }
 
     template <class T>
@@ -128,17 +116,7 @@ struct Block2dStore {
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ unsigned amaxes[kTileWarps];
-        const unsigned of_warp = __reduce_max_sync(kAllLanes, patch.amax());
-        if (threadIdx.x % 32 == 0) {
-            amaxes[threadIdx.x / 32] = of_warp;
-        }
-        __syncthreads();
-        unsigned amax = amaxes[0];
-#pragma unroll
-        for (int warp = 1; warp < kTileWarps; ++warp) {
-            amax = max(amax, amaxes[warp]);
-        }
-        const float scale = scaling.template scale<E, T>(amax);
+        const float scale = scaling.template scale<E, T>(block_max(patch.amax(), amaxes));
         if (threadIdx.x == 0) {
             const float inverse = scaling.inverse(scale);
             if (row != nullptr) {

@@ -26,7 +26,9 @@ struct TensorScale {
     // The same of a matrix of one tile, from the amax of each thread's patch.
     template <class E>
     __device__ __forceinline__ float of_tile(unsigned bits, unsigned char* scratch) const {
-        return store_inverse(of_amax<E>(block_max(bits, reinterpret_cast<unsigned*>(scratch))));
+        const unsigned amax_of_tile = block_max(bits, reinterpret_cast<unsigned*>(scratch));
+        __syncthreads();  // `scratch` is used again
+        return store_inverse(of_amax<E>(amax_of_tile));
     }
 
 private:

@@ -101,10 +101,7 @@ struct Mxfp8Store {
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
+        patch.row_amaxes(amax);
         reduce_scatter_rows<kMxThreads>(amax);
         float factor[kOwnedRows<kMxThreads>];
         unsigned bytes = 0;
@@ -127,17 +124,8 @@ struct Mxfp8Store {
         }
 
         // ---- bytes ----
-        RowStores<kAligned, uint2> rows(tile, copies.row);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            const float of_block = value_of_row<kMxThreads>(factor, i);
-            float x[kPatch];
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), of_block);
-            }
-            rows.store(i, encoded8<E>(x));
-        }
+        store_quantized_rows<E, kAligned>(
+            tile, patch, copies.row, [&](int i) { return value_of_row<kMxThreads>(factor, i); });
     }
 
     template <class T>
@@ -172,16 +160,8 @@ struct Mxfp8Store {
             factor[j] =
                 factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
         }
-        RowStores<kAligned, uint2> rows(tile, copies.col);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            float x[kPatch];
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), factor[j]);
-            }
-            rows.store(i, encoded8<E>(x));
-        }
+        store_quantized_rows<E, kAligned>(tile, patch, copies.col,
+                                          [&](int) -> const float (&)[kPatch] { return factor; });
     }
 };
 

@@ -220,10 +220,7 @@ struct Nvfp4Store {
         // ---- a scale a block: two threads keep four rows each ----
         const Nvfp4Scale of_tensor(amaxes[0]);
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
+        patch.row_amaxes(amax);
         if (two_dimensional) {
             const unsigned square = of_square(largest_of(amax));
 #pragma unroll

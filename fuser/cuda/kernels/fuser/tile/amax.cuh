@@ -82,7 +82,7 @@ __device__ __forceinline__ unsigned column_amax(
 
 // ---- the maximum over a tile ----
 
-// Of all threads' values, in every thread; `shared` has a word for each warp, and is free again.
+// Of all threads' values, in every thread; `shared` has a word for each warp. A barrier must come before `shared` is used again.
 __device__ __forceinline__ unsigned block_max(unsigned value, unsigned* shared) {
     const unsigned most_of_warp = __reduce_max_sync(kAllLanes, value);
     if (threadIdx.x % 32 == 0) {
@@ -94,7 +94,6 @@ __device__ __forceinline__ unsigned block_max(unsigned value, unsigned* shared) 
     for (int warp = 1; warp < kTileWarps; ++warp) {
         most = max(most, shared[warp]);
     }
-    __syncthreads();
     return most;
 }
 

@@ -64,18 +64,46 @@ struct RowStores {
     }
 };
 
-// A patch in one scale.
+// Row i of a patch as bytes of E: every element times `scale`, or times the scale of its column.
+template <class E, class T>
+__device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i, float scale) {
+    float x[kPatch];
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+        x[j] = mul_rn(patch.value(i, j), scale);
+    }
+    return encoded8<E>(x);
+}
+template <class E, class T>
+__device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i,
+                                               const float (&scales)[kPatch]) {
+    float x[kPatch];
+#pragma unroll
+    for (int j = 0; j < kPatch; ++j) {
+        x[j] = mul_rn(patch.value(i, j), scales[j]);
+    }
+    return encoded8<E>(x);
+}
+
+// Quantizes the rows of a patch to `out`. scale(i) is the scale of row i, or the scales of its
+// columns.
+template <class E, bool kAligned, class T, class Scale>
+__device__ __forceinline__ void store_quantized_rows(const Tile& tile, const Patch<T>& patch,
+                                                     unsigned char* out, const Scale& scale) {
+    RowStores<kAligned, uint2> rows(tile, out);
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        rows.store(i, quantized_row<E>(patch, i, scale(i)));
+    }
+}
+
+// The bytes of a patch that has one scale.
 template <class E, class T>
 __device__ __forceinline__ void quantize_patch(const Patch<T>& patch, float scale,
                                                uint2 (&bytes)[kPatch]) {
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-        float x[kPatch];
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            x[j] = mul_rn(patch.value(i, j), scale);
-        }
-        bytes[i] = encoded8<E>(x);
+        bytes[i] = quantized_row<E>(patch, i, scale);
     }
 }
 

@@ -97,10 +97,15 @@ struct Patch {
         }
     }
 
-    __device__ __forceinline__ void move_row(int to, int from) {
+    // Moves rows up by kRows, to have room for as many at the end: registers have no index.
+    template <int kRows>
+    __device__ __forceinline__ void move_up() {
 #pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-            words[to][w] = words[from][w];
+        for (int row = 0; row < kPatch - kRows; ++row) {
+#pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                words[row][w] = words[row + kRows][w];
+            }
         }
     }
 
@@ -129,6 +134,12 @@ struct Patch {
             most = larger<T>(most, magnitudes<T>(words[row][w]));
         }
         return largest<T>(most);
+    }
+    __device__ __forceinline__ void row_amaxes(unsigned (&most)[kPatch]) const {
+#pragma unroll
+        for (int row = 0; row < kPatch; ++row) {
+            most[row] = row_amax(row);
+        }
     }
     __device__ __forceinline__ void column_amaxes(unsigned (&most)[kWords]) const {
 #pragma unroll
