@@ -1,4 +1,4 @@
-// FP8 in blocks of 128: every kernel is a fuser_tiled of a policy or a producer of the header.
+// FP8 in blocks of 128: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
 #include <fuser/producer/block_scaling.cuh>
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/normalization.cuh>

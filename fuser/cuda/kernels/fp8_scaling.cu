@@ -1,4 +1,5 @@
-// FP8 with one scale a tensor: amax, casts, dequantization, transpose, and delayed scaling's update.
+// FP8 with one scale a tensor: amax, casts, dequantization, transpose, and the delayed-scaling
+// update.
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/normalization.cuh>
 #include <fuser/producer/pointwise.cuh>
@@ -9,24 +10,24 @@ namespace {
 
 using namespace fuser;
 
-// ---- streams: a block takes 4 x 256 runs of 8 elements that follow each other, a thread 4 ----
+// ---- streams: a block has 4 x 256 consecutive vectors of 8 elements, a thread 4 of them ----
 
 constexpr int kThreads = 256;
 constexpr int kVectors = 4;
 constexpr int kCount = 8;
 
-// Where the thread's run starts.
+// The index of the vector's first element.
 __device__ __forceinline__ long long start_of(int vector) {
     return ((static_cast<long long>(blockIdx.x) * kVectors + vector) * kThreads + threadIdx.x) *
            kCount;
 }
 
-// Whether all runs of the block lie below n, so that its loads can be in flight at once.
+// Whether all vectors of the block lie below n, so that its loads can be in flight at once.
 __device__ __forceinline__ bool is_whole(long long n) {
     return (static_cast<long long>(blockIdx.x) + 1) * kVectors * kThreads * kCount <= n;
 }
 
-// How many elements of the thread's run lie below n.
+// The number of elements of the vector below n.
 __device__ __forceinline__ int count_of(int vector, long long n) {
     return static_cast<int>(max(0ll, min(n - start_of(vector), static_cast<long long>(kCount))));
 }
@@ -61,7 +62,7 @@ __device__ __forceinline__ unsigned amax_of(const float (&values)[kVectors][kCou
 
 }  // namespace
 
-// ---- *amax = max(*amax, max |x|), by bits ----
+// ---- *amax = max(*amax, max |x|), as bits ----
 
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
     record_amax(amax_of(values), amax);
 }
 
-// ---- row[i] = fp8(x[i] * scale), and the amax of x where it is asked for ----
+// ---- row[i] = fp8(x[i] * scale), and optionally the amax of x ----
 
 template <class T, class E, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// ---- out = the bytes of data [rows, columns], transposed ----
+// ---- out = the transposed bytes of data [rows, columns] ----
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kTileThreads)
@@ -156,10 +157,10 @@ __global__ void __launch_bounds__(kTileThreads)
     transpose.store<kAligned>(tile, out, rows);
 }
 
-// ---- delayed scaling: roll the histories and set the scales; a block a tensor ----
+// ---- delayed scaling: shift the histories and set the scales; one block a tensor ----
 
 struct DelayedState {
-    float* amax_history;  // [length, count], row 0 the newest
+    float* amax_history;  // [length, count]; row 0 is the newest
     float* scale;  // [count]
     const float* max_fp8;  // [count]
     int length, count;
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned* history = reinterpret_cast<unsigned*>(state.amax_history) + tensor;
     const unsigned newest = history[0];
 
-    // ---- the largest amax: of bits, where a NaN is above all ----
+    // ---- the largest amax, as bits: a NaN is above all ----
     __shared__ unsigned of_warps[kThreads / 32];
     unsigned largest = newest;
     if (!most_recent) {
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
 
-    // ---- row i becomes row i - 1, the newest the last, and row 0 is 0 ----
+    // ---- row i becomes row i - 1, the newest becomes the last, and row 0 becomes 0 ----
     if (newest == 0u) {
         return;
     }

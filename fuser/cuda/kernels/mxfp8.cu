@@ -1,4 +1,4 @@
-// MXFP8: every kernel is a fuser_tiled of a policy or a producer of the header.
+// MXFP8: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/mxfp8.cuh>
 #include <fuser/producer/normalization.cuh>

@@ -11,12 +11,12 @@ struct Backward {
     const Dy* dy;
     const T* x;
     const void* gamma;
-    const float* mean;  // of LayerNorm alone
+    const float* mean;  // only LayerNorm has it
     const float* rstd;
     const T* d_extra;  // null: nothing is added
-    T* dx;  // null: not wanted; so are all below
-    float* partials;  // [1, or for LayerNorm 2][blocks][columns]
-    float* means;  // [rows][1, or for LayerNorm 2], with which dx is computed
+    T* dx;  // null: not written; so are all below
+    float* partials;  // [1, or 2 for LayerNorm][blocks][columns]
+    float* means;  // [rows][1, or 2 for LayerNorm]: the means that dx needs
     unsigned* amax;  // of dx, the bits of a float
 
     __device__ __forceinline__ bool needs_values() const {
@@ -24,7 +24,7 @@ struct Backward {
     }
 };
 
-// The row's statistics; 0 past the last row, where x and dy are 0 too.
+// The statistics of a row. They are 0 after the last row, where x and dy are 0 too.
 template <class Norm>
 struct Statistics {
     float mean = 0.0f;
@@ -39,7 +39,7 @@ struct Statistics {
     }
 };
 
-// A vector's part in the sums over a row: of d_hat x_hat and, for LayerNorm, of d_hat.
+// The part of a vector in the sums over a row: of d_hat * x_hat and, for LayerNorm, of d_hat.
 template <class Norm, int kCount>
 struct RowVector {
     static constexpr int kSums = Norm::kCentered ? 2 : 1;
@@ -82,7 +82,8 @@ struct RowVector {
     }
 };
 
-// A row's sums become means, in all of its threads; the first one writes them if they are wanted.
+// Turns the sums of a row into means, in all of its threads. The first thread writes them if
+// a.means is not null.
 template <class T, class Dy, int kSums>
 __device__ __forceinline__ void average(const Backward<T, Dy>& a, const Sizes& sizes, int row,
                                         float (&sums)[kSums]) {
@@ -107,8 +108,8 @@ __device__ __forceinline__ void wait_for_oldest_of(int groups) {
     }
 }
 
-// A thread's vectors of x, dy and d_extra on their way through shared memory: of `stages` rows, in
-// places of which no other thread knows, so that they need no barrier.
+// The vectors of x, dy and d_extra of a thread, prefetched to shared memory for `stages` rows. Each
+// thread has its own part of that memory, so no barrier is needed.
 template <class T, class Dy, int kVectors>
 struct Stages {
     static constexpr int kCount = kWidest<T>;
@@ -142,7 +143,7 @@ struct Stages {
         return start(stage) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
     }
 
-    // Begin to copy a row. Past the row there is 0 in x and dy.
+    // Starts to copy a row. After the last row, x and dy are 0.
     __device__ __forceinline__ void fetch(int stage, int row) const {
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
         const T* x_row = start_of(a.x, row, sizes.x_stride) + columns.first;
@@ -166,14 +167,14 @@ struct Stages {
     }
 };
 
-// A thread's columns through all the rows of its block.
+// The columns of a thread in all rows of its block.
 template <class Norm, class T, class Dy, int kVectors>
 struct BackwardColumns {
     static constexpr int kCount = kWidest<T>;
     using Vector = RowVector<Norm, kCount>;
     static constexpr int kSums = Vector::kSums;
-    // Few columns leave registers for the gain and for what both passes over a row need; for many
-    // the gain is read again for each row, from L1, and x and dy from shared memory.
+    // With few columns, registers hold the gain and the values that both passes over a row need.
+    // With many, each row reads the gain again, from L1, and x and dy again, from shared memory.
     static constexpr bool kKeeps = kVectors <= 2;
     static constexpr int kKept = kKeeps ? kVectors : 1;
 
@@ -182,7 +183,7 @@ struct BackwardColumns {
     const Stages<T, Dy, kVectors>& stages;
     float d_parameters[kSums][kVectors][kCount] = {};
     float gain[kKept][kCount];
-    Vector vectors[kKept];  // of the row at hand
+    Vector vectors[kKept];  // of the current row
 
     __device__ __forceinline__ explicit BackwardColumns(const Stages<T, Dy, kVectors>& stages_)
         : a(stages_.a), sizes(stages_.sizes), stages(stages_) {
@@ -210,7 +211,8 @@ struct BackwardColumns {
         return dy;
     }
 
-    // The row's part in the parameters' gradients, and this thread's part in the row's sums.
+    // Adds the row to the gradients of the parameters, and this thread's part to the sums of the
+    // row.
     __device__ __forceinline__ void sum(int stage, const Statistics<Norm>& row,
                                         float (&sums)[kSums]) {
 #pragma unroll
@@ -229,7 +231,8 @@ struct BackwardColumns {
         }
     }
 
-    // dx if it is wanted; returns the bits of its largest magnitude if that is wanted.
+    // Computes dx and, if a.dx is not null, stores it. Returns the bits of its largest magnitude if
+    // a.amax is not null.
     __device__ __forceinline__ unsigned write(int stage, int row,
                                               const Statistics<Norm>& statistics,
                                               const float (&means)[kSums]) {
@@ -260,7 +263,8 @@ struct BackwardColumns {
         return largest;
     }
 
-    // The block's sums of the parameters' gradients: over its rows at a time, in their order.
+    // Writes the block's sums of the gradients of the parameters: over the rows that it processes
+    // at a time, in order.
     __device__ __forceinline__ void write_partials(float* shared) const {
         const Columns<kCount, kVectors> columns(0, sizes.columns);
         const int width = kVectors * columns.step, rows = static_cast<int>(blockDim.y);
@@ -293,9 +297,9 @@ struct BackwardColumns {
 
 }  // namespace fuser
 
-// d_hat = dy gain; dx = (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)) rstd + d_extra, rounded once
-// and without the first mean for an RMSNorm; partials of sum(dy x_hat) and sum(dy), over the rows of
-// each block.
+// d_hat = dy * gain; dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra,
+// rounded once; an RMSNorm has no mean(d_hat). Also the partial sums of dy * x_hat and of dy, over
+// the rows of each block.
 template <class Norm, class T, class Dy, int kVectors>
 __global__ void __launch_bounds__(512, 1)
     fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
@@ -314,7 +318,7 @@ __global__ void __launch_bounds__(512, 1)
     Statistics<Norm> statistics, next;
     next.load(a, sizes, row);
 
-    // Rows are fetched `ahead` before they are used, so that the first steps fetch alone.
+    // A row is fetched `ahead` rows before its use, so the first steps only fetch.
     const int ahead = sizes.stages * step;
     row -= ahead;
     int stage = 0;
@@ -347,8 +351,9 @@ __global__ void __launch_bounds__(512, 1)
     }
 }
 
-// The same for rows that are too long for the registers or not aligned: a row a block, read in both
-// passes, vector by vector; the parameters' gradients are summed up in the partials.
+// The same for rows that are unaligned or too long for the registers. A block has one row at a time
+// and reads it in both passes, one vector at a time. The partials accumulate the gradients of the
+// parameters.
 template <class Norm, class T, class Dy>
 __global__ void __launch_bounds__(512, 2)
     fuser_norm_backward_in_chunks(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
@@ -435,8 +440,8 @@ __global__ void __launch_bounds__(512, 2)
     }
 }
 
-// dgamma and, in the second row of blocks, dbeta: the sums of `count` partials of each of 32
-// columns, of which every thread takes each blockDim.y-th.
+// dgamma and, in the second row of blocks, dbeta: the sums of `count` partials for each of 32
+// columns. Thread y of a column adds every blockDim.y-th partial.
 template <class P>
 __global__ void __launch_bounds__(1024)
     fuser_norm_parameter_gradients(const float* __restrict__ partials, P* __restrict__ d_gamma,

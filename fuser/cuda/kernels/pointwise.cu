@@ -1,13 +1,13 @@
-// Pointwise chains along rows, forward and backward, and the sums that backward leaves in parts.
+// Pointwise chains along rows, forward and backward, and the partial sums of backward.
 
 #include <fuser/chain/chain.cuh>
 #include <fuser/core/scaling.cuh>
 
 namespace fuser {
 
-// A block is blockDim.x runs of N columns by blockDim.y rows. Its threads take several rows each,
-// `blockDim.y` apart; consecutive blocks are neighbours in a row. Past the edges threads read the
-// first column or the last row again, and write nothing: there is no branch around a load.
+// A block is blockDim.x vectors of N columns by blockDim.y rows. A thread has several rows,
+// `blockDim.y` apart; consecutive blocks are neighbours in a row. After the edges, threads read the
+// first column or the last row again and write nothing, so that no load is in a branch.
 template <int N>
 struct Thread {
     unsigned vector;
@@ -22,7 +22,7 @@ struct Thread {
         column = is_inside ? static_cast<int>(vector * N) : 0;
     }
 
-    // Row `number` of those that this thread takes, of `each`.
+    // Row `number` of the `each` rows of this thread.
     __device__ __forceinline__ unsigned row(int number, int each) const {
         return (chunk * each + number) * blockDim.y + threadIdx.y;
     }
@@ -30,7 +30,7 @@ struct Thread {
 
 // ---- amax ----
 
-// Magnitudes of runs, packed as they are stored.
+// The largest magnitudes of vectors, packed as they are stored.
 template <class T>
 struct Largest {
     unsigned words = 0;
@@ -44,7 +44,7 @@ struct Largest {
             words = larger<T>(words, magnitudes<T>(packed_pair<T>(x[i], next)));
         }
     }
-    // As the bits of an fp32; NaN above infinity.
+    // The bits of an fp32; NaN is above infinity.
     __device__ __forceinline__ unsigned bits() const { return largest<T>(words); }
 };
 
@@ -52,8 +52,8 @@ struct Largest {
 
 }  // namespace fuser
 
-// With kAmax, *amax, which holds the bits of a float >= 0, becomes at least max |y|, and y may be
-// null.
+// With kAmax, *amax becomes at least max |y|, and y may be null. *amax holds the bits of a float >=
+// 0.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise(const fuser::Inputs<Chain> inputs, typename Chain::Element* __restrict__ y,
@@ -92,11 +92,11 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-// ---- backward: dx, T [rows, lines * inputs.columns], and gradients of operands in parts ----
+// ---- backward: dx, T [rows, kHalves * inputs.columns], and partial gradients of operands ----
 
 namespace fuser {
 
-// Where gradients of operands go, for one row of one thread.
+// Receives the gradients of operands, for one row of one thread.
 template <int N>
 struct Collector {
     unsigned row;
@@ -105,7 +105,7 @@ struct Collector {
 
     __device__ __forceinline__ bool is_inside() const { return thread.is_inside && row < rows; }
 
-    // Into sums over rows.
+    // Adds to the sums over rows.
     __device__ __forceinline__ void add(const float (&contribution)[N], float (&sums)[N]) const {
         if (row < rows) {
 #pragma unroll
@@ -115,8 +115,8 @@ struct Collector {
         }
     }
 
-    // One part of the sum of a row: of the columns of a warp, pairwise, so that runs of 1 and of N
-    // columns are added in one order. parts[i][row].
+    // Stores one part of the sum of a row, over the columns of a warp: parts[i][row]. It adds
+    // pairwise, so that vectors of 1 and of N columns are added in the same order.
     __device__ __forceinline__ void store_row_part(const float (&contribution)[N],
                                                    float* parts) const {
         float sums[N];
@@ -141,7 +141,7 @@ struct Collector {
         }
     }
 
-    // As it is.
+    // Stores the contributions as the gradient.
     template <class T>
     __device__ __forceinline__ void store(const float (&contribution)[N], T* gradient,
                                           const Coord& coord) const {
@@ -150,7 +150,7 @@ struct Collector {
         }
     }
 
-    // One part of the sums over rows: of the rows of a block. parts[i][column].
+    // Stores one part of the sums over rows, over the rows of a block: parts[i][column].
     __device__ __forceinline__ void store_column_part(const float (&sums)[N], float* parts,
                                                       const Coord& coord) const {
         __shared__ float of_threads[N][256];
@@ -182,7 +182,7 @@ struct Collector {
 
 }  // namespace fuser
 
-// A thread takes `steps` times kRows rows. dx may be null.
+// A thread has `steps` times kRows rows. dx may be null.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise_backward(const fuser::Inputs<Chain> inputs,
@@ -232,8 +232,8 @@ __global__ void __launch_bounds__(256)
 
 // ---- sums[i] = sum over parts[...][i], fp32 [count, n] to T [n], in a fixed order ----
 
-// Pairwise within kFan neighbouring parts, then one after another in each of kShares shares, then
-// one share after another. A block is 32 by kShares.
+// Adds pairwise within kFan neighbouring parts, then in sequence within each of kShares shares, and
+// then over the shares. A block is 32 by kShares threads.
 template <class T, int kFan>
 __global__ void __launch_bounds__(256)
     fuser_sum_parts(const float* __restrict__ parts, T* __restrict__ sums, int count, long long n) {

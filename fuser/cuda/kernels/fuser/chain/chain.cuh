@@ -1,9 +1,9 @@
-// Lists of stages, run forward and backward over runs of elements.
+// Chains: lists of stages, run forward and backward over vectors of elements.
 //
-// Between stages values are rounded to the pipeline's dtype T, as they would be on their way
-// through memory, so that a chain gives the bits of its stages run one by one. What comes out of a
-// chain is not rounded yet: storing it does that. A chain with a gated activation has two lines in
-// front of it, gate and linear part, and one behind.
+// Values between stages are rounded to the pipeline's dtype T, as if they went through memory, so a
+// chain gives the bits of its stages run one by one. The output of a chain is not rounded yet;
+// storing rounds it. The input of a gated activation has two halves, gate and linear, and its
+// output has one. A tensor that is not gated counts as one half.
 #pragma once
 
 #include <fuser/chain/stages.cuh>
@@ -12,7 +12,7 @@ namespace fuser {
 
 // ---- chains ----
 
-// Sums over rows of one thread, of kHalves lines.
+// The sums of one thread over rows, of kHalves halves.
 template <int kHalves, int N>
 struct ColumnSums {
     float halves[kHalves][N] = {};
@@ -20,9 +20,8 @@ struct ColumnSums {
 template <int N>
 struct ColumnSums<0, N> {};
 
-// A kernel's argument: the tensors of a chain. `x` has rows of `x_stride` elements and is null
-// where no stage reads it; `dy` is read backward only. `pointers` and `scalars` are those of all
-// stages.
+// A kernel's argument: the tensors of a chain. `x` has rows of `x_stride` elements and is null if
+// no stage reads it; only backward reads `dy`. `pointers` and `scalars` are those of all stages.
 template <class Chain>
 struct Inputs {
     using T = typename Chain::Element;
@@ -36,7 +35,7 @@ struct Inputs {
     long long dy_stride;
     float scalars[kScalars > 0 ? kScalars : 1];
     int columns;  // of the chain's output
-    int interleave;  // `columns` where gate and linear part are the halves of a row
+    int interleave;  // `columns` if gate and linear part are the halves of a row
 };
 
 template <class T, class... Stages>
@@ -95,7 +94,7 @@ struct Chain<T, First, Rest...> {
     static constexpr bool kIsGated = First::kInputs == 2;
     static_assert(!kIsGated || Next::kHalves == 1, "a chain takes one gated activation");
 
-    // Lines in front of this stage, and behind it.
+    // Halves of this stage's input, and of its output.
     static constexpr int kHalves = kIsGated ? 2 : Next::kHalves;
     static constexpr int kOutputHalves = Next::kHalves;
     static constexpr int kPointers = First::kPointers + Next::kPointers;
@@ -117,14 +116,14 @@ struct Chain<T, First, Rest...> {
         typename Next::template Sums<N> rest;
     };
 
-    // Backward runs a stage again only for stages behind it.
+    // Backward recomputes a stage only if a later stage needs its output.
     template <bool kBackward>
     static constexpr bool kReadsOperand =
         kBackward ? First::kGradientReadsOperand ||
                         (First::kValueReadsOperand && Next::kGradientReadsInput)
                   : First::kValueReadsOperand;
 
-    // Reads everything that stages need.
+    // Loads the operands of all stages.
     template <bool kBackward, int N, class All>
     __device__ __forceinline__ static void fetch(const All& all, const ChainCoord& coord,
                                                  Fetched<N>& fetched) {
@@ -160,8 +159,8 @@ struct Chain<T, First, Rest...> {
         Next::forward(all, fetched.rest, z, y);
     }
 
-    // dx from dy; `x` counts only where kGradientReadsInput. Gradients of operands go to
-    // `collector`, or are added to `sums`.
+    // dx from dy. `x` is used only if kGradientReadsInput. Gradients of operands go to `collector`,
+    // or are added to `sums`.
     template <int N, class All, class Collector>
     __device__ __forceinline__ static void backward(const All& all, const ChainCoord& coord,
                                                     const Fetched<N>& fetched,
@@ -200,7 +199,7 @@ struct Chain<T, First, Rest...> {
         }
     }
 
-    // Hands on the sums, once a thread.
+    // Passes the sums to the collector, once a thread.
     template <int N, class All, class Collector>
     __device__ __forceinline__ static void finish(const All& all, const ChainCoord& coord,
                                                   const Sums<N>& sums, const Collector& collector) {
@@ -233,7 +232,7 @@ private:
         }
     }
 
-    // This stage alone: z from x.
+    // Computes z from x by this stage alone.
     template <int N, class All>
     __device__ __forceinline__ static void apply(const All& all, const Fetched<N>& fetched,
                                                  const float (&x)[kHalves][N],
@@ -250,7 +249,7 @@ private:
         }
     }
 
-    // The inputs of element i of a line behind this stage, from the lines in front of it.
+    // The inputs of element i of an output half, from the input halves.
     template <int N>
     __device__ __forceinline__ static void gather(const float (&x)[kHalves][N], int half, int i,
                                                   float (&in)[First::kInputs]) {
@@ -269,10 +268,10 @@ private:
     }
 };
 
-// ---- runs ----
+// ---- vectors ----
 
-// What a run reads from memory. The first kNeeded lines are those that are surely used: the linear
-// part of a gated activation is not, mostly, where nobody wants but its own gradient.
+// The data that a vector reads from memory. The first kNeeded halves are always used. The linear
+// half of a gated activation is mostly not used if only its own gradient is wanted.
 template <class Chain, bool kBackward, int N, int kNeeded = Chain::kHalves>
 struct Vector {
     using T = typename Chain::Element;
@@ -297,8 +296,8 @@ struct Vector {
         Chain::template fetch<kBackward>(inputs, coord, fetched);
     }
 
-    // As `fetch`, but what is surely used comes from `staged`: dy, then lines, 16 bytes each time,
-    // `step` apart.
+    // Like `fetch`, but dy and the needed halves, in this order, come from `staged`, in pieces of
+    // 16 bytes that are `step` pieces apart.
     __device__ __forceinline__ void fetch_prefetched(const Inputs<Chain>& inputs,
                                                      const ChainCoord& coord, const uint4* staged,
                                                      int step) {
@@ -320,7 +319,8 @@ struct Vector {
         Chain::template fetch<kBackward>(inputs, coord, fetched);
     }
 
-    // Bits that are there when all is that `fetch` reads and that is needed.
+    // XOR of a word of all needed loads: it depends on every load, so the compiler cannot move one
+    // below its use.
     __device__ __forceinline__ unsigned bits() const {
         unsigned all = Chain::template bits<kBackward>(fetched);
         if constexpr (kBackward) {
@@ -335,7 +335,7 @@ struct Vector {
         return all;
     }
 
-    // Makes the run wait for `zero`, which is 0.
+    // Makes the vector depend on `zero`, which is 0.
     __device__ __forceinline__ void wait_for(unsigned zero) {
         if constexpr (kReadsInput) {
 #pragma unroll
@@ -347,14 +347,14 @@ struct Vector {
         }
     }
 
-    // y, not rounded yet.
+    // Computes y, not rounded yet.
     __device__ __forceinline__ void forward(const Inputs<Chain>& inputs, float (&y)[N]) const {
         float halves[kHalves][N];
         unpack(halves);
         Chain::forward(inputs, fetched, halves, y);
     }
 
-    // dx, not rounded yet.
+    // Computes dx, not rounded yet.
     template <class Sums, class Collector>
     __device__ __forceinline__ void backward(const Inputs<Chain>& inputs, const ChainCoord& coord,
                                              float (&dx)[kHalves][N], Sums& sums,
@@ -383,8 +383,8 @@ private:
     }
 };
 
-// The first of several runs waits until all have been read. A compiler that is short of registers
-// would else compute the first before it asks for the next, and have one load on its way at a time.
+// Makes the first vector wait until all are loaded. A compiler that is short of registers would
+// otherwise compute the first before it loads the next, with one load in flight at a time.
 template <int kVectors, class Vector>
 __device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
     unsigned bits = 0;
@@ -392,8 +392,7 @@ __device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
     for (int i = 0; i < kVectors; ++i) {
         bits ^= vectors[i].bits();
     }
-    vectors[0].wait_for(bits &
-                        (blockDim.z - 1u));  // blocks are flat, and the compiler does not know
+    vectors[0].wait_for(bits & (blockDim.z - 1u));  // 0; the compiler does not know
 }
 
 }  // namespace fuser

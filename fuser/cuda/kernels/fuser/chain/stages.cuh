@@ -7,19 +7,19 @@
 
 namespace fuser {
 
-// How the gradient of an operand follows from its contributions, one an element.
+// The reduction from contributions, one an element, to the gradient of an operand.
 enum class GradReduction {
-    kNone,  // nobody wants it
+    kNone,  // no gradient is wanted
     kColumns,  // summed over rows
     kRows,  // summed over columns
-    kElementwise  // as it is
+    kElementwise  // no reduction
 };
 
-// What most stages are. `value` is in fp32 and not rounded yet; `gradient` returns the contribution
-// to the gradient of the operand e.
+// The defaults of a stage. `value` is in fp32 and not rounded yet. `gradient` returns the
+// contribution to the gradient of the operand e.
 struct Stage {
     static constexpr int kInputs = 1;
-    static constexpr int kPointers = 0;  // of its operand, then of the operand's gradient
+    static constexpr int kPointers = 0;  // the operand, then its gradient
     static constexpr int kScalars = 0;
     static constexpr bool kGradientReadsInput = false;
     static constexpr bool kValueReadsOperand = false;
@@ -27,7 +27,7 @@ struct Stage {
     static constexpr bool kPassesGradientOn = false;
     static constexpr GradReduction kGradReduction = GradReduction::kNone;
 
-    // The operand of a run: element i of it. `bits` are there when what `fetch` reads is.
+    // The operand of a vector: element i of it. `bits` depends on the loads of `fetch`.
     template <class T, int N>
     struct Operands {
         __device__ __forceinline__ float operator[](int) const { return 0.0f; }
@@ -36,7 +36,7 @@ struct Stage {
     };
 };
 
-// y = x + bias[column]. With kGrad, a second pointer takes sums of dy over the rows of a block.
+// y = x + bias[column]. With kGrad, a second pointer gets sums of dy over the rows of a block.
 template <bool kGrad = false>
 struct Bias : Stage {
     static constexpr int kPointers = 1 + kGrad;
@@ -62,7 +62,7 @@ struct Bias : Stage {
     }
 };
 
-// y = x + extra. With kGrad, a second pointer takes dy.
+// y = x + extra. With kGrad, a second pointer gets dy.
 template <bool kGrad = false>
 struct AddExtraInput : Bias<false> {
     static constexpr int kPointers = 1 + kGrad;
@@ -93,10 +93,10 @@ struct ConstantScale : Stage {
     }
 };
 
-// y = x / (1 - p) where a random word is at least p 2^32, else 0 x. Scalars: 1 / (1 - p), and
-// p 2^32 as the bits of an unsigned. The word depends on the two 64-bit numbers that the pointer
-// leads to and on the element's index alone, so that backward finds the same mask without one being
-// saved, and a captured graph a new one at every replay that follows new numbers.
+// y = x / (1 - p) if a random word is at least p 2^32, else 0 x. Scalars: 1 / (1 - p), and p 2^32
+// as the bits of an unsigned. The word depends only on the two 64-bit numbers at the pointer and on
+// the index of the element. So backward computes the same mask without a saved one, and a captured
+// graph gets a new mask whenever a replay follows new numbers.
 struct Dropout : Stage {
     static constexpr int kPointers = 1;
     static constexpr int kScalars = 2;
@@ -120,7 +120,7 @@ struct Dropout : Stage {
             scale = scalars[0];
             kept = 0;
 #pragma unroll
-            for (int i = 0; i < N; i += 4) {  // N is 1 or a multiple of 4, as is then the index
+            for (int i = 0; i < N; i += 4) {  // N is 1 or a multiple of 4, and so is the index
                 const uint4 words = philox((index + i) / 4, offset, key);
                 const unsigned four = (words.x >= threshold) | (words.y >= threshold) << 1 |
                                       (words.z >= threshold) << 2 | (words.w >= threshold) << 3;
@@ -157,8 +157,8 @@ struct Activation : Stage {
     }
 };
 
-// y = f(x) scale[row], rounded once; the scales are S. With kGrad, a second pointer takes sums of
-// dy f(x) over the columns of a warp.
+// y = f(x) scale[row], rounded once; the scales have dtype S. With kGrad, a second pointer gets
+// sums of dy f(x) over the columns of a warp.
 template <class Function, class S, bool kGrad = false>
 struct ScaledActivation : Activation<Function> {
     static constexpr int kInputs = Function::kInputs;
@@ -190,7 +190,7 @@ struct ScaledActivation : Activation<Function> {
     }
 };
 
-// A stage in front of the tensor that was saved for backward: it is not run again.
+// A stage before the tensor that was saved for backward: backward does not recompute it.
 template <class Inner>
 struct Skipped : Inner {
     static_assert(!Inner::kGradientReadsInput, "the input of this stage must have been saved");

@@ -5,7 +5,7 @@ namespace fuser {
 
 // ---- the norms ----
 
-// L2 normalization is an RMSNorm that divides by 1 and has a gain of 1.
+// L2 normalization is an RMSNorm that divides by 1 and whose gain is 1.
 struct RMSNorm {
     static constexpr bool kCentered = false;
 };
@@ -15,9 +15,9 @@ struct LayerNorm {
 
 // ---- one value ----
 
-// A compiler may contract a product with a sum in one kernel and not in another. A product that is
-// added to something is therefore an fmaf, or rounded by __fmul_rn, as d_hat and the means are: so
-// every kernel gives the same bits.
+// A compiler may contract a product and a sum in one kernel and not in another. Therefore every
+// product that is added to something is an fmaf, or is rounded by __fmul_rn, as d_hat and the means
+// are. So every kernel gives the same bits.
 
 template <class Norm>
 __device__ __forceinline__ float x_hat_of(float x, float mean, float rstd) {
@@ -30,7 +30,8 @@ __device__ __forceinline__ float y_of(float x, float mean, float rstd, float gai
     return Norm::kCentered ? fmaf(x_hat, gain, shift) : x_hat * gain;
 }
 
-// d_hat is dy gain, rounded; means are over the row, of d_hat x_hat and, for LayerNorm, of d_hat.
+// d_hat is dy * gain, rounded. The means are taken over the row: of d_hat * x_hat and, for
+// LayerNorm, of d_hat.
 template <class Norm, int kSums>
 __device__ __forceinline__ float dx_of(float x_hat, float d_hat, const float (&means)[kSums],
                                        float rstd) {

@@ -6,7 +6,7 @@
 
 namespace fuser {
 
-// Rowwise data as it is, columnwise data as a matrix of `columns` rows.
+// Decodes rowwise data directly, and columnwise data as a matrix of `columns` rows.
 template <class T, class E, bool kAligned>
 struct BlockProducer {
     using Element = T;
@@ -14,8 +14,8 @@ struct BlockProducer {
     const unsigned char* data;  // [rows, columns], contiguous
     const float* scale_inv;
     int columns;
-    // The scale of row r and block b of 128 columns stands at (r >> row_shift) * row_stride +
-    // b * block_stride.
+    // The scale of row r and block b of 128 columns is at (r >> row_shift) * row_stride + b *
+    // block_stride.
     int row_shift;
     long long row_stride, block_stride;
 

@@ -5,7 +5,7 @@
 
 namespace fuser {
 
-// kAligned: `x` and the row stride are multiples of 16 bytes, the number of columns is one of 8.
+// kAligned: `x` and the row stride are multiples of 16 bytes, and the columns a multiple of 8.
 template <class T, bool kAligned>
 struct LoadProducer {
     using Element = T;
@@ -19,7 +19,7 @@ struct LoadProducer {
     }
 };
 
-// A matrix as it lies in memory, 16 bytes at a time.
+// Copies the words of an aligned matrix, 16 bytes at a time.
 template <class T>
 __device__ __forceinline__ Patch<T> make_patch(const LoadProducer<T, true>& producer,
                                                const Tile& tile) {

@@ -11,7 +11,7 @@ struct Mxfp8Producer {
     using Element = T;
     static constexpr bool kIsAligned = kAligned;
     const unsigned char* data;  // [rows, columns], contiguous
-    const unsigned char* scale;  // plain, of `scale_stride` bytes a row
+    const unsigned char* scale;  // not swizzled, `scale_stride` bytes a row
     long long scale_stride;
     int columns;
     int columnwise;
@@ -21,7 +21,8 @@ struct Mxfp8Producer {
         decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
         unsigned e8m0[2];
         if (columnwise) {
-            // Scales stand in an allocation of their own, padded to whole tiles: 8 are always there.
+            // Scales have an allocation of their own, padded to whole tiles, so 8 bytes always
+            // exist.
             const uint2 found =
                 *reinterpret_cast<const uint2*>(scale + row / kMxBlock * scale_stride + column);
             e8m0[0] = found.x;

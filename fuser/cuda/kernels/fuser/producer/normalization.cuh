@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_vector(const T* p, int count, float (&x)[kP
     }
 }
 
-// As above, for what other threads read too.
+// The same for data that other threads read too.
 template <bool kAligned, class P>
 __device__ __forceinline__ void load_shared_vector(const P* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
@@ -32,14 +32,14 @@ __device__ __forceinline__ void load_shared_vector(const P* p, int count, float 
     }
 }
 
-// The type of gamma and beta where there are none.
+// The type of gamma and beta if there are none.
 struct NoParameters {};
 template <class P>
 constexpr bool kHasParameters = true;
 template <>
 constexpr bool kHasParameters<NoParameters> = false;
 
-// gamma, plus one where it is centered on zero; one where there is none.
+// gamma, plus one if it is zero-centered; one if there is none.
 template <bool kAligned, class P>
 __device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, const Tile& tile,
                                                  float (&gain)[kPatch]) {
@@ -57,17 +57,18 @@ __device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, c
     }
 }
 
-// The first of several rows waits until all have been read. A compiler that is short of registers
-// would else compute the first before it asks for the next, and have one load on its way at a time.
+// Makes the first row wait until all rows are loaded. A compiler that is short of registers would
+// otherwise compute the first before it loads the next, with one load in flight at a time.
 __device__ __forceinline__ void wait_for_bits(unsigned bits, float (&x)[kPatch]) {
-    const unsigned zero = bits & (blockDim.z - 1u);  // blocks are flat; the compiler does not know
+    const unsigned zero =
+        bits & (blockDim.z - 1u);  // 0: blocks are flat, but the compiler does not know
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         x[i] = __uint_as_float(__float_as_uint(x[i]) ^ zero);
     }
 }
 
-// Row i of a patch; 0 past the edges, where something may have been computed.
+// Sets row i of a patch; positions after the edges may hold values, and become 0.
 template <bool kAligned, class T>
 __device__ __forceinline__ void set_vector(const Tile& tile, bool is_there, float (&x)[kPatch],
                                            int i, Patch<T>& patch) {
@@ -85,13 +86,13 @@ __device__ __forceinline__ void set_vector(const Tile& tile, bool is_there, floa
     }
 }
 
-// ---- producers, see tile/tiled.cuh ----
+// ---- producers; tile/tiled.cuh says what a producer is ----
 
-// With kAligned rows and parameters begin at multiples of 16 bytes. A loop reads kRows before it uses
-// the first of them, as many as registers have room for: a compiler that sees all 8 rows at once
-// keeps more of them under way. Everywhere that leaves 24 KB on their way in a multiprocessor.
+// With kAligned, rows and parameters begin at multiples of 16 bytes. A loop loads kRows rows before
+// it uses the first, as many as fit the registers: a compiler that sees all 8 rows at once keeps
+// more in flight. Every kRows keeps 24 KB in flight on a multiprocessor.
 
-// y of x, which is z where something was added in front.
+// y from x; x is z if the forward added something before the norm.
 template <class Norm, class T, class Out, class P, bool kAligned>
 struct NormProducer {
     using Element = Out;
@@ -100,7 +101,7 @@ struct NormProducer {
 
     const T* x;
     const P* gamma;
-    const P* beta;  // of LayerNorm alone, and so is the mean
+    const P* beta;  // only LayerNorm has beta and mean
     const float* mean;
     const float* rstd;
     long long stride;
@@ -155,7 +156,7 @@ __device__ __forceinline__ Patch<Out> make_patch(
 template <class Norm, class T, class Out, class P, bool kAligned>
 constexpr int kFewerBlocks<NormProducer<Norm, T, Out, P, kAligned>> = Norm::kCentered ? 2 : 1;
 
-// dx from dy and the statistics of both passes; kAdds: plus d_extra, before it is rounded to T.
+// dx from dy and the statistics of both passes. With kAdds, plus d_extra, before rounding to T.
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
 struct NormBackwardProducer {
     using Element = T;
@@ -166,7 +167,7 @@ struct NormBackwardProducer {
     const Dy* dy;
     const T* x;
     const P* gamma;
-    const float* mean;  // of LayerNorm alone
+    const float* mean;  // only LayerNorm has it
     const float* rstd;
     const float* means;  // [rows, kSums]
     const T* d_extra;

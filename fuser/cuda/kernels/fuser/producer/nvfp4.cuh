@@ -11,7 +11,7 @@ struct Nvfp4Producer {
     using Element = T;
     static constexpr bool kIsAligned = kAligned;
     const unsigned char* data;  // [rows, columns / 2], contiguous
-    const unsigned char* scale;  // of 4 scale_words(columns) bytes a row
+    const unsigned char* scale;  // 4 scale_words(columns) bytes a row
     const float* amax;
     int columns;
 
@@ -23,7 +23,8 @@ struct Nvfp4Producer {
         const float factor = mul_rn(mul_rn(decode<E4M3>(byte), *amax), 1.0f / (6.0f * 448.0f));
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
-            // With the sign in bit 15 and the rest from bit 9, a code is 2^-14 of its value in fp16.
+            // With the sign in bit 15 and the other bits from bit 9 on, a code is an fp16 of 2^-14
+            // times its value.
             const unsigned code = codes >> 4 * j & 0xfu;
             const unsigned half = (code & 7u) << 9 | (code & 8u) << 12;
             const float value = from_fp16(static_cast<unsigned short>(half)) * 16384.0f;

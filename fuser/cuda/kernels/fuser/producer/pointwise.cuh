@@ -1,7 +1,7 @@
-// Producers of the values of pointwise chains, forward and backward, for kernels of tiles.
+// Producers of pointwise chains, forward and backward, for tiled kernels.
 //
-// With kAligned, `columns` and `interleave` are multiples of 8, and every pointer and stride is one
-// of 16 bytes. The values are those that the kernels of pointwise.cu write.
+// With kAligned, `columns` and `interleave` are multiples of 8, and every pointer and stride is a
+// multiple of 16 bytes. The values have the bits of the kernels of pointwise.cu.
 #pragma once
 
 #include <fuser/chain/chain.cuh>
@@ -17,8 +17,9 @@ struct PointwiseProducer {
     Inputs<Chain> inputs;
 };
 
-// dx, a matrix of Chain::kHalves * inputs.columns columns. With kSums, the sums of dx over the rows of
-// each tile, too: the parts of the gradient of a bias that is the chain's first stage.
+// dx, a matrix of Chain::kHalves * inputs.columns columns. With kSums, the producer also writes the
+// sums of dx over the rows of each tile: the parts of the gradient of a bias that is the first
+// stage.
 template <class Chain, bool kSums, bool kAligned>
 struct PointwiseBackwardProducer {
     using Element = typename Chain::Element;
@@ -27,9 +28,10 @@ struct PointwiseBackwardProducer {
     float* sums;  // [row tiles, columns]
 };
 
-// Four blocks of 64 registers keep memory busy behind what short chains compute: on an H200 they
-// take 4 to 12% less time than three. Longer chains spill there, and where memory is slower two keep
-// up with it. For sm_100 the compiler takes a few registers more, so that gradients get three.
+// With four blocks of 64 registers, memory stays busy while short chains compute: on an H200 they
+// take 4 to 12% less time than with three. Longer chains would spill, and on slower memory two
+// blocks are fast enough. For sm_100 the compiler takes a few registers more, so gradients get
+// three.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
 constexpr bool kIsShort = Chain::kHalves + Chain::kPointers + Chain::kScalars <= 2;
@@ -49,23 +51,23 @@ template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
     kIsShort<Chain> && kAligned ? kFewerOfGradients : 2;
 
-// Gate and linear part of dx follow from the same inputs. A block takes a tile of one of them, since
-// two patches take more registers than a thread has at half the blocks; its neighbour, which runs at
-// the same time, takes the other and finds the inputs in L2. Both compute what they need alone.
+// Gate and linear half of dx follow from the same inputs. A block computes a tile of one half,
+// because two patches would take more registers than a thread has at half the blocks. Its
+// neighbour, which runs at the same time, computes the other half and finds the inputs in L2.
 template <class Chain, bool kSums, bool kAligned>
 constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = Chain::kHalves == 2;
 
-// ---- one line of a chain's lines: y, or one of dx's ----
+// ---- one half of the result: y, or a half of dx ----
 
-// What is asked for ahead, in shared memory: kDepth rows of kStreams tensors, in pieces of 16 bytes
-// that the thread which asked reads itself. There loads take no registers, and rows are on their way
+// The prefetch into shared memory: kDepth rows of kStreams tensors, in pieces of 16 bytes. A thread
+// reads only pieces that it prefetched itself. Such loads take no registers, and rows are in flight
 // while others are computed. Eight or nine pieces a thread are 128 or 144 KB on a multiprocessor;
 // with six an H200 takes 1 to 9% more time.
 template <class T, int kStreams>
 struct PrefetchLayout {
-    static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a run
+    static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a vector
     static constexpr int kEach = kStreams * kChunks;
-    static constexpr int kMost = 9;  // chunks a thread: more would exceed a block's 48 KB
+    static constexpr int kMost = 9;  // pieces a thread: more would exceed a block's 48 KB
     static constexpr int kDepth = kEach == 1 ? kPatch : kEach < kMost ? kMost / kEach : 1;
     static constexpr int kBytes = kDepth * kEach * kTileThreads * 16;
 };
@@ -84,15 +86,15 @@ struct ChainRows {
     static constexpr int kHalves = kBackward ? Chain::kHalves : 1;
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
     static constexpr int kStreams = kBackward + kReadsInput * Chain::kHalves;
-    static constexpr int kRound = 2;  // rows that a compiler sees at once
+    static constexpr int kRound = 2;  // rows that the compiler sees at once
     using Layout = PrefetchLayout<T, kStreams>;
 
     const Inputs<Chain>& inputs;
     uint4* staged;
 
-    // All of a patch whose columns belong to line kHalf, from `column` of the chain's output on.
-    // With kSums, `sums` grow by those over its rows. The linear part is not asked for ahead where
-    // its own gradient alone is wanted, since mostly nobody reads it then.
+    // Computes a patch whose columns belong to half kHalf; `column` is its first in the chain's
+    // output. With kSums, adds its rows to `sums`. The linear half is not prefetched if only its
+    // own gradient is wanted, because that is mostly not read then.
     template <int kHalf, bool kSums>
     __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column,
                                          float (&sums)[kPatch]) const {
@@ -108,9 +110,9 @@ struct ChainRows {
             prefetch<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
             close_copies();
         }
-        // In a loop: a compiler that sees all 8 rows at once keeps more of them under way than it
-        // has registers for. The rows that are there move up, since registers have no index.
-        int at = 0;  // the row's slot; a remainder by 3 would take longer
+        // A loop: a compiler that sees all 8 rows at once keeps more in flight than it has
+        // registers for. Finished rows move up, because registers cannot be indexed at run time.
+        int at = 0;  // the slot of the row; a remainder by 3 would take longer
 #pragma unroll 1
         for (int round = 0; round < kPatch; round += kRound) {
             patch.template move_up<kRound>();
@@ -141,7 +143,7 @@ struct ChainRows {
         return staged + i * Layout::kEach * kTileThreads + threadIdx.x;
     }
 
-    // A row at `dy` and `x`, which then are those of the next one, if there is another.
+    // Prefetches the row at `dy` and `x`, and moves both to the next row if there is one.
     template <int kNeeded>
     __device__ __forceinline__ void prefetch(bool has_next, const T*& dy, const T*& x,
                                              uint4* to) const {
@@ -166,7 +168,7 @@ struct ChainRows {
         }
     }
 
-    // All of a patch, one element at a time, of either line. A loop, since chains may be long.
+    // Computes a patch one element at a time, in either half. A loop, because chains may be long.
     __device__ __forceinline__ void fill_singly(Patch<T>& patch, const Tile& tile) const {
 #pragma unroll 1
         for (int row = 0; row < tile.rows_left; ++row) {
@@ -194,7 +196,7 @@ struct ChainRows {
         }
     }
 
-    // The line of a column of dx, which becomes a column of the chain's output.
+    // The half of a column of dx; the column becomes that of the chain's output.
     __device__ __forceinline__ int half_of(int& column) const {
         if constexpr (kHalves == 2) {
             const unsigned block =
@@ -210,7 +212,7 @@ private:
     __device__ __forceinline__ void compute(const Vector& vector, const ChainCoord& coord,
                                             float (&halves)[kHalves][N]) const {
         if constexpr (kBackward) {
-            typename Chain::template Sums<N> none;  // operands get no gradients here
+            typename Chain::template Sums<N> none;  // the operands get no gradients here
             vector.backward(inputs, coord, halves, none, none);
         } else {
             vector.forward(inputs, halves[0]);
@@ -221,7 +223,7 @@ private:
 template <class Chain, bool kAligned>
 constexpr int kPrefetchBytes<PointwiseProducer<Chain, kAligned>> =
     kAligned ? ChainRows<Chain, false>::Layout::kBytes : 0;
-// At least what sums over the rows take.
+// At least the bytes of the sums over rows.
 template <class Chain>
 constexpr int kBackwardBytes = ChainRows<Chain, true>::Layout::kBytes > kTileWarps * kTile * 4
                                    ? ChainRows<Chain, true>::Layout::kBytes
@@ -232,8 +234,8 @@ constexpr int kPrefetchBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> 
 
 // ---- sums over the rows of a tile ----
 
-// From those of each thread, of 8 rows: of two threads, of eight warps, an order that depends on
-// nothing. In the memory of rows that have been computed.
+// Adds the sums of the threads, each over 8 rows: first of two threads, then of eight warps, in a
+// fixed order. Uses the memory of the prefetched rows.
 __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& tile, uint4* shared,
                                            float* sums) {
     float* of_warps = reinterpret_cast<float*>(shared);  // [kTileWarps][kTile]
@@ -277,7 +279,7 @@ __device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     } else {
         rows.fill_singly(patch, tile);
     }
-    __syncthreads();  // the store takes the memory now
+    __syncthreads();  // the store uses this memory next
     return patch;
 }
 
@@ -311,7 +313,7 @@ __device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     if constexpr (kSums) {
         store_sums(sums, tile, staged, producer.sums);
     }
-    __syncthreads();  // the store takes the memory now
+    __syncthreads();  // the store uses this memory next
     return patch;
 }
 

@@ -7,7 +7,7 @@
 namespace fuser {
 
 struct BlockScaling {
-    unsigned eps;  // bits of a float: a smaller amax counts as this
+    unsigned eps;  // bits of a float: a smaller amax counts as eps
     int pow2;
 
     template <class E, class T>
@@ -55,7 +55,7 @@ struct Block1dStore {
         patch.row_amaxes(amax);
         reduce_scatter_rows<kRowThreads>(amax);
         const float scale[1] = {scaling.template scale<E, T>(amax[0])};
-        // Two threads keep the same row.
+        // Two threads own the same row.
         const long long kept = tile.row + owned_row<kRowThreads>(0);
         if (Tile::thread_column() < kRowThreads / 2 && kept < padded(tile.rows)) {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
@@ -69,7 +69,7 @@ struct Block1dStore {
     __device__ __forceinline__ void quantize_columns(
         const Tile& tile, const Patch<T>& patch,
         const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
-        // ---- a scale a column, by the first 128 threads ----
+        // ---- one scale a column, by the first 128 threads ----
         __shared__ __align__(16) float scales[kTile];
         const int of_tile = threadIdx.x;
         if (of_tile < kTile) {
@@ -131,7 +131,7 @@ struct Block2dStore {
         store_scaled<E, kAligned>(tile, patch, scale, row, col);
     }
 
-    // The last of a row writes the padding behind it, too.
+    // The last block of a row also writes the padding after it.
     static __device__ __forceinline__ void store_scale(float* scales, int row, int column,
                                                        int columns, float scale) {
         float* p = scales + row * padded(columns);

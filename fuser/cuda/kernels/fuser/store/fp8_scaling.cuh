@@ -1,4 +1,4 @@
-// FP8 with one scale a tensor: the scale, and the store policy of a tile.
+// FP8 with one scale a tensor: the scale, and the store policy.
 #pragma once
 
 #include <fuser/tile/amax.cuh>
@@ -6,24 +6,24 @@
 
 namespace fuser {
 
-// The scale of current or of delayed scaling.
+// The scale of a tensor under current or delayed scaling.
 struct TensorScale {
-    const float* amax;  // current: the scale follows from it
-    const float* scale;  // delayed, where amax is null; with both null a tile's own amax counts
+    const float* amax;  // current scaling: the scale follows from it
+    const float* scale;  // delayed scaling, if amax is null; if both are null, the amax of the tile
     float* scale_inv;  // 1 / scale; may be null
-    unsigned eps;  // bits of a float: a smaller amax counts as this
+    unsigned eps;  // bits of a float: a smaller amax counts as eps
     int pow2;
 
     __device__ __forceinline__ bool is_of_tile() const {
         return amax == nullptr && scale == nullptr;
     }
 
-    // The scale, in every thread; the first thread of the grid writes scale_inv.
+    // The scale, in every thread. The first thread of the grid writes scale_inv.
     template <class E>
     __device__ __forceinline__ float load() const {
         return store_inverse(amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax)));
     }
-    // The same of a matrix of one tile, from the amax of each thread's patch.
+    // The same for a matrix of one tile, from the amax of each thread's patch.
     template <class E>
     __device__ __forceinline__ float of_tile(unsigned bits, unsigned char* scratch) const {
         const unsigned amax_of_tile = block_max(bits, reinterpret_cast<unsigned*>(scratch));
@@ -44,9 +44,9 @@ private:
     }
 };
 
-// ---- a tile in one scale ----
+// ---- a tile with one scale ----
 
-// The bytes of 8 rows as those of 8 columns, 4 x 4 at a time.
+// Transposes the bytes of 8 rows to 8 columns, 4 x 4 at a time.
 __device__ __forceinline__ void set_columns(const Transpose<uint2>& transpose,
                                             const uint2 (&rows)[kPatch]) {
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void set_columns(const Transpose<uint2>& transpose,
     }
 }
 
-// Rowwise bytes, and the same bytes transposed; either may be null. All threads of a block call it.
+// Stores the bytes rowwise and transposed; either may be null. All threads of a block must call it.
 template <class E, bool kAligned, class T>
 __device__ __forceinline__ void store_scaled(const Tile& tile, const Patch<T>& patch, float scale,
                                              unsigned char* row, unsigned char* col) {

@@ -6,17 +6,17 @@
 
 namespace fuser {
 
-// Blocks of a tile either way: a tile of scales is 128 x 4, one word for each of 128 rows (of the
-// GEMM, so columns of the columnwise copy).
+// Blocks of a tile in either direction. A tile of scales is 128 x 4 bytes, one word for each of 128
+// rows of the GEMM operand (so for columns of the columnwise copy).
 constexpr int kMxBlocks = kTile / kMxBlock;
-// Threads side by side that share a block of a row.
+// Neighbouring threads that share a block of a row.
 constexpr int kMxThreads = kMxBlock / kPatch;
 
-// Where the word of a row stands in a tile of scales that tensor cores read.
+// The position of a row's word in a tile of scales, in the order that tensor cores read.
 __device__ __forceinline__ int swizzled_word(int row) { return row % 32 * 4 + row / 32; }
 
-// Scales are padded to whole tiles. Tiles at an edge are zero beyond it, and the scale of zeros is 0:
-// so every tile writes its scales without a look at the edge, and the padding becomes zero.
+// Scales are padded to whole tiles. A tile at an edge has zeros after it, and the scale of zeros is
+// 0. So every tile writes all its scales without a check, and the padding becomes zero.
 struct Mxfp8Copies {
     unsigned char* row;  // [rows, columns]
     unsigned char* row_scale;  // [128 row tiles, 4 column tiles]
@@ -24,7 +24,7 @@ struct Mxfp8Copies {
     unsigned char* col_scale;  // [4 row tiles, 128 column tiles]
     int swizzled;
 
-    // The word of a row of the tile, its four blocks.
+    // Stores the word of a row of the tile: the scales of its four blocks.
     __device__ __forceinline__ void store_row_scales(const Tile& tile, int row,
                                                      unsigned word) const {
         unsigned* scales = reinterpret_cast<unsigned*>(row_scale);
@@ -39,8 +39,8 @@ struct Mxfp8Copies {
         }
     }
 
-    // The scales of sizeof(Bytes) columns of the tile in its row of blocks `block`. Swizzled ones go
-    // to `shared`, and from there to memory behind a barrier.
+    // Stores the scales of sizeof(Bytes) columns of the tile, in its row `block` of blocks.
+    // Swizzled scales go to `shared`; store_swizzled writes them to memory after a barrier.
     template <class Bytes>
     __device__ __forceinline__ void store_column_scales(const Tile& tile, int block, int column,
                                                         Bytes bytes, unsigned char* shared) const {
@@ -67,7 +67,7 @@ struct Mxfp8Copies {
     }
 };
 
-// The word of four blocks in each of the 16 threads of a row, from the byte of each one's block.
+// Each of the 16 threads of a row gets the word of its four blocks, from the byte of its own block.
 __device__ __forceinline__ unsigned word_of_blocks(unsigned e8m0) {
     unsigned word = e8m0 << Tile::thread_column() / kMxThreads * 8;
     word |= __shfl_xor_sync(kAllLanes, word, kMxThreads);
@@ -112,7 +112,7 @@ struct Mxfp8Store {
             bytes |= e8m0 << 8 * k;
         }
 
-        // ---- words of scales: of the two rows, one thread of each pair makes one ----
+        // ---- words of scales: one thread of each pair writes for two rows ----
         const int block = Tile::thread_column() / kMxThreads;
         const unsigned pairs = block & 1 ? 0x15u : 0x40u;
         bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, kMxThreads), pairs);
@@ -132,7 +132,7 @@ struct Mxfp8Store {
     __device__ __forceinline__ void quantize_columns(
         const Tile& tile, const Patch<T>& patch,
         const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
-        // ---- a scale a block, by one thread for two columns of 32 rows ----
+        // ---- one scale a block: a thread computes those of two columns of 32 rows ----
         __shared__ __align__(16) float factors[kMxBlocks][kTile];
         __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
         constexpr int kEach = kTile * kMxBlocks / kTileThreads;
@@ -176,7 +176,8 @@ struct Mxfp8SquareStore {
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
-        // ---- the amax: of 4 x 2 threads of this warp, and of the same 4 of its neighbour ----
+        // ---- the amax: over 4 x 2 threads of this warp, and the same 4 columns of the next one
+        // ----
         __shared__ unsigned amaxes[kTileWarps][kMxBlocks];
         const int warp = threadIdx.x / 32, block = Tile::thread_column() / kMxThreads;
         unsigned amax = patch.amax();
@@ -189,7 +190,7 @@ struct Mxfp8SquareStore {
         __syncthreads();
         amax = max(amax, amaxes[warp ^ 1][block]);
 
-        // ---- the scale, repeated ----
+        // ---- the scale, the same for all rows or columns of a block ----
         const unsigned e8m0 = e8m0_from_amax(amax, 1.0f / E::kMax);
         if (copies.row != nullptr) {
             const unsigned word = word_of_blocks(e8m0);

@@ -1,12 +1,12 @@
-// The store policy that transposes: the matrix of the producer's elements.
+// The store policy that transposes the producer's matrix without quantizing.
 #pragma once
 
 #include <fuser/tile/tile.cuh>
 
 namespace fuser {
 
-// Straight from registers: the 8 rows of a thread and of its neighbour in the warp make whole sectors
-// of 32 bytes.
+// Stores from registers: the 8 rows of a thread and of its neighbour in the warp fill sectors of 32
+// bytes.
 template <class T, bool kAligned>
 struct TransposedStore {
     static constexpr bool kIsAligned = kAligned;

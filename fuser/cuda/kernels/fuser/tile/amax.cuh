@@ -5,10 +5,11 @@
 
 namespace fuser {
 
-// ---- maxima over the 2, 4 or 16 threads that share the blocks of a row ----
+// ---- rows: 2, 4 or 16 neighbouring threads share a block ----
 
-// Threads exchange halves of their rows, so that each ends with 8 / kThreads rows, or one, and a
-// scale is computed once: values[k] of 8 becomes the maximum of row owned_row(k).
+// A reduce-scatter: threads exchange halves of their rows, so that each thread ends with the maxima
+// of 8 / kThreads rows, or of one, and computes each scale once. Of the 8 values, values[k] becomes
+// the maximum of row owned_row(k).
 template <int kThreads>
 __device__ __forceinline__ void reduce_scatter_rows(unsigned (&values)[kPatch]) {
     int count = kPatch;
@@ -39,16 +40,16 @@ __device__ __forceinline__ int owned_row(int k) {
     return (first & ~(kOwnedRows<kThreads> - 1)) + k;
 }
 
-// The value that belongs to row i, from the thread that kept it.
+// The value of row i, from the thread that owns the row.
 template <int kThreads>
 __device__ __forceinline__ float value_of_row(const float (&values)[kOwnedRows<kThreads>], int i) {
     const int owner = ((i >> 2 & 1) | (i >> 1 & 1) << 1 | (i & 1) << 2) & (kThreads - 1);
     return __shfl_sync(kAllLanes, values[i % kOwnedRows<kThreads>], owner, kThreads);
 }
 
-// ---- maxima over the 128 rows of a column ----
+// ---- columns: the maxima over 128 rows ----
 
-// A warp's columns, its 16 rows, to a line of shared memory, packed as the patch is.
+// Writes the maxima of a warp, over its 16 rows, to a row of shared memory, packed as the patch is.
 template <class T>
 __device__ __forceinline__ void store_column_amaxes(
     const Patch<T>& patch, unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void store_column_amaxes(
     }
 }
 
-// The bits of the amax of a column of the tile, behind a barrier.
+// The bits of the amax of a column of the tile. A barrier must come first.
 template <class T>
 __device__ __forceinline__ unsigned column_amax(
     const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord], int column) {
@@ -82,7 +83,8 @@ __device__ __forceinline__ unsigned column_amax(
 
 // ---- the maximum over a tile ----
 
-// Of all threads' values, in every thread; `shared` has a word for each warp. A barrier must come before `shared` is used again.
+// The maximum over the values of all threads, in every thread. `shared` has a word for each warp; a
+// barrier must come before it is used again.
 __device__ __forceinline__ unsigned block_max(unsigned value, unsigned* shared) {
     const unsigned most_of_warp = __reduce_max_sync(kAllLanes, value);
     if (threadIdx.x % 32 == 0) {

@@ -5,7 +5,8 @@
 
 namespace fuser {
 
-// All bytes of Words or none of them where kAligned, else the first `count`; the rest is 0.
+// With kAligned, all bytes of Words, or none if count is 0; otherwise the first `count`. The rest
+// is 0.
 template <class Words, bool kAligned>
 __device__ __forceinline__ Words load_bytes(const unsigned char* p, int count) {
     Words words{};
@@ -24,8 +25,8 @@ __device__ __forceinline__ Words load_bytes(const unsigned char* p, int count) {
     return words;
 }
 
-// A thread's 8 bytes of a row, or 4 bytes of nibbles; without a streaming hint, since a GEMM reads
-// them next.
+// Stores the bytes of a thread in a row: 8, or 4 of nibbles. Without a streaming hint, because a
+// GEMM reads them next.
 template <bool kAligned, class Words>
 __device__ __forceinline__ void store_bytes(unsigned char* p, int count, const Words& words) {
     if constexpr (kAligned) {
@@ -42,11 +43,11 @@ __device__ __forceinline__ void store_bytes(unsigned char* p, int count, const W
     }
 }
 
-// The rows of a patch, from the first on and each as Words, to `out`, a matrix of the tile's columns.
-// A pointer that moves on: where every row has an address to be worked out, that takes 9 instructions.
+// Stores the rows of a patch in order, each as Words, to `out`, a matrix with the columns of the
+// tile. The pointer moves from row to row: an address for each row would take 9 instructions.
 template <bool kAligned, class Words>
 struct RowStores {
-    static constexpr int kBits = static_cast<int>(sizeof(Words));  // of each of 8 columns: 8 or 4
+    static constexpr int kBits = static_cast<int>(sizeof(Words));  // bits of each of the 8 columns
     unsigned char* p;
     int step, rows_left, count;
 
@@ -64,7 +65,8 @@ struct RowStores {
     }
 };
 
-// Row i of a patch as bytes of E: every element times `scale`, or times the scale of its column.
+// Row i of a patch as bytes of E. Every element is multiplied by `scale`, or by the scale of its
+// column.
 template <class E, class T>
 __device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i, float scale) {
     float x[kPatch];
@@ -97,7 +99,7 @@ __device__ __forceinline__ void store_quantized_rows(const Tile& tile, const Pat
     }
 }
 
-// The bytes of a patch that has one scale.
+// Quantizes a patch that has one scale.
 template <class E, class T>
 __device__ __forceinline__ void quantize_patch(const Patch<T>& patch, float scale,
                                                uint2 (&bytes)[kPatch]) {
@@ -107,7 +109,7 @@ __device__ __forceinline__ void quantize_patch(const Patch<T>& patch, float scal
     }
 }
 
-// The bytes of a patch to `out`, which may be null.
+// Stores the bytes of a patch to `out`, which may be null.
 template <bool kAligned>
 __device__ __forceinline__ void store_rows(const Tile& tile, const uint2 (&bytes)[kPatch],
                                            unsigned char* out) {

@@ -1,4 +1,4 @@
-// A patch from a producer, and what a producer says about its kernels.
+// Producers: their traits, and the patch that a producer makes row by row.
 #pragma once
 
 #include <fuser/tile/tile.cuh>
@@ -12,7 +12,7 @@ constexpr bool kHasHalves = false;
 template <class Producer>
 constexpr int kPrefetchBytes = 0;
 
-// Rows of a patch beyond the edge become zero.
+// Sets the rows of a patch after the last row of the matrix to zero.
 template <class T>
 __device__ __forceinline__ void clear_rows_outside(Patch<T>& patch, const Tile& tile) {
     if (tile.rows_left < kPatch) {
@@ -26,13 +26,14 @@ __device__ __forceinline__ void clear_rows_outside(Patch<T>& patch, const Tile& 
     }
 }
 
-// Patches outside the matrix are zero, and so are their rows and columns beyond its edges.
+// Patches outside the matrix are zero, and so are their rows and columns after its edges.
 template <class Producer>
 __device__ __forceinline__ Patch<typename Producer::Element> make_patch(const Producer& producer,
                                                                         const Tile& tile) {
     Patch<typename Producer::Element> patch{};
     if (tile.columns_left > 0) {
-        // Rows beyond the last read the last one: without branches all loads are in flight at once.
+        // Rows after the last read the last row again: without branches, all loads are in flight at
+        // once.
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             float x[kPatch];

@@ -1,4 +1,5 @@
-// A tile of 128 x 128 values: where a thread is in it, and the patch that the thread holds.
+// A tile of 128 x 128 values: the position of a thread in it, and the patch of values that the
+// thread holds.
 #pragma once
 
 #include <fuser/core/scaling.cuh>
@@ -11,26 +12,27 @@ constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
 constexpr int kRowThreads = kTile / kPatch;
 
-// ---- where a thread is ----
+// ---- the position of a thread ----
 
 struct Tile {
     long long rows;  // of the matrix
     int columns;
     int row_tiles, column_tiles;
-    int row_tile, column_tile;  // this one
-    long long row;  // the patch's first
+    int row_tile, column_tile;  // of this tile
+    long long row;  // first row and column of the patch
     int column;
-    int rows_left, columns_left;  // of the patch in the matrix: 8 or fewer, both 0 outside of it
-    unsigned char* scratch;  // shared memory, of the producer first and then of the store
+    int rows_left,
+        columns_left;  // of the patch: up to 8; both are 0 outside the matrix
+    unsigned char* scratch;  // shared memory; the producer uses it first, then the store
 
-    // With has_halves, a tile of the left half stands beside the one of the right half, so that what
-    // one of them reads is still in L2 for the other.
+    // With has_halves, a tile of the left half and the same tile of the right half are neighbours
+    // in the grid, so that the second finds in L2 what the first has read.
     __device__ __forceinline__ Tile(long long rows, int columns, bool has_halves = false,
                                     unsigned char* scratch = nullptr)
         : rows(rows), columns(columns), scratch(scratch) {
         row_tiles = static_cast<int>((rows - 1) / kTile + 1);
         column_tiles = (columns - 1) / kTile + 1;
-        // From the end: the kernel before this one touched it last, so it may still be in L2.
+        // From the end: the kernel before this one touched the end last, so it may still be in L2.
         const unsigned tile = gridDim.x - 1 - blockIdx.x;
         row_tile = static_cast<int>(tile / column_tiles);
         column_tile = static_cast<int>(tile % column_tiles);
@@ -40,8 +42,8 @@ struct Tile {
         locate_thread();
     }
 
-    // The place of the tile waits in `shared` for a barrier and restore_index: then nothing of it stays
-    // in registers meanwhile.
+    // save_index writes the index of the tile to shared memory; after a barrier, restore_index
+    // reads it. Between the two it takes no registers.
     __device__ __forceinline__ void save_index(int (&shared)[2]) const {
         if (threadIdx.x == 0) {
             shared[0] = row_tile;
@@ -72,7 +74,7 @@ private:
     }
 };
 
-// ---- what it holds ----
+// ---- the values of a thread ----
 
 template <class T>
 constexpr bool kIsBf16 = false;
@@ -85,7 +87,7 @@ struct Patch {
     static constexpr int kWords = kPatch / kPerWord;
     unsigned words[kPatch][kWords];
 
-    // x, rounded to nearest.
+    // Sets a row to x, rounded to nearest.
     __device__ __forceinline__ void round_row(int row, const float (&x)[kPatch]) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
@@ -97,7 +99,7 @@ struct Patch {
         }
     }
 
-    // Moves rows up by kRows, to have room for as many at the end: registers have no index.
+    // Moves all rows up by kRows, to make room at the end: registers cannot be indexed at run time.
     template <int kRows>
     __device__ __forceinline__ void move_up() {
 #pragma unroll
@@ -109,7 +111,7 @@ struct Patch {
         }
     }
 
-    // x, which is rounded to T already.
+    // Sets a row to x, which is already rounded to T.
     __device__ __forceinline__ void set_row(int row, const float (&x)[kPatch]) {
 #pragma unroll
         for (int w = 0; w < kWords; ++w) {
@@ -126,7 +128,7 @@ struct Patch {
         }
     }
 
-    // Magnitudes: the largest of a row as the bits of an fp32, and of each column packed as T.
+    // The largest magnitude of each row as the bits of an fp32, and of each column packed as T.
     __device__ __forceinline__ unsigned row_amax(int row) const {
         unsigned most = magnitudes<T>(words[row][0]);
 #pragma unroll
@@ -165,7 +167,7 @@ struct Patch {
 private:
     static __device__ __forceinline__ unsigned packed(float low, float high) {
         if constexpr (kIsBf16<T>) {
-            // The halves of the words that were loaded; the compiler sees that they are.
+            // The halves of the words that were loaded; the compiler recognizes this.
             return __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
         } else {
             return packed_pair<T>(low, high);

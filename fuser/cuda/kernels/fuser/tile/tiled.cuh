@@ -1,7 +1,7 @@
-// The tiled skeleton: a block makes a tile of 128 x 128 values and hands it to a store policy.
+// fuser_tiled<Producer, Store>: a block makes a tile of 128 x 128 values and stores it.
 //
-// For every store with a columnwise, blockwise or transposed part. A *producer* makes values, a
-// *store policy* puts them down, and any pair of them is a kernel, fuser_tiled<Producer, Store>.
+// Every kernel with a columnwise, blockwise or transposed output is such a pair. A *producer*
+// computes the values of a tile, and a *store policy* quantizes and writes them.
 //
 //   struct Producer {
 //       using Element = ...;  // fuser::bf16, fuser::fp16 or float
@@ -11,23 +11,23 @@
 //   };
 //   struct Store {
 //       static constexpr bool kIsAligned = ...;  // whether it stores 8 elements at a time
-//       static constexpr int kBlocks = 4;  // on a multiprocessor: 4, or fewer if it needs registers
+//       static constexpr int kBlocks = 4;  // a multiprocessor: 4, or fewer if it needs registers
 //       static constexpr int kScratchBytes = 0;  // of Tile::scratch, aligned to 16 bytes
 //       template <class T>
 //       __device__ void operator()(const Tile& tile, const Patch<T>& patch) const;
 //   };
 //
-// All threads of a block call both. A producer that makes its patches otherwise than row by row (to
-// have several rows in flight, or to sum their columns) has an overload of `produced` in place of
-// operator(). Traits are specialized where that is needed: kFewerBlocks, 1 or 2 if it takes many
-// registers; kHasHalves, if values from the two halves of a row follow from the same inputs;
-// kPrefetchBytes, of Tile::scratch for what it asks for ahead. Whoever has used that leaves a barrier
-// behind.
+// All threads of a block call both. A producer that does not work row by row (because it has
+// several rows in flight, or sums their columns) has an overload of `make_patch` instead of
+// operator(). It may specialize these traits: kFewerBlocks is 1 or 2 if it takes many registers;
+// kHasHalves is true if values in the two halves of a row follow from the same inputs;
+// kPrefetchBytes is the part of Tile::scratch that it prefetches into. A producer that used
+// Tile::scratch ends with a barrier.
 //
-// A thread holds a patch of 8 x 8 values: 16 threads side by side make 128 columns, so that a row of
-// bf16 is 16 bytes a thread and 256 bytes a tile. A warp holds 16 rows. Patches are kept packed, two
-// values a word: 32 registers for bf16 and fp16, which lets four blocks run on a multiprocessor with
-// 4 x 256 x 128 bytes = 128 KB of loads in flight.
+// A thread holds a patch of 8 x 8 values. 16 neighbouring threads make 128 columns, so a row of
+// bf16 is 16 bytes a thread and 256 bytes a tile. A warp holds 16 rows. Patches are packed, two
+// 16-bit values a word: bf16 and fp16 take 32 registers, so four blocks run on a multiprocessor
+// with 4 x 256 x 128 bytes = 128 KB of loads in flight.
 #pragma once
 
 #include <fuser/tile/producer.cuh>
@@ -35,9 +35,9 @@
 
 namespace fuser {
 
-// Four blocks on a multiprocessor leave 64 registers a thread, three 80, two 128: for fp32, whose
-// patches are twice as large, and for elements one by one. One leaves 255, for what is both long and
-// wide.
+// With four blocks on a multiprocessor a thread has 64 registers, with three 80, with two 128 and
+// with one 255. Two are for fp32, whose patches are twice as large, and for element-by-element
+// access; one is for kernels with both a wide patch and a long chain.
 template <class Producer, class Store>
 constexpr bool kIsWide =
     sizeof(typename Producer::Element) == 4 || !Producer::kIsAligned || !Store::kIsAligned;
@@ -63,15 +63,14 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Produ
     if constexpr (kPrefetch > 0) {
         tile.save_index(index);
     }
-    const auto patch =
-        make_patch(producer, tile);  // unqualified: overloads may stand in later headers
+    const auto patch = make_patch(producer, tile);  // unqualified: later headers may have overloads
     if constexpr (kPrefetch > 0) {
         tile.restore_index(index);
     }
     store(tile, patch);
 }
 
-// A producer's matrix as it is, which takes no patch: out [rows, columns].
+// Writes the producer's matrix unquantized, without a patch: out [rows, columns].
 template <class Producer>
 __global__ void __launch_bounds__(fuser::kTileThreads)
     fuser_tiled_rows(Producer producer, typename Producer::Element* out, long long rows,
@@ -80,7 +79,7 @@ __global__ void __launch_bounds__(fuser::kTileThreads)
     if (tile.columns_left == 0) {
         return;
     }
-    // Reads are the smaller part of the bytes: four rows in flight are enough, and eight would take
+    // Reads are the smaller part of the bytes, so four rows in flight are enough; eight would take
     // registers from other blocks.
     constexpr int kRows = 4;
 #pragma unroll 1

@@ -1,13 +1,13 @@
-// A tile of bytes, transposed through shared memory.
+// The transpose of a tile of bytes through shared memory.
 #pragma once
 
 #include <fuser/tile/bytes.cuh>
 
 namespace fuser {
 
-// Shared memory that turns a tile of bytes: [128 columns][16 chunks], a chunk being what 8 rows of a
-// column pack into. Chunk c of a column stands at c ^ (column / 8): then neither the writes, of
-// columns 8 apart, nor the reads, along a column, meet in a bank.
+// The shared memory of the transpose: [128 columns][16 chunks]. A chunk is 8 rows of a column,
+// packed. Chunk c of a column is at position c ^ (column / 8). This avoids bank conflicts in the
+// writes, to columns 8 apart, and in the reads, along a column.
 template <class Chunk>
 struct Transpose {
     static constexpr int kBytes = kTile * kRowThreads * static_cast<int>(sizeof(Chunk));
@@ -16,14 +16,14 @@ struct Transpose {
     __device__ __forceinline__ explicit Transpose(unsigned char* shared)
         : chunks(reinterpret_cast<Chunk*>(shared)) {}
 
-    // The 8 rows of column j of the patch.
+    // Writes the 8 rows of column j of the patch.
     __device__ __forceinline__ void set_column(int j, Chunk chunk) const {
         const int column = Tile::thread_column() * kPatch + j;
         chunks[column * kRowThreads + (Tile::thread_row() ^ Tile::thread_column())] = chunk;
     }
 
-    // All of the tile to `out`, the transposed matrix of `row_bytes` a row. Between put and store
-    // stands a barrier.
+    // Stores the whole tile to `out`, the transposed matrix with `row_bytes` bytes a row. A barrier
+    // must come between set_column and store.
     template <bool kAligned>
     __device__ __forceinline__ void store(const Tile& tile, unsigned char* out,
                                           long long row_bytes) const {
@@ -31,10 +31,10 @@ struct Transpose {
             Chunk part[2];
         };
         constexpr int kPieces = kRowThreads / 2;  // of a column
-        constexpr int kColumns = kTileThreads / kPieces;  // that all threads take at once
+        constexpr int kColumns = kTileThreads / kPieces;  // of all threads together
         static_assert(kColumns / kPatch % 2 == 0);
         const int column = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-        const int turn = column / kPatch;  // kColumns / kPatch more each time: as odd as now
+        const int turn = column / kPatch;  // each step adds kColumns / kPatch, so the parity stays
         const long long byte = tile.first_row() / kPatch * static_cast<int>(sizeof(Chunk)) +
                                piece * static_cast<int>(sizeof(Piece));
         const long long left = min(row_bytes - byte, static_cast<long long>(sizeof(Piece)));
