@@ -99,7 +99,7 @@ def test_sums_are_of_a_bias_in_front_and_of_tiles() -> None:
     case = replace(CHAINS["bias_gelu"], rows=300, columns=16)
     dy = x = torch.zeros(300, 16, dtype=case.dtype)
     assert pointwise.sums_shape(300, 16) == (3, 16)
-    with pytest.raises(InputError, match=r"gradient of a bias in front; got .*gelu"):
+    with pytest.raises(InputError, match=r"gradient of a bias that is the first stage; got .*gelu"):
         pointwise.backward_producer(cases.GELU, dy, x, [None], 300, 16, sums=torch.zeros(3, 16))
     with pytest.raises(InputError, match=r"sums contiguous, .*shape \(3, 16\); got"):
         pointwise.backward_producer(

@@ -1,4 +1,4 @@
-"""Launchers of FP8 in blocks of 128; the functions of ``fuser.reference.block_scaling``.
+"""Launchers of FP8 in blocks of 128: the functions of ``fuser.reference.block_scaling``.
 
 Data is uint8 and holds E4M3 or E5M2; columnwise data is stored transposed, ``[K, M]``. Scales are
 fp32 in the shapes of ``formats.fp8_block_scale_shape``.
@@ -57,11 +57,11 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``; or a producer of that.
+        Read; ``[M, K]``, or a producer of such values.
     dtype
         E4M3 or E5M2.
     block_dim, pow2, eps
-        As the reference has them.
+        As in the reference.
     row, row_scale_inv
         Written, both or neither; ``[M, K]`` and ``fp8_block_scale_shape(M, K, False, block_dim)``.
     col, col_scale_inv
@@ -70,7 +70,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -97,12 +97,12 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``data * scale_inv``, rounded once, to ``out``. ``1 + b`` bytes an element.
+    """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
     Parameters
     ----------
     data, scale_inv
-        Read; a rowwise copy, or a columnwise copy, which is turned back.
+        Read; a rowwise copy, or a columnwise copy, which is transposed back.
     dtype
         E4M3 or E5M2.
     out_dtype, out
@@ -111,11 +111,11 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block dequantize"
     rows, columns = check_matrix(what, data)
-    # The stored matrix has its blocks along its columns either way.
+    # In both copies, the blocks of the stored matrix are along its columns.
     scale_shape = fp8_block_scale_shape(rows, columns, False, block_dim)
     scales = (scale_inv, torch.float32, scale_shape)
     check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
@@ -149,12 +149,12 @@ def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kerne
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of FP8 blocks."""
     return tuple(_quantize(producer, FLOAT8[to], block_dim, aligned) for block_dim in (1, 2))
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
+    """Every kernel whose input is a matrix."""
     dequantizing = tuple(
         _dequantize(element, of, columnwise, aligned)
         for element, of, aligned in decoder_types()

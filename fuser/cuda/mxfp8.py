@@ -1,4 +1,4 @@
-"""Launchers of MXFP8; the functions of ``fuser.reference.mxfp8``.
+"""MXFP8 launchers: the functions of ``fuser.reference.mxfp8``.
 
 Data is uint8 and holds E4M3 or E5M2, both copies ``[M, K]``; scales are uint8 and hold E8M0, in the
 shapes of ``formats.mxfp8_scale_shape``.
@@ -54,12 +54,12 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 32; or a producer of that.
+        Read; ``[M, K]``, multiples of 32, or a producer of such values.
     dtype
         E4M3 or E5M2.
     swizzled
-        Write scales as the reference's ``swizzle`` orders them, the columnwise ones transposed
-        first: in the shape ``[K, M / 32]``, padded.
+        Whether scales have the order of the reference's ``swizzle``. Columnwise scales are
+        transposed first, to the padded shape ``[K, M / 32]``.
     row, row_scale
         Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, False)``.
     col, col_scale
@@ -68,7 +68,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 32.
+        If a tensor does not match this, or M or K is no multiple of 32.
     """
     what = "MXFP8 quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -94,12 +94,12 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``data * 2^(e - 127)``, rounded once, to ``out``. ``1 + b`` bytes an element.
+    """Write ``data * 2^(e - 127)``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
     Parameters
     ----------
     data, scale
-        Read; a rowwise copy, or a columnwise one as ``columnwise`` says; scales not swizzled.
+        Read; the columnwise copy if ``columnwise``, else the rowwise one; scales not swizzled.
     dtype
         E4M3 or E5M2.
     out_dtype, out
@@ -108,7 +108,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 32.
+        If a tensor does not match this, or M or K is no multiple of 32.
     """
     what = "MXFP8 dequantize"
     m, k = check_matrix(what, data)
@@ -138,11 +138,11 @@ def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of MXFP8."""
     return tuple(_quantize(producer, FLOAT8[to], is_2d, aligned) for is_2d in (False, True))
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
+    """Every kernel whose input is a matrix."""
     dequantizing = tuple(_dequantize(*types) for types in decoder_types())
     return dequantizing + quantizing_kernels(stores)

@@ -1,4 +1,4 @@
-"""Launchers of NVFP4; the functions of ``fuser.reference.nvfp4``.
+"""NVFP4 launchers: the functions of ``fuser.reference.nvfp4``.
 
 Data is uint8, two E2M1 values a byte; columnwise data is stored transposed, ``[K, M / 2]``. Scales
 are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``.
@@ -43,22 +43,22 @@ def hadamard_amax(
 ) -> None:
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
-    A NaN is above all. Reads ``b`` bytes an element, once. Without a transform,
-    ``fp8_scaling.amax`` is what measures a tensor.
+    A NaN is above all numbers. Reads ``b`` bytes an element, once. Without a transform, use
+    ``fp8_scaling.amax``.
 
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16; or a producer of that.
+        Read; ``[M, K]``, multiples of 16, or a producer of such values.
     random_signs
-        As the reference has it.
+        As in the reference.
     out
         fp32 ``[2]``, zeroed by the caller; read and written.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 16.
+        If a tensor does not match this, or M or K is no multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
@@ -85,7 +85,7 @@ def quantize(
     col_scale: torch.Tensor | None = None,
     col_amax: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, below the given amax.
+    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, for the given amax.
 
     Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
     elements and copy.
@@ -93,24 +93,24 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16; or a producer of that.
+        Read; ``[M, K]``, multiples of 16, or a producer of such values.
     two_dimensional, hadamard, random_signs, stochastic, seed, offset
-        As the reference has them.
+        As in the reference.
     amax_value
-        Read; fp32 ``[1]``, or ``[2]``: for the rowwise and for the columnwise copy, as
-        :func:`hadamard_amax` measures them.
+        Read; fp32 ``[1]``, or ``[2]`` with one amax for the rowwise and one for the columnwise
+        copy, as :func:`hadamard_amax` computes them.
     row, row_scale
         Written, both or neither; ``[M, K / 2]`` and ``nvfp4_scale_shape(M, K, False)``.
     col, col_scale
         Written, both or neither; ``[K, M / 2]`` and ``nvfp4_scale_shape(M, K, True)``.
     row_amax, col_amax
-        Written where they are given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy,
-        for a tensor of its own.
+        Written if given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy, in a tensor
+        of its own.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, ``offset`` is negative, or M or K is no multiple of 16.
+        If a tensor does not match this, ``offset`` is negative, or M or K is no multiple of 16.
     """
     what = "NVFP4 quantize"
     producer = as_producer(what, x)
@@ -152,19 +152,19 @@ def dequantize(
 ) -> None:
     """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out``.
 
-    Moves ``1/2 + b`` bytes an element. A Hadamard transform is not undone.
+    Moves ``1/2 + b`` bytes an element. Does not invert a Hadamard transform.
 
     Parameters
     ----------
     data, scale, amax
-        Read; a rowwise copy, or a columnwise copy, which is turned back; amax fp32 ``[1]``.
+        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``.
     out_dtype, out
         Written; ``[M, K]``, contiguous and of this dtype.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 16.
+        If a tensor does not match this, or M or K is no multiple of 16.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)
@@ -205,7 +205,7 @@ def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
 
 
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of NVFP4."""
     quantizing = [
         _quantize(producer, hadamard, stochastic, aligned)
         for hadamard in BOOLEANS
@@ -215,7 +215,7 @@ def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
+    """Every kernel whose input is a matrix."""
     names = ELEMENTS.values()
     return (
         *itertools.starmap(_dequantize, itertools.product(names, BOOLEANS, BOOLEANS)),

@@ -52,7 +52,7 @@ def producer_types(
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """The kernels that the tests compile and run; any other chain is made when it is asked for.
+    """The kernels that the tests compile and run; other chains are instantiated on demand.
 
     Every activation forward and backward in bf16, some chains in every dtype with and without
     vectors, and every kind of stage with the gradient of its operand.

@@ -35,8 +35,8 @@ def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
     Raises
     ------
     InputError
-        If ``x`` is no matrix whose rows lie in memory element by element, or of another dtype than
-        fp32, fp16 and bf16. ``what`` names the launcher.
+        If the elements of a row of ``x`` are not adjacent, ``x`` is no matrix, or its dtype is not
+        fp32, fp16 or bf16. ``what`` names the launcher.
     """
     if isinstance(x, Producer):
         return x
