@@ -71,7 +71,7 @@ def test_the_halves_of_dx_may_lie_in_any_tiles(columns: int, backward: bool) -> 
 
 @EVERY_SIDE
 def test_a_bias_in_front_of_two_lines_gets_sums_of_both(backward: bool) -> None:
-    check(sized(cases.TWO_LINES, ONE_STORE), ONE_STORE, EMULATOR, backward=backward)
+    check(sized(cases.TWO_HALVES, ONE_STORE), ONE_STORE, EMULATOR, backward=backward)
 
 
 @EVERY_SIDE

@@ -392,7 +392,7 @@ __device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
     for (int i = 0; i < kVectors; ++i) {
         bits ^= vectors[i].bits();
     }
-    vectors[0].wait_for(bits & (blockDim.z - 1u));  // 0; the compiler does not know
+    vectors[0].wait_for(bits & (blockDim.z - 1u));  // blockDim.z is 1; the compiler does not know
 }
 
 }  // namespace fuser

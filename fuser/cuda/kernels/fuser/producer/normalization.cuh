@@ -60,8 +60,7 @@ __device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, c
 // Makes the first row wait until all rows are loaded. A compiler that is short of registers would
 // otherwise compute the first before it loads the next, with one load in flight at a time.
 __device__ __forceinline__ void wait_for_bits(unsigned bits, float (&x)[kPatch]) {
-    const unsigned zero =
-        bits & (blockDim.z - 1u);  // 0: blocks are flat, but the compiler does not know
+    const unsigned zero = bits & (blockDim.z - 1u);  // blockDim.z is 1; the compiler does not know
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         x[i] = __uint_as_float(__float_as_uint(x[i]) ^ zero);

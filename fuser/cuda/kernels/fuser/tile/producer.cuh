@@ -5,6 +5,7 @@
 
 namespace fuser {
 
+// Traits of a producer; tile/tiled.cuh says when to specialize them.
 template <class Producer>
 constexpr int kFewerBlocks = 0;
 template <class Producer>

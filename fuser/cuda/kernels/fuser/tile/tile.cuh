@@ -21,8 +21,7 @@ struct Tile {
     int row_tile, column_tile;  // of this tile
     long long row;  // first row and column of the patch
     int column;
-    int rows_left,
-        columns_left;  // of the patch: up to 8; both are 0 outside the matrix
+    int rows_left, columns_left;  // of the patch: up to 8; both are 0 outside the matrix
     unsigned char* scratch;  // shared memory; the producer uses it first, then the store
 
     // With has_halves, a tile of the left half and the same tile of the right half are neighbours
