@@ -59,7 +59,7 @@ def sizes_of(
     rows: int,
     columns: int,
     lanes: int,
-    stages: int,
+    prefetch_depth: int,
     x: torch.dtype,
     parameter: torch.dtype | None,
     is_aligned: bool,
@@ -75,7 +75,7 @@ def sizes_of(
                 int32(rows),
                 int32(columns),
                 int32(vectors_of(columns, x.itemsize, lanes)),
-                int32(stages),
+                int32(prefetch_depth),
             ),
             *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
             float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
@@ -152,13 +152,13 @@ def launch_norm(
     is_aligned: bool,
     zero_centered_gamma: bool,
     eps: float = 0.0,
-    stages: int = 0,
+    prefetch_depth: int = 0,
 ) -> None:
     """Launch a kernel that takes a struct of ``tensors`` and the kernels' ``Sizes``."""
     dtype = None if gamma is None else gamma.dtype
     rows, columns = x.shape
     sizes = sizes_of(
-        *(*strides, rows, columns, launch.block[0], stages, x.dtype, dtype),
+        *(*strides, rows, columns, launch.block[0], prefetch_depth, x.dtype, dtype),
         *(is_aligned, zero_centered_gamma, eps),
     )
     kernel(launch, Struct(tensors), sizes)

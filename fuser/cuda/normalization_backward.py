@@ -43,8 +43,8 @@ from fuser.errors import InputError
 BACKWARD_THREADS = 256
 BACKWARD_ROW_THREADS = 512
 BACKWARD_VECTORS = (2, 4)
-MAX_STAGES = 4
-# Shared memory of a block that is not for stages: of the kernel, and of the driver.
+MAX_PREFETCH_DEPTH = 4
+# Shared memory of a block that is not for prefetched rows: of the kernel, and of the driver.
 STATIC_SHARED_BYTES = 1024
 RESERVED_SHARED_BYTES = 1024
 
@@ -293,15 +293,15 @@ class BackwardPlan:
         """The number of blocks for ``rows``: at most as many as run at once."""
         return min(-(-rows // self.rows), multiprocessors * self.blocks_per_multiprocessor)
 
-    def stage_bytes(self, vector_bytes: int) -> int:
-        """Shared memory of a stage; ``vector_bytes`` is one vector of every tensor read."""
+    def slot_bytes(self, vector_bytes: int) -> int:
+        """Shared memory of one row a thread; ``vector_bytes``: one vector of every tensor read."""
         return self.vectors * self.lanes * self.rows * vector_bytes
 
-    def stages(self, vector_bytes: int, shared: int) -> int:
+    def prefetch_depth(self, vector_bytes: int, shared: int) -> int:
         """The number of rows that a thread prefetches, with at most ``shared`` bytes a block."""
         each = (shared + RESERVED_SHARED_BYTES) // self.blocks_per_multiprocessor
         free = each - RESERVED_SHARED_BYTES - STATIC_SHARED_BYTES
-        return min(max(free // self.stage_bytes(vector_bytes), 1), MAX_STAGES)
+        return min(max(free // self.slot_bytes(vector_bytes), 1), MAX_PREFETCH_DEPTH)
 
 
 @functools.cache
@@ -316,9 +316,9 @@ def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan
         lanes = power_of_two(share)
     rows = max(1, BACKWARD_THREADS // lanes)
     fits = vectors <= lanes * each
-    # Two blocks if their registers fit, and two stages of each fit shared memory.
-    stage_bytes = each * lanes * rows * 3 * VECTOR_BYTES
-    two = lanes * rows <= BACKWARD_THREADS and 4 * stage_bytes <= shared
+    # Two blocks if their registers fit, and two slots of each fit shared memory.
+    slot_bytes = each * lanes * rows * 3 * VECTOR_BYTES
+    two = lanes * rows <= BACKWARD_THREADS and 4 * slot_bytes <= shared
     return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
 
 
@@ -334,16 +334,16 @@ def _backward_choice(
     shared: int,
     multiprocessors: int,
 ) -> tuple[Kernel, Launch, int]:
-    """The kernel, its launch and the number of stages."""
+    """The kernel, its launch and the prefetch depth."""
     plan = backward_plan(columns, x.itemsize, shared)
     blocks = plan.blocks(rows, multiprocessors)
     if not is_aligned or not plan.fits_registers:
         return _backward_kernel(norm, x, dy, None), Launch((blocks,), (max(plan.lanes, 32), 1)), 0
     vector_bytes = VECTOR_BYTES * (1 + has_extra) + VECTOR_BYTES * dy.itemsize // x.itemsize
-    stages = plan.stages(vector_bytes, shared)
-    shared_of_block = stages * plan.stage_bytes(vector_bytes)
+    depth = plan.prefetch_depth(vector_bytes, shared)
+    shared_of_block = depth * plan.slot_bytes(vector_bytes)
     launch = Launch((blocks,), (plan.lanes, plan.rows), shared_of_block)
-    return _backward_kernel(norm, x, dy, plan.vectors), launch, stages
+    return _backward_kernel(norm, x, dy, plan.vectors), launch, depth
 
 
 @functools.lru_cache(maxsize=1024)
@@ -398,7 +398,7 @@ def _backward(
         strides = row_strides(x, d_extra, dy)
         is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
-        kernel, launch, stages = _backward_choice(
+        kernel, launch, depth = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
         )
         tensors = (dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax)
@@ -406,7 +406,7 @@ def _backward(
             *(kernel, launch, tensors, x, gamma, strides),
             is_aligned=is_aligned,
             zero_centered_gamma=zero_centered_gamma,
-            stages=stages,
+            prefetch_depth=depth,
         )
     if wanted:
         dgamma, dbeta = (*grads, None)[:2]

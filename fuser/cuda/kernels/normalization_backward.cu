@@ -108,10 +108,10 @@ __device__ __forceinline__ void wait_for_oldest_of(int groups) {
     }
 }
 
-// The vectors of x, dy and d_extra of a thread, prefetched to shared memory for `stages` rows. Each
+// The vectors of x, dy and d_extra of a thread, prefetched to shared memory for `prefetch_depth` rows. Each
 // thread has its own part of that memory, so no barrier is needed.
 template <class T, class Dy, int kVectors>
-struct Stages {
+struct PrefetchedRows {
     static constexpr int kCount = kWidest<T>;
     static constexpr int kDyBytes = kCount * static_cast<int>(sizeof(Dy));
 
@@ -121,30 +121,30 @@ struct Stages {
     int threads;
     int thread;
 
-    __device__ __forceinline__ Stages(const Backward<T, Dy>& tensors, const Sizes& sizes_,
-                                      unsigned char* shared)
+    __device__ __forceinline__ PrefetchedRows(const Backward<T, Dy>& tensors, const Sizes& sizes_,
+                                              unsigned char* shared)
         : a(tensors),
           sizes(sizes_),
           memory(shared),
           threads(static_cast<int>(blockDim.x * blockDim.y)),
           thread(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)) {}
 
-    __device__ __forceinline__ unsigned char* start(int stage) const {
+    __device__ __forceinline__ unsigned char* start(int slot) const {
         const int bytes = 16 + kDyBytes + (a.d_extra != nullptr ? 16 : 0);
-        return memory + stage * kVectors * threads * bytes;
+        return memory + slot * kVectors * threads * bytes;
     }
-    __device__ __forceinline__ unsigned char* x(int stage, int v) const {
-        return start(stage) + (v * threads + thread) * 16;
+    __device__ __forceinline__ unsigned char* x(int slot, int v) const {
+        return start(slot) + (v * threads + thread) * 16;
     }
-    __device__ __forceinline__ unsigned char* dy(int stage, int v) const {
-        return start(stage) + kVectors * threads * 16 + (v * threads + thread) * kDyBytes;
+    __device__ __forceinline__ unsigned char* dy(int slot, int v) const {
+        return start(slot) + kVectors * threads * 16 + (v * threads + thread) * kDyBytes;
     }
-    __device__ __forceinline__ unsigned char* extra(int stage, int v) const {
-        return start(stage) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
+    __device__ __forceinline__ unsigned char* extra(int slot, int v) const {
+        return start(slot) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
     }
 
     // Starts to copy a row. After the last row, x and dy are 0.
-    __device__ __forceinline__ void fetch(int stage, int row) const {
+    __device__ __forceinline__ void fetch(int slot, int row) const {
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
         const T* x_row = start_of(a.x, row, sizes.x_stride) + columns.first;
         const Dy* dy_row = start_of(a.dy, row, sizes.dy_stride) + columns.first;
@@ -153,14 +153,14 @@ struct Stages {
         for (int v = 0; v < kVectors; ++v) {
             const int offset = v * columns.step;
             if (columns.left(v) <= 0) {
-                write_packed(x(stage, v), zeros<T, kCount>());
-                write_packed(dy(stage, v), zeros<Dy, kCount>());
+                write_packed(x(slot, v), zeros<T, kCount>());
+                write_packed(dy(slot, v), zeros<Dy, kCount>());
                 continue;
             }
-            copy_async<16>(x(stage, v), x_row + offset);
-            copy_async<kDyBytes>(dy(stage, v), dy_row + offset);
+            copy_async<16>(x(slot, v), x_row + offset);
+            copy_async<kDyBytes>(dy(slot, v), dy_row + offset);
             if (a.d_extra != nullptr) {
-                copy_async<16>(extra(stage, v), extra_row + offset);
+                copy_async<16>(extra(slot, v), extra_row + offset);
             }
         }
         close_copies();
@@ -180,13 +180,14 @@ struct BackwardColumns {
 
     const Backward<T, Dy>& a;
     const Sizes& sizes;
-    const Stages<T, Dy, kVectors>& stages;
+    const PrefetchedRows<T, Dy, kVectors>& prefetched;
     float d_parameters[kSums][kVectors][kCount] = {};
     float gain[kKept][kCount];
     Vector vectors[kKept];  // of the current row
 
-    __device__ __forceinline__ explicit BackwardColumns(const Stages<T, Dy, kVectors>& stages_)
-        : a(stages_.a), sizes(stages_.sizes), stages(stages_) {
+    __device__ __forceinline__ explicit BackwardColumns(
+        const PrefetchedRows<T, Dy, kVectors>& prefetched_)
+        : a(prefetched_.a), sizes(prefetched_.sizes), prefetched(prefetched_) {
 #pragma unroll
         for (int v = 0; v < kVectors && kKeeps; ++v) {
             load_gain_of(v);
@@ -200,24 +201,24 @@ struct BackwardColumns {
                   columns.left(v), true, gain[kKeeps ? v : 0]);
     }
 
-    __device__ __forceinline__ Packed<Dy, kCount> read(int stage, int v,
+    __device__ __forceinline__ Packed<Dy, kCount> read(int slot, int v,
                                                        const Statistics<Norm>& row) {
         if constexpr (!kKeeps) {
             load_gain_of(v);
         }
-        const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(stages.dy(stage, v));
+        const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(prefetched.dy(slot, v));
         const int kept = kKeeps ? v : 0;
-        vectors[kept].set(read_packed<T, kCount>(stages.x(stage, v)), dy, gain[kept], row);
+        vectors[kept].set(read_packed<T, kCount>(prefetched.x(slot, v)), dy, gain[kept], row);
         return dy;
     }
 
     // Adds the row to the gradients of the parameters, and this thread's part to the sums of the
     // row.
-    __device__ __forceinline__ void sum(int stage, const Statistics<Norm>& row,
+    __device__ __forceinline__ void sum(int slot, const Statistics<Norm>& row,
                                         float (&sums)[kSums]) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const Packed<Dy, kCount> dy = read(stage, v, row);
+            const Packed<Dy, kCount> dy = read(slot, v, row);
             const Vector& vector = vectors[kKeeps ? v : 0];
             vector.add_to(sums);
 #pragma unroll
@@ -233,8 +234,7 @@ struct BackwardColumns {
 
     // Computes dx and, if a.dx is not null, stores it. Returns the bits of its largest magnitude if
     // a.amax is not null.
-    __device__ __forceinline__ unsigned write(int stage, int row,
-                                              const Statistics<Norm>& statistics,
+    __device__ __forceinline__ unsigned write(int slot, int row, const Statistics<Norm>& statistics,
                                               const float (&means)[kSums]) {
         unsigned largest = 0;
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
@@ -245,12 +245,12 @@ struct BackwardColumns {
                 continue;
             }
             if constexpr (!kKeeps) {
-                read(stage, v, statistics);
+                read(slot, v, statistics);
             }
             float values[kCount];
             vectors[kKeeps ? v : 0].dx(means, statistics.rstd, values);
             if (a.d_extra != nullptr) {
-                add_packed(values, read_packed<T, kCount>(stages.extra(stage, v)));
+                add_packed(values, read_packed<T, kCount>(prefetched.extra(slot, v)));
             }
             const Packed<T, kCount> dx = packed<T>(values);
             if (a.dx != nullptr) {
@@ -280,10 +280,11 @@ struct BackwardColumns {
                 }
             }
             __syncthreads();
-            const int place = static_cast<int>(k * gridDim.x + blockIdx.x);
-            float* partials = start_of(a.partials, place, sizes.columns);
+            const int index = static_cast<int>(k * gridDim.x + blockIdx.x);
+            float* partials = start_of(a.partials, index, sizes.columns);
 #pragma unroll 1
-            for (int column = stages.thread; column < sizes.columns; column += stages.threads) {
+            for (int column = prefetched.thread; column < sizes.columns;
+                 column += prefetched.threads) {
                 float total = 0.0f;
 #pragma unroll 1
                 for (int r = 0; r < rows; ++r) {
@@ -309,8 +310,8 @@ __global__ void __launch_bounds__(512, 1)
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ float scratch[RowSums<kSums>::kScratch];
     RowSums<kSums> row_sums{scratch};
-    const Stages<T, Dy, kVectors> stages(a, sizes, memory);
-    ThisColumns mine(stages);
+    const PrefetchedRows<T, Dy, kVectors> prefetched(a, sizes, memory);
+    ThisColumns mine(prefetched);
 
     const int step = static_cast<int>(gridDim.x * blockDim.y);
     const int begin = static_cast<int>(blockIdx.x * blockDim.y);
@@ -319,27 +320,27 @@ __global__ void __launch_bounds__(512, 1)
     next.load(a, sizes, row);
 
     // A row is fetched `ahead` rows before its use, so the first steps only fetch.
-    const int ahead = sizes.stages * step;
+    const int ahead = sizes.prefetch_depth * step;
     row -= ahead;
-    int stage = 0;
+    int slot = 0;
     unsigned largest = 0;
     for (int first = begin - ahead; first < sizes.rows; first += step, row += step) {
         if (first >= begin) {
             statistics = next;
             next.load(a, sizes, row + step);
-            wait_for_oldest_of(sizes.stages);
+            wait_for_oldest_of(sizes.prefetch_depth);
             float sums[kSums] = {};
-            mine.sum(stage, statistics, sums);
+            mine.sum(slot, statistics, sums);
             if (a.needs_values() || a.means != nullptr) {
                 row_sums(sums);
                 average(a, sizes, row, sums);
             }
             if (a.needs_values()) {
-                largest = max(largest, mine.write(stage, row, statistics, sums));
+                largest = max(largest, mine.write(slot, row, statistics, sums));
             }
         }
-        stages.fetch(stage, row + ahead);
-        stage = stage + 1 == sizes.stages ? 0 : stage + 1;
+        prefetched.fetch(slot, row + ahead);
+        slot = slot + 1 == sizes.prefetch_depth ? 0 : slot + 1;
     }
 
     if (a.partials != nullptr) {

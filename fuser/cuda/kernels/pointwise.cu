@@ -11,20 +11,20 @@ namespace fuser {
 template <int N>
 struct Thread {
     unsigned vector;
-    unsigned chunk;  // of rows
+    unsigned row_block;
     int column;
     bool is_inside;
 
     __device__ __forceinline__ explicit Thread(int columns)
         : vector(blockIdx.x * blockDim.x + threadIdx.x),
-          chunk(blockIdx.z * gridDim.y + blockIdx.y) {
+          row_block(blockIdx.z * gridDim.y + blockIdx.y) {
         is_inside = vector < (columns + N - 1u) / N;
         column = is_inside ? static_cast<int>(vector * N) : 0;
     }
 
     // Row `number` of the `each` rows of this thread.
     __device__ __forceinline__ unsigned row(int number, int each) const {
-        return (chunk * each + number) * blockDim.y + threadIdx.y;
+        return (row_block * each + number) * blockDim.y + threadIdx.y;
     }
 };
 
@@ -174,7 +174,7 @@ struct Collector {
                     totals[i] = __fadd_rn(totals[i], of_threads[i][own + other * blockDim.x]);
                 }
             }
-            write(parts + static_cast<long long>(thread.chunk) * coord.width + coord.column,
+            write(parts + static_cast<long long>(thread.row_block) * coord.width + coord.column,
                   totals);
         }
     }

@@ -301,7 +301,7 @@ struct Vector {
     __device__ __forceinline__ void fetch_prefetched(const Inputs<Chain>& inputs,
                                                      const ChainCoord& coord, const uint4* staged,
                                                      int step) {
-        constexpr int kChunks = N * static_cast<int>(sizeof(T)) / 16;
+        constexpr int kPieces = N * static_cast<int>(sizeof(T)) / 16;
         if constexpr (kBackward) {
             dy = read_pieces<T, N>(staged, step);
         }
@@ -309,7 +309,7 @@ struct Vector {
 #pragma unroll
             for (int half = 0; half < kHalves; ++half) {
                 if (half < kNeeded) {
-                    x[half] = read_pieces<T, N>(staged + (kBackward + half) * kChunks * step, step);
+                    x[half] = read_pieces<T, N>(staged + (kBackward + half) * kPieces * step, step);
                 } else {
                     x[half] = load_packed<N>(inputs.x + coord.row * inputs.x_stride +
                                              coord.template of_half<kHalves>(half).column);

@@ -124,7 +124,7 @@ struct Sizes {
     int rows;
     int columns;
     int chunks;
-    int stages;
+    int prefetch_depth;  // of backward, in rows
     int parameter_type;
     int is_aligned;
     float gain_offset;

@@ -65,8 +65,8 @@ constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = C
 // with six an H200 takes 1 to 9% more time.
 template <class T, int kStreams>
 struct PrefetchLayout {
-    static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a vector
-    static constexpr int kEach = kStreams * kChunks;
+    static constexpr int kPieces = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a vector
+    static constexpr int kEach = kStreams * kPieces;
     static constexpr int kMost = 9;  // pieces a thread: more would exceed a block's 48 KB
     static constexpr int kDepth = kEach == 1 ? kPatch : kEach < kMost ? kMost / kEach : 1;
     static constexpr int kBytes = kDepth * kEach * kTileThreads * 16;
@@ -147,7 +147,7 @@ struct ChainRows {
     template <int kNeeded>
     __device__ __forceinline__ void prefetch(bool has_next, const T*& dy, const T*& x,
                                              uint4* to) const {
-        constexpr int kChunks = Layout::kChunks;
+        constexpr int kPieces = Layout::kPieces;
         if constexpr (kBackward) {
             prefetch_vector(dy, to);
             dy += has_next ? inputs.dy_stride : 0;
@@ -156,15 +156,15 @@ struct ChainRows {
 #pragma unroll
             for (int half = 0; half < kNeeded; ++half) {
                 prefetch_vector(x + half * inputs.interleave,
-                                to + (kBackward + half) * kChunks * kTileThreads);
+                                to + (kBackward + half) * kPieces * kTileThreads);
             }
             x += has_next ? inputs.x_stride : 0;
         }
     }
     __device__ __forceinline__ void prefetch_vector(const T* p, uint4* to) const {
 #pragma unroll
-        for (int chunk = 0; chunk < Layout::kChunks; ++chunk) {
-            copy_async<16>(to + chunk * kTileThreads, reinterpret_cast<const uint4*>(p) + chunk);
+        for (int piece = 0; piece < Layout::kPieces; ++piece) {
+            copy_async<16>(to + piece * kTileThreads, reinterpret_cast<const uint4*>(p) + piece);
         }
     }
 
