@@ -1,5 +1,4 @@
-// The probe: a kernel whose result depends on every part of its launch, to test whether kernels
-// work.
+// The probe: a kernel whose result depends on every part of its launch, to test a machine.
 
 // ---- y[i] = scale * x[i] + i for i < n, with `threads` threads in total ----
 
