@@ -65,8 +65,7 @@ struct RowStores {
     }
 };
 
-// Row i of a patch as bytes of E. Every element is multiplied by `scale`, or by the scale of its
-// column.
+// Row i of a patch times `scale`, as bytes of E.
 template <class E, class T>
 __device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i, float scale) {
     float x[kPatch];
@@ -76,19 +75,8 @@ __device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i, flo
     }
     return encoded8<E>(x);
 }
-template <class E, class T>
-__device__ __forceinline__ uint2 quantized_row(const Patch<T>& patch, int i,
-                                               const float (&scales)[kPatch]) {
-    float x[kPatch];
-#pragma unroll
-    for (int j = 0; j < kPatch; ++j) {
-        x[j] = mul_rn(patch.value(i, j), scales[j]);
-    }
-    return encoded8<E>(x);
-}
 
-// Quantizes the rows of a patch to `out`. scale(i) is the scale of row i, or the scales of its
-// columns.
+// Quantizes the rows of a patch to `out`; scale(i) is the scale of row i.
 template <class E, bool kAligned, class T, class Scale>
 __device__ __forceinline__ void store_quantized_rows(const Tile& tile, const Patch<T>& patch,
                                                      unsigned char* out, const Scale& scale) {
