@@ -146,7 +146,7 @@ CHAINS = {
     "interleaved": Case(INTERLEAVED),
     "bias_gelu": Case(BIAS_GELU, wanted=(0,), saved=1),
 }
-TWO_LINES = Case(BIAS_SWIGLU, wanted=(0,))
+TWO_HALVES = Case(BIAS_SWIGLU, wanted=(0,))
 
 
 @dataclass(frozen=True)

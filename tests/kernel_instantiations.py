@@ -20,9 +20,16 @@ import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
 from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
-from fuser.cuda.checks import ALIGNED
 from fuser.cuda.launch import Kernel
-from fuser.cuda.pointwise import BIAS_GELU, BIAS_SWIGLU, EVERYTHING, GELU, SWIGLU, producer_types
+from fuser.cuda.pointwise_instantiations import (
+    BIAS_GELU,
+    BIAS_SWIGLU,
+    EVERYTHING,
+    GELU,
+    SWIGLU,
+    producer_types,
+)
+from fuser.cuda.tiled import ALIGNED
 from fuser.formats import DType
 
 COMMON_DTYPES = (torch.bfloat16, torch.float32)

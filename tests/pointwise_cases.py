@@ -11,16 +11,14 @@ import oracles
 import torch
 
 from fuser.chain import ACTIVATIONS, Stage, Stages
-from fuser.cuda.pointwise import (
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
+from fuser.cuda.pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
     SCALED_SRELU,
     SWIGLU,
-    TWO_LINES,
-    pointwise,
-    pointwise_backward,
-    workspace_size,
+    TWO_HALVES,
 )
 from fuser.reference import chain as reference
 from fuser.reference.dropout import dropout_mask
@@ -272,7 +270,7 @@ CHAIN_CASES = tuple(
         Case(BIAS_GELU, rows, columns, wanted=(0,)),
         Case(SCALED_SRELU, rows, columns, wanted=(0,), scales=torch.bfloat16),
         Case(LINEAR, rows, columns, wanted=(0, 3)),
-        Case(TWO_LINES, rows, columns, wanted=(1,)),
+        Case(TWO_HALVES, rows, columns, wanted=(1,)),
         Case(EVERYTHING, rows, columns, torch.bfloat16, wanted=(0, 2, 4)),
         Case(EVERYTHING, rows, columns, torch.float32, wanted=(0, 2, 4)),
         Case(EVERYTHING, rows, columns + 3, torch.bfloat16, wanted=(0, 2, 4)),

@@ -422,7 +422,7 @@ def test_plans_cover_every_row_with_blocks_that_gpus_can_run(element_bytes: int)
             assert plan.fits_registers == (vectors <= plan.vectors * plan.lanes)
             assert plan.fits_registers == (columns <= 16384 * 2 // element_bytes)
             for vector_bytes in (24, 32, 40, 48):
-                used = plan.stages(vector_bytes, shared) * plan.stage_bytes(vector_bytes)
+                used = plan.prefetch_depth(vector_bytes, shared) * plan.slot_bytes(vector_bytes)
                 blocks = plan.blocks_per_multiprocessor if plan.fits_registers else 1
                 assert used + 512 <= shared
                 assert blocks * (used + 512 + 1024) <= shared + 1024
@@ -434,7 +434,7 @@ def test_on_an_h200_the_backward_has_rows_on_their_way_in_all_its_shared_memory(
     found = {}
     for columns in (1024, 2048, 4096, 8192, 16384):
         plan = backward_launchers.backward_plan(columns, 2, shared)
-        block = plan.stages(48, shared) * plan.stage_bytes(48) // 1024
+        block = plan.prefetch_depth(48, shared) * plan.slot_bytes(48) // 1024
         found[columns] = (plan.blocks_per_multiprocessor, block)
     assert found == {
         1024: (2, 96),

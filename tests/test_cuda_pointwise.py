@@ -16,16 +16,14 @@ from fuser.chain import Stage
 from fuser.cuda import pointwise as launcher
 from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
 from fuser.cuda.launch import Kernel, tiles
-from fuser.cuda.pointwise import (
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
+from fuser.cuda.pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
     LINEAR,
     SWIGLU,
-    TWO_LINES,
+    TWO_HALVES,
     instantiations,
-    pointwise,
-    pointwise_backward,
-    workspace_size,
 )
 from fuser.errors import InputError, InputTypeError
 from fuser.reference import chain as reference
@@ -105,10 +103,10 @@ def test_a_linear_chain_has_the_references_bits_and_mask() -> None:
 
 
 def test_a_chain_gives_the_bits_of_its_stages_one_by_one() -> None:
-    case = Case(TWO_LINES, 5, 48, wanted=(1,))
+    case = Case(TWO_HALVES, 5, 48, wanted=(1,))
     t = tensors_of(case)
     together = cases.run_kernels(case, t, emulated)
-    silu, _, geglu, relu = ((stage,) for stage in TWO_LINES)
+    silu, _, geglu, relu = ((stage,) for stage in TWO_HALVES)
     extra = t.operands[1]
     assert extra is not None
     a, c = torch.empty_like(t.x), torch.empty_like(t.y)
@@ -358,7 +356,7 @@ KERNELS = Path(__file__).parent / "emulator" / "kernels"
 def patches(producer: Producer) -> torch.Tensor:
     """What a producer produces, by tiles."""
     y = torch.empty(producer.columns, producer.rows, dtype=producer.dtype)
-    store = f"fuser::TurnedStore<{ELEMENTS[producer.dtype]}, false>"
+    store = f"fuser::TransposedStore<{ELEMENTS[producer.dtype]}, false>"
     kernel = Kernel("patches", f"fuser_tiled<{producer.type}, {store}>")
     launch = tiles(producer.rows, producer.columns)
     sizes = (int64(producer.rows), int32(producer.columns))

@@ -1,7 +1,7 @@
 """The emulator: kernels that use CUDA as kernels do give the right values, and mistakes are found.
 
 Its kernels are in ``tests/emulator/kernels``: ``features.cu``, ``faults.cu`` and ``conversions.cu``
-for the functions of ``fuser/hardware.cuh``.
+for the functions of ``fuser/core/hardware.cuh``.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ def test_a_thousand_threads_take_many_steps_quickly() -> None:
     assert seconds < 5
 
 
-# -- fuser/hardware.cuh -----------------------------------------------------------
+# -- fuser/core/hardware.cuh -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ["fuser_convert", "fuser_convert_by_integers"])

@@ -1,4 +1,4 @@
-"""What kernels take: scalars of a known size, structs with tensors in them, and their encoding."""
+"""Kernel arguments: scalars of a known size, structs with tensors in them, and their encoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ELEMENTS = {
     torch.float16: "fuser::fp16",
     torch.bfloat16: "fuser::bf16",
 }
-"""Dtypes of pipelines, as kernels call them."""
+"""Dtypes of pipelines to their C++ names."""
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -49,10 +49,10 @@ def float32(value: float) -> np.float32:
 
 
 class Struct(NamedTuple):
-    """A struct argument by value, with tensors in it: what many tensors' kernels take.
+    """A struct that is passed by value, with tensors in it.
 
-    ``fields``, one at least, are as a kernel's arguments are, but structs, and lie as C lays them
-    out: each at a multiple of its size, the whole padded to a multiple of the largest. ``T*
+    ``fields``, at least one, may be any kernel argument except a struct. Their layout is that of C:
+    each is at a multiple of its size, and the struct is padded to a multiple of the largest. ``T*
     pointers[n]`` is n tensors.
     """
 
@@ -60,7 +60,7 @@ class Struct(NamedTuple):
 
 
 TILE_RUN = 8
-"""Columns that a thread of a tile takes at a time, whatever their dtype."""
+"""Columns that a thread of a tile reads at a time, in every dtype."""
 
 
 class Producer(NamedTuple):
@@ -80,13 +80,13 @@ class Producer(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A tensor that is not there yet, in the arguments of a launch that is made again."""
+    """A placeholder for a tensor, in the recorded arguments of a cached launch."""
 
     place: int
 
 
 def filled(value: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
-    """``value``, or what it holds, with tensors in the places of slots."""
+    """``value``, with tensors in place of the slots in it."""
     if type(value) is Slot:
         return tensors[value.place]
     if type(value) is Struct:
@@ -97,9 +97,9 @@ def filled(value: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
 
 
 class Encoded(NamedTuple):
-    """Arguments as C lays them out: ``values`` packed by the struct module in ``format``.
+    """Arguments in the layout of C: the struct module packs ``values`` by ``format``.
 
-    A :class:`Slot` is among them as it is, in the place of an address.
+    ``values`` has a :class:`Slot` itself where its address will be.
     """
 
     format: str
@@ -109,22 +109,21 @@ class Encoded(NamedTuple):
 
 
 def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Encoded:
-    """A kernel's arguments one after the other, each at a multiple of its alignment.
+    """Encode a kernel's arguments in order, each at a multiple of its alignment.
 
-    A launch checks nothing: a Python float would arrive as a double, an int as
-    8 bytes. So the width is in the argument. A CUDA tensor becomes its
-    address, None a null pointer; numpy scalars pass as they are;
-    :func:`int32`, :func:`int64` and :func:`float32` make scalars,
-    :class:`Struct` a struct with tensors in it.
+    A launch checks nothing: a kernel would receive a Python float as a double and an int as 8
+    bytes. So each argument states its width. A CUDA tensor becomes its address, and None a null
+    pointer; numpy scalars keep their type. :func:`int32`, :func:`int64` and :func:`float32` make
+    scalars, :class:`Struct` makes a struct with tensors in it.
 
     Parameters
     ----------
     symbol
-        The kernel, for messages.
+        The kernel's name, for messages.
     args
         The arguments.
     device_type
-        Of the tensors.
+        The device type of the tensors.
 
     Raises
     ------

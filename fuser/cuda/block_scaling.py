@@ -1,15 +1,8 @@
-"""Launchers of FP8 in blocks of 128; the functions of ``fuser.reference.block_scaling``.
+"""Launchers of FP8 in blocks of 128: the functions of ``fuser.reference.block_scaling``.
 
 Data is uint8 and holds E4M3 or E5M2; columnwise data is stored transposed, ``[K, M]``. Scales are
-fp32 in the shapes of ``formats.fp8_block_scale_shape``. Outputs come in as keyword arguments and
-are written completely, the padding of scales with zeros. Inputs are fp32, fp16 or bf16, of ``b``
-bytes an element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
-to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+fp32 in the shapes of ``formats.fp8_block_scale_shape``.
+The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -18,11 +11,9 @@ import functools
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.arguments import Producer, Struct, int32, int64
 from fuser.cuda.checks import (
-    ALIGNED,
     FLOAT8,
-    as_producer,
     bits_of,
     boolean,
     check_buffer,
@@ -31,9 +22,18 @@ from fuser.cuda.checks import (
     check_float8,
     check_matrix,
     is_aligned,
-    loads,
 )
-from fuser.cuda.launch import Kernel, tiles
+from fuser.cuda.launch import Kernel
+from fuser.cuda.tiled import (
+    as_producer,
+    decoder_kernel,
+    decoder_types,
+    launch_decoder,
+    launch_store,
+    quantizing_kernels,
+    store_kernel,
+    transposes_aligned,
+)
 from fuser.formats import FP8_BLOCK, DType, fp8_block_scale_shape
 
 
@@ -57,11 +57,11 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``; or a producer of that.
+        Read; ``[M, K]``, or a producer of such values.
     dtype
         E4M3 or E5M2.
     block_dim, pow2, eps
-        As the reference has them.
+        As in the reference.
     row, row_scale_inv
         Written, both or neither; ``[M, K]`` and ``fp8_block_scale_shape(M, K, False, block_dim)``.
     col, col_scale_inv
@@ -70,7 +70,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -82,12 +82,9 @@ def quantize(
     check_copy(what, "col", col, (k, m), "col_scale_inv", *scale_inv)
     if row is None and col is None:
         return
-    aligned = producer.is_aligned and is_aligned(row, 8)
-    if col is not None:
-        aligned = aligned and is_aligned(col, 16) and m % 16 == 0
+    aligned = transposes_aligned(producer, row, col)
     store = Struct((row, row_scale_inv, col, col_scale_inv, bits_of(eps), int32(pow2)))
-    kernel = _quantize(producer.type, to, block_dim, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_quantize(producer.type, to, block_dim, aligned), producer, store)
 
 
 def dequantize(
@@ -100,12 +97,12 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``data * scale_inv``, rounded once, to ``out``. ``1 + b`` bytes an element.
+    """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
     Parameters
     ----------
     data, scale_inv
-        Read; a rowwise copy, or a columnwise copy, which is turned back.
+        Read; a rowwise copy, or a columnwise copy, which is transposed back.
     dtype
         E4M3 or E5M2.
     out_dtype, out
@@ -114,11 +111,11 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``block_dim`` neither 1 nor 2.
+        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block dequantize"
     rows, columns = check_matrix(what, data)
-    # The stored matrix has its blocks along its columns either way.
+    # In both copies, the blocks of the stored matrix are along its columns.
     scale_shape = fp8_block_scale_shape(rows, columns, False, block_dim)
     scales = (scale_inv, torch.float32, scale_shape)
     check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
@@ -133,8 +130,7 @@ def dequantize(
     row_shift = int32(0 if block_dim == 1 else FP8_BLOCK.bit_length() - 1)
     producer = Struct((data, scale_inv, int32(columns), row_shift, *strides))
     kernel = _dequantize(element, of, columnwise, aligned)
-    target = Struct((out,)) if columnwise else out
-    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 # -- kernels ------------------------------------------------------------------
@@ -142,39 +138,26 @@ def dequantize(
 
 @functools.lru_cache(maxsize=1024)
 def _quantize(producer: str, to: str, block_dim: int, aligned: bool) -> Kernel:
-    store = f"fuser::Block{block_dim}dStore<{to}, {boolean(aligned)}>"
-    return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
+    store = f"Block{block_dim}dStore<{to}, {boolean(aligned)}>"
+    return store_kernel("block_scaling", producer, store)
 
 
 @functools.cache
 def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::BlockProducer<{element}, {of}, {flag}>"
-    if columnwise:
-        store = f"fuser::TurnedStore<{element}, {flag}>"
-        return Kernel("block_scaling", f"fuser_tiled<{producer}, {store}>")
-    return Kernel("block_scaling", f"fuser_tiled_rows<{producer}>")
+    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
+    return decoder_kernel("block_scaling", producer, element, aligned, columnwise)
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of FP8 blocks."""
     return tuple(_quantize(producer, FLOAT8[to], block_dim, aligned) for block_dim in (1, 2))
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
-    dequantizing = [
-        _dequantize(e, of, columnwise, aligned)
-        for e in ELEMENTS.values()
-        for of in FLOAT8.values()
+    """Every kernel whose input is a matrix."""
+    dequantizing = tuple(
+        _dequantize(element, of, columnwise, aligned)
+        for element, of, aligned in decoder_types()
         for columnwise in (False, True)
-        for aligned in (False, True)
-    ]
-    quantizing = [
-        kernel
-        for e in ELEMENTS.values()
-        for of_producer, of_store in ALIGNED
-        for to in FLOAT8
-        for kernel in stores(loads(e, of_producer), to, of_store)
-    ]
-    return (*dequantizing, *quantizing)
+    )
+    return dequantizing + quantizing_kernels(stores)

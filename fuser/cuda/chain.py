@@ -1,4 +1,4 @@
-"""A pointwise chain as kernels have it: its C++ type, what its kernels read, and the checks."""
+"""Pointwise chains for kernels: the C++ type of a chain, its inputs, and their checks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fuser.chain import STAGES, Stage, Stages
 from fuser.cuda.arguments import ELEMENTS, Struct, float32, int32, int64
 from fuser.errors import InputError, InputTypeError
 
-# A thread asks for four vectors of 16 bytes or more before it waits for one: this many rows, by the
-# tensors that are read. Four blocks of 256 threads have 64 KB on their way then. On an H200 bias +
-# GELU backward takes 5% less with four rows of its two tensors than with two.
+# The rows that a thread loads at once, by the number of tensors: at least four vectors of 16 bytes
+# before it waits for one. Four blocks of 256 threads then have 64 KB in flight. On an H200, bias +
+# GELU backward takes 5% less time with four rows of its two tensors than with two.
 ROWS = {1: 4, 2: 4, 3: 2}
 
 MAX_SIZE = 2**31
 MAX_FLOAT32 = torch.finfo(torch.float32).max
-# Operands that are added, and have a gradient.
+# Operands that are added and have a gradient.
 ADDED = ("columns", "elements")
 
 Tensors = Sequence[torch.Tensor | None]
@@ -32,7 +32,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a kernel reads: tensors that have been checked, and their layout."""
+    """The inputs of a kernel: checked tensors and their layout."""
 
     x: torch.Tensor | None
     dy: torch.Tensor | None
@@ -43,7 +43,7 @@ class Inputs:
     interleave: int
 
     def struct(self, chain: Chain, outputs: Tensors | None = None) -> Struct:
-        """``fuser::Inputs``, with the outputs of backward."""
+        """The struct ``fuser::Inputs``; in backward it includes ``outputs``."""
         pointers: list[torch.Tensor | None] = []
         for i in chain.with_operand:
             pointers.append(self.operands[i])
@@ -65,7 +65,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of one dtype, forward or, where ``wanted`` is not None, backward."""
+    """A chain of one dtype: backward if ``wanted`` is not None, else forward."""
 
     stages: Stages
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Chain:
         if self.saved and any(stage.is_activation for stage in self.stages[: self.saved]):
             raise InputError(f"saved={self.saved} has an activation before it, in {self.stages}.")
 
-    # What follows from the chain alone, found once.
+    # Properties of the chain alone, computed once.
 
     @functools.cached_property
     def widest(self) -> int:
@@ -99,8 +99,8 @@ class Chain:
         return next((i for i, stage in enumerate(self.stages) if stage.is_gated), None)
 
     @functools.cached_property
-    def lines(self) -> int:
-        """Columns of the input for each of the output."""
+    def halves(self) -> int:
+        """Halves of the input: 2 with a gated stage, else 1."""
         return 1 if self.gated is None else 2
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class Chain:
 
     @functools.cached_property
     def scalars(self) -> tuple[Any, ...]:
-        """Those of all stages, as the kernel takes them."""
+        """The scalars of all stages, as kernel arguments."""
         return tuple(scalar for stage in self.stages for scalar in _scalars(stage))
 
     @functools.cached_property
@@ -145,13 +145,13 @@ class Chain:
             return f"fuser::Activation<{name}<{ELEMENTS[self.dtype]}>>"
         if stage.operand in ADDED:
             name = f"{name}<{grad}>"
-        return f"fuser::Done<{name}>" if i < self.saved else name
+        return f"fuser::Skipped<{name}>" if i < self.saved else name
 
     @functools.cached_property
     def forward_rows(self) -> int:
         """Rows that a thread reads at once."""
         extras = sum(stage.operand == "elements" for stage in self.stages)
-        return ROWS.get(self.lines + extras, 1)
+        return ROWS.get(self.halves + extras, 1)
 
     @functools.cached_property
     def backward_rows(self) -> int:
@@ -160,20 +160,20 @@ class Chain:
             stage.operand == "elements" and self.reads_operand(i)
             for i, stage in enumerate(self.stages)
         )
-        return ROWS.get(1 + self.lines * self.reads_input + extras, 1)
+        return ROWS.get(1 + self.halves * self.reads_input + extras, 1)
 
-    # What follows from the chain and a shape; `columns` are the output's.
+    # Properties of the chain and a shape; `columns` are those of the output.
 
     def width(self, i: int, columns: int) -> int:
         """Columns of the output of stage i."""
         return 2 * columns if self.gated is not None and i < self.gated else columns
 
-    # What is checked at a launch.
+    # Checks at a launch.
 
     def forward_inputs(self, x: torch.Tensor, operands: Tensors, rows: int, columns: int) -> Inputs:
-        """Inputs of forward."""
+        """Check and return the inputs of forward."""
         _check_sizes(rows, columns)
-        stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+        stride = _row_stride("x", x, rows, self.halves * columns, self.dtype)
         self._check_operands(operands, rows, columns)
         return Inputs(x, None, stride, 0, operands, columns, self._interleave(columns))
 
@@ -185,7 +185,7 @@ class Chain:
         rows: int,
         columns: int,
     ) -> Inputs:
-        """Inputs of backward."""
+        """Check and return the inputs of backward."""
         _check_sizes(rows, columns)
         dy_stride = _row_stride("dy", dy, rows, columns, self.dtype)
         x_stride = 0
@@ -194,12 +194,12 @@ class Chain:
         elif x is None:
             raise InputError(f"The backward of {self.stages} reads their input; x is None.")
         else:
-            x_stride = _row_stride("x", x, rows, self.lines * columns, self.dtype)
+            x_stride = _row_stride("x", x, rows, self.halves * columns, self.dtype)
         self._check_operands(operands, rows, columns)
         return Inputs(x, dy, x_stride, dy_stride, operands, columns, self._interleave(columns))
 
     def check_grads(self, grads: Tensors, operands: Tensors, rows: int, columns: int) -> None:
-        """Raise InputError unless each gradient is what its operand is."""
+        """Raise InputError if the shape or dtype of a gradient is not that of its operand."""
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
@@ -248,19 +248,19 @@ class Chain:
         return interleave or columns
 
     def elementwise(self, tensors: Tensors) -> list[torch.Tensor | None]:
-        """Those of operands or of their gradients that are read or written by vectors."""
+        """The operands, or gradients of operands, that the kernel accesses by vectors."""
         return [
             tensor
             for stage, tensor in zip(self.stages, tensors, strict=True)
             if stage.operand in ADDED
         ]
 
-    def is_aligned(self, inputs: Inputs, run: int, *others: torch.Tensor | None) -> bool:
-        """Whether runs of that many elements lie side by side everywhere, at 16 bytes."""
+    def is_aligned(self, inputs: Inputs, elements: int, *others: torch.Tensor | None) -> bool:
+        """Whether vectors of ``elements`` elements are contiguous and aligned in every tensor."""
         tensors = (inputs.x, inputs.dy, *self.elementwise(inputs.operands), *others)
         return (
-            inputs.columns % run == 0
-            and inputs.interleave % run == 0
+            inputs.columns % elements == 0
+            and inputs.interleave % elements == 0
             and inputs.x_stride % self.widest == 0
             and inputs.dy_stride % self.widest == 0
             and not any(t is not None and t.data_ptr() % 16 for t in tensors)
@@ -278,14 +278,14 @@ def scale_dtypes_of(stages: Stages, operands: Tensors) -> tuple[torch.dtype | No
 
 
 def _scalars(stage: Stage) -> tuple[Any, ...]:
-    """The scalars of a stage as its C++ struct takes them."""
+    """The scalars of a stage, as arguments of its C++ struct."""
     if stage.name == "dropout":
         (p,) = stage.scalars
         scale = 1 / (1 - p) if p < 1 else 0.0
         return float32(scale), np.uint32(min(round(p * 2**32), 2**32 - 1))
     scalars = stage.scalars
     if stage.is_activation:
-        # A limit past fp32's largest number limits nothing, nor does that number.
+        # A limit above the largest fp32 has no effect, and neither has the largest fp32.
         scalars = tuple(max(-MAX_FLOAT32, min(value, MAX_FLOAT32)) for value in scalars)
     if stage.name in ("situglu", "tanh_srelu"):
         return tuple(float32(v) for beta in scalars for v in (beta, 1 / beta))
@@ -296,7 +296,7 @@ def _scalars(stage: Stage) -> tuple[Any, ...]:
 
 
 def _check_sizes(rows: int, columns: int) -> None:
-    """Refuse what the ints of kernels do not hold: rows, and columns before a gated stage."""
+    """Refuse sizes that overflow a kernel's int: rows, and columns before a gated stage."""
     if max(rows, 2 * columns) >= MAX_SIZE:
         raise InputError(
             f"A chain got {rows} rows and {columns} columns; it takes fewer than {MAX_SIZE} rows "
@@ -307,7 +307,7 @@ def _check_sizes(rows: int, columns: int) -> None:
 def _row_stride(
     name: str, tensor: torch.Tensor, rows: int, columns: int, dtype: torch.dtype
 ) -> int:
-    """Elements from a row of an input to the next."""
+    """The distance between the rows of an input, in elements."""
     if tensor.dtype != dtype or tensor.numel() != rows * columns or tensor.shape[-1:] != (columns,):
         raise InputError(
             f"{name} is {described(tensor)}; it has {rows} rows of {columns} columns of {dtype}."

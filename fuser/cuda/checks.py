@@ -1,4 +1,4 @@
-"""What launchers share: C++ names of element types, checks of tensors."""
+"""Checks of launchers: element types and their C++ names, tensors and their layout."""
 
 from __future__ import annotations
 
@@ -7,61 +7,29 @@ import functools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int64
+from fuser.cuda.arguments import ELEMENTS
 from fuser.errors import InputError
 from fuser.formats import DType
 
 FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
-"""Elements of 8 bits, as kernels call them."""
+"""8-bit elements to their C++ names."""
 
 
 def is_aligned(tensor: torch.Tensor | None, nbytes: int) -> bool:
-    """Whether a tensor begins at a multiple of ``nbytes``; None does."""
+    """Whether a tensor begins at a multiple of ``nbytes``. True for None."""
     return tensor is None or tensor.data_ptr() % nbytes == 0
 
 
 def boolean(value: bool) -> str:
-    """A bool as C++ writes it."""
+    """A bool in C++ spelling."""
     return "true" if value else "false"
 
 
 @functools.lru_cache(maxsize=256)
 def bits_of(value: float) -> np.uint32:
-    """The bits of a number as fp32, a negative one as 0."""
+    """The bits of a number in fp32; a negative number counts as 0."""
     bits: np.uint32 = np.float32(max(value, 0.0)).view(np.uint32)
     return bits
-
-
-ALIGNED = ((True, True), (True, False), (False, False))
-"""Whether a tile's producer is aligned, and its store; a store is not where its producer is not."""
-
-
-def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
-    """A matrix as a producer that loads it; a producer is one already.
-
-    Raises
-    ------
-    InputError
-        If ``x`` is no matrix whose rows lie in memory element by element, or of another dtype than
-        fp32, fp16 and bf16. ``what`` names the launcher.
-    """
-    if isinstance(x, Producer):
-        return x
-    m, k = check_matrix(what, x)
-    element = check_element(what, x)
-    # A tile's threads read 16 bytes at a time, 8 elements each.
-    aligned = (
-        x.data_ptr() % 16 == 0
-        and k % TILE_RUN == 0
-        and (m <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
-    )
-    argument = Struct((x, int64(x.stride(0))))
-    return Producer(loads(element, aligned), argument, m, k, x.dtype, aligned)
-
-
-def loads(element: str, aligned: bool) -> str:
-    """The C++ type of the producer that loads a matrix of that element."""
-    return f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
 
 
 # -- checks -------------------------------------------------------------------
@@ -82,7 +50,7 @@ def check_element(what: str, x: torch.Tensor) -> str:
 
 
 def check_matrix(what: str, x: torch.Tensor) -> tuple[int, int]:
-    """The sizes of a matrix whose rows lie in memory element by element, at any distance.
+    """The sizes of a matrix: rows at any distance, the elements of a row adjacent.
 
     Raises
     ------
@@ -122,7 +90,7 @@ def check_buffer(
     shape: tuple[int, ...],
     alignment: int = 1,
 ) -> None:
-    """Refuse a buffer of another dtype, shape or layout than a kernel takes; None is fine.
+    """Refuse a buffer with the wrong dtype, shape or layout; None is accepted.
 
     Raises
     ------
@@ -153,12 +121,12 @@ def check_copy(
     scale_dtype: torch.dtype,
     scale_shape: tuple[int, ...],
 ) -> None:
-    """Refuse a copy whose data, uint8, or whose scales are not what a kernel takes.
+    """Refuse a quantized copy with the wrong data, which is uint8, or the wrong scales.
 
     Raises
     ------
     InputError
-        If one is there without the other, or :func:`check_buffer` refuses one.
+        If only one of the two is given, or :func:`check_buffer` refuses one.
     """
     if (data is None) != (scale is None):
         given, missing = (name, scale_name) if scale is None else (scale_name, name)

@@ -1,14 +1,7 @@
-"""Launchers of FP8 with one scale a tensor; the functions of ``fuser.reference.fp8_scaling``.
+"""Launchers of FP8 with one scale a tensor: the functions of ``fuser.reference.fp8_scaling``.
 
-Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``. Outputs come in as keyword
-arguments and are written completely; None is not written. Inputs are fp32, fp16 or bf16, of ``b``
-bytes an element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Whatever is not aligned
-to 16 bytes (views at odd offsets, odd widths) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``; an output that is None is
+not written. The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -20,9 +13,7 @@ import torch
 
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
 from fuser.cuda.checks import (
-    ALIGNED,
     FLOAT8,
-    as_producer,
     bits_of,
     boolean,
     check_buffer,
@@ -30,22 +21,29 @@ from fuser.cuda.checks import (
     check_float8,
     check_matrix,
     is_aligned,
-    loads,
 )
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
+from fuser.cuda.tiled import (
+    as_producer,
+    decoder_types,
+    launch_store,
+    quantizing_kernels,
+    store_kernel,
+    transposes_aligned,
+)
 from fuser.errors import InputError
 from fuser.formats import DType, ceil_div
 
-# Of fp8_scaling.cu: elements of a block in a stream.
+# As in fp8_scaling.cu: the threads of a block, and the elements of a block in a stream.
 THREADS = 256
 STREAM_BLOCK = THREADS * 4 * 8
 
-# States in one launch of the update: 32 bytes each, of the 4 KB that a kernel's arguments may have.
+# States in one launch of the update. Each takes 32 bytes of the arguments, which may have 4 KB.
 UPDATE_SIZES = (4, 96)
 
 
 def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
-    """Raise ``out`` to ``max |x|``; a NaN is above all. ``b`` bytes an element.
+    """Raise ``out`` to ``max |x|``; a NaN is above all numbers. Reads ``b`` bytes an element.
 
     Parameters
     ----------
@@ -57,7 +55,7 @@ def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor does not match this.
     """
     check_buffer("amax", "out", out, torch.float32, (1,))
     if isinstance(x, torch.Tensor) and x.is_contiguous():
@@ -79,19 +77,19 @@ def quantize_current(
     col: torch.Tensor | None = None,
     scale_inv: torch.Tensor,
 ) -> None:
-    """Quantize ``x`` with the scale that follows from ``amax_value``.
+    """Quantize ``x`` with the scale of ``amax_value``: current scaling.
 
     Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
 
     Parameters
     ----------
     x
-        Read; ``[M, K]``; or a producer of that.
+        Read; ``[M, K]``, or a producer of such values.
     dtype
         E4M3 or E5M2.
     amax_value
-        Read; fp32 ``[1]``, the amax of ``x`` (:func:`amax`), or that of a group. None where
-        ``x`` is one tile (:func:`is_one_tile`), whose kernel finds it by itself.
+        Read; fp32 ``[1]``: the amax of ``x`` (:func:`amax`), or of a group. It may be None if
+        ``x`` is one tile (:func:`is_one_tile`): then the kernel computes it.
     row, col
         Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
     scale_inv
@@ -100,7 +98,7 @@ def quantize_current(
     Raises
     ------
     InputError
-        If a tensor is none of these, or there is no ``amax_value`` for what is no single tile.
+        If a tensor does not match this, or ``amax_value`` is None and ``x`` is not one tile.
     """
     check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
     check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
@@ -110,7 +108,7 @@ def quantize_current(
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
-    """Whether one block quantizes all of a matrix, by vectors as far as its width is concerned."""
+    """Whether one block quantizes the whole matrix, and its width allows vectors."""
     return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0
 
 
@@ -124,14 +122,14 @@ def quantize_delayed(
     scale_inv: torch.Tensor,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` with ``scale``; raise ``amax`` to ``max |x|`` in the same pass.
+    """Quantize ``x`` with ``scale`` and raise ``amax`` to ``max |x|`` in one pass: delayed scaling.
 
     Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
 
     Parameters
     ----------
     x
-        Read; ``[M, K]``; or a producer of that.
+        Read; ``[M, K]``, or a producer of such values.
     scale
         Read; fp32 ``[1]``.
     dtype
@@ -141,12 +139,12 @@ def quantize_delayed(
     scale_inv
         Written; fp32 ``[1]``.
     amax
-        Read and written; fp32 ``[1]``, not negative. An entry of an amax history, for instance.
+        Read and written; fp32 ``[1]``, not negative; for example an entry of an amax history.
 
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor does not match this.
     """
     for name, tensor in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
         check_buffer("quantize_delayed", name, tensor, torch.float32, (1,))
@@ -155,12 +153,12 @@ def quantize_delayed(
 
 
 def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Write the bytes of ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes each.
+    """Transpose ``data [M, K]``, uint8 and contiguous, to ``out [K, M]``. 2 bytes an element.
 
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor does not match this.
     """
     m, k = check_matrix("transpose", data)
     check_buffer("transpose", "data", data, torch.uint8, (m, k))
@@ -177,7 +175,7 @@ def dequantize(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Write ``data * scale_inv``, rounded once, to ``out``. ``1 + b`` bytes an element.
+    """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
     Parameters
     ----------
@@ -193,7 +191,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor does not match this.
     """
     check_buffer("dequantize", "data", data, torch.uint8, data.shape)
     check_buffer("dequantize", "scale_inv", scale_inv, torch.float32, (1,))
@@ -214,7 +212,7 @@ def update_delayed(
     margin: int = 0,
     algorithm: str = "max",
 ) -> None:
-    """What the reference's ``update_delayed`` does, for many states in one launch of 96 each.
+    """Apply the reference's ``update_delayed`` to many states, up to 96 in one launch.
 
     Parameters
     ----------
@@ -225,12 +223,13 @@ def update_delayed(
     max_fp8
         Read; fp32 ``[n]`` each, the largest value of each tensor's format.
     margin, algorithm
-        As the reference has them.
+        As in the reference.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, or ``algorithm`` neither ``"max"`` nor ``"most_recent"``.
+        If a tensor does not match this, or ``algorithm`` is neither ``"max"`` nor
+        ``"most_recent"``.
     """
     if algorithm not in ("max", "most_recent"):
         raise InputError(
@@ -305,12 +304,9 @@ def _quantize(
     if m * k == 0:
         _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
         return
-    aligned = producer.is_aligned and is_aligned(row, 8)
-    if col is not None:
-        aligned = aligned and is_aligned(col, 16) and m % 16 == 0
+    aligned = transposes_aligned(producer, row, col)
     store = Struct((*scaling, row, col, recorded))
-    kernel = _tiled(producer.type, to, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_tiled(producer.type, to, aligned), producer, store)
 
 
 def _stream_cast(
@@ -328,7 +324,7 @@ def _stream_cast(
 
 @functools.lru_cache(maxsize=1024)
 def _stream(n: int) -> Launch:
-    """Blocks of a stream; one for an empty tensor, whose scale is written."""
+    """The launch of a stream; an empty tensor has one block, which writes its scale."""
     return Launch((max(1, ceil_div(n, STREAM_BLOCK)),), (THREADS,))
 
 
@@ -347,8 +343,7 @@ def _cast(element: str, to: str, aligned: bool) -> Kernel:
 
 @functools.lru_cache(maxsize=1024)
 def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
-    store = f"fuser::Fp8Store<{to}, {boolean(aligned)}>"
-    return Kernel("fp8_scaling", f"fuser_tiled<{producer}, {store}>")
+    return store_kernel("fp8_scaling", producer, f"Fp8Store<{to}, {boolean(aligned)}>")
 
 
 @functools.cache
@@ -367,26 +362,13 @@ def _update(size: int) -> Kernel:
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with the store of FP8."""
     return (_tiled(producer, FLOAT8[to], aligned),)
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
+    """Every kernel whose input is a matrix."""
     by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
-    by_both = [
-        kernel(e, t, a)
-        for kernel in (_cast, _dequantize)
-        for e in ELEMENTS.values()
-        for t in FLOAT8.values()
-        for a in (False, True)
-    ]
-    tiled = [
-        kernel
-        for e in ELEMENTS.values()
-        for of_producer, of_store in ALIGNED
-        for to in FLOAT8
-        for kernel in stores(loads(e, of_producer), to, of_store)
-    ]
+    by_both = [kernel(*types) for kernel in (_cast, _dequantize) for types in decoder_types()]
     others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
-    return (*by_element, *by_both, *tiled, *others)
+    return (*by_element, *by_both, *quantizing_kernels(stores), *others)

@@ -62,7 +62,7 @@ class Launch:
 # What kernels read and write: values in these dtypes, and bytes.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
-# Of the skeleton in fuser/tiled.cuh.
+# Of the skeleton in fuser/tile/tile.cuh.
 TILE = 128
 TILE_THREADS = 256
 

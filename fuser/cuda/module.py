@@ -1,4 +1,4 @@
-"""CUDA sources to kernel handles: compiling, caching, and the only import of CuPy."""
+"""Compilation: CUDA sources to kernel handles, with caches. The only import of CuPy is here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fuser.cuda.sources import own_options, shown, source_text
 from fuser.errors import KernelUnavailable, StateError
 
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
-"""The folder of the ``.cu`` files; their headers are in ``fuser/*.cuh`` below it."""
+"""The folder of the ``.cu`` files; their headers are in ``fuser/*/*.cuh`` below it."""
 
 CUPY_PACKAGES = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 """CUDA's major version to the package that is the CuPy for it."""
@@ -33,14 +33,14 @@ CUPY_PACKAGES = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 
 @dataclass(frozen=True)
 class Installation:
-    """What is installed and visible here, as far as CUDA kernels care.
+    """The installed software and visible devices that CUDA kernels depend on.
 
-    ``torch_cuda`` is the CUDA version that torch was built with, None without.
+    ``torch_cuda`` is the CUDA version that torch was built with, or None.
     ``cupy_packages`` are the distributions that provide CuPy. ``cupy_cuda`` is
-    the CUDA version CuPy was built with, as 1000 * major + 10 * minor; it and
-    ``cupy_version`` are None where CuPy was not imported, and ``cupy_error``
-    says why if it was tried; ``lacks_cache`` if that was its folder of compiled
-    kernels, which CuPy 14 makes when it is imported.
+    the CUDA version that CuPy was built with, as 1000 * major + 10 * minor; it and
+    ``cupy_version`` are None if CuPy was not imported. If its import failed,
+    ``cupy_error`` is the reason, and ``lacks_cache`` says whether the reason is the
+    folder of compiled kernels, which CuPy 14 creates at its import.
     """
 
     torch_version: str
@@ -59,13 +59,13 @@ class Installation:
 
     @property
     def cupy_cuda_major(self) -> int | None:
-        """CUDA's major version in CuPy, None where CuPy was not imported."""
+        """CUDA's major version in CuPy, None if CuPy was not imported."""
         return None if self.cupy_cuda is None else self.cupy_cuda // 1000
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why CUDA kernels are not available, and the commands that change it."""
+    """The reason why CUDA kernels are not available, and the commands that remove it."""
 
     reason: str
     commands: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Obstacle:
 
 
 def installation() -> Installation:
-    """Look at torch, its devices and CuPy. Imports CuPy if there is exactly one."""
+    """Inspect torch, its devices and CuPy. Imports CuPy if exactly one is installed."""
     packages = _cupy_packages()
     facts = Installation(
         torch_version=torch.__version__,
@@ -84,7 +84,7 @@ def installation() -> Installation:
         device_count=torch.cuda.device_count(),
         cupy_packages=packages,
     )
-    # Two CuPys overwrite each other's files; importing the mixture may crash.
+    # Two CuPy packages overwrite each other's files; importing the mixture may crash.
     if len(packages) > 1 or importlib.util.find_spec("cupy") is None:
         return facts
     try:
@@ -100,7 +100,7 @@ def installation() -> Installation:
 
 
 def obstacle(facts: Installation) -> Obstacle | None:
-    """What keeps CUDA kernels from running on such an installation; None if nothing does."""
+    """The obstacle to CUDA kernels on such an installation; None if they can run."""
     if facts.torch_cuda is None:
         return Obstacle(
             f"torch {facts.torch_version} is built without CUDA. To use an NVIDIA GPU, install "
@@ -138,26 +138,26 @@ def obstacle(facts: Installation) -> Obstacle | None:
 
 
 compile_failure: Obstacle | None = None
-"""Why a kernel did not compile in this process, after which no kernel is taken; else None."""
+"""The first compile failure of this process, which disables all kernels; None without one."""
 
 
 def kernels_unavailable() -> str | None:
-    """Why CUDA kernels are not taken here, as a sentence; None if they are."""
+    """Why CUDA kernels are disabled or cannot run, as a sentence; None if they run."""
     return missing_requirement() if compile_failure is None else str(compile_failure)
 
 
 @functools.cache
 def missing_requirement() -> str | None:
-    """What is missing for CUDA kernels here, as a sentence; found once in a process."""
+    """The missing requirement of CUDA kernels, as a sentence; computed once a process."""
     found = obstacle(installation())
     return None if found is None else str(found)
 
 
 def disable_kernels(failure: Obstacle) -> None:
-    """Take no kernels in this process any more, and warn of the reason, the first time.
+    """Disable all kernels of this process; the first call warns with the reason.
 
-    One kernel that does not compile mostly means that none does. Where only one does not, torch
-    doing all is slower than it must be, and as right; and one sentence says what runs.
+    If one kernel does not compile, mostly none does. If only one fails, PyTorch for everything is
+    slower than necessary but just as correct, and one sentence is enough to say what runs.
     """
     global compile_failure
     if compile_failure is None:
@@ -190,8 +190,8 @@ def sources_digest(root: Path) -> str:
 def arch_name(capability: tuple[int, int]) -> str:
     """The compiler's name of an architecture, ``(9, 0)`` -> ``sm_90a``.
 
-    From Hopper on, the ``a`` gives the chip's own instructions (wgmma, TMA,
-    tcgen05), which the plain name leaves out.
+    From Hopper on, the ``a`` enables the chip's own instructions (wgmma, TMA,
+    tcgen05), which the plain name lacks.
     """
     major, minor = capability
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
@@ -200,9 +200,9 @@ def arch_name(capability: tuple[int, int]) -> str:
 def compile_options(root: Path, capability: tuple[int, int]) -> tuple[str, ...]:
     """The NVRTC options of every kernel, for the sources below ``root``.
 
-    CuPy's disk cache is keyed by the ``.cu`` and the options, not by headers:
-    the digest makes an edited header a new key. CuPy appends its own
-    ``-arch=sm_90`` at the end; NVRTC then keeps the ``a`` of the same number.
+    The key of CuPy's disk cache has the ``.cu`` and the options, but no headers: the digest
+    gives an edited header a new key. CuPy appends its own ``-arch=sm_90`` at the end; NVRTC then
+    keeps the ``a`` of the same number.
     """
     return (
         "-std=c++17",
@@ -219,7 +219,7 @@ def kernel(name: str | Path, symbol: str, device: int) -> Any:
     Parameters
     ----------
     name
-        Of the source, ``fuser/cuda/kernels/<name>.cu``; a path is that of a user's.
+        The source is ``fuser/cuda/kernels/<name>.cu``; a path is that of a user's.
     symbol
         An ``extern "C"`` function, or an instantiation of a template as a C++
         name expression, e.g. ``fuser_swiglu<float, 4>``.
@@ -230,7 +230,7 @@ def kernel(name: str | Path, symbol: str, device: int) -> Any:
     ------
     KernelUnavailable
         If CUDA kernels are not available here, or the source does not compile,
-        with the compiler's log. After that no kernel is taken.
+        with the compiler's log. After that all kernels are disabled.
     StateError
         If the source does not exist, or has no such kernel; if a user's does
         not compile, with the compiler's log. Other kernels are still taken.
@@ -253,8 +253,8 @@ def kernel(name: str | Path, symbol: str, device: int) -> Any:
 def function(name: str | Path, symbol: str, device: int, *, has_dynamic_memory: bool) -> int:
     """The driver's handle (``CUfunction``) of such a kernel.
 
-    With ``has_dynamic_memory`` it can be launched with all the shared memory that a block of the
-    device can have. Without, a block has 48 KB, and what the kernel declares itself is part of it.
+    With ``has_dynamic_memory``, a launch may use all the shared memory that a block can have on
+    the device. Without it, a block has 48 KB, which include the kernel's static shared memory.
 
     Raises
     ------
@@ -274,8 +274,8 @@ def function(name: str | Path, symbol: str, device: int, *, has_dynamic_memory: 
 
 @functools.cache
 def driver_launch() -> Callable[..., None]:
-    """``cuLaunchKernel``: of a function, three sizes of the grid and three of a block, bytes of
-    dynamic shared memory, a raw stream, and the addresses of ``kernelParams`` and ``extra``."""
+    """``cuLaunchKernel``. Its arguments: a function, three sizes of the grid and of a block, bytes
+    of dynamic shared memory, a raw stream, and the addresses of ``kernelParams`` and ``extra``."""
     import cupy
 
     launches: Callable[..., None] = cupy.cuda.driver.launchKernel
@@ -284,7 +284,7 @@ def driver_launch() -> Callable[..., None]:
 
 @functools.cache
 def driver_memset() -> Callable[..., None]:
-    """``cudaMemsetAsync``: of an address, a byte, a count of bytes and a raw stream."""
+    """``cudaMemsetAsync``. Arguments: an address, a byte, a count of bytes and a raw stream."""
     import cupy
 
     sets: Callable[..., None] = cupy.cuda.runtime.memsetAsync
@@ -292,9 +292,9 @@ def driver_memset() -> Callable[..., None]:
 
 
 def bind_context(device: int) -> None:
-    """Give this thread the device's context, without which the driver launches nothing.
+    """Give this thread the device's context, which the driver needs for a launch.
 
-    A thread has none before its first call of CUDA's runtime.
+    A thread has no context before its first call of CUDA's runtime.
     """
     import cupy
 
@@ -318,7 +318,7 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
     try:
         module.compile()
     except Exception as error:
-        # A log of the compiler; no compiler or one that does not know the chip; no room for files.
+        # A compiler error, no compiler, a compiler that does not know the chip, or a full disk.
         of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
         what = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
         if own and isinstance(error, cupy.cuda.compiler.CompileException):
@@ -329,7 +329,7 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
 
 
 def _compile_obstacle(what: str, error: Exception) -> Obstacle:
-    """What a compilation failed at, in its first line that says so, and what to do."""
+    """The first error line of a failed compilation, and the commands that help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line), lines[0] if lines else "")
     reason = f"{what} ({type(error).__name__}: {first})."

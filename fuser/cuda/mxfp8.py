@@ -1,15 +1,8 @@
-"""Launchers of MXFP8; the functions of ``fuser.reference.mxfp8``.
+"""MXFP8 launchers: the functions of ``fuser.reference.mxfp8``.
 
 Data is uint8 and holds E4M3 or E5M2, both copies ``[M, K]``; scales are uint8 and hold E8M0, in the
-shapes of ``formats.mxfp8_scale_shape``. Outputs come in as keyword arguments and are written
-completely, the padding of scales with zeros. Inputs are fp32, fp16 or bf16, of ``b`` bytes an
-element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Data that is not
-aligned (views at odd offsets) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+shapes of ``formats.mxfp8_scale_shape``.
+The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -18,11 +11,9 @@ import functools
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.arguments import Producer, Struct, int32, int64
 from fuser.cuda.checks import (
-    ALIGNED,
     FLOAT8,
-    as_producer,
     boolean,
     check_buffer,
     check_copy,
@@ -30,9 +21,17 @@ from fuser.cuda.checks import (
     check_float8,
     check_matrix,
     is_aligned,
-    loads,
 )
-from fuser.cuda.launch import Kernel, tiles
+from fuser.cuda.launch import Kernel
+from fuser.cuda.tiled import (
+    as_producer,
+    decoder_kernel,
+    decoder_types,
+    launch_decoder,
+    launch_store,
+    quantizing_kernels,
+    store_kernel,
+)
 from fuser.formats import MXFP8_BLOCK, DType, check_multiple, mxfp8_scale_shape
 
 
@@ -55,12 +54,12 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 32; or a producer of that.
+        Read; ``[M, K]``, multiples of 32, or a producer of such values.
     dtype
         E4M3 or E5M2.
     swizzled
-        Write scales as the reference's ``swizzle`` orders them, the columnwise ones transposed
-        first: in the shape ``[K, M / 32]``, padded.
+        Whether scales have the order of the reference's ``swizzle``. Columnwise scales are
+        transposed first, to the padded shape ``[K, M / 32]``.
     row, row_scale
         Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, False)``.
     col, col_scale
@@ -69,7 +68,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 32.
+        If a tensor does not match this, or M or K is no multiple of 32.
     """
     what = "MXFP8 quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -83,8 +82,7 @@ def quantize(
         return
     aligned = producer.is_aligned and is_aligned(row, 8) and is_aligned(col, 8)
     store = Struct((row, row_scale, col, col_scale, int32(swizzled)))
-    kernel = _quantize(producer.type, to, two_dimensional, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_quantize(producer.type, to, two_dimensional, aligned), producer, store)
 
 
 def dequantize(
@@ -96,12 +94,12 @@ def dequantize(
     columnwise: bool,
     out: torch.Tensor,
 ) -> None:
-    """Write ``data * 2^(e - 127)``, rounded once, to ``out``. ``1 + b`` bytes an element.
+    """Write ``data * 2^(e - 127)``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
 
     Parameters
     ----------
     data, scale
-        Read; a rowwise copy, or a columnwise one as ``columnwise`` says; scales not swizzled.
+        Read; the columnwise copy if ``columnwise``, else the rowwise one; scales not swizzled.
     dtype
         E4M3 or E5M2.
     out_dtype, out
@@ -110,7 +108,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 32.
+        If a tensor does not match this, or M or K is no multiple of 32.
     """
     what = "MXFP8 dequantize"
     m, k = check_matrix(what, data)
@@ -121,7 +119,7 @@ def dequantize(
     element, of = check_element(what, out), check_float8(what, dtype)
     aligned = is_aligned(data, 8) and is_aligned(out, 16)
     producer = Struct((data, scale, int64(scale_shape[1]), int32(k), int32(columnwise)))
-    _dequantize(element, of, aligned)(tiles(m, k), producer, out, int64(m), int32(k))
+    launch_decoder(_dequantize(element, of, aligned), producer, out, m, k, False)
 
 
 # -- kernels ------------------------------------------------------------------
@@ -129,34 +127,22 @@ def dequantize(
 
 @functools.lru_cache(maxsize=1024)
 def _quantize(producer: str, to: str, two_dimensional: bool, aligned: bool) -> Kernel:
-    store = f"fuser::Mxfp8{'Square' if two_dimensional else ''}Store<{to}, {boolean(aligned)}>"
-    return Kernel("mxfp8", f"fuser_tiled<{producer}, {store}>")
+    name = "Mxfp8SquareStore" if two_dimensional else "Mxfp8Store"
+    return store_kernel("mxfp8", producer, f"{name}<{to}, {boolean(aligned)}>")
 
 
 @functools.cache
 def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
     producer = f"fuser::Mxfp8Producer<{element}, {of}, {boolean(aligned)}>"
-    return Kernel("mxfp8", f"fuser_tiled_rows<{producer}>")
+    return decoder_kernel("mxfp8", producer, element, aligned, False)
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of MXFP8."""
     return tuple(_quantize(producer, FLOAT8[to], is_2d, aligned) for is_2d in (False, True))
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
-    dequantizing = [
-        _dequantize(e, of, aligned)
-        for e in ELEMENTS.values()
-        for of in FLOAT8.values()
-        for aligned in (False, True)
-    ]
-    quantizing = [
-        kernel
-        for e in ELEMENTS.values()
-        for of_producer, of_store in ALIGNED
-        for to in FLOAT8
-        for kernel in stores(loads(e, of_producer), to, of_store)
-    ]
-    return (*dequantizing, *quantizing)
+    """Every kernel whose input is a matrix."""
+    dequantizing = tuple(_dequantize(*types) for types in decoder_types())
+    return dequantizing + quantizing_kernels(stores)

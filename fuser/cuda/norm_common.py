@@ -1,6 +1,6 @@
-"""What the launchers of norms share: dtypes, the kernels' sizes, alignment, checks.
+"""Launches of norms: dtypes, sizes, alignment, checks and producers, for forward and backward.
 
-x has a dtype and y one: see :func:`takes`. Gradients have those of what they are gradients of.
+x and y have dtypes of their own, see :func:`takes`. A gradient has the dtype of its tensor.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, float32, int32, int64
+from fuser.cuda.checks import boolean
+from fuser.cuda.launch import Kernel, Launch
 from fuser.errors import InputError
 
 PARAMETER_TYPES = {None: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-"""The kernels' ``ParameterType``."""
+"""Dtypes of parameters to ``ParameterType`` of the kernels."""
 
 DTYPE_PAIRS = (
     (torch.bfloat16, torch.bfloat16),
@@ -23,20 +25,20 @@ DTYPE_PAIRS = (
     (torch.float32, torch.bfloat16),
     (torch.float32, torch.float16),
 )
-"""The dtypes of x and y that there are kernels for."""
+"""The dtypes of x and y that kernels support."""
 
 VECTOR_BYTES = 16
-# Rows and columns are ints in the kernels, and so are sums of them and of the grid's size.
+# In kernels, rows and columns are ints, and so are their sums with the size of the grid.
 MAX_SIZE = 2**29
 
 # -- dtypes -------------------------------------------------------------------
 
 
 def takes(x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
-    """Whether there are kernels from an x to a y of these dtypes, and back.
+    """Whether kernels support an x and a y of these dtypes, forward and backward.
 
-    fp32, fp16 and bf16 go to the same, and fp32 to fp16 and bf16. An x of 16 bits has no y of
-    another dtype: not bf16 to fp32, as fp32 parameters without autocast would have it.
+    y may have the dtype of x, or be fp16 or bf16 if x is fp32. If x has 16 bits, y has the same
+    dtype: bf16 to fp32, which fp32 parameters without autocast would give, is not supported.
     """
     return (x_dtype, y_dtype) in DTYPE_PAIRS
 
@@ -57,14 +59,14 @@ def sizes_of(
     rows: int,
     columns: int,
     lanes: int,
-    stages: int,
+    prefetch_depth: int,
     x: torch.dtype,
     parameter: torch.dtype | None,
     is_aligned: bool,
     zero_centered_gamma: bool,
     eps: float,
 ) -> Struct:
-    """The kernels' ``Sizes``. Without parameters it is an L2 normalization: a sum, a gain of 1."""
+    """The struct ``Sizes``. No parameters means L2 normalization: a sum, and a gain of 1."""
     has_parameters = parameter is not None
     return Struct(
         (
@@ -73,7 +75,7 @@ def sizes_of(
                 int32(rows),
                 int32(columns),
                 int32(vectors_of(columns, x.itemsize, lanes)),
-                int32(stages),
+                int32(prefetch_depth),
             ),
             *(int32(PARAMETER_TYPES[parameter]), int32(is_aligned)),
             float32(1.0 if zero_centered_gamma or not has_parameters else 0.0),
@@ -84,24 +86,24 @@ def sizes_of(
 
 
 def vectors_of(columns: int, element_bytes: int, threads: int = 1) -> int:
-    """How many vectors each of a row's threads has, at most."""
+    """The largest number of vectors of a thread, with ``threads`` threads a row."""
     return -(-columns * element_bytes // (VECTOR_BYTES * threads))
 
 
 def whole_warps(threads: int) -> int:
-    """``threads`` up to a multiple of 32."""
+    """``threads`` rounded up to a multiple of 32."""
     return -(-threads // 32) * 32
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two from ``n`` on."""
+    """The smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()
 
 
 def row_strides(
     x: torch.Tensor, extra: torch.Tensor | None, dy: torch.Tensor | None
 ) -> tuple[int, int, int]:
-    """From row to row, as the kernels' ``Sizes`` begin; 0 for a tensor that is not there."""
+    """The row strides of ``Sizes``, in its order; 0 for a missing tensor."""
     return (
         x.stride(0),
         0 if extra is None else extra.stride(0),
@@ -112,7 +114,7 @@ def row_strides(
 def are_aligned(
     columns: int, x: torch.Tensor, strides: tuple[int, ...], *others: torch.Tensor | None
 ) -> bool:
-    """Whether every row of all tensors begins at a vector of x's elements and has whole ones."""
+    """Whether every row of all tensors begins at a vector boundary and has whole vectors."""
     address = x.data_ptr()
     for tensor in others:
         if tensor is not None:
@@ -124,10 +126,61 @@ def are_aligned(
 
 
 def fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
-    """Whether a tile's threads may read 8 elements at a time everywhere."""
+    """Whether the threads of a tile may read 8 elements at a time in every tensor."""
     addresses = (tensor.data_ptr() for tensor in tensors if tensor is not None)
     return all(size % TILE_RUN == 0 for size in (columns, *strides)) and all(
         address % VECTOR_BYTES == 0 for address in addresses
+    )
+
+
+# -- launches and producers ---------------------------------------------------
+
+
+def norm_types(norm: str, x: torch.dtype, other: torch.dtype) -> str:
+    """The first template arguments of every norm's kernel: the norm, the dtype of x and of y."""
+    return f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[other]}"
+
+
+def launch_norm(
+    kernel: Kernel,
+    launch: Launch,
+    tensors: tuple[torch.Tensor | None, ...],
+    x: torch.Tensor,
+    gamma: torch.Tensor | None,
+    strides: tuple[int, int, int],
+    *,
+    is_aligned: bool,
+    zero_centered_gamma: bool,
+    eps: float = 0.0,
+    prefetch_depth: int = 0,
+) -> None:
+    """Launch a kernel that takes a struct of ``tensors`` and the kernels' ``Sizes``."""
+    dtype = None if gamma is None else gamma.dtype
+    rows, columns = x.shape
+    sizes = sizes_of(
+        *(*strides, rows, columns, launch.block[0], prefetch_depth, x.dtype, dtype),
+        *(is_aligned, zero_centered_gamma, eps),
+    )
+    kernel(launch, Struct(tensors), sizes)
+
+
+def tile_producer(
+    name: str,
+    types: tuple[str, ...],
+    tensors: tuple[torch.Tensor | None, ...],
+    strides: tuple[int, ...],
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    zero_centered_gamma: bool,
+    aligned: bool,
+) -> Producer:
+    """A norm's producer of ``dtype`` and the shape of x; ``types`` are its template arguments."""
+    offset = float32(float(zero_centered_gamma))
+    return Producer(
+        f"fuser::{name}<{', '.join((*types, boolean(aligned)))}>",
+        Struct((*tensors, *map(int64, strides), offset)),
+        *(*x.shape, dtype, aligned),
     )
 
 
@@ -135,7 +188,7 @@ def fill_tiles(columns: int, strides: tuple[int, ...], *tensors: torch.Tensor | 
 
 
 def checked_shape(function: str, x: torch.Tensor) -> tuple[int, int]:
-    """Rows and columns of x."""
+    """Check x, and return its rows and columns."""
     if x.dtype not in ELEMENTS or x.dim() != 2 or max(x.shape) > MAX_SIZE or x.shape[1] == 0:
         raise InputError(
             f"{function} takes x of shape [rows, columns], with columns, up to {MAX_SIZE} of each, "
@@ -146,7 +199,7 @@ def checked_shape(function: str, x: torch.Tensor) -> tuple[int, int]:
 
 
 def check_y_dtype(function: str, x: torch.dtype, y: torch.dtype) -> None:
-    """Refuse an output that there is no kernel for."""
+    """Refuse a dtype of y that no kernel supports."""
     if not takes(x, y):
         partners = " or ".join(map(_name, partners_of(x)))
         raise InputError(f"{function} makes y in {partners} from x in {_name(x)}; got {_name(y)}.")
@@ -159,7 +212,7 @@ def checked_norm(
     mean: torch.Tensor | None,
     rstd: torch.Tensor,
 ) -> str:
-    """The norm of a producer, in C++; gamma is the first of the parameters."""
+    """Check a producer's parameters, gamma first, and statistics; return its norm's C++ name."""
     rows, columns = x.shape
     check_parameters(function, columns, parameters)
     check_statistics(function, rows, mean, rstd)
@@ -169,14 +222,14 @@ def checked_norm(
 
 
 def parameter_type(gamma: torch.Tensor | None) -> str:
-    """Of a producer's gamma and beta, in C++."""
+    """The C++ type of a producer's gamma and beta."""
     return "fuser::NoParameters" if gamma is None else ELEMENTS[gamma.dtype]
 
 
 def check_parameters(
     function: str, columns: int, named: Sequence[tuple[str, torch.Tensor | None]]
 ) -> None:
-    """Parameters have any dtype, all of them the same."""
+    """Check parameters: all have one dtype, which may be any."""
     for name, tensor in named:
         check_tensor(function, name, tensor, tuple(ELEMENTS), (columns,))
     dtypes = {name: tensor.dtype for name, tensor in named if tensor is not None}
@@ -192,7 +245,7 @@ def check_statistics(
     rstd: torch.Tensor | None,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """A number a row each, and one amax."""
+    """Check statistics, one number a row each, and the amax, one number."""
     for name, tensor, count in (("mean", mean, rows), ("rstd", rstd, rows), ("amax", amax, 1)):
         check_tensor(function, name, tensor, (torch.float32,), count)
 
@@ -205,7 +258,7 @@ def check_tensor(
     shape: tuple[int, ...] | int,
     is_spaced: bool = False,
 ) -> None:
-    """``shape`` may be a number of elements; rows of a tensor that ``is_spaced`` may be apart."""
+    """Check a tensor. ``shape`` may be a number of elements; ``is_spaced`` allows distant rows."""
     if tensor is None:
         return
     has_shape = tensor.shape == shape or tensor.numel() == shape

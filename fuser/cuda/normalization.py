@@ -1,8 +1,8 @@
 """Launchers of RMSNorm, LayerNorm and L2 normalization over rows.
 
-The forward can leave out y and write what it follows from, a few numbers a row:
-:func:`norm_producer` then makes its values, with the same bits, inside the kernel that quantizes
-them. Where the scale must be known first, the pass that leaves y out measures its amax.
+The forward can write only the statistics, a few numbers a row, and not y. :func:`norm_producer`
+then computes y, with the same bits, inside the kernel that quantizes it. If the scale must be known
+first, the pass without y also measures its amax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int64
+from fuser.cuda.arguments import Producer
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.norm_common import (
@@ -27,23 +27,26 @@ from fuser.cuda.norm_common import (
     checked_norm,
     checked_shape,
     fill_tiles,
+    launch_norm,
+    norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
-    sizes_of,
+    tile_producer,
     vectors_of,
     whole_warps,
 )
 from fuser.errors import InputError
 
-# Four loads of 16 bytes a thread in flight, at up to 64 registers; rows of one warp or less share a
-# block of 128 threads, longer ones have a block each, of which many run on a multiprocessor.
+# A thread has four loads of 16 bytes in flight, with up to 64 registers. Rows of one warp or less
+# share a block of 128 threads; longer rows have a block each, and many blocks run on a
+# multiprocessor.
 FORWARD_VECTORS = 4
 FORWARD_THREADS = 128
-# Threads that a row of 16-bit and of 32-bit elements can have: registers for 16384 columns.
+# The most threads a row, by bytes of an element: with registers for 16384 columns.
 FORWARD_ROW_THREADS = {2: 512, 4: 1024}
-# A block that only measures y looks at gamma once, for several rows.
+# A block that only measures y reads gamma once, for several rows.
 MEASURING_BLOCKS_PER_MULTIPROCESSOR = 16
 
 # -- launchers ----------------------------------------------------------------
@@ -64,23 +67,24 @@ def rmsnorm(
 ) -> None:
     """``z = x + extra; rstd = rsqrt(mean(z^2) + eps); y = z * rstd * gamma``, for each row.
 
-    Computes in fp32 from z as its dtype rounds it. Reads x and extra once and writes z and y once:
-    2 bytes an element of 16 bits read and 2 written, with ``extra`` 4 and 4; without y 2 less. Rows
-    of more than 16384 elements, and rows that are not aligned to 16 bytes, are read again for y or
-    its amax, and by a LayerNorm for its variance.
+    Computes in fp32 from z, rounded to its dtype. Reads x and extra once and writes z and y once:
+    for elements of 16 bits that is 2 bytes read and 2 written, with ``extra`` 4 and 4, and without
+    y 2 less. The kernel reads rows of more than 16384 elements, and rows that are not aligned to 16
+    bytes, again for y or its amax, and a LayerNorm also for its variance.
 
     Parameters
     ----------
     x
-        Read; [rows, columns], fp32, fp16 or bf16. Rows may be apart; elements of a row may not.
+        Read; [rows, columns], fp32, fp16 or bf16. Rows may be at any distance; the elements of a
+        row are adjacent.
     gamma
         Read; [columns], contiguous, fp32, fp16 or bf16.
     y
-        Written; like ``x``, contiguous, in a dtype that goes with it
-        (:func:`~fuser.cuda.norm_common.takes`); None where nobody reads it: see
+        Written; like ``x``, contiguous, in a dtype that kernels support for x
+        (:func:`~fuser.cuda.norm_common.takes`). None does not write it, see
         :func:`norm_producer`.
     rstd
-        Written; fp32, one a row; None where nobody needs it.
+        Written; fp32, one number a row. None does not write it.
     eps
         Added to the mean of the squares.
     zero_centered_gamma
@@ -88,17 +92,17 @@ def rmsnorm(
     extra
         Read; like ``x``. None adds nothing.
     z
-        Written, with an ``extra`` alone; like ``x``, contiguous; None where nobody needs it.
+        Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
     amax
-        One fp32 that becomes the larger of itself and of the magnitudes in y, written or not; None
-        measures nothing. It must not be negative; NaN counts as larger than infinity.
+        Read and written: one fp32, not negative, raised to ``max |y|``, also if y is None. NaN
+        counts as larger than infinity. None measures nothing.
     y_dtype
-        The dtype of a y that is measured and not written; None is that of ``x``.
+        The dtype of y if y is None; None is the dtype of ``x``.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another, or nothing would be written.
+        If a dtype, shape or layout is wrong, or nothing would be written.
     """
     options = (eps, zero_centered_gamma)
     outputs = (y, y_dtype, z, None, rstd, amax)
@@ -122,7 +126,7 @@ def layernorm(
 ) -> None:
     """``z = x + extra; y = (z - mean) * rstd * gamma + beta``, ``rstd = rsqrt(var + eps)``.
 
-    The mean comes first and the variance is that of the differences from it. Otherwise as
+    The kernel computes the mean first, then the variance from the differences to it. Otherwise as
     :func:`rmsnorm`.
 
     Parameters
@@ -132,12 +136,12 @@ def layernorm(
     beta
         Read; like ``gamma``, in its dtype.
     mean
-        Written; fp32, one a row; None where nobody needs it.
+        Written; fp32, one number a row. None does not write it.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another, or nothing would be written.
+        If a dtype, shape or layout is wrong, or nothing would be written.
     """
     options = (eps, zero_centered_gamma)
     outputs = (y, y_dtype, z, mean, rstd, amax)
@@ -160,14 +164,14 @@ def l2norm(
     x, y, amax, y_dtype
         As in :func:`rmsnorm`.
     rnorm
-        Written; fp32, one a row; None where nobody needs it.
+        Written; fp32, one number a row. None does not write it.
     eps
         Added to the sum of the squares.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another, or nothing would be written.
+        If a dtype, shape or layout is wrong, or nothing would be written.
     """
     outputs = (y, y_dtype, None, None, rnorm, amax)
     _forward("l2norm", "RMSNorm", x, None, None, None, *outputs, eps, False)
@@ -183,10 +187,10 @@ def norm_producer(
     mean: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
 ) -> Producer:
-    """The values of y in ``y_dtype``, with the bits that the forward writes.
+    """The producer of y in ``y_dtype``, with the bits that the forward writes.
 
-    With a ``mean`` it is :func:`layernorm`, otherwise :func:`rmsnorm` and without ``gamma``
-    :func:`l2norm`. Reads x once, 2 bytes an element of 16 bits.
+    With a ``mean`` y is that of :func:`layernorm`, without ``gamma`` of :func:`l2norm`, and
+    otherwise of :func:`rmsnorm`. Reads x once: 2 bytes an element of 16 bits.
 
     Parameters
     ----------
@@ -195,30 +199,31 @@ def norm_producer(
     rstd, mean
         Read; as the forward wrote them.
     y_dtype
-        A dtype that goes with that of ``x`` (:func:`~fuser.cuda.norm_common.takes`).
+        A dtype that kernels support for ``x`` (:func:`~fuser.cuda.norm_common.takes`).
     gamma, beta, zero_centered_gamma
         As in the forward.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another, or one of mean, beta and gamma is missing.
+        If a dtype, shape or layout is wrong, or one of mean, beta and gamma is missing.
     """
     what = "norm_producer"
-    rows, columns = checked_shape(what, x)
+    _, columns = checked_shape(what, x)
     check_y_dtype(what, x.dtype, y_dtype)
     norm = checked_norm(what, x, (("gamma", gamma), ("beta", beta)), mean, rstd)
     if (mean is None) != (beta is None):
         there, missing = ("beta", "mean") if mean is None else ("mean", "beta")
         raise InputError(f"{what} got {there} without {missing}; a LayerNorm has both.")
     aligned = fill_tiles(columns, (x.stride(0),), x, gamma, beta)
-    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[y_dtype], parameter_type(gamma))
-    tensors = (x, gamma, beta, mean, rstd)
-    offset = float32(float(zero_centered_gamma))
-    return Producer(
-        f"fuser::NormProducer<{', '.join(types)}, {boolean(aligned)}>",
-        Struct((*tensors, int64(x.stride(0)), offset)),
-        *(rows, columns, y_dtype, aligned),
+    return tile_producer(
+        "NormProducer",
+        (norm_types(norm, x.dtype, y_dtype), parameter_type(gamma)),
+        (x, gamma, beta, mean, rstd),
+        (x.stride(0),),
+        *(x, y_dtype),
+        zero_centered_gamma=zero_centered_gamma,
+        aligned=aligned,
     )
 
 
@@ -226,7 +231,7 @@ def norm_producer(
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that these launchers may ask for."""
+    """Every kernel of these launchers."""
     pairs = itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS)
     flags = list(itertools.product((False, True), repeat=2))
     return tuple(_forward_kernel(n, *p, *flag) for n, p in pairs for flag in flags)
@@ -237,8 +242,7 @@ def _forward_kernel(
     norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool
 ) -> Kernel:
     flags = f"{boolean(in_registers)}, {boolean(writes)}"
-    types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[y]}"
-    return Kernel("normalization", f"fuser_norm<{types}, {flags}>")
+    return Kernel("normalization", f"fuser_norm<{norm_types(norm, x, y)}, {flags}>")
 
 
 # -- launches -----------------------------------------------------------------
@@ -246,10 +250,10 @@ def _forward_kernel(
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How a forward kernel takes rows: ``lanes`` threads a row, ``rows`` of them in a block.
+    """The layout of a forward kernel: ``lanes`` threads a row and ``rows`` rows a block.
 
-    In registers a row fits ``FORWARD_VECTORS`` vectors of 16 bytes a thread; otherwise it is read
-    in chunks of one vector a thread.
+    A row fits the registers if each thread has at most ``FORWARD_VECTORS`` vectors of 16 bytes.
+    Otherwise the kernel reads it in chunks of one vector a thread.
     """
 
     lanes: int
@@ -259,11 +263,11 @@ class ForwardPlan:
 
 @functools.cache
 def forward_plan(columns: int, element_bytes: int) -> ForwardPlan:
-    """How the forward takes rows of ``columns``, which decides the order of its sums."""
+    """The layout for rows of ``columns``. It determines the order of sums."""
     vectors = vectors_of(columns, element_bytes)
     share = -(-vectors // FORWARD_VECTORS)
     if share <= 32:
-        # At least 64 bytes of a row side by side, for whole sectors of memory.
+        # At least 64 adjacent bytes of a row, for whole sectors of memory.
         lanes = max(power_of_two(share), min(4, power_of_two(vectors)))
     else:
         lanes = min(whole_warps(share), FORWARD_ROW_THREADS[element_bytes])
@@ -330,17 +334,12 @@ def _forward(
     most_blocks = MAX_SIZE
     if y is None and amax is not None:
         most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
-    sizes = (rows, columns)
     kernel, launch = _forward_choice(
-        norm, x.dtype, y_dtype, *sizes, is_aligned, y is not None, most_blocks
+        norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, most_blocks
     )
-    tensors = Struct((x, extra, gamma, beta, y, z, mean, rstd, amax))
-    dtype = None if gamma is None else gamma.dtype
-    kernel(
-        launch,
-        tensors,
-        sizes_of(
-            *(*strides, *sizes, launch.block[0], 0, x.dtype, dtype),
-            *(is_aligned, zero_centered_gamma, eps),
-        ),
+    launch_norm(
+        *(kernel, launch, (x, extra, gamma, beta, y, z, mean, rstd, amax), x, gamma, strides),
+        is_aligned=is_aligned,
+        zero_centered_gamma=zero_centered_gamma,
+        eps=eps,
     )

@@ -1,8 +1,8 @@
 """Launchers of the gradients of RMSNorm, LayerNorm and L2 normalization over rows.
 
-The backward can leave out dx and write what it follows from, a few numbers a row:
-:func:`norm_backward_producer` then makes its values, with the same bits, inside the kernel that
-quantizes them. Where the scale must be known first, the pass that leaves dx out measures its amax.
+The backward can write only the means, a few numbers a row, and not dx.
+:func:`norm_backward_producer` then computes dx, with the same bits, inside the kernel that
+quantizes it. If the scale must be known first, the pass without dx also measures its amax.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, float32, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, int32
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors, shared_bytes
 from fuser.cuda.norm_common import (
@@ -26,23 +26,25 @@ from fuser.cuda.norm_common import (
     checked_norm,
     checked_shape,
     fill_tiles,
+    launch_norm,
+    norm_types,
     parameter_type,
     partners_of,
     power_of_two,
     row_strides,
-    sizes_of,
+    tile_producer,
     vectors_of,
     whole_warps,
 )
 from fuser.errors import InputError
 
-# Blocks that stay, one or two on a multiprocessor, so that their partial sums are few; each has up
-# to four rows a thread on their way through shared memory. 512 threads have 128 registers each.
+# Persistent blocks, one or two on a multiprocessor, so that there are few partial sums. A thread
+# prefetches up to four rows into shared memory. 512 threads have 128 registers each.
 BACKWARD_THREADS = 256
 BACKWARD_ROW_THREADS = 512
 BACKWARD_VECTORS = (2, 4)
-MAX_STAGES = 4
-# What a kernel takes of a block's shared memory besides its stages, and the driver of each block.
+MAX_PREFETCH_DEPTH = 4
+# Shared memory of a block that is not for prefetched rows: of the kernel, and of the driver.
 STATIC_SHARED_BYTES = 1024
 RESERVED_SHARED_BYTES = 1024
 
@@ -66,30 +68,31 @@ def rmsnorm_backward(
     """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
 
     ``dx = (d_hat - x_hat * mean(d_hat * x_hat)) * rstd + d_extra`` and ``dgamma = sum(dy * x_hat)``
-    over the rows. ``d_extra`` is added in fp32, and the sum is rounded to the dtype of dx: one
-    rounding, where another op that adds it makes two. dgamma is summed in fp32 in an order that
-    depends on the shape and the number of multiprocessors alone.
+    over the rows. The kernel adds ``d_extra`` in fp32 and rounds the sum to the dtype of dx: one
+    rounding, where a separate addition would round twice. It sums dgamma in fp32, in an order that
+    depends only on the shape and the number of multiprocessors.
 
     Reads dy, x and d_extra once and writes dx once: 6 bytes an element of 16 bits, with ``d_extra``
-    8, and besides writes and reads the workspace; without dx 2 less, and 2 more less without its
-    amax, which d_extra is read for. Rows of more than 16384 elements of 16 bits or 8192 of 32, and
-    rows that are not aligned to 16 bytes, are read twice.
+    8. It also writes and reads the workspace. Without dx it moves 2 bytes less, and with neither dx
+    nor amax it does not read d_extra, another 2 bytes less. The kernel reads rows twice if they
+    have more than 16384 elements of 16 bits or 8192 of 32, or are not aligned to 16 bytes.
 
     Parameters
     ----------
     dy
-        Read; [rows, columns]; the dtype of y. Rows may be apart; elements of a row may not.
+        Read; [rows, columns], in the dtype of y. Rows may be at any distance; the elements of a row
+        are adjacent.
     x
-        Read; likewise, the dtype of the forward's x, or its z.
+        Read; the forward's x, or its z; rows as in ``dy``.
     gamma
         Read; as in the forward.
     rstd
         Read; as the forward wrote it.
     dx
-        Written; like ``x``, contiguous; None where nobody reads it: see
+        Written; like ``x``, contiguous. None does not write it, see
         :func:`norm_backward_producer`.
     dgamma
-        Written; [columns], contiguous, fp32, fp16 or bf16; None where nobody needs it.
+        Written; [columns], contiguous, fp32, fp16 or bf16. None does not write it.
     workspace
         Written and read; fp32, contiguous, of :func:`workspace_shape`; None without dgamma.
     zero_centered_gamma
@@ -97,16 +100,15 @@ def rmsnorm_backward(
     d_extra
         Read; like ``x``. None adds nothing.
     means
-        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``. None where nobody needs
-        it.
+        Written; fp32 ``[rows, 1]``, contiguous: ``mean(d_hat * x_hat)``. None does not write it.
     amax
-        One fp32 that becomes the larger of itself and of the magnitudes in dx, written or not; None
-        measures nothing. As in the forward.
+        Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
+        counts as larger than infinity. None measures nothing.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is wrong.
     """
     tensors = (dy, x, gamma, None, rstd, d_extra, dx, workspace, means, amax)
     _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
@@ -140,15 +142,15 @@ def layernorm_backward(
     mean
         Read; as the forward wrote it.
     dbeta
-        Written; like ``dgamma``, in its dtype; None where nobody needs it.
+        Written; like ``dgamma``, in its dtype. None does not write it.
     means
         Written; fp32 ``[rows, 2]``, contiguous: ``mean(d_hat * x_hat)`` and ``mean(d_hat)``. None
-        where nobody needs it.
+        does not write them.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is wrong.
     """
     tensors = (dy, x, gamma, mean, rstd, d_extra, dx, workspace, means, amax)
     _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
@@ -172,12 +174,12 @@ def l2norm_backward(
     rnorm
         Read; as the forward wrote it.
     means
-        Written; fp32 ``[rows, 1]``, contiguous: ``sum(dy * x_hat)``. None where nobody needs it.
+        Written; fp32 ``[rows, 1]``, contiguous: ``sum(dy * x_hat)``. None does not write it.
 
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another.
+        If a dtype, shape or layout is wrong.
     """
     tensors = (dy, x, None, None, rnorm, None, dx, None, means, amax)
     _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
@@ -194,11 +196,11 @@ def norm_backward_producer(
     d_extra: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
 ) -> Producer:
-    """The values of dx in the dtype of x, with the bits that the backward writes.
+    """The producer of dx in the dtype of x, with the bits that the backward writes.
 
-    With a ``mean`` it is :func:`layernorm_backward`, otherwise :func:`rmsnorm_backward` and without
-    ``gamma`` :func:`l2norm_backward`. Reads dy, x and d_extra once: 4 bytes an element of 16 bits,
-    with ``d_extra`` 6.
+    With a ``mean`` dx is that of :func:`layernorm_backward`, without ``gamma`` of
+    :func:`l2norm_backward`, and otherwise of :func:`rmsnorm_backward`. Reads dy, x and d_extra
+    once: 4 bytes an element of 16 bits, with ``d_extra`` 6.
 
     Parameters
     ----------
@@ -210,7 +212,7 @@ def norm_backward_producer(
     Raises
     ------
     InputError
-        If a dtype, shape or layout is another, or a mean comes without gamma.
+        If a dtype, shape or layout is wrong, or a mean comes without gamma.
     """
     what = "norm_backward_producer"
     rows, columns = checked_shape(what, x)
@@ -220,26 +222,27 @@ def norm_backward_producer(
     check_tensor(what, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
     strides = row_strides(x, d_extra, dy)
     aligned = fill_tiles(columns, strides, x, dy, d_extra, gamma)
-    types = (f"fuser::{norm}", ELEMENTS[x.dtype], ELEMENTS[dy.dtype], parameter_type(gamma))
-    flags = (boolean(d_extra is not None), boolean(aligned))
-    tensors = (dy, x, gamma, mean, rstd, means, d_extra)
-    offset = float32(float(zero_centered_gamma))
-    return Producer(
-        f"fuser::NormBackwardProducer<{', '.join((*types, *flags))}>",
-        Struct((*tensors, *map(int64, strides), offset)),
-        *(rows, columns, x.dtype, aligned),
+    adds = boolean(d_extra is not None)
+    return tile_producer(
+        "NormBackwardProducer",
+        (norm_types(norm, x.dtype, dy.dtype), parameter_type(gamma), adds),
+        (dy, x, gamma, mean, rstd, means, d_extra),
+        strides,
+        *(x, x.dtype),
+        zero_centered_gamma=zero_centered_gamma,
+        aligned=aligned,
     )
 
 
 def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
-    """The shape of the fp32 workspace in which a backward sums gradients of parameters.
+    """The shape of the fp32 workspace for the partial sums of the parameters' gradients.
 
     Parameters
     ----------
     x
-        The backward's, for its shape, dtype and device.
+        The x of the backward, for its shape, dtype and device.
     has_beta
-        Whether it is a LayerNorm's.
+        Whether the norm is a LayerNorm.
     """
     rows, columns = x.shape
     device = (shared_bytes(x.device), multiprocessors(x.device))
@@ -250,7 +253,7 @@ def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that these launchers may ask for."""
+    """Every kernel of these launchers."""
     pairs = itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS)
     backward = [_backward_kernel(n, *p, v) for n, p in pairs for v in (*BACKWARD_VECTORS, None)]
     return (*backward, *(_gradients_kernel(dtype) for dtype in ELEMENTS))
@@ -258,7 +261,7 @@ def instantiations() -> tuple[Kernel, ...]:
 
 @functools.cache
 def _backward_kernel(norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None) -> Kernel:
-    types = f"fuser::{norm}, {ELEMENTS[x]}, {ELEMENTS[dy]}"
+    types = norm_types(norm, x, dy)
     if vectors is None:
         return Kernel("normalization_backward", f"fuser_norm_backward_in_chunks<{types}>")
     return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}>")
@@ -274,10 +277,10 @@ def _gradients_kernel(dtype: torch.dtype) -> Kernel:
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    """How a backward kernel takes rows: ``lanes`` threads a row, ``rows`` of them in a block.
+    """The layout of a backward kernel: ``lanes`` threads a row and ``rows`` rows a block.
 
-    In registers a row fits ``vectors`` vectors of 16 bytes a thread; otherwise a block takes one
-    row at a time, in chunks of one vector a thread.
+    A row fits the registers if each thread has at most ``vectors`` vectors of 16 bytes. Otherwise a
+    block processes one row at a time, in chunks of one vector a thread.
     """
 
     vectors: int
@@ -287,23 +290,23 @@ class BackwardPlan:
     fits_registers: bool
 
     def blocks(self, rows: int, multiprocessors: int) -> int:
-        """How many blocks share ``rows``: as many as run at once, at most."""
+        """The number of blocks for ``rows``: at most as many as run at once."""
         return min(-(-rows // self.rows), multiprocessors * self.blocks_per_multiprocessor)
 
-    def stage_bytes(self, vector_bytes: int) -> int:
-        """Shared memory of one row a thread, for ``vector_bytes`` of all tensors read together."""
+    def slot_bytes(self, vector_bytes: int) -> int:
+        """Shared memory of one row a thread; ``vector_bytes``: one vector of every tensor read."""
         return self.vectors * self.lanes * self.rows * vector_bytes
 
-    def stages(self, vector_bytes: int, shared: int) -> int:
-        """How many rows a thread has on their way, with ``shared`` bytes a block at most."""
+    def prefetch_depth(self, vector_bytes: int, shared: int) -> int:
+        """The number of rows that a thread prefetches, with at most ``shared`` bytes a block."""
         each = (shared + RESERVED_SHARED_BYTES) // self.blocks_per_multiprocessor
         free = each - RESERVED_SHARED_BYTES - STATIC_SHARED_BYTES
-        return min(max(free // self.stage_bytes(vector_bytes), 1), MAX_STAGES)
+        return min(max(free // self.slot_bytes(vector_bytes), 1), MAX_PREFETCH_DEPTH)
 
 
 @functools.cache
 def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan:
-    """How the backward takes rows of ``columns`` on a device with ``shared`` bytes a block."""
+    """The layout for rows of ``columns`` on a device with ``shared`` bytes a block."""
     vectors = vectors_of(columns, element_bytes)
     few, many = BACKWARD_VECTORS
     each = few if vectors <= few * BACKWARD_ROW_THREADS else many
@@ -313,9 +316,9 @@ def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan
         lanes = power_of_two(share)
     rows = max(1, BACKWARD_THREADS // lanes)
     fits = vectors <= lanes * each
-    # Two blocks where their registers, and two stages of each in shared memory, have room.
-    stage_bytes = each * lanes * rows * 3 * VECTOR_BYTES
-    two = lanes * rows <= BACKWARD_THREADS and 4 * stage_bytes <= shared
+    # Two blocks if their registers fit, and two slots of each fit shared memory.
+    slot_bytes = each * lanes * rows * 3 * VECTOR_BYTES
+    two = lanes * rows <= BACKWARD_THREADS and 4 * slot_bytes <= shared
     return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
 
 
@@ -331,16 +334,16 @@ def _backward_choice(
     shared: int,
     multiprocessors: int,
 ) -> tuple[Kernel, Launch, int]:
-    """The kernel, its launch and the number of stages."""
+    """The kernel, its launch and the prefetch depth."""
     plan = backward_plan(columns, x.itemsize, shared)
     blocks = plan.blocks(rows, multiprocessors)
     if not is_aligned or not plan.fits_registers:
         return _backward_kernel(norm, x, dy, None), Launch((blocks,), (max(plan.lanes, 32), 1)), 0
     vector_bytes = VECTOR_BYTES * (1 + has_extra) + VECTOR_BYTES * dy.itemsize // x.itemsize
-    stages = plan.stages(vector_bytes, shared)
-    shared_of_block = stages * plan.stage_bytes(vector_bytes)
+    depth = plan.prefetch_depth(vector_bytes, shared)
+    shared_of_block = depth * plan.slot_bytes(vector_bytes)
     launch = Launch((blocks,), (plan.lanes, plan.rows), shared_of_block)
-    return _backward_kernel(norm, x, dy, plan.vectors), launch, stages
+    return _backward_kernel(norm, x, dy, plan.vectors), launch, depth
 
 
 @functools.lru_cache(maxsize=1024)
@@ -395,18 +398,15 @@ def _backward(
         strides = row_strides(x, d_extra, dy)
         is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
-        kernel, launch, stages = _backward_choice(
+        kernel, launch, depth = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
         )
-        tensors = Struct((dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax))
-        dtype = None if gamma is None else gamma.dtype
-        kernel(
-            launch,
-            tensors,
-            sizes_of(
-                *(*strides, *sizes, launch.block[0], stages, x.dtype, dtype),
-                *(is_aligned, zero_centered_gamma, 0.0),
-            ),
+        tensors = (dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax)
+        launch_norm(
+            *(kernel, launch, tensors, x, gamma, strides),
+            is_aligned=is_aligned,
+            zero_centered_gamma=zero_centered_gamma,
+            prefetch_depth=depth,
         )
     if wanted:
         dgamma, dbeta = (*grads, None)[:2]

@@ -1,15 +1,8 @@
-"""Launchers of NVFP4; the functions of ``fuser.reference.nvfp4``.
+"""NVFP4 launchers: the functions of ``fuser.reference.nvfp4``.
 
 Data is uint8, two E2M1 values a byte; columnwise data is stored transposed, ``[K, M / 2]``. Scales
-are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``. Outputs come in as keyword
-arguments and are written completely, the padding of scales with zeros. Inputs are fp32, fp16 or
-bf16, of ``b`` bytes an element. Nothing is allocated, and the device is not waited for.
-
-A matrix may have its rows at any distance, but each row element by element. Data that is not
-aligned (views at odd offsets) is read and written one element at a time.
-
-A producer takes the place of an input of the quantize launchers: then ``b`` is what it reads for an
-element, and the values are made, rounded to the producer's dtype and quantized in one kernel.
+are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``.
+The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
@@ -20,19 +13,25 @@ import itertools
 import numpy as np
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
 from fuser.cuda.checks import (
-    ALIGNED,
-    as_producer,
     boolean,
     check_buffer,
     check_copy,
     check_element,
     check_matrix,
     is_aligned,
-    loads,
 )
-from fuser.cuda.launch import Kernel, tiles
+from fuser.cuda.launch import Kernel
+from fuser.cuda.tiled import (
+    ALIGNED,
+    as_producer,
+    decoder_kernel,
+    launch_decoder,
+    launch_store,
+    loads,
+    store_kernel,
+)
 from fuser.errors import InputError
 from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
 
@@ -44,31 +43,29 @@ def hadamard_amax(
 ) -> None:
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
-    A NaN is above all. Reads ``b`` bytes an element, once. Without a transform,
-    ``fp8_scaling.amax`` is what measures a tensor.
+    A NaN is above all numbers. Reads ``b`` bytes an element, once. Without a transform, use
+    ``fp8_scaling.amax``.
 
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16; or a producer of that.
+        Read; ``[M, K]``, multiples of 16, or a producer of such values.
     random_signs
-        As the reference has it.
+        As in the reference.
     out
         fp32 ``[2]``, zeroed by the caller; read and written.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 16.
+        If a tensor does not match this, or M or K is no multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))
-    kernel = _amax(producer.type)
-    store = Struct((out, _signs(random_signs)))
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(_amax(producer.type), producer, Struct((out, _signs(random_signs))))
 
 
 def quantize(
@@ -88,7 +85,7 @@ def quantize(
     col_scale: torch.Tensor | None = None,
     col_amax: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, below the given amax.
+    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, for the given amax.
 
     Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
     elements and copy.
@@ -96,24 +93,24 @@ def quantize(
     Parameters
     ----------
     x
-        Read; ``[M, K]``, multiples of 16; or a producer of that.
+        Read; ``[M, K]``, multiples of 16, or a producer of such values.
     two_dimensional, hadamard, random_signs, stochastic, seed, offset
-        As the reference has them.
+        As in the reference.
     amax_value
-        Read; fp32 ``[1]``, or ``[2]``: for the rowwise and for the columnwise copy, as
-        :func:`hadamard_amax` measures them.
+        Read; fp32 ``[1]``, or ``[2]`` with one amax for the rowwise and one for the columnwise
+        copy, as :func:`hadamard_amax` computes them.
     row, row_scale
         Written, both or neither; ``[M, K / 2]`` and ``nvfp4_scale_shape(M, K, False)``.
     col, col_scale
         Written, both or neither; ``[K, M / 2]`` and ``nvfp4_scale_shape(M, K, True)``.
     row_amax, col_amax
-        Written where they are given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy,
-        for a tensor of its own.
+        Written if given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy, in a tensor
+        of its own.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, ``offset`` is negative, or M or K is no multiple of 16.
+        If a tensor does not match this, ``offset`` is negative, or M or K is no multiple of 16.
     """
     what = "NVFP4 quantize"
     producer = as_producer(what, x)
@@ -141,7 +138,7 @@ def quantize(
     how = (int32(amaxes - 1), int32(two_dimensional), _signs(random_signs))
     store = Struct((*copies, *rounding, *how))
     kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
-    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+    launch_store(kernel, producer, store)
 
 
 def dequantize(
@@ -155,19 +152,19 @@ def dequantize(
 ) -> None:
     """Write ``q * (scale * amax / (6 * 448))``, rounded once, to ``out``.
 
-    Moves ``1/2 + b`` bytes an element. A Hadamard transform is not undone.
+    Moves ``1/2 + b`` bytes an element. Does not invert a Hadamard transform.
 
     Parameters
     ----------
     data, scale, amax
-        Read; a rowwise copy, or a columnwise copy, which is turned back; amax fp32 ``[1]``.
+        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``.
     out_dtype, out
         Written; ``[M, K]``, contiguous and of this dtype.
 
     Raises
     ------
     InputError
-        If a tensor is none of these, or M or K is no multiple of 16.
+        If a tensor does not match this, or M or K is no multiple of 16.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)
@@ -180,8 +177,7 @@ def dequantize(
     aligned = is_aligned(data, 4) and is_aligned(out, 16)
     producer = Struct((data, scale, amax, int32(columns)))
     kernel = _dequantize(check_element(what, out), columnwise, aligned)
-    target = Struct((out,)) if columnwise else out
-    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 def _signs(random_signs: bool) -> np.int32:
@@ -193,26 +189,23 @@ def _signs(random_signs: bool) -> np.int32:
 
 @functools.lru_cache(maxsize=1024)
 def _amax(producer: str) -> Kernel:
-    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::HadamardAmaxStore>")
+    return store_kernel("nvfp4", producer, "HadamardAmaxStore")
 
 
 @functools.lru_cache(maxsize=1024)
 def _quantize(producer: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
     flags = ", ".join(map(boolean, (hadamard, stochastic, aligned)))
-    return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::Nvfp4Store<{flags}>>")
+    return store_kernel("nvfp4", producer, f"Nvfp4Store<{flags}>")
 
 
 @functools.cache
 def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
-    flag = boolean(aligned)
-    producer = f"fuser::Nvfp4Producer<{element}, {flag}>"
-    if columnwise:
-        return Kernel("nvfp4", f"fuser_tiled<{producer}, fuser::TurnedStore<{element}, {flag}>>")
-    return Kernel("nvfp4", f"fuser_tiled_rows<{producer}>")
+    producer = f"fuser::Nvfp4Producer<{element}, {boolean(aligned)}>"
+    return decoder_kernel("nvfp4", producer, element, aligned, columnwise)
 
 
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
-    """A producer into each store policy of this file."""
+    """The kernels of a producer with each store of NVFP4."""
     quantizing = [
         _quantize(producer, hadamard, stochastic, aligned)
         for hadamard in BOOLEANS
@@ -222,7 +215,7 @@ def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that may be launched with matrices for inputs."""
+    """Every kernel whose input is a matrix."""
     names = ELEMENTS.values()
     return (
         *itertools.starmap(_dequantize, itertools.product(names, BOOLEANS, BOOLEANS)),

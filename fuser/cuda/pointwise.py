@@ -1,4 +1,4 @@
-"""Launchers of pointwise chains: forward, backward, and producers for kernels of tiles."""
+"""Launchers of pointwise chains: forward, backward, and producers for tiled kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fuser.chain import ACTIVATIONS, STAGES, Stage, Stages
+from fuser.chain import Stages
 from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
 from fuser.cuda.chain import Chain, Tensors, chain_of, described, scale_dtypes_of
 from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix
@@ -19,14 +19,14 @@ from fuser.errors import InputError
 from fuser.formats import ceil_div
 
 THREADS = 256
-# Threads of a block side by side in a row: 2 KB. At least two rows, so that what a block sums over
-# its rows takes half as many bytes.
+# Threads of a block in a row: 2 KB. So a block has at least two rows, which halves the bytes of the
+# partial sums over rows.
 MAX_BLOCK_X = 128
 WARP = 32
 MAX_GRID_Y = 65535
-# A thread sums up to 32 rows, of fewer where there would be under 1000 threads a multiprocessor of
-# an H200. A fp32 for the 64 rows of a block, written and read, is 2% of the bytes of bias + GELU;
-# with half as many blocks the last of them leave more of an H200 idle than that.
+# A thread sums up to 32 rows, but fewer if an H200 had less than 1000 threads a multiprocessor. One
+# fp32 for the 64 rows of a block, written and read, is 2% of the bytes of bias + GELU. With half as
+# many blocks, the last blocks would leave more than 2% of an H200 idle.
 MAX_SUMMED_ROWS = 32
 MIN_SUMMING_THREADS = 2**17
 
@@ -40,10 +40,10 @@ def pointwise(
     y: torch.Tensor | None,
     amax: torch.Tensor | None = None,
 ) -> None:
-    """Write ``y = stages(x)``, every stage rounded to the dtype of ``x``.
+    """Write ``y = stages(x)``; every stage is rounded to the dtype of ``x``.
 
-    Bytes an element of y: its own, those of the element of x, or of the two in
-    front of a gated stage, and of each extra input.
+    Bytes an element of y: those of y, of one element of x (two before a gated stage), and of each
+    extra input.
 
     Parameters
     ----------
@@ -56,31 +56,31 @@ def pointwise(
         Read; one entry a stage, contiguous. Of ``"bias"``: ``[width]`` in the
         dtype of x, for an output of that width. Of ``"add_extra_input"``: as
         many elements as the stage's output, in the dtype of x. Of
-        ``"dropout"``: two int64, drawn by torch's generator on the device; the
-        mask follows from them and from the element's index. Of a scaled
+        ``"dropout"``: two int64 from torch's generator, on the device; they and
+        the index of an element determine the mask. Of a scaled
         activation: one scale a row, fp32, fp16 or bf16. Else None.
     y
         Written; contiguous, in the dtype of x. Shares no memory with an input.
-        None where the amax alone is wanted.
+        None if only the amax is wanted.
     amax
-        Raised to ``max |y|`` of the rounded values; one fp32, at least 0. NaN
-        is above infinity.
+        Read and written: raised to ``max |y|`` of the rounded values; one fp32,
+        at least 0. NaN is above infinity.
 
     Raises
     ------
     InputError, InputTypeError
-        If a tensor's dtype, shape or layout is another, or there is nothing to
-        write.
+        If the dtype, shape or layout of a tensor is wrong, or there is nothing
+        to write.
     """
     chain = chain_of(stages, x.dtype, scale_dtypes_of(stages, operands))
     if y is None and amax is None:
         raise InputError(f"The chain {stages} got neither y nor amax; there is nothing to write.")
-    rows, columns = _sizes("x", x, chain.lines) if y is None else _matrix("y", y, chain.dtype)
+    rows, columns = _sizes("x", x, chain.halves) if y is None else _matrix("y", y, chain.dtype)
     inputs = chain.forward_inputs(x, operands, rows, columns)
     _check_amax(amax)
     is_aligned = chain.is_aligned(inputs, chain.widest, y)
     vector = chain.widest if is_aligned else 1
-    kernel = _forward_kernel(chain, vector, amax is not None)
+    kernel = forward_kernel(chain, vector, amax is not None)
     launch = _launch(rows, columns, chain.widest, vector, chain.forward_rows)
     kernel(launch, inputs.struct(chain), y, amax, np.uint32(rows))
 
@@ -99,13 +99,12 @@ def pointwise_backward(
 ) -> None:
     """Write the gradients of the input of ``stages`` and of their operands.
 
-    The stages from ``saved`` on are run again from their input. Every stage's
-    gradient is rounded to the dtype of ``dy``. Sums over rows or columns are
-    taken in fp32, in an order that follows from the shape alone.
+    The kernel recomputes the stages from ``saved`` on. It rounds the gradient of every stage to the
+    dtype of ``dy``, and sums over rows or columns in fp32, in an order that depends only on the
+    shape.
 
-    Bytes an element of dy: its own, those of the one or two elements of x and
-    of dx, of each extra input before an activation, and of each gradient
-    of an extra input.
+    Bytes an element of dy: those of dy, of the one or two elements of x and of dx, of each extra
+    input before an activation, and of each gradient of an extra input.
 
     Parameters
     ----------
@@ -119,14 +118,14 @@ def pointwise_backward(
         likewise. None if no stage is an activation.
     operands
         Read, as in :func:`pointwise`. A bias or an extra input may be None
-        where it is not added again: before ``saved``, and with no
+        if the kernel does not add it again: before ``saved``, or without an
         activation after it.
     dx
         Written; the gradient of the input of ``stages[0]``, contiguous. Shares
-        no memory with an input. None where the amax or gradients alone are
+        no memory with an input. None if only the amax or gradients are
         wanted.
     grads
-        Written; one entry a stage, contiguous, None where no gradient is
+        Written; one entry a stage, contiguous; None if no gradient is
         wanted. Of a bias: ``[width]`` in the dtype of dy. Of an extra input or
         of scales: in their shape and dtype.
     workspace
@@ -139,8 +138,8 @@ def pointwise_backward(
     Raises
     ------
     InputError, InputTypeError
-        If a tensor's dtype, shape or layout is another, or there is nothing to
-        write.
+        If the dtype, shape or layout of a tensor is wrong, or there is nothing
+        to write.
     """
     wanted = tuple(grad is not None for grad in grads)
     chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), wanted, saved)
@@ -152,7 +151,7 @@ def pointwise_backward(
         rows, columns = _sizes("dy", dy, 1)
     else:
         rows, wide = _matrix("dx", dx, chain.dtype)
-        columns = wide // chain.lines
+        columns = wide // chain.halves
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     chain.check_grads(grads, operands, rows, columns)
     _check_amax(amax)
@@ -168,15 +167,15 @@ def pointwise_backward(
             outputs[part.stage] = workspace.view(-1).narrow(0, begin, part.count * part.size)
         begin += part.count * part.size
 
-    kernel = _backward_kernel(chain, vector, amax is not None)
+    kernel = backward_kernel(chain, vector, amax is not None)
     steps = _steps(chain, rows, columns)
     launch = _launch(rows, columns, chain.widest, vector, chain.backward_rows * steps)
     kernel(launch, inputs.struct(chain, outputs), dx, amax, np.uint32(rows), int32(steps))
     for part in parts:
         grad = grads[part.stage]
         assert grad is not None
-        sum_kernel = _sum_kernel(grad.dtype, part.fan)
-        sum_kernel(
+        kernel = sum_kernel(grad.dtype, part.fan)
+        kernel(
             _sum_launch(part.size), outputs[part.stage], grad, int32(part.count), int64(part.size)
         )
 
@@ -184,10 +183,10 @@ def pointwise_backward(
 def workspace_size(
     stages: Stages, rows: int, columns: int, dtype: torch.dtype, wanted: Sequence[bool]
 ) -> int:
-    """How many fp32 elements :func:`pointwise_backward` may need.
+    """The size of the workspace of :func:`pointwise_backward`, in fp32 elements.
 
-    ``rows`` and ``columns`` are those of the chain's output; ``wanted`` says for
-    each stage whether the gradient of its operand is.
+    ``rows`` and ``columns`` are those of the chain's output; ``wanted`` says for each stage
+    whether the gradient of its operand is wanted.
     """
     chain = chain_of(stages, dtype, (torch.float32,) * len(stages), tuple(wanted))
     return sum(part.count * part.size for part in _parts(chain, rows, columns, 1))
@@ -196,9 +195,9 @@ def workspace_size(
 def forward_producer(
     stages: Stages, x: torch.Tensor, operands: Tensors, rows: int, columns: int
 ) -> Producer:
-    """The values that :func:`pointwise` writes, ``[rows, columns]``; arguments as there.
+    """The producer of the values that :func:`pointwise` writes, ``[rows, columns]``.
 
-    A kernel of tiles reads what :func:`pointwise` reads.
+    The arguments are those of :func:`pointwise`, and a tiled kernel reads the same bytes.
     """
     chain = chain_of(stages, x.dtype, scale_dtypes_of(stages, operands))
     inputs = chain.forward_inputs(x, operands, rows, columns)
@@ -217,35 +216,38 @@ def backward_producer(
     saved: int = 0,
     sums: torch.Tensor | None = None,
 ) -> Producer:
-    """The values of ``dx`` that :func:`pointwise_backward` writes, for outputs of that shape.
+    """The producer of the values of ``dx`` that :func:`pointwise_backward` writes.
 
-    Operands get no gradients, but for a bias that is the first stage: its gradient is the sum of
-    dx over rows, and every kernel of tiles that takes this producer leaves ``sums`` of its tiles
-    on the way, for :func:`sum_parts` to add up. After a gated stage dx has two columns for each
-    of dy, which are read twice, the second time mostly from L2.
+    Operands get no gradients, except a bias that is the first stage. Its gradient is the sum of dx
+    over rows: every tiled kernel with this producer also writes the ``sums`` of its tiles, and
+    :func:`sum_parts` adds these. With a gated stage, dx has two columns for each column of dy;
+    the kernel reads dy twice, the second time mostly from L2.
 
     Parameters
     ----------
     stages, dy, x, operands, saved
         As in :func:`pointwise_backward`.
     rows, columns
-        Of the chain's output.
+        The shape of the chain's output.
     sums
         Written by the kernel; contiguous fp32 of :func:`sums_shape`.
 
     Raises
     ------
     InputError, InputTypeError
-        If a tensor's dtype, shape or layout is another, or the first stage is no bias.
+        If the dtype, shape or layout of a tensor is wrong, or ``sums`` are given and the first
+        stage is no bias.
     """
     wanted = (False,) * len(stages)
     chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), wanted, saved)
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     is_aligned = chain.is_aligned(inputs, TILE_RUN)
-    wide = chain.lines * columns
+    wide = chain.halves * columns
     if sums is not None:
         if stages[0].name != "bias":
-            raise InputError(f"Sums of dx are the gradient of a bias in front; got {stages}.")
+            raise InputError(
+                f"Sums of dx are the gradient of a bias that is the first stage; got {stages}."
+            )
         check_buffer("backward_producer", "sums", sums, torch.float32, sums_shape(rows, wide))
     name = backward_producer_type(chain, sums is not None, is_aligned)
     argument = Struct((*inputs.struct(chain).fields, sums))
@@ -253,12 +255,12 @@ def backward_producer(
 
 
 def sums_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Of the sums that kernels of tiles leave, for dx of ``[rows, columns]``."""
+    """The shape of the sums that tiled kernels write, for dx of ``[rows, columns]``."""
     return ceil_div(rows, TILE), columns
 
 
 def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``out[i] = sum over k of parts[k, i]``, in fp32 and in an order that the shape fixes.
+    """Write ``out[i] = sum over k of parts[k, i]``, in fp32; the order depends only on the shape.
 
     Parameters
     ----------
@@ -270,13 +272,13 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor is none of these.
+        If a tensor does not match this.
     """
     count, size = check_matrix("sum_parts", parts)
     check_buffer("sum_parts", "parts", parts, torch.float32, (count, size))
     check_buffer("sum_parts", "out", out, out.dtype, (size,))
     check_element("sum_parts", out)
-    _sum_kernel(out.dtype, 1)(_sum_launch(size), parts, out, int32(count), int64(size))
+    sum_kernel(out.dtype, 1)(_sum_launch(size), parts, out, int32(count), int64(size))
 
 
 def forward_producer_type(chain: Chain, aligned: bool) -> str:
@@ -295,7 +297,7 @@ def backward_producer_type(chain: Chain, with_sums: bool, aligned: bool) -> str:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The sum for one stage in parts, ``[count, size]``; ``fan`` neighbours are added first."""
+    """Partial sums of a stage, ``[count, size]``; groups of ``fan`` neighbours are added first."""
 
     stage: int
     count: int
@@ -303,29 +305,29 @@ class _Parts:
     fan: int
 
 
-def _forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
-    """``fuser_pointwise`` over runs of ``vector`` elements."""
+def forward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+    """``fuser_pointwise`` over vectors of ``vector`` elements."""
     return _kernel("fuser_pointwise", chain.type, chain.forward_rows, vector, with_amax)
 
 
-def _backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
-    """``fuser_pointwise_backward`` over runs of ``vector`` elements."""
+def backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
+    """``fuser_pointwise_backward`` over vectors of ``vector`` elements."""
     return _kernel("fuser_pointwise_backward", chain.type, chain.backward_rows, vector, with_amax)
 
 
 def _steps(chain: Chain, rows: int, columns: int) -> int:
-    """How many times ``backward_rows`` rows a thread of backward takes."""
+    """How often a thread of backward processes ``backward_rows`` rows."""
     assert chain.wanted is not None
     stages = zip(chain.stages, chain.wanted, strict=True)
     if not any(stage.name == "bias" and is_wanted for stage, is_wanted in stages):
         return 1
-    runs = -(-columns // chain.widest)
-    summed = min(rows * runs // MIN_SUMMING_THREADS, MAX_SUMMED_ROWS)
+    vectors = -(-columns // chain.widest)
+    summed = min(rows * vectors // MIN_SUMMING_THREADS, MAX_SUMMED_ROWS)
     return max(1, summed // chain.backward_rows)
 
 
 def _parts(chain: Chain, rows: int, columns: int, vector: int) -> list[_Parts]:
-    """The sums that backward leaves in parts; those read by vectors first."""
+    """The partial sums of backward; those that are read by vectors come first."""
     assert chain.wanted is not None
     over_rows, over_columns = [], []
     launch = _launch(
@@ -350,7 +352,7 @@ def _kernel(name: str, chain: str, rows: int, vector: int, with_amax: bool) -> K
 
 
 @functools.lru_cache(maxsize=64)
-def _sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
+def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
     return Kernel("pointwise", f"fuser_sum_parts<{ELEMENTS[dtype]}, {fan}>")
 
 
@@ -361,15 +363,15 @@ def _sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
 def _launch(rows: int, columns: int, widest: int, vector: int, each: int) -> Launch:
     """Threads of ``each`` rows and ``vector`` columns.
 
-    The block is that of ``widest`` columns a thread, so that runs of 1 and of ``widest`` columns
-    take the same rows, and add them in the same order.
+    The block is always that of ``widest`` columns a thread. So vectors of 1 and of ``widest``
+    columns have the same rows in a thread, and add them in the same order.
     """
-    runs = max(1, -(-columns // widest))
-    if runs < WARP:
-        x = 1 << (runs - 1).bit_length()
+    vectors = max(1, -(-columns // widest))
+    if vectors < WARP:
+        x = 1 << (vectors - 1).bit_length()
     else:
-        blocks = -(-runs // MAX_BLOCK_X)
-        x = -(-runs // (blocks * WARP)) * WARP
+        blocks = -(-vectors // MAX_BLOCK_X)
+        x = -(-vectors // (blocks * WARP)) * WARP
     y = THREADS // x
     chunks = -(-rows // (y * each))
     z = -(-chunks // MAX_GRID_Y)
@@ -391,13 +393,13 @@ def _matrix(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[int, i
     return math.prod(tensor.shape[:-1]), tensor.shape[-1]
 
 
-def _sizes(name: str, tensor: torch.Tensor, lines: int) -> tuple[int, int]:
-    """Rows and columns of an output that is not written, from an input of ``lines`` as many."""
+def _sizes(name: str, tensor: torch.Tensor, halves: int) -> tuple[int, int]:
+    """Rows and columns of an output that is not written, from an input with ``halves`` halves."""
     if tensor.dim() == 0:
         raise InputError(f"{name} is {described(tensor)}; it has rows of columns.")
-    if tensor.shape[-1] % lines:
+    if tensor.shape[-1] % halves:
         raise InputError(f"{name} has {tensor.shape[-1]} columns; a gated stage takes two halves.")
-    return math.prod(tensor.shape[:-1]), tensor.shape[-1] // lines
+    return math.prod(tensor.shape[:-1]), tensor.shape[-1] // halves
 
 
 def _check_amax(amax: torch.Tensor | None) -> None:
@@ -416,87 +418,3 @@ def _check_workspace(workspace: torch.Tensor | None, size: int) -> None:
             f"The workspace is {described(workspace)}; it is contiguous float32 of {size} "
             "elements or more."
         )
-
-
-# -- the compile check --------------------------------------------------------
-
-GELU = (Stage("gelu"),)
-SWIGLU = (Stage("swiglu"),)
-BIAS_SWIGLU = (Stage("bias"), Stage("swiglu"))
-BIAS_GELU = (Stage("bias"), Stage("gelu"))
-SCALED_SRELU = (Stage("srelu", is_scaled=True),)
-LINEAR = (
-    *(Stage("bias"), Stage("dropout", (0.3,))),
-    *(Stage("constant_scale", (0.7,)), Stage("add_extra_input")),
-)
-TWO_LINES = (Stage("silu"), Stage("add_extra_input"), Stage("geglu"), Stage("relu"))
-EVERYTHING = (
-    *(Stage("bias"), Stage("constant_scale", (0.7,)), Stage("swiglu", is_scaled=True)),
-    *(Stage("dropout", (0.3,)), Stage("add_extra_input")),
-)
-
-
-def producer_types(
-    stages: Stages,
-    dtype: torch.dtype,
-    *,
-    aligned: bool = True,
-    saved: int = 0,
-    with_sums: bool = False,
-    scales: torch.dtype = torch.float32,
-) -> tuple[str, str]:
-    """The C++ types of a chain's forward producer and of its backward producer."""
-    scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
-    forward = chain_of(stages, dtype, scale_dtypes)
-    backward = chain_of(stages, dtype, scale_dtypes, (False,) * len(stages), saved)
-    return (
-        forward_producer_type(forward, aligned),
-        backward_producer_type(backward, with_sums, aligned),
-    )
-
-
-def instantiations() -> tuple[Kernel, ...]:
-    """The kernels that the tests compile and run; any other chain is made when it is asked for.
-
-    Every activation forward and backward in bf16, some chains in every dtype with and without
-    vectors, and every kind of stage with the gradient of its operand.
-    """
-    bf16, fp32 = torch.bfloat16, torch.float32
-    kernels = [_sum_kernel(dtype, 1) for dtype in ELEMENTS]
-    kernels += [_sum_kernel(fp32, 4), _sum_kernel(fp32, 8)]
-
-    def add(
-        stages: Stages,
-        dtype: torch.dtype,
-        *,
-        vectors: tuple[bool, ...] = (True,),
-        wanted: tuple[int, ...] = (),
-        saved: int = 0,
-        scales: torch.dtype = fp32,
-        with_amax: bool = False,
-    ) -> None:
-        scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
-        grads = tuple(i in wanted for i in range(len(stages)))
-        forward = chain_of(stages, dtype, scale_dtypes)
-        backward = chain_of(stages, dtype, scale_dtypes, grads, saved)
-        for has_vectors in vectors:
-            vector = forward.widest if has_vectors else 1
-            kernels.append(_forward_kernel(forward, vector, with_amax))
-            kernels.append(_backward_kernel(backward, vector, with_amax))
-
-    for name in ACTIVATIONS:
-        add((Stage(name, (1.0,) * STAGES[name].scalars),), bf16)
-    for dtype in ELEMENTS:
-        add(GELU, dtype, vectors=(True, False))
-        add(SWIGLU, dtype, vectors=(True, False))
-        add(BIAS_GELU, dtype, vectors=(True, False), wanted=(0,), saved=1)
-    add(BIAS_SWIGLU, bf16, vectors=(True, False), wanted=(0,))
-    add(GELU, bf16, with_amax=True)
-    add(BIAS_GELU, bf16, wanted=(0,))
-    add(BIAS_GELU, bf16, wanted=(0,), saved=1, with_amax=True)
-    add(SCALED_SRELU, bf16, wanted=(0,), scales=bf16)
-    add(LINEAR, bf16, wanted=(0, 3))
-    add(TWO_LINES, bf16, wanted=(1,))
-    for dtype in (bf16, fp32):
-        add(EVERYTHING, dtype, vectors=(True, False), wanted=(0, 2, 4))
-    return tuple(kernels)

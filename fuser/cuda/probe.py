@@ -1,4 +1,4 @@
-"""Launcher of the probe, a kernel that shows whether kernels work on a machine."""
+"""Launcher of the probe, a kernel that tests whether kernels work on a machine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FUSER_PROBE = Kernel("probe", "fuser_probe")
 def probe(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     """Write ``y[i] = scale * x[i] + i``, in fp32 with one rounding.
 
-    The kernel steps by the number of threads that it is told, so every element
-    comes out right only if grid, block, pointers, the int64 sizes and the float
-    arrive as they were meant. Subnormal inputs count as 0.
+    The kernel steps by its argument for the number of threads. So all elements are right only if
+    the grid, block, pointers, int64 sizes and the float arrive correctly. Subnormal inputs count
+    as 0.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def probe(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     Raises
     ------
     InputError
-        If dtype, layout, size or device of a tensor is another.
+        If the dtype, layout, size or device of a tensor does not match this.
     """
     for name, tensor in (("x", x), ("y", y)):
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():

@@ -26,7 +26,7 @@ from fuser.cuda import (
     normalization,
     normalization_backward,
     nvfp4,
-    pointwise,
+    pointwise_instantiations,
 )
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
@@ -214,7 +214,7 @@ def one_of_each_source() -> dict[str, str]:
     """The symbol of one kernel of each source that pipelines use, by the name of the ``.cu``."""
     found: dict[str, str] = {}
     norms = (normalization, normalization_backward)
-    for family in (block_scaling, fp8_scaling, mxfp8, *norms, nvfp4, pointwise):
+    for family in (block_scaling, fp8_scaling, mxfp8, *norms, nvfp4, pointwise_instantiations):
         for kernel in family.instantiations():
             found.setdefault(kernel.module, kernel.symbol)
     return found

@@ -181,7 +181,7 @@ def _prelude() -> Path:
 def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path:
     """The shared library with kernels ``symbols`` of ``<sources>/<module>.cu``, or of a user's.
 
-    Headers ``<fuser/*.cuh>`` are looked for below ``sources`` first, then beside fuser's kernels.
+    Headers ``<fuser/**/*.cuh>`` are looked for below ``sources``, then beside fuser's kernels.
 
     Raises
     ------
@@ -219,8 +219,8 @@ def library(sources: Path, module: str | Path, symbols: tuple[str, ...]) -> Path
 def _headers(sources: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for root in (sources, kernel_module.KERNELS):
-        for path in sorted((root / "fuser").glob("*.cuh")):
-            found.setdefault(f"fuser/{path.name}", _rewritten(path))
+        for path in sorted((root / "fuser").rglob("*.cuh")):
+            found.setdefault(path.relative_to(root).as_posix(), _rewritten(path))
     return found
 
 
@@ -251,7 +251,7 @@ def _rewritten_text(path: Path, text: str) -> str:
         is_known = included.startswith("fuser/") or included in CUDA_HEADERS
         if not is_known and not (path.parent / included).is_file():
             raise KernelError(
-                f"{_shown(path)} includes {included}; kernels include fuser/*.cuh and "
+                f"{_shown(path)} includes {included}; kernels include fuser/**/*.cuh and "
                 f"{', '.join(CUDA_HEADERS)} alone."
             )
     text = SHARED.sub(_declared, text)

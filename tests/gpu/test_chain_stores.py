@@ -15,7 +15,7 @@ ALL_STORES = pytest.mark.parametrize(
     "store", [*STORES, cases.NVFP4_TRANSFORMED, cases.ROW_ALONE], ids=str
 )
 EVERY_CHAIN = pytest.mark.parametrize(
-    "case", [*CHAINS.values(), cases.TWO_LINES], ids=[*CHAINS, "bias_swiglu"]
+    "case", [*CHAINS.values(), cases.TWO_HALVES], ids=[*CHAINS, "bias_swiglu"]
 )
 EVERY_SIDE = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -36,7 +36,7 @@ def test_a_chain_into_a_store_gives_the_bytes_of_both_in_turn(
 
 @pytest.mark.parametrize("name", ["bias_gelu", "bias_swiglu"])
 def test_sums_are_the_same_every_time(name: str) -> None:
-    case = {**CHAINS, "bias_swiglu": cases.TWO_LINES}[name]
+    case = {**CHAINS, "bias_swiglu": cases.TWO_HALVES}[name]
     seen = []
     for _ in range(3):
         one = made(sized(case, STORES[2], large=True), GPU, True)

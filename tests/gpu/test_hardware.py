@@ -1,4 +1,4 @@
-"""The instructions of ``fuser/hardware.cuh`` on a GPU give the bits of their plain fallbacks."""
+"""The instructions of ``fuser/core/hardware.cuh`` give the bits of their plain fallbacks."""
 
 from __future__ import annotations
 

@@ -10,15 +10,8 @@ import torch
 from pointwise_cases import Case, activation, tensors_of
 
 from fuser.chain import ACTIVATIONS, Stage
-from fuser.cuda.pointwise import (
-    BIAS_GELU,
-    EVERYTHING,
-    LINEAR,
-    SWIGLU,
-    pointwise,
-    pointwise_backward,
-    workspace_size,
-)
+from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
+from fuser.cuda.pointwise_instantiations import BIAS_GELU, EVERYTHING, LINEAR, SWIGLU
 from fuser.reference import chain as reference
 
 # Long enough on any GPU that a launch on the wrong stream runs before it ends.

@@ -3,15 +3,16 @@
 from mutants.mutant import Mutant
 
 NORMS = "cuda/kernels/normalization.cu"
-TILED = "cuda/kernels/fuser/tiled.cuh"
-MXFP8 = "cuda/kernels/fuser/mxfp8.cuh"
-NVFP4 = "cuda/kernels/fuser/nvfp4.cuh"
-SCALING = "cuda/kernels/fuser/scaling.cuh"
+TILE_PRODUCER = "cuda/kernels/fuser/tile/producer.cuh"
+TILE_BYTES = "cuda/kernels/fuser/tile/bytes.cuh"
+MXFP8 = "cuda/kernels/fuser/store/mxfp8.cuh"
+NVFP4 = "cuda/kernels/fuser/store/nvfp4.cuh"
+SCALING = "cuda/kernels/fuser/core/scaling.cuh"
 
 BARRIERS = (
     Mutant(
         "two sums over rows share one scratch area",
-        "cuda/kernels/fuser/block.cuh",
+        "cuda/kernels/fuser/core/row_sums.cuh",
         "        turn ^= 1;\n",
         "",
         "test_cuda_normalization.py::test_blocks_that_take_many_rows_give_each_its_own "
@@ -20,7 +21,7 @@ BARRIERS = (
     ),
     Mutant(
         "a sum over rows reads before all warps have written",
-        "cuda/kernels/fuser/block.cuh",
+        "cuda/kernels/fuser/core/row_sums.cuh",
         "        __syncthreads();\n",
         "",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -35,17 +36,17 @@ BARRIERS = (
     ),
     Mutant(
         "a tile is stored before it is turned",
-        "cuda/kernels/fuser/fp8_scaling.cuh",
-        "        put_turned(turned, bytes);\n        __syncthreads();\n",
-        "        put_turned(turned, bytes);\n",
+        "cuda/kernels/fuser/store/fp8_scaling.cuh",
+        "        set_columns(transpose, bytes);\n        __syncthreads();\n",
+        "        set_columns(transpose, bytes);\n",
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
-        "an amax of a block is raised before all warps have found theirs",
-        "cuda/kernels/pointwise.cu",
-        "        of_warps[thread / 32] = found;\n    }\n    __syncthreads();\n",
-        "        of_warps[thread / 32] = found;\n    }\n",
-        "test_cuda_pointwise.py::test_an_amax_is_that_of_the_rounded_values",
+        "the amax of a tile is read before all warps have written theirs",
+        "cuda/kernels/fuser/tile/amax.cuh",
+        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n    __syncthreads();\n",
+        "        shared[threadIdx.x / 32] = most_of_warp;\n    }\n",
+        "test_cuda_block_scaling.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "a history of amaxes is rolled while it is read",
@@ -60,7 +61,7 @@ BARRIERS = (
 EDGES = (
     Mutant(
         "what lies past the last row counts in a tile",
-        TILED,
+        TILE_PRODUCER,
         "patch.words[i][w] = i < tile.rows_left ? patch.words[i][w] : 0u;",
         "patch.words[i][w] = patch.words[i][w];",
         "test_cuda_mxfp8.py test_cuda_block_scaling.py",
@@ -99,14 +100,14 @@ EDGES = (
     ),
     Mutant(
         "the padding of scales of 128x128 blocks is left as it was",
-        "cuda/kernels/fuser/block_scaling.cuh",
+        "cuda/kernels/fuser/store/block_scaling.cuh",
         "                p[i] = 0.0f;\n",
         "                p[i] = p[i];\n",
         "test_cuda_block_scaling.py::test_both_copies_are_the_references_bytes_and_scales",
     ),
     Mutant(
         "bytes past the last column are written one by one",
-        TILED,
+        TILE_BYTES,
         "            if (i < count) {\n                p[i] = bytes[i];\n",
         "            if (i <= count) {\n                p[i] = bytes[i];\n",
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
@@ -175,7 +176,7 @@ ARITHMETIC = (
     ),
     Mutant(
         "LayerNorm's gradient keeps its mean",
-        "cuda/kernels/fuser/normalization.cuh",
+        "cuda/kernels/fuser/core/norms.cuh",
         "Norm::kCentered ? d_hat - means[kSums - 1] : d_hat;",
         "d_hat;",
         "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
@@ -183,29 +184,29 @@ ARITHMETIC = (
     ),
     Mutant(
         "two bytes of a turned tile change places",
-        "cuda/kernels/fuser/fp8_scaling.cuh",
+        "cuda/kernels/fuser/store/fp8_scaling.cuh",
         "columns[1][w] = __byte_perm(even01, even23, 0x7632);",
         "columns[1][w] = __byte_perm(even01, even23, 0x6732);",
         "test_cuda_fp8_scaling.py::test_a_transpose_moves_every_byte",
     ),
     Mutant(
         "dropout keeps one element too few",
-        "cuda/kernels/fuser/stages.cuh",
+        "cuda/kernels/fuser/chain/stages.cuh",
         "(words.x >= threshold) |",
         "(words.x >= threshold && words.y >= threshold) |",
         "test_cuda_pointwise.py::test_a_linear_chain_has_the_references_bits_and_mask",
     ),
     Mutant(
         "a value between two stages is not rounded",
-        "cuda/kernels/fuser/chain.cuh",
-        "        run(all, fetched, x, z);\n        if constexpr (sizeof...(Rest) > 0) {\n"
-        "            round_lines(z);\n        }\n",
-        "        run(all, fetched, x, z);\n",
+        "cuda/kernels/fuser/chain/chain.cuh",
+        "        apply(all, fetched, x, z);\n        if constexpr (sizeof...(Rest) > 0) {\n"
+        "            round_halves(z);\n        }\n",
+        "        apply(all, fetched, x, z);\n",
         "test_cuda_pointwise.py::test_a_chain_gives_the_bits_of_its_stages_one_by_one",
     ),
     Mutant(
         "GELU's slope loses its cubic term",
-        "cuda/kernels/fuser/activations.cuh",
+        "cuda/kernels/fuser/chain/activations.cuh",
         "fmaf(square, 3.0f * kCubic, kLinear)",
         "fmaf(square, kCubic, kLinear)",
         "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
@@ -213,7 +214,7 @@ ARITHMETIC = (
     ),
     Mutant(
         "a clamped linear part passes a gradient on where it is clamped",
-        "cuda/kernels/fuser/activations.cuh",
+        "cuda/kernels/fuser/chain/activations.cuh",
         "fabsf(x) <= scalars[0] ? 1.0f : 0.0f",
         "x <= scalars[0] ? 1.0f : 0.0f",
         "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
@@ -221,7 +222,7 @@ ARITHMETIC = (
     ),
     Mutant(
         "a ReLU drops positive subnormals",
-        "cuda/kernels/fuser/activations.cuh",
+        "cuda/kernels/fuser/chain/activations.cuh",
         "return bits - 1u < 0x7fffffffu || bits > 0xff800000u;",
         "return bits - 0x00800000u < 0x7f800000u || bits > 0xff800000u;",
         "test_cuda_pointwise.py::test_the_relu_family_keeps_subnormals_and_infinite_gradients",

@@ -1,4 +1,8 @@
-// FP8 in blocks of 128: every kernel is a fuser_tiled of a policy or a producer of the header.
-#include <fuser/block_scaling.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/pointwise.cuh>
+// FP8 in blocks of 128: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
+#include <fuser/producer/block_scaling.cuh>
+#include <fuser/producer/load.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/producer/pointwise.cuh>
+#include <fuser/store/block_scaling.cuh>
+#include <fuser/store/transposed.cuh>
+#include <fuser/tile/tiled.cuh>

@@ -1,55 +1,60 @@
-// FP8 with one scale a tensor: amax, casts, dequantization, transpose, and delayed scaling's update.
-#include <fuser/fp8_scaling.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/pointwise.cuh>
+// FP8 with one scale a tensor: amax, casts, dequantization, transpose, and the delayed-scaling
+// update.
+#include <fuser/producer/load.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/producer/pointwise.cuh>
+#include <fuser/store/fp8_scaling.cuh>
+#include <fuser/tile/tiled.cuh>
 
 namespace {
 
 using namespace fuser;
 
-// ---- streams: a block takes 4 x 256 runs of 8 elements that follow each other, a thread 4 ----
+// ---- streams: a block has 4 x 256 consecutive vectors of 8 elements, a thread 4 of them ----
 
 constexpr int kThreads = 256;
-constexpr int kRuns = 4;
+constexpr int kVectors = 4;
 constexpr int kCount = 8;
 
-// Where the thread's run starts.
-__device__ __forceinline__ long long start_of(int run) {
-    return ((static_cast<long long>(blockIdx.x) * kRuns + run) * kThreads + threadIdx.x) * kCount;
+// The index of the vector's first element.
+__device__ __forceinline__ long long start_of(int vector) {
+    return ((static_cast<long long>(blockIdx.x) * kVectors + vector) * kThreads + threadIdx.x) *
+           kCount;
 }
 
-// Whether all runs of the block lie below n, so that its loads can be in flight at once.
+// Whether all vectors of the block lie below n, so that its loads can be in flight at once.
 __device__ __forceinline__ bool is_whole(long long n) {
-    return (static_cast<long long>(blockIdx.x) + 1) * kRuns * kThreads * kCount <= n;
+    return (static_cast<long long>(blockIdx.x) + 1) * kVectors * kThreads * kCount <= n;
 }
 
-// How many elements of the thread's run lie below n.
-__device__ __forceinline__ int count_of(int run, long long n) {
-    return static_cast<int>(max(0ll, min(n - start_of(run), static_cast<long long>(kCount))));
+// The number of elements of the vector below n.
+__device__ __forceinline__ int count_of(int vector, long long n) {
+    return static_cast<int>(max(0ll, min(n - start_of(vector), static_cast<long long>(kCount))));
 }
 
 template <bool kAligned, class T>
-__device__ __forceinline__ void load_runs(const T* x, long long n, float (&values)[kRuns][kCount]) {
+__device__ __forceinline__ void load_vectors(const T* x, long long n,
+                                             float (&values)[kVectors][kCount]) {
     if (kAligned && is_whole(n)) {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            load<kCount>(x + start_of(run), values[run]);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            load<kCount>(x + start_of(vector), values[vector]);
         }
     } else {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            load_tail<kCount>(x + start_of(run), count_of(run, n), values[run]);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            load_tail<kCount>(x + start_of(vector), count_of(vector, n), values[vector]);
         }
     }
 }
 
-__device__ __forceinline__ unsigned amax_of(const float (&values)[kRuns][kCount]) {
+__device__ __forceinline__ unsigned amax_of(const float (&values)[kVectors][kCount]) {
     unsigned most = 0;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            most = max(most, magnitudes<float>(__float_as_uint(values[run][i])));
+            most = max(most, magnitudes<float>(__float_as_uint(values[vector][i])));
         }
     }
     return most;
@@ -57,40 +62,40 @@ __device__ __forceinline__ unsigned amax_of(const float (&values)[kRuns][kCount]
 
 }  // namespace
 
-// ---- *amax = max(*amax, max |x|), by bits ----
+// ---- *amax = max(*amax, max |x|), as bits ----
 
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(kThreads) fuser_amax(const T* __restrict__ x, unsigned* amax,
-                                                       long long n) {
-    float values[kRuns][kCount];
-    load_runs<kAligned>(x, n, values);
+__global__ void __launch_bounds__(kThreads)
+    fuser_amax(const T* __restrict__ x, unsigned* amax, long long n) {
+    float values[kVectors][kCount];
+    load_vectors<kAligned>(x, n, values);
     record_amax(amax_of(values), amax);
 }
 
-// ---- row[i] = fp8(x[i] * scale), and the amax of x where it is asked for ----
+// ---- row[i] = fp8(x[i] * scale), and optionally the amax of x ----
 
 template <class T, class E, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     fuser_fp8_cast(const T* __restrict__ x, TensorScale scaling, unsigned char* __restrict__ row,
                    unsigned* recorded, long long n) {
-    float values[kRuns][kCount];
-    load_runs<kAligned>(x, n, values);
+    float values[kVectors][kCount];
+    load_vectors<kAligned>(x, n, values);
     const float scale = scaling.load<E>();
     if (recorded != nullptr) {
         record_amax(amax_of(values), recorded);
     }
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-            values[run][i] = mul_rn(values[run][i], scale);
+            values[vector][i] = mul_rn(values[vector][i], scale);
         }
-        const uint2 bytes = encoded8<E>(values[run]);
-        const int count = count_of(run, n);
+        const uint2 bytes = encoded8<E>(values[vector]);
+        const int count = count_of(vector, n);
         if (kAligned && count == kCount) {
-            store_bytes<true>(row + start_of(run), kCount, bytes);
+            store_bytes<true>(row + start_of(vector), kCount, bytes);
         } else {
-            store_bytes<false>(row + start_of(run), count, bytes);
+            store_bytes<false>(row + start_of(vector), count, bytes);
         }
     }
 }
@@ -99,39 +104,39 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T, class E, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
-    fuser_fp8_dequantize(const unsigned char* __restrict__ data, const float* __restrict__ scale_inv,
-                         T* __restrict__ out, long long n) {
-    uint2 bytes[kRuns];
+    fuser_fp8_dequantize(const unsigned char* __restrict__ data,
+                         const float* __restrict__ scale_inv, T* __restrict__ out, long long n) {
+    uint2 bytes[kVectors];
     if (kAligned && is_whole(n)) {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            bytes[run] = load_bytes<uint2, true>(data + start_of(run), kCount);
+        for (int vector = 0; vector < kVectors; ++vector) {
+            bytes[vector] = load_bytes<uint2, true>(data + start_of(vector), kCount);
         }
     } else {
 #pragma unroll
-        for (int run = 0; run < kRuns; ++run) {
-            bytes[run] = load_bytes<uint2, false>(data + start_of(run), count_of(run, n));
+        for (int vector = 0; vector < kVectors; ++vector) {
+            bytes[vector] = load_bytes<uint2, false>(data + start_of(vector), count_of(vector, n));
         }
     }
     const float factor = *scale_inv;
 #pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
+    for (int vector = 0; vector < kVectors; ++vector) {
         float x[kCount];
-        decode8<E>(bytes[run], x);
+        decode8<E>(bytes[vector], x);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             x[i] = mul_rn(x[i], factor);
         }
-        const int count = count_of(run, n);
+        const int count = count_of(vector, n);
         if (kAligned && count == kCount) {
-            store<kCount>(out + start_of(run), x);
+            store<kCount>(out + start_of(vector), x);
         } else {
-            store_tail<kCount>(out + start_of(run), count, x);
+            store_tail<kCount>(out + start_of(vector), count, x);
         }
     }
 }
 
-// ---- out = the bytes of data [rows, columns], transposed ----
+// ---- out = the transposed bytes of data [rows, columns] ----
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kTileThreads)
@@ -145,19 +150,19 @@ __global__ void __launch_bounds__(kTileThreads)
         const int count = i < tile.rows_left ? tile.columns_left : 0;
         bytes[i] = load_bytes<uint2, kAligned>(p, count);
     }
-    __shared__ __align__(16) unsigned char shared[Turned<uint2>::kBytes];
-    const Turned<uint2> turned(shared);
-    put_turned(turned, bytes);
+    __shared__ __align__(16) unsigned char shared[Transpose<uint2>::kBytes];
+    const Transpose<uint2> transpose(shared);
+    set_columns(transpose, bytes);
     __syncthreads();
-    turned.store<kAligned>(tile, out, rows);
+    transpose.store<kAligned>(tile, out, rows);
 }
 
-// ---- delayed scaling: roll the histories and set the scales; a block a tensor ----
+// ---- delayed scaling: shift the histories and set the scales; one block a tensor ----
 
 struct DelayedState {
-    float* amax_history;    // [length, count], row 0 the newest
-    float* scale;           // [count]
-    const float* max_fp8;   // [count]
+    float* amax_history;  // [length, count]; row 0 is the newest
+    float* scale;  // [count]
+    const float* max_fp8;  // [count]
     int length, count;
 };
 
@@ -168,8 +173,8 @@ struct DelayedStates {
 
 template <int kStates>
 __global__ void __launch_bounds__(kThreads)
-    fuser_update_delayed(const __grid_constant__ DelayedStates<kStates> all, float two_to_minus_margin,
-                         int most_recent) {
+    fuser_update_delayed(const __grid_constant__ DelayedStates<kStates> all,
+                         float two_to_minus_margin, int most_recent) {
     const DelayedState& state = all.states[blockIdx.y];
     const int tensor = blockIdx.x, length = state.length;
     if (tensor >= state.count) {
@@ -178,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
     unsigned* history = reinterpret_cast<unsigned*>(state.amax_history) + tensor;
     const unsigned newest = history[0];
 
-    // ---- the largest amax: of bits, where a NaN is above all ----
+    // ---- the largest amax, as bits: a NaN is above all ----
     __shared__ unsigned of_warps[kThreads / 32];
     unsigned largest = newest;
     if (!most_recent) {
@@ -186,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
             largest = max(largest, history[static_cast<long long>(i) * state.count]);
         }
     }
-    largest = __reduce_max_sync(kWarp, largest);
+    largest = __reduce_max_sync(kAllLanes, largest);
     if (threadIdx.x % 32 == 0) {
         of_warps[threadIdx.x / 32] = largest;
     }
@@ -204,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
 
-    // ---- row i becomes row i - 1, the newest the last, and row 0 is 0 ----
+    // ---- row i becomes row i - 1, the newest becomes the last, and row 0 becomes 0 ----
     if (newest == 0u) {
         return;
     }

@@ -1,4 +1,7 @@
-// MXFP8: every kernel is a fuser_tiled of a policy or a producer of the header.
-#include <fuser/mxfp8.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/pointwise.cuh>
+// MXFP8: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
+#include <fuser/producer/load.cuh>
+#include <fuser/producer/mxfp8.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/producer/pointwise.cuh>
+#include <fuser/store/mxfp8.cuh>
+#include <fuser/tile/tiled.cuh>

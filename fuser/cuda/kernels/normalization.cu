@@ -1,9 +1,8 @@
-// RMSNorm, LayerNorm and L2 normalization of rows, with an addition in front, in one read.
-#include <fuser/block.cuh>
-#include <fuser/hardware.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/packed.cuh>
-#include <fuser/rows.cuh>
+// RMSNorm, LayerNorm and L2 normalization of rows, optionally after an addition, in one read.
+#include <fuser/core/norms.cuh>
+#include <fuser/core/row_sums.cuh>
+#include <fuser/core/rows.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 
@@ -14,14 +13,14 @@ struct Forward {
     const void* gamma;
     const void* beta;
     Out* y;
-    T* z;  // null: not wanted; so are mean, rstd and amax
+    T* z;  // null: not written; so are mean, rstd and amax
     float* mean;
     float* rstd;
     unsigned* amax;  // the bits of a float
 };
 
-// What |y| stays below in a thread's columns, from the largest |z| there: gain and shift are the same
-// in every row, so that a row which cannot raise the amax need not be normalized to know it.
+// An upper bound of |y| in the columns of a thread, from the largest |z| there. Gain and shift are
+// the same in every row. So a row that cannot raise the amax need not be normalized.
 template <class Norm, class Out>
 struct Bound {
     // Rounding adds up to 2^-8 of a bf16, and half a subnormal to an fp16.
@@ -30,12 +29,12 @@ struct Bound {
     float gain;
     float shift;
 
-    // From the bits of the largest magnitudes, where NaN is above infinity.
+    // The arguments are bits of the largest magnitudes; NaN is above infinity.
     __device__ __forceinline__ Bound(unsigned largest_gain, unsigned largest_shift)
         : gain(kSlack * __uint_as_float(largest_gain)),
           shift(fmaf(kSlack, __uint_as_float(largest_shift), kLeast)) {}
 
-    // NaN, infinity and what overflows stay below nothing.
+    // False for NaN, infinity and overflow.
     __device__ __forceinline__ bool is_below(float amax, float largest_z, float mean,
                                              float rstd) const {
         const float difference = Norm::kCentered ? largest_z + fabsf(mean) : largest_z;
@@ -43,13 +42,14 @@ struct Bound {
     }
 };
 
-// One row's part in a thread, in passes over its chunks. An aligned row of one chunk stays in
-// registers; another is read in each pass, vector by vector, which adds in the same order.
+// The part of one row in a thread, processed in passes over its chunks. An aligned row of one chunk
+// stays in registers. Other rows are read again in each pass, one vector at a time, and added in
+// the same order.
 template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
 struct ForwardRow {
     static constexpr int kVectors = kIsInRegisters ? 4 : 1;
     static constexpr int kCount = kWidest<T>;
-    // On an H200 RMSNorm takes 1% less without the hint, and LayerNorm 2% more.
+    // On an H200, RMSNorm takes 1% less time without the hint, and LayerNorm 2% more.
     static constexpr bool kStreams = Norm::kCentered;
     using ChunkColumns = Columns<kCount, kVectors>;
 
@@ -70,7 +70,8 @@ struct ForwardRow {
           chunks(kIsInRegisters ? 1 : sizes_.chunks),
           is_aligned(kIsInRegisters || sizes_.is_aligned) {}
 
-    // A chunk of z = x + extra. A pass but the first finds it here if it is the only one.
+    // Loads a chunk of z = x + extra. If the row has one chunk, passes after the first find it in
+    // registers.
     __device__ __forceinline__ void load(const ChunkColumns& columns, bool is_first_pass) {
         if (kIsInRegisters && !is_first_pass) {
             return;
@@ -121,7 +122,7 @@ struct ForwardRow {
                 for (int i = 0; i < kCount; ++i) {
                     float x = z[v][i] - mean;
                     if constexpr (Norm::kCentered && !kIsInRegisters) {
-                        // Past the row there are zeros, which differ from the mean.
+                        // Elements after the end of the row are zero, which differs from the mean.
                         x = i < columns.left(v) ? x : 0.0f;
                     }
                     part = fmaf(x, x, part);
@@ -132,7 +133,7 @@ struct ForwardRow {
         return total;
     }
 
-    // Of the thread's columns, in rows of one chunk.
+    // The bound for the columns of the thread, for rows of one chunk.
     __device__ __forceinline__ Bound<Norm, Out> bound() const {
         unsigned largest_gain = 0, largest_shift = 0;
         const ChunkColumns columns(0, sizes.columns);
@@ -170,9 +171,11 @@ struct ForwardRow {
         }
     }
 
-    // y, written with kWrites; returns the bits of its largest magnitude if that is wanted.
+    // Computes y and, with kWrites, stores it. Returns the bits of its largest magnitude if a.amax
+    // is not null.
     __device__ __forceinline__ unsigned write(float mean, float rstd) {
-        // Without stores a vector at a time will do, in a loop: LayerNorm has no registers for more.
+        // Without stores, a loop over single vectors is enough; LayerNorm has no registers for
+        // more.
         constexpr int kAtOnce = kWrites ? kVectors : 1;
         unsigned largest = 0;
         if (!kWrites && a.amax == nullptr) {
@@ -207,7 +210,7 @@ struct ForwardRow {
                 if constexpr (!kWrites) {
 #pragma unroll
                     for (int next = 1; next < kVectors; ++next) {
-                        z[next - 1] = z[next];  // registers have no index
+                        z[next - 1] = z[next];  // no run-time index
                     }
                 }
             }
@@ -218,8 +221,8 @@ struct ForwardRow {
 
 }  // namespace fuser
 
-// z = x + extra, y = (z - mean) * rstd * gain + beta. Without kWrites y is only measured; to ask for
-// that at run time would cost registers that LayerNorm does not have.
+// z = x + extra, y = (z - mean) * rstd * gain + beta. Without kWrites, only the amax of y is
+// computed. kWrites is not a run-time argument because LayerNorm has no registers for that.
 template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
 __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 1 : 2)
     fuser_norm(const fuser::Forward<T, Out> a, const fuser::Sizes sizes) {
@@ -241,10 +244,10 @@ __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 
             known = *static_cast<const volatile unsigned*>(a.amax);
         }
         const bool is_writer = threadIdx.x == 0 && row.row < sizes.rows;
-        // ---- statistics: the mean first, then squares of what differs from it ----
+        // ---- statistics: the mean first, then the squares of the differences from it ----
         float mean = 0.0f;
         if constexpr (Norm::kCentered) {
-            mean = mul_rn(row_sums(row.sum()), sizes.scale);  // what is written, see y_of
+            mean = mul_rn(row_sums(row.sum()), sizes.scale);  // the value that is written, see y_of
             if (is_writer && a.mean != nullptr) {
                 a.mean[row.row] = mean;
             }

@@ -1,9 +1,8 @@
 // Gradients of RMSNorm, LayerNorm and L2 normalization of rows, in one read.
-#include <fuser/block.cuh>
-#include <fuser/hardware.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/packed.cuh>
-#include <fuser/rows.cuh>
+#include <fuser/core/norms.cuh>
+#include <fuser/core/row_sums.cuh>
+#include <fuser/core/rows.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 
@@ -12,18 +11,20 @@ struct Backward {
     const Dy* dy;
     const T* x;
     const void* gamma;
-    const float* mean;  // of LayerNorm alone
+    const float* mean;  // only LayerNorm has it
     const float* rstd;
     const T* d_extra;  // null: nothing is added
-    T* dx;             // null: not wanted; so are all below
-    float* partials;   // [1, or for LayerNorm 2][blocks][columns]
-    float* means;      // [rows][1, or for LayerNorm 2], with which dx is computed
-    unsigned* amax;    // of dx, the bits of a float
+    T* dx;  // null: not written; so are all below
+    float* partials;  // [1, or 2 for LayerNorm][blocks][columns]
+    float* means;  // [rows][1, or 2 for LayerNorm]: the means that dx needs
+    unsigned* amax;  // of dx, the bits of a float
 
-    __device__ __forceinline__ bool needs_values() const { return dx != nullptr || amax != nullptr; }
+    __device__ __forceinline__ bool needs_values() const {
+        return dx != nullptr || amax != nullptr;
+    }
 };
 
-// The row's statistics; 0 past the last row, where x and dy are 0 too.
+// The statistics of a row. They are 0 after the last row, where x and dy are 0 too.
 template <class Norm>
 struct Statistics {
     float mean = 0.0f;
@@ -38,7 +39,7 @@ struct Statistics {
     }
 };
 
-// A vector's part in the sums over a row: of d_hat x_hat and, for LayerNorm, of d_hat.
+// The part of a vector in the sums over a row: of d_hat * x_hat and, for LayerNorm, of d_hat.
 template <class Norm, int kCount>
 struct RowVector {
     static constexpr int kSums = Norm::kCentered ? 2 : 1;
@@ -81,7 +82,8 @@ struct RowVector {
     }
 };
 
-// A row's sums become means, in all of its threads; the first one writes them if they are wanted.
+// Turns the sums of a row into means, in all of its threads. The first thread writes them if
+// a.means is not null.
 template <class T, class Dy, int kSums>
 __device__ __forceinline__ void average(const Backward<T, Dy>& a, const Sizes& sizes, int row,
                                         float (&sums)[kSums]) {
@@ -90,17 +92,6 @@ __device__ __forceinline__ void average(const Backward<T, Dy>& a, const Sizes& s
         sums[k] = __fmul_rn(sums[k], sizes.scale);
         if (a.means != nullptr && threadIdx.x == 0 && row < sizes.rows) {
             start_of(a.means, row, kSums)[k] = sums[k];
-        }
-    }
-}
-
-// A maximum of integers, whose order does not matter. All threads of the block take part.
-template <class T, class Dy>
-__device__ __forceinline__ void record_largest(const Backward<T, Dy>& a, unsigned largest) {
-    if (a.amax != nullptr) {
-        largest = __reduce_max_sync(kAllLanes, largest);
-        if ((threadIdx.y * blockDim.x + threadIdx.x) % 32 == 0 && largest != 0) {
-            atomicMax(a.amax, magnitude_as_fp32<T>(largest));
         }
     }
 }
@@ -117,10 +108,10 @@ __device__ __forceinline__ void wait_for_oldest_of(int groups) {
     }
 }
 
-// A thread's vectors of x, dy and d_extra on their way through shared memory: of `stages` rows, in
-// places of which no other thread knows, so that they need no barrier.
+// The vectors of x, dy and d_extra of a thread, prefetched to shared memory for `prefetch_depth` rows. Each
+// thread has its own part of that memory, so no barrier is needed.
 template <class T, class Dy, int kVectors>
-struct Stages {
+struct PrefetchedRows {
     static constexpr int kCount = kWidest<T>;
     static constexpr int kDyBytes = kCount * static_cast<int>(sizeof(Dy));
 
@@ -130,30 +121,30 @@ struct Stages {
     int threads;
     int thread;
 
-    __device__ __forceinline__ Stages(const Backward<T, Dy>& tensors, const Sizes& sizes_,
-                                      unsigned char* shared)
+    __device__ __forceinline__ PrefetchedRows(const Backward<T, Dy>& tensors, const Sizes& sizes_,
+                                              unsigned char* shared)
         : a(tensors),
           sizes(sizes_),
           memory(shared),
           threads(static_cast<int>(blockDim.x * blockDim.y)),
           thread(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)) {}
 
-    __device__ __forceinline__ unsigned char* start(int stage) const {
+    __device__ __forceinline__ unsigned char* start(int slot) const {
         const int bytes = 16 + kDyBytes + (a.d_extra != nullptr ? 16 : 0);
-        return memory + stage * kVectors * threads * bytes;
+        return memory + slot * kVectors * threads * bytes;
     }
-    __device__ __forceinline__ unsigned char* x(int stage, int v) const {
-        return start(stage) + (v * threads + thread) * 16;
+    __device__ __forceinline__ unsigned char* x(int slot, int v) const {
+        return start(slot) + (v * threads + thread) * 16;
     }
-    __device__ __forceinline__ unsigned char* dy(int stage, int v) const {
-        return start(stage) + kVectors * threads * 16 + (v * threads + thread) * kDyBytes;
+    __device__ __forceinline__ unsigned char* dy(int slot, int v) const {
+        return start(slot) + kVectors * threads * 16 + (v * threads + thread) * kDyBytes;
     }
-    __device__ __forceinline__ unsigned char* extra(int stage, int v) const {
-        return start(stage) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
+    __device__ __forceinline__ unsigned char* extra(int slot, int v) const {
+        return start(slot) + kVectors * threads * (16 + kDyBytes) + (v * threads + thread) * 16;
     }
 
-    // Begin to copy a row. Past the row there is 0 in x and dy.
-    __device__ __forceinline__ void fetch(int stage, int row) const {
+    // Starts to copy a row. After the last row, x and dy are 0.
+    __device__ __forceinline__ void fetch(int slot, int row) const {
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
         const T* x_row = start_of(a.x, row, sizes.x_stride) + columns.first;
         const Dy* dy_row = start_of(a.dy, row, sizes.dy_stride) + columns.first;
@@ -162,40 +153,41 @@ struct Stages {
         for (int v = 0; v < kVectors; ++v) {
             const int offset = v * columns.step;
             if (columns.left(v) <= 0) {
-                write_packed(x(stage, v), zeros<T, kCount>());
-                write_packed(dy(stage, v), zeros<Dy, kCount>());
+                write_packed(x(slot, v), zeros<T, kCount>());
+                write_packed(dy(slot, v), zeros<Dy, kCount>());
                 continue;
             }
-            copy_async<16>(x(stage, v), x_row + offset);
-            copy_async<kDyBytes>(dy(stage, v), dy_row + offset);
+            copy_async<16>(x(slot, v), x_row + offset);
+            copy_async<kDyBytes>(dy(slot, v), dy_row + offset);
             if (a.d_extra != nullptr) {
-                copy_async<16>(extra(stage, v), extra_row + offset);
+                copy_async<16>(extra(slot, v), extra_row + offset);
             }
         }
         close_copies();
     }
 };
 
-// A thread's columns through all the rows of its block.
+// The columns of a thread in all rows of its block.
 template <class Norm, class T, class Dy, int kVectors>
 struct BackwardColumns {
     static constexpr int kCount = kWidest<T>;
     using Vector = RowVector<Norm, kCount>;
     static constexpr int kSums = Vector::kSums;
-    // Few columns leave registers for the gain and for what both passes over a row need; for many
-    // the gain is read again for each row, from L1, and x and dy from shared memory.
+    // With few columns, registers hold the gain and the values that both passes over a row need.
+    // With many, each row reads the gain again, from L1, and x and dy again, from shared memory.
     static constexpr bool kKeeps = kVectors <= 2;
     static constexpr int kKept = kKeeps ? kVectors : 1;
 
     const Backward<T, Dy>& a;
     const Sizes& sizes;
-    const Stages<T, Dy, kVectors>& stages;
+    const PrefetchedRows<T, Dy, kVectors>& prefetched;
     float d_parameters[kSums][kVectors][kCount] = {};
     float gain[kKept][kCount];
-    Vector vectors[kKept];  // of the row at hand
+    Vector vectors[kKept];  // of the current row
 
-    __device__ __forceinline__ explicit BackwardColumns(const Stages<T, Dy, kVectors>& stages_)
-        : a(stages_.a), sizes(stages_.sizes), stages(stages_) {
+    __device__ __forceinline__ explicit BackwardColumns(
+        const PrefetchedRows<T, Dy, kVectors>& prefetched_)
+        : a(prefetched_.a), sizes(prefetched_.sizes), prefetched(prefetched_) {
 #pragma unroll
         for (int v = 0; v < kVectors && kKeeps; ++v) {
             load_gain_of(v);
@@ -209,23 +201,24 @@ struct BackwardColumns {
                   columns.left(v), true, gain[kKeeps ? v : 0]);
     }
 
-    __device__ __forceinline__ Packed<Dy, kCount> read(int stage, int v,
+    __device__ __forceinline__ Packed<Dy, kCount> read(int slot, int v,
                                                        const Statistics<Norm>& row) {
         if constexpr (!kKeeps) {
             load_gain_of(v);
         }
-        const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(stages.dy(stage, v));
+        const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(prefetched.dy(slot, v));
         const int kept = kKeeps ? v : 0;
-        vectors[kept].set(read_packed<T, kCount>(stages.x(stage, v)), dy, gain[kept], row);
+        vectors[kept].set(read_packed<T, kCount>(prefetched.x(slot, v)), dy, gain[kept], row);
         return dy;
     }
 
-    // The row's part in the parameters' gradients, and this thread's part in the row's sums.
-    __device__ __forceinline__ void sum(int stage, const Statistics<Norm>& row,
+    // Adds the row to the gradients of the parameters, and this thread's part to the sums of the
+    // row.
+    __device__ __forceinline__ void sum(int slot, const Statistics<Norm>& row,
                                         float (&sums)[kSums]) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            const Packed<Dy, kCount> dy = read(stage, v, row);
+            const Packed<Dy, kCount> dy = read(slot, v, row);
             const Vector& vector = vectors[kKeeps ? v : 0];
             vector.add_to(sums);
 #pragma unroll
@@ -239,9 +232,9 @@ struct BackwardColumns {
         }
     }
 
-    // dx if it is wanted; returns the bits of its largest magnitude if that is wanted.
-    __device__ __forceinline__ unsigned write(int stage, int row,
-                                              const Statistics<Norm>& statistics,
+    // Computes dx and, if a.dx is not null, stores it. Returns the bits of its largest magnitude if
+    // a.amax is not null.
+    __device__ __forceinline__ unsigned write(int slot, int row, const Statistics<Norm>& statistics,
                                               const float (&means)[kSums]) {
         unsigned largest = 0;
         const Columns<kCount, kVectors> columns(0, row < sizes.rows ? sizes.columns : 0);
@@ -252,12 +245,12 @@ struct BackwardColumns {
                 continue;
             }
             if constexpr (!kKeeps) {
-                read(stage, v, statistics);
+                read(slot, v, statistics);
             }
             float values[kCount];
             vectors[kKeeps ? v : 0].dx(means, statistics.rstd, values);
             if (a.d_extra != nullptr) {
-                add_packed(values, read_packed<T, kCount>(stages.extra(stage, v)));
+                add_packed(values, read_packed<T, kCount>(prefetched.extra(slot, v)));
             }
             const Packed<T, kCount> dx = packed<T>(values);
             if (a.dx != nullptr) {
@@ -270,7 +263,8 @@ struct BackwardColumns {
         return largest;
     }
 
-    // The block's sums of the parameters' gradients: over its rows at a time, in their order.
+    // Writes the block's sums of the gradients of the parameters: over the rows that it processes
+    // at a time, in order.
     __device__ __forceinline__ void write_partials(float* shared) const {
         const Columns<kCount, kVectors> columns(0, sizes.columns);
         const int width = kVectors * columns.step, rows = static_cast<int>(blockDim.y);
@@ -286,10 +280,11 @@ struct BackwardColumns {
                 }
             }
             __syncthreads();
-            const int place = static_cast<int>(k * gridDim.x + blockIdx.x);
-            float* partials = start_of(a.partials, place, sizes.columns);
+            const int index = static_cast<int>(k * gridDim.x + blockIdx.x);
+            float* partials = start_of(a.partials, index, sizes.columns);
 #pragma unroll 1
-            for (int column = stages.thread; column < sizes.columns; column += stages.threads) {
+            for (int column = prefetched.thread; column < sizes.columns;
+                 column += prefetched.threads) {
                 float total = 0.0f;
 #pragma unroll 1
                 for (int r = 0; r < rows; ++r) {
@@ -303,9 +298,9 @@ struct BackwardColumns {
 
 }  // namespace fuser
 
-// d_hat = dy gain; dx = (d_hat - mean(d_hat) - x_hat mean(d_hat x_hat)) rstd + d_extra, rounded once
-// and without the first mean for an RMSNorm; partials of sum(dy x_hat) and sum(dy), over the rows of
-// each block.
+// d_hat = dy * gain; dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra,
+// rounded once; an RMSNorm has no mean(d_hat). Also the partial sums of dy * x_hat and of dy, over
+// the rows of each block.
 template <class Norm, class T, class Dy, int kVectors>
 __global__ void __launch_bounds__(512, 1)
     fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
@@ -315,8 +310,8 @@ __global__ void __launch_bounds__(512, 1)
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ float scratch[RowSums<kSums>::kScratch];
     RowSums<kSums> row_sums{scratch};
-    const Stages<T, Dy, kVectors> stages(a, sizes, memory);
-    ThisColumns mine(stages);
+    const PrefetchedRows<T, Dy, kVectors> prefetched(a, sizes, memory);
+    ThisColumns mine(prefetched);
 
     const int step = static_cast<int>(gridDim.x * blockDim.y);
     const int begin = static_cast<int>(blockIdx.x * blockDim.y);
@@ -324,39 +319,42 @@ __global__ void __launch_bounds__(512, 1)
     Statistics<Norm> statistics, next;
     next.load(a, sizes, row);
 
-    // Rows are fetched `ahead` before they are used, so that the first steps fetch alone.
-    const int ahead = sizes.stages * step;
+    // A row is fetched `ahead` rows before its use, so the first steps only fetch.
+    const int ahead = sizes.prefetch_depth * step;
     row -= ahead;
-    int stage = 0;
+    int slot = 0;
     unsigned largest = 0;
     for (int first = begin - ahead; first < sizes.rows; first += step, row += step) {
         if (first >= begin) {
             statistics = next;
             next.load(a, sizes, row + step);
-            wait_for_oldest_of(sizes.stages);
+            wait_for_oldest_of(sizes.prefetch_depth);
             float sums[kSums] = {};
-            mine.sum(stage, statistics, sums);
+            mine.sum(slot, statistics, sums);
             if (a.needs_values() || a.means != nullptr) {
                 row_sums(sums);
                 average(a, sizes, row, sums);
             }
             if (a.needs_values()) {
-                largest = max(largest, mine.write(stage, row, statistics, sums));
+                largest = max(largest, mine.write(slot, row, statistics, sums));
             }
         }
-        stages.fetch(stage, row + ahead);
-        stage = stage + 1 == sizes.stages ? 0 : stage + 1;
+        prefetched.fetch(slot, row + ahead);
+        slot = slot + 1 == sizes.prefetch_depth ? 0 : slot + 1;
     }
 
     if (a.partials != nullptr) {
         wait_for_copies<0>();
         mine.write_partials(reinterpret_cast<float*>(memory));
     }
-    record_largest(a, largest);
+    if (a.amax != nullptr) {
+        record_amax(magnitude_as_fp32<T>(largest), a.amax);
+    }
 }
 
-// The same for rows that are too long for the registers or not aligned: a row a block, read in both
-// passes, vector by vector; the parameters' gradients are summed up in the partials.
+// The same for rows that are unaligned or too long for the registers. A block has one row at a time
+// and reads it in both passes, one vector at a time. The partials accumulate the gradients of the
+// parameters.
 template <class Norm, class T, class Dy>
 __global__ void __launch_bounds__(512, 2)
     fuser_norm_backward_in_chunks(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
@@ -438,11 +436,13 @@ __global__ void __launch_bounds__(512, 2)
             }
         }
     }
-    record_largest(a, largest);
+    if (a.amax != nullptr) {
+        record_amax(magnitude_as_fp32<T>(largest), a.amax);
+    }
 }
 
-// dgamma and, in the second row of blocks, dbeta: the sums of `count` partials of each of 32
-// columns, of which every thread takes each blockDim.y-th.
+// dgamma and, in the second row of blocks, dbeta: the sums of `count` partials for each of 32
+// columns. Thread y of a column adds every blockDim.y-th partial.
 template <class P>
 __global__ void __launch_bounds__(1024)
     fuser_norm_parameter_gradients(const float* __restrict__ partials, P* __restrict__ d_gamma,

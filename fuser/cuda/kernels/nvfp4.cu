@@ -1,4 +1,8 @@
-// NVFP4: every kernel is a fuser_tiled of a policy or a producer of the header.
-#include <fuser/normalization.cuh>
-#include <fuser/nvfp4.cuh>
-#include <fuser/pointwise.cuh>
+// NVFP4: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
+#include <fuser/producer/load.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/producer/nvfp4.cuh>
+#include <fuser/producer/pointwise.cuh>
+#include <fuser/store/nvfp4.cuh>
+#include <fuser/store/transposed.cuh>
+#include <fuser/tile/tiled.cuh>

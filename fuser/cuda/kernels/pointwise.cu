@@ -1,41 +1,42 @@
-// Pointwise chains along rows, forward and backward, and the sums that backward leaves in parts.
+// Pointwise chains along rows, forward and backward, and the partial sums of backward.
 
-#include <fuser/chain.cuh>
-#include <fuser/scaling.cuh>
+#include <fuser/chain/chain.cuh>
+#include <fuser/core/scaling.cuh>
 
 namespace fuser {
 
-// A block is blockDim.x runs of N columns by blockDim.y rows. Its threads take several rows each,
-// `blockDim.y` apart; consecutive blocks are neighbours in a row. Past the edges threads read the
-// first column or the last row again, and write nothing: there is no branch around a load.
+// A block is blockDim.x vectors of N columns by blockDim.y rows. A thread has several rows,
+// `blockDim.y` apart; consecutive blocks are neighbours in a row. After the edges, threads read the
+// first column or the last row again and write nothing, so that no load is in a branch.
 template <int N>
 struct Thread {
-    unsigned run;
-    unsigned chunk;  // of rows
+    unsigned vector;
+    unsigned row_block;
     int column;
     bool is_inside;
 
     __device__ __forceinline__ explicit Thread(int columns)
-        : run(blockIdx.x * blockDim.x + threadIdx.x), chunk(blockIdx.z * gridDim.y + blockIdx.y) {
-        is_inside = run < (columns + N - 1u) / N;
-        column = is_inside ? static_cast<int>(run * N) : 0;
+        : vector(blockIdx.x * blockDim.x + threadIdx.x),
+          row_block(blockIdx.z * gridDim.y + blockIdx.y) {
+        is_inside = vector < (columns + N - 1u) / N;
+        column = is_inside ? static_cast<int>(vector * N) : 0;
     }
 
-    // Row `number` of those that this thread takes, of `each`.
+    // Row `number` of the `each` rows of this thread.
     __device__ __forceinline__ unsigned row(int number, int each) const {
-        return (chunk * each + number) * blockDim.y + threadIdx.y;
+        return (row_block * each + number) * blockDim.y + threadIdx.y;
     }
 };
 
 // ---- amax ----
 
-// Magnitudes of runs, packed as they are stored.
+// The largest magnitudes of vectors, packed as they are stored.
 template <class T>
 struct Largest {
     unsigned words = 0;
 
     template <int N>
-    __device__ __forceinline__ void see(const float (&x)[N]) {
+    __device__ __forceinline__ void update(const float (&x)[N]) {
         constexpr int kEach = sizeof(T) == 4 || N == 1 ? 1 : 2;
 #pragma unroll
         for (int i = 0; i < N; i += kEach) {
@@ -43,63 +44,42 @@ struct Largest {
             words = larger<T>(words, magnitudes<T>(packed_pair<T>(x[i], next)));
         }
     }
-    // As the bits of an fp32; NaN above infinity.
+    // The bits of an fp32; NaN is above infinity.
     __device__ __forceinline__ unsigned bits() const { return largest<T>(words); }
 };
-
-// Raises *amax to what the threads of a block found.
-__device__ __forceinline__ void raise_amax(unsigned found, unsigned* amax) {
-    __shared__ unsigned of_warps[32];
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-        found = max(found, __shfl_xor_sync(0xffffffffu, found, distance));
-    }
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    if (thread % 32 == 0) {
-        of_warps[thread / 32] = found;
-    }
-    __syncthreads();
-    if (thread == 0) {
-        const int warps = blockDim.x * blockDim.y / 32;
-        for (int warp = 1; warp < warps; ++warp) {
-            found = max(found, of_warps[warp]);
-        }
-        atomicMax(amax, found);
-    }
-}
 
 // ---- forward: y = chain(x), T [rows, inputs.columns] ----
 
 }  // namespace fuser
 
-// With kAmax, *amax, which holds the bits of a float >= 0, becomes at least max |y|, and y may be
-// null.
+// With kAmax, *amax becomes at least max |y|, and y may be null. *amax holds the bits of a float >=
+// 0.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise(const fuser::Inputs<Chain> inputs, typename Chain::Element* __restrict__ y,
                     unsigned* __restrict__ amax, unsigned rows) {
     const fuser::Thread<N> thread(inputs.columns);
-    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+    fuser::ChainCoord coord(0, inputs.columns, thread.column, inputs.interleave);
 
     // ---- load ----
-    fuser::Run<Chain, false, N> runs[kRows];
+    fuser::Vector<Chain, false, N> vectors[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        place.row = min(thread.row(i, kRows), rows - 1);
-        runs[i].fetch(inputs, place);
+        coord.row = min(thread.row(i, kRows), rows - 1);
+        vectors[i].fetch(inputs, coord);
     }
-    fuser::wait_for_all(runs);
+    fuser::wait_for_all(vectors);
 
     // ---- compute and store ----
     fuser::Largest<typename Chain::Element> largest;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         float values[N];
-        runs[i].forward(inputs, values);
+        vectors[i].forward(inputs, values);
         const unsigned row = thread.row(i, kRows);
         if (thread.is_inside && row < rows) {
             if constexpr (kAmax) {
-                largest.see(values);
+                largest.update(values);
             }
             if (!kAmax || y != nullptr) {
                 fuser::write(y + static_cast<long long>(row) * inputs.columns + thread.column,
@@ -108,15 +88,15 @@ __global__ void __launch_bounds__(256)
         }
     }
     if constexpr (kAmax) {
-        fuser::raise_amax(largest.bits(), amax);
+        fuser::record_amax(largest.bits(), amax);
     }
 }
 
-// ---- backward: dx, T [rows, lines * inputs.columns], and gradients of operands in parts ----
+// ---- backward: dx, T [rows, kHalves * inputs.columns], and partial gradients of operands ----
 
 namespace fuser {
 
-// Where gradients of operands go, for one row of one thread.
+// Receives the gradients of operands, for one row of one thread.
 template <int N>
 struct Collector {
     unsigned row;
@@ -125,7 +105,7 @@ struct Collector {
 
     __device__ __forceinline__ bool is_inside() const { return thread.is_inside && row < rows; }
 
-    // Into sums over rows.
+    // Adds to the sums over rows.
     __device__ __forceinline__ void add(const float (&contribution)[N], float (&sums)[N]) const {
         if (row < rows) {
 #pragma unroll
@@ -135,9 +115,10 @@ struct Collector {
         }
     }
 
-    // One part of the sum of a row: of the columns of a warp, pairwise, so that runs of 1 and of N
-    // columns are added in one order. parts[i][row].
-    __device__ __forceinline__ void add_up(const float (&contribution)[N], float* parts) const {
+    // Stores one part of the sum of a row, over the columns of a warp: parts[i][row]. It adds
+    // pairwise, so that vectors of 1 and of N columns are added in the same order.
+    __device__ __forceinline__ void store_row_part(const float (&contribution)[N],
+                                                   float* parts) const {
         float sums[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -156,22 +137,22 @@ struct Collector {
             sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
         }
         if (threadIdx.x % lanes == 0 && row < rows) {
-            parts[static_cast<long long>(thread.run / lanes) * rows + row] = sum;
+            parts[static_cast<long long>(thread.vector / lanes) * rows + row] = sum;
         }
     }
 
-    // As it is.
+    // Stores the contributions as the gradient.
     template <class T>
-    __device__ __forceinline__ void put(const float (&contribution)[N], T* gradient,
-                                        const Spot& spot) const {
+    __device__ __forceinline__ void store(const float (&contribution)[N], T* gradient,
+                                          const Coord& coord) const {
         if (is_inside()) {
-            write(gradient + spot.index(), contribution);
+            write(gradient + coord.index(), contribution);
         }
     }
 
-    // One part of the sums over rows: of the rows of a block. parts[i][column].
-    __device__ __forceinline__ void keep(const float (&sums)[N], float* parts,
-                                         const Spot& spot) const {
+    // Stores one part of the sums over rows, over the rows of a block: parts[i][column].
+    __device__ __forceinline__ void store_column_part(const float (&sums)[N], float* parts,
+                                                      const Coord& coord) const {
         __shared__ float of_threads[N][256];
         const int own = threadIdx.y * blockDim.x + threadIdx.x;
         __syncthreads();  // another stage may have used it
@@ -193,65 +174,66 @@ struct Collector {
                     totals[i] = __fadd_rn(totals[i], of_threads[i][own + other * blockDim.x]);
                 }
             }
-            write(parts + static_cast<long long>(thread.chunk) * spot.width + spot.column, totals);
+            write(parts + static_cast<long long>(thread.row_block) * coord.width + coord.column,
+                  totals);
         }
     }
 };
 
 }  // namespace fuser
 
-// A thread takes `steps` times kRows rows. dx may be null.
+// A thread has `steps` times kRows rows. dx may be null.
 template <class Chain, int kRows, int N, bool kAmax>
 __global__ void __launch_bounds__(256)
     fuser_pointwise_backward(const fuser::Inputs<Chain> inputs,
                              typename Chain::Element* __restrict__ dx, unsigned* __restrict__ amax,
                              unsigned rows, int steps) {
     const fuser::Thread<N> thread(inputs.columns);
-    fuser::Place place(0, inputs.columns, thread.column, inputs.interleave);
+    fuser::ChainCoord coord(0, inputs.columns, thread.column, inputs.interleave);
     typename Chain::template Sums<N> sums;
     fuser::Largest<typename Chain::Element> largest;
     for (int step = 0; step < steps; ++step) {
         // ---- load ----
-        fuser::Run<Chain, true, N> runs[kRows];
+        fuser::Vector<Chain, true, N> vectors[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            place.row = min(thread.row(step * kRows + i, steps * kRows), rows - 1);
-            runs[i].fetch(inputs, place);
+            coord.row = min(thread.row(step * kRows + i, steps * kRows), rows - 1);
+            vectors[i].fetch(inputs, coord);
         }
-        fuser::wait_for_all(runs);
+        fuser::wait_for_all(vectors);
 
         // ---- compute and store ----
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const unsigned row = thread.row(step * kRows + i, steps * kRows);
             const fuser::Collector<N> collector{row, rows, thread};
-            place.row = row;
-            float lines[Chain::kLines][N];
-            runs[i].backward(inputs, place, lines, sums, collector);
+            coord.row = row;
+            float halves[Chain::kHalves][N];
+            vectors[i].backward(inputs, coord, halves, sums, collector);
             if (collector.is_inside()) {
 #pragma unroll
-                for (int line = 0; line < Chain::kLines; ++line) {
-                    const fuser::Spot spot = place.template spot<Chain::kLines>(line);
+                for (int half = 0; half < Chain::kHalves; ++half) {
+                    const fuser::Coord target = coord.template of_half<Chain::kHalves>(half);
                     if constexpr (kAmax) {
-                        largest.see(lines[line]);
+                        largest.update(halves[half]);
                     }
                     if (dx != nullptr) {
-                        fuser::write(dx + spot.index(), lines[line]);
+                        fuser::write(dx + target.index(), halves[half]);
                     }
                 }
             }
         }
     }
-    Chain::finish(inputs, place, sums, fuser::Collector<N>{0, rows, thread});
+    Chain::finish(inputs, coord, sums, fuser::Collector<N>{0, rows, thread});
     if constexpr (kAmax) {
-        fuser::raise_amax(largest.bits(), amax);
+        fuser::record_amax(largest.bits(), amax);
     }
 }
 
 // ---- sums[i] = sum over parts[...][i], fp32 [count, n] to T [n], in a fixed order ----
 
-// Pairwise within kFan neighbouring parts, then one after another in each of kShares shares, then
-// one share after another. A block is 32 by kShares.
+// Adds pairwise within kFan neighbouring parts, then in sequence within each of kShares shares, and
+// then over the shares. A block is 32 by kShares threads.
 template <class T, int kFan>
 __global__ void __launch_bounds__(256)
     fuser_sum_parts(const float* __restrict__ parts, T* __restrict__ sums, int count, long long n) {

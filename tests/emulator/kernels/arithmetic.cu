@@ -1,6 +1,6 @@
 // fp32 arithmetic that keeps subnormals, and what else scales are made of, over arrays.
 
-#include <fuser/nvfp4.cuh>
+#include <fuser/store/nvfp4.cuh>
 
 // ---- a op b of `n` pairs, |a| b and 1 / b ----
 

@@ -1,6 +1,6 @@
-// Every function of fuser/hardware.cuh over arrays: in the emulator, and on a GPU.
+// Every function of fuser/core/hardware.cuh over arrays: in the emulator, and on a GPU.
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 // ---- pairs of floats to pairs of small floats; `pairs` of them ----
 

@@ -102,7 +102,7 @@ extern "C" __global__ void fuser_trap(const int* x) {
 
 // ---- copies that a thread does not wait for: two groups, of which `kLeft` may be under way ----
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 template <int kLeft>
 __global__ void fuser_read_copies(const uint4* x, uint4* y) {

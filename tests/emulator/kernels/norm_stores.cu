@@ -1,9 +1,9 @@
 // Normalizations straight into every store policy, as the tiled kernels have them.
-#include <fuser/block_scaling.cuh>
-#include <fuser/fp8_scaling.cuh>
-#include <fuser/mxfp8.cuh>
-#include <fuser/normalization.cuh>
-#include <fuser/nvfp4.cuh>
+#include <fuser/producer/normalization.cuh>
+#include <fuser/store/block_scaling.cuh>
+#include <fuser/store/fp8_scaling.cuh>
+#include <fuser/store/mxfp8.cuh>
+#include <fuser/store/nvfp4.cuh>
 
 // On a multiprocessor: three leave 80 registers, two 128.
 template <class Producer>
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (kNormBlocks<Producer, St
     fuser_norm_store(Producer producer, Store store, long long rows, int columns) {
     __shared__ __align__(16) unsigned char scratch[Store::kScratchBytes + 16];
     const fuser::Tile tile(rows, columns, false, scratch);
-    store(tile, produced(producer, tile));
+    store(tile, make_patch(producer, tile));
 }
 
 // The values themselves.

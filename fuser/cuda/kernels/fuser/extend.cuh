@@ -1,4 +1,4 @@
 // For kernels and stages of users: stages of chains, activations, elements and packed loads.
 #pragma once
 
-#include <fuser/stages.cuh>
+#include <fuser/chain/stages.cuh>

@@ -1,30 +1,30 @@
-// MXFP8: 32 elements share a power of two: store policies, and the producer that decodes.
+// MXFP8, where 32 elements share a power of two: store policies.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/bytes.cuh>
 
 namespace fuser {
 
-constexpr int kMxBlock = 32;
-// Blocks of a tile either way: a tile of scales is 128 x 4, one word for each of 128 rows (of the
-// GEMM, so columns of the columnwise copy).
+// Blocks of a tile in either direction. A tile of scales is 128 x 4 bytes, one word for each of 128
+// rows of the GEMM operand (so for columns of the columnwise copy).
 constexpr int kMxBlocks = kTile / kMxBlock;
-// Threads side by side that share a block of a row.
+// Neighbouring threads that share a block of a row.
 constexpr int kMxThreads = kMxBlock / kPatch;
 
-// Where the word of a row stands in a tile of scales that tensor cores read.
+// The position of a row's word in a tile of scales, in the order that tensor cores read.
 __device__ __forceinline__ int swizzled_word(int row) { return row % 32 * 4 + row / 32; }
 
-// Scales are padded to whole tiles. Tiles at an edge are zero beyond it, and the scale of zeros is 0:
-// so every tile writes its scales without a look at the edge, and the padding becomes zero.
+// Scales are padded to whole tiles. A tile at an edge has zeros after it, and the scale of zeros is
+// 0. So every tile writes all its scales without a check, and the padding becomes zero.
 struct Mxfp8Copies {
-    unsigned char* row;        // [rows, columns]
+    unsigned char* row;  // [rows, columns]
     unsigned char* row_scale;  // [128 row tiles, 4 column tiles]
-    unsigned char* col;        // [rows, columns]
+    unsigned char* col;  // [rows, columns]
     unsigned char* col_scale;  // [4 row tiles, 128 column tiles]
     int swizzled;
 
-    // The word of a row of the tile, its four blocks.
+    // Stores the word of a row of the tile: the scales of its four blocks.
     __device__ __forceinline__ void store_row_scales(const Tile& tile, int row,
                                                      unsigned word) const {
         unsigned* scales = reinterpret_cast<unsigned*>(row_scale);
@@ -32,18 +32,18 @@ struct Mxfp8Copies {
         if (swizzled) {
             scales[(tiles + tile.column_tile) * kTile + swizzled_word(row)] = word;
         } else {
-            store_part(scales + tiles * kTile + static_cast<long long>(row) * tile.column_tiles +
-                           tile.column_tile,
-                       word);
+            store_partial_sector(scales + tiles * kTile +
+                                     static_cast<long long>(row) * tile.column_tiles +
+                                     tile.column_tile,
+                                 word);
         }
     }
 
-    // The scales of sizeof(Bytes) columns of the tile in its row of blocks `block`. Swizzled ones go
-    // to `shared`, and from there to memory behind a barrier.
+    // Stores the scales of sizeof(Bytes) columns of the tile, in its row `block` of blocks.
+    // Swizzled scales go to `shared`; store_swizzled writes them to memory after a barrier.
     template <class Bytes>
     __device__ __forceinline__ void store_column_scales(const Tile& tile, int block, int column,
-                                                        Bytes bytes,
-                                                        unsigned char* shared) const {
+                                                        Bytes bytes, unsigned char* shared) const {
         if (swizzled) {
             unsigned char each[sizeof(Bytes)];
             memcpy(each, &bytes, sizeof(Bytes));
@@ -67,11 +67,11 @@ struct Mxfp8Copies {
     }
 };
 
-// The word of four blocks in each of the 16 threads of a row, from the byte of each one's block.
+// Each of the 16 threads of a row gets the word of its four blocks, from the byte of its own block.
 __device__ __forceinline__ unsigned word_of_blocks(unsigned e8m0) {
     unsigned word = e8m0 << Tile::thread_column() / kMxThreads * 8;
-    word |= __shfl_xor_sync(kWarp, word, kMxThreads);
-    return word | __shfl_xor_sync(kWarp, word, 2 * kMxThreads);
+    word |= __shfl_xor_sync(kAllLanes, word, kMxThreads);
+    return word | __shfl_xor_sync(kAllLanes, word, 2 * kMxThreads);
 }
 
 // ---- a scale for 1 x 32 in a row, and one for 32 x 1 in a column; either copy may be null ----
@@ -87,7 +87,7 @@ struct Mxfp8Store {
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
         if (copies.col != nullptr) {
-            put_column_amaxes(patch, amaxes);
+            store_column_amaxes(patch, amaxes);
         }
         if (copies.row != nullptr) {
             quantize_rows(tile, patch);
@@ -101,50 +101,38 @@ struct Mxfp8Store {
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
-        share_rows<kMxThreads>(amax);
-        float factor[kKeptRows<kMxThreads>];
+        patch.row_amaxes(amax);
+        reduce_scatter_rows<kMxThreads>(amax);
+        float factor[kOwnedRows<kMxThreads>];
         unsigned bytes = 0;
 #pragma unroll
-        for (int k = 0; k < kKeptRows<kMxThreads>; ++k) {
+        for (int k = 0; k < kOwnedRows<kMxThreads>; ++k) {
             const unsigned e8m0 = e8m0_from_amax(amax[k], 1.0f / E::kMax);
             factor[k] = inverse_of_e8m0(e8m0);
             bytes |= e8m0 << 8 * k;
         }
 
-        // ---- words of scales: of the two rows, one thread of each pair makes one ----
+        // ---- words of scales: one thread of each pair writes for two rows ----
         const int block = Tile::thread_column() / kMxThreads;
-        const unsigned pair = block & 1 ? 0x15u : 0x40u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kMxThreads), pair);
-        const unsigned halves = block & 2 ? 0x1054u : 0x5410u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kMxThreads), halves);
-        if (block < kKeptRows<kMxThreads>) {
-            const int row = Tile::thread_row() * kPatch + kept_row<kMxThreads>(0) + block;
+        const unsigned pairs = block & 1 ? 0x15u : 0x40u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, kMxThreads), pairs);
+        const unsigned quads = block & 2 ? 0x1054u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, 2 * kMxThreads), quads);
+        if (block < kOwnedRows<kMxThreads>) {
+            const int row = Tile::thread_row() * kPatch + owned_row<kMxThreads>(0) + block;
             copies.store_row_scales(tile, row, bytes);
         }
 
         // ---- bytes ----
-        RowStores<kAligned, uint2> rows(tile, copies.row);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            const float of_block = of_row<kMxThreads>(factor, i);
-            float x[kPatch];
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), of_block);
-            }
-            rows.put(i, encoded8<E>(x));
-        }
+        store_quantized_rows<E, kAligned>(
+            tile, patch, copies.row, [&](int i) { return value_of_row<kMxThreads>(factor, i); });
     }
 
     template <class T>
     __device__ __forceinline__ void quantize_columns(
         const Tile& tile, const Patch<T>& patch,
         const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
-        // ---- a scale a block, by one thread for two columns of 32 rows ----
+        // ---- one scale a block: a thread computes those of two columns of 32 rows ----
         __shared__ __align__(16) float factors[kMxBlocks][kTile];
         __shared__ __align__(16) unsigned char scales[kTile * kMxBlocks];
         constexpr int kEach = kTile * kMxBlocks / kTileThreads;
@@ -169,8 +157,10 @@ struct Mxfp8Store {
         float factor[kPatch];
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
-            factor[j] = factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
+            factor[j] =
+                factors[Tile::thread_row() / kMxThreads][Tile::thread_column() * kPatch + j];
         }
+        // Written out: a shared helper for scales of columns takes up to 24 instructions more.
         RowStores<kAligned, uint2> rows(tile, copies.col);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
@@ -179,7 +169,7 @@ struct Mxfp8Store {
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = mul_rn(patch.value(i, j), factor[j]);
             }
-            rows.put(i, encoded8<E>(x));
+            rows.store(i, encoded8<E>(x));
         }
     }
 };
@@ -195,20 +185,21 @@ struct Mxfp8SquareStore {
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
-        // ---- the amax: of 4 x 2 threads of this warp, and of the same 4 of its neighbour ----
+        // ---- the amax: over 4 x 2 threads of this warp, and the same 4 columns of the next one
+        // ----
         __shared__ unsigned amaxes[kTileWarps][kMxBlocks];
         const int warp = threadIdx.x / 32, block = Tile::thread_column() / kMxThreads;
         unsigned amax = patch.amax();
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 1));
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 2));
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, kRowThreads));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kRowThreads));
         if (threadIdx.x % kMxThreads == 0 && threadIdx.x % 32 < kRowThreads) {
             amaxes[warp][block] = amax;
         }
         __syncthreads();
         amax = max(amax, amaxes[warp ^ 1][block]);
 
-        // ---- the scale, repeated ----
+        // ---- the scale, the same for all rows or columns of a block ----
         const unsigned e8m0 = e8m0_from_amax(amax, 1.0f / E::kMax);
         if (copies.row != nullptr) {
             const unsigned word = word_of_blocks(e8m0);
@@ -230,43 +221,9 @@ struct Mxfp8SquareStore {
 
         // ---- bytes ----
         uint2 bytes[kPatch];
-        scale_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
+        quantize_patch<E>(patch, inverse_of_e8m0(e8m0), bytes);
         store_rows<kAligned>(tile, bytes, copies.row);
         store_rows<kAligned>(tile, bytes, copies.col);
-    }
-};
-
-// ---- the values of a copy ----
-
-template <class T, class E, bool kAligned>
-struct Mxfp8Producer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns], contiguous
-    const unsigned char* scale;  // plain, of `scale_stride` bytes a row
-    long long scale_stride;
-    int columns;
-    int columnwise;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
-        unsigned e8m0[2];
-        if (columnwise) {
-            // Scales stand in an allocation of their own, padded to whole tiles: 8 are always there.
-            const uint2 found = *reinterpret_cast<const uint2*>(
-                scale + row / kMxBlock * scale_stride + column);
-            e8m0[0] = found.x;
-            e8m0[1] = found.y;
-        } else {
-            e8m0[0] = scale[row * scale_stride + column / kMxBlock] * 0x01010101u;
-            e8m0[1] = e8m0[0];
-        }
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            const float factor = power_of_e8m0(e8m0[j / 4] >> j % 4 * 8 & 0xffu);
-            x[j] = rounded_to<T>(mul_rn(x[j], factor));
-        }
     }
 };
 

@@ -1,15 +1,19 @@
-// The one place of inline PTX, each instruction with a plain C++ fallback that gives the same bits.
+// Inline PTX: all of it is in this file. Each instruction has a fallback in plain C++ that gives
+// the same bits.
 //
-// FUSER_EMULATED is defined where kernels are compiled for a CPU. An architecture that lacks an
-// instruction takes the fallback too.
+// FUSER_EMULATED is defined when kernels are compiled for a CPU. The fallback also serves
+// architectures that lack the instruction.
 #pragma once
 
 namespace fuser {
 
-// ---- memory: 4, 8 or 16 bytes that are used once ----
+// The mask of all lanes of a warp.
+constexpr unsigned kAllLanes = 0xffffffffu;
 
-// Only for memory that no thread of the kernel writes. With L1::no_allocate an H200 takes 1 to 9%
-// longer, with other hints no less.
+// ---- loads and stores of 4, 8 or 16 bytes that are used once ----
+
+// Only for memory that no thread of the kernel writes. An H200 takes 1 to 9% longer with
+// L1::no_allocate; other hints make it no faster.
 __device__ __forceinline__ uint4 load_streaming(const uint4* p) {
 #if defined(FUSER_EMULATED)
     return *p;
@@ -46,9 +50,9 @@ __device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v
 __device__ __forceinline__ void store_streaming(uint2* p, uint2 v) { __stcs(p, v); }
 __device__ __forceinline__ void store_streaming(unsigned* p, unsigned v) { __stcs(p, v); }
 
-// A word of a sector of 32 bytes that several blocks make. L2 keeps it longer than what is streamed
-// past it meanwhile, so that the sector is whole before it goes to memory.
-__device__ __forceinline__ void store_part(unsigned* p, unsigned v) {
+// Stores one word of a 32-byte sector that several blocks write. L2 keeps the sector longer than
+// streamed data, so that it is complete before it goes to memory.
+__device__ __forceinline__ void store_partial_sector(unsigned* p, unsigned v) {
 #if defined(FUSER_EMULATED)
     *p = v;
 #else
@@ -59,9 +63,9 @@ __device__ __forceinline__ void store_part(unsigned* p, unsigned v) {
 #endif
 }
 
-// ---- fp32 to 8 and 4 bits: to nearest, ties to even, past the largest finite to the largest ----
+// ---- fp32 to 8 and 4 bits: to nearest, ties to even; overflow gives the largest finite ----
 
-// By integers alone, since -ftz=true would flush what rounds to a subnormal of the format.
+// Integers only: -ftz=true would flush inputs that round to a subnormal of the format.
 template <int kExponentBits, int kMantissaBits, int kBias, unsigned kMax, unsigned kNan>
 __device__ __forceinline__ unsigned encoded(float x) {
     constexpr int kSmallestNormal = 128 - kBias;  // as an exponent of fp32
@@ -72,7 +76,7 @@ __device__ __forceinline__ unsigned encoded(float x) {
     }
     const int exponent = max(static_cast<int>(magnitude >> 23), 1);  // 1 for subnormals too
     const unsigned significand = magnitude - (static_cast<unsigned>(exponent - 1) << 23);
-    // Bits of the significand that the format has no place for; from 25 on, nothing is left.
+    // Bits of the significand that do not fit the format. From 25 on, no bit is left.
     const int dropped = 23 - kMantissaBits + max(kSmallestNormal - exponent, 0);
     const int shift = min(dropped, 25);
     const unsigned odd = significand >> shift & 1u;
@@ -117,18 +121,17 @@ __device__ __forceinline__ unsigned char to_e2m1x2(float low, float high) {
         : "f"(high), "f"(low));
     return static_cast<unsigned char>(pair);
 #else
-    return static_cast<unsigned char>(encoded<2, 1, 1, 7, 7>(low) |
-                                      encoded<2, 1, 1, 7, 7>(high) << 4);
+    return static_cast<unsigned char>(encoded<2, 1, 1, 7, 7>(low) | encoded<2, 1, 1, 7, 7>(high)
+                                                                        << 4);
 #endif
 }
 
 // ---- 16 bits and fp32 ----
 
-// Two bf16, `low` in the low half; past the largest finite comes infinity. NaN gives 0x7FFF.
+// Two bf16, `low` in the low half; overflow gives infinity. NaN gives 0x7FFF.
 __device__ __forceinline__ unsigned to_bf16x2(float low, float high) {
 #if defined(FUSER_EMULATED)
-    return encoded<8, 7, 127, 0x7f80, 0x7fff>(low) |
-           encoded<8, 7, 127, 0x7f80, 0x7fff>(high) << 16;
+    return encoded<8, 7, 127, 0x7f80, 0x7fff>(low) | encoded<8, 7, 127, 0x7f80, 0x7fff>(high) << 16;
 #else
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -136,11 +139,10 @@ __device__ __forceinline__ unsigned to_bf16x2(float low, float high) {
 #endif
 }
 
-// Two fp16, as above.
+// Two fp16, `low` in the low half; overflow gives infinity. NaN gives 0x7FFF.
 __device__ __forceinline__ unsigned to_fp16x2(float low, float high) {
 #if defined(FUSER_EMULATED)
-    return encoded<5, 10, 15, 0x7c00, 0x7fff>(low) |
-           encoded<5, 10, 15, 0x7c00, 0x7fff>(high) << 16;
+    return encoded<5, 10, 15, 0x7c00, 0x7fff>(low) | encoded<5, 10, 15, 0x7c00, 0x7fff>(high) << 16;
 #else
     unsigned pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -165,11 +167,11 @@ __device__ __forceinline__ float from_fp16(unsigned short bits) {
 #endif
 }
 
-// ---- fp32 to nearest that keeps subnormals, whatever -ftz says, and is contracted with nothing ----
+// ---- fp32 arithmetic to nearest: subnormals are kept under -ftz, and nothing is contracted ----
 
 #if defined(FUSER_EMULATED)
-// 80 bits are not flushed, and volatile keeps the compiler from shortening them to 32. Any NaN is the
-// one that a GPU writes.
+// The emulator computes in 80 bits, which are not flushed; volatile stops the compiler from using
+// 32 bits. Every NaN becomes the NaN that a GPU writes.
 __device__ __forceinline__ float shortened(volatile long double x) {
     const float y = static_cast<float>(x);
     return y == y ? y : __uint_as_float(0x7fffffffu);
@@ -196,7 +198,7 @@ __device__ __forceinline__ float mul_rn(float a, float b) {
 #endif
 }
 
-// |a| b: without -ftz a magnitude is a modifier of the product's operand.
+// |a| b. Without -ftz, the absolute value is a modifier of the operand and costs no instruction.
 __device__ __forceinline__ float mul_magnitude_rn(float a, float b) {
 #if defined(FUSER_EMULATED)
     return mul_rn(__uint_as_float(__float_as_uint(a) & 0x7fffffffu), b);
@@ -221,7 +223,7 @@ __device__ __forceinline__ float div_rn(float a, float b) {
 #endif
 }
 
-// 1 / x; the bits of div_rn(1, x) for fewer instructions.
+// 1 / x, with the bits of div_rn(1, x) in fewer instructions.
 __device__ __forceinline__ float reciprocal_rn(float x) {
 #if defined(FUSER_EMULATED)
     return div_rn(1.0f, x);
@@ -232,7 +234,7 @@ __device__ __forceinline__ float reciprocal_rn(float x) {
 #endif
 }
 
-// 1 / x within an ulp; `__fdividef(1, x)` takes an instruction more.
+// 1 / x within an ulp, in one instruction less than `__fdividef(1, x)`.
 __device__ __forceinline__ float reciprocal(float x) {
 #if defined(FUSER_EMULATED)
     return 1.0f / x;
@@ -243,7 +245,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
-// ---- two numbers of 16 bits ----
+// ---- pairs of 16-bit numbers ----
 
 // The larger of each pair of unsigned halves.
 __device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) {
@@ -256,7 +258,7 @@ __device__ __forceinline__ unsigned max_u16x2(unsigned a, unsigned b) {
 #endif
 }
 
-// Two E4M3 bytes as two fp16, which are exact.
+// Two E4M3 bytes as two fp16, without rounding.
 __device__ __forceinline__ unsigned from_e4m3x2(unsigned short pair) {
 #if !defined(FUSER_EMULATED) && __CUDA_ARCH__ >= 890
     unsigned halves;
@@ -287,7 +289,8 @@ constexpr bool kConvertsToE2m1 = true;
 constexpr bool kConvertsToE2m1 = false;
 #endif
 
-// Eight E2M1 values in a word, the first in the lowest nibble, by the instruction for two.
+// Eight E2M1 values in a word, the first in the lowest nibble. Uses the instruction that converts
+// two.
 __device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
     unsigned codes = 0;
 #pragma unroll
@@ -297,8 +300,9 @@ __device__ __forceinline__ unsigned to_e2m1x8(const float (&x)[8]) {
     return codes;
 }
 
-// The same of magnitudes below 7 times kE2m1Unit, with the signs of `sign`, without it: in these units
-// E2M1 numbers are E5M2 numbers whose codes are twice theirs, subnormals and three octaves.
+// Eight E2M1 values without that instruction. `magnitude` is in units of kE2m1Unit and below 7;
+// `sign` gives the signs. In these units an E2M1 number is an E5M2 number with twice its code, in
+// its subnormals and its three octaves.
 constexpr float kE2m1Unit = 0x1p-14f;
 
 __device__ __forceinline__ unsigned to_e2m1x8_from_units(const float (&magnitude)[8],
@@ -306,9 +310,10 @@ __device__ __forceinline__ unsigned to_e2m1x8_from_units(const float (&magnitude
     float rounded[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        // q has the octave of x, or the lowest, whose step is that of subnormals too. An ulp of q 2^22
-        // is a step, so that its difference to x is rounded to the grid, ties to even. Where that is
-        // below the octave its ulp is half a step, and x so close to two steps that it comes to them.
+        // q has the octave of x, or the lowest octave, whose step is also that of subnormals. One
+        // ulp of q 2^22 is one step, so the difference to x is rounded to the grid, ties to even.
+        // Below that octave an ulp is half a step, but x is then so close to two steps that it
+        // rounds to them.
         const float x = magnitude[i];
         const float q = fmaxf(x, 1.5f * kE2m1Unit);
         const float difference = fmaf(q, 0x1p22f, -x);
@@ -326,10 +331,10 @@ __device__ __forceinline__ unsigned to_e2m1x8_from_units(const float (&magnitude
     return codes | signs;
 }
 
-// ---- sums of two numbers of 16 bits ----
+// ---- sums of pairs of 16-bit numbers ----
 
-// Two bf16 sums; subnormals are kept. The product with 1 is exact, so that each is rounded once;
-// torch rounds to fp32 and then to bf16, which gives the same bits, since 24 >= 2 * 8 + 2.
+// Two bf16 sums; subnormals are kept. The product with 1 is exact, so each sum is rounded once.
+// torch rounds to fp32 and then to bf16, which gives the same bits because 24 >= 2 * 8 + 2.
 __device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
 #if defined(FUSER_EMULATED)
     return to_bf16x2(add_rn(__uint_as_float(a << 16), __uint_as_float(b << 16)),
@@ -341,13 +346,13 @@ __device__ __forceinline__ unsigned add_bf16x2(unsigned a, unsigned b) {
 #endif
 }
 
-// Two fp16 sums, likewise: 24 >= 2 * 11 + 2.
+// Two fp16 sums, in the same way: 24 >= 2 * 11 + 2.
 __device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
 #if defined(FUSER_EMULATED)
-    return to_fp16x2(from_fp16(static_cast<unsigned short>(a)) +
-                         from_fp16(static_cast<unsigned short>(b)),
-                     from_fp16(static_cast<unsigned short>(a >> 16)) +
-                         from_fp16(static_cast<unsigned short>(b >> 16)));
+    return to_fp16x2(
+        from_fp16(static_cast<unsigned short>(a)) + from_fp16(static_cast<unsigned short>(b)),
+        from_fp16(static_cast<unsigned short>(a >> 16)) +
+            from_fp16(static_cast<unsigned short>(b >> 16)));
 #else
     unsigned sum;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
@@ -355,9 +360,9 @@ __device__ __forceinline__ unsigned add_fp16x2(unsigned a, unsigned b) {
 #endif
 }
 
-// ---- copies from global to shared memory that the thread does not wait for ----
+// ---- asynchronous copies from global to shared memory ----
 
-// 8 or 16 bytes, both sides aligned to them.
+// Copies 8 or 16 bytes; both addresses are aligned to that size.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     static_assert(kBytes == 8 || kBytes == 16);
@@ -365,7 +370,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     fuser_emulator::copy_later(shared, global, kBytes);
 #else
     const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-    if constexpr (kBytes == 16) {  // past L1
+    if constexpr (kBytes == 16) {  // bypasses L1
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
     } else {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
@@ -373,7 +378,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 #endif
 }
 
-// The copies since the last call are a group.
+// Makes one group of the copies since the last call.
 __device__ __forceinline__ void close_copies() {
 #if defined(FUSER_EMULATED)
     fuser_emulator::close_copies();
@@ -382,8 +387,8 @@ __device__ __forceinline__ void close_copies() {
 #endif
 }
 
-// Wait until at most kLeft of this thread's groups are under way. Other threads see what was copied
-// after a barrier.
+// Waits until at most kLeft groups of this thread are unfinished. Other threads see the data after
+// a barrier.
 template <int kLeft>
 __device__ __forceinline__ void wait_for_copies() {
 #if defined(FUSER_EMULATED)

@@ -1,28 +1,28 @@
-// Activations and gated linear units in fp32: values and derivatives, one struct each.
+// Activations and gated linear units in fp32: a struct for each, with its value and its derivative.
 //
 // The formulas are those of fuser/reference/activation.py. T is the dtype that results are rounded
-// to. Structs say how many operations of the special function unit (MUFU) `value` and `at` take.
-// An H200 has 3.6e12 of them a second, and 28e12 issue slots of all kinds; in bf16 its memory moves
-// 1.05e12 elements of GELU a second, 0.7e12 of SwiGLU or of GELU backward and 0.42e12 of SwiGLU
-// backward. So the unit bounds nothing up to 3, 5, 5 and 8 operations an element, and issuing
-// nothing up to 26, 40, 40 and 67 instructions.
+// to. The comments say how many operations of the special function unit (MUFU) `value` and `at`
+// take. An H200 has 3.6e12 of these operations a second, and 28e12 issue slots of all kinds. In
+// bf16 its memory moves 1.05e12 elements of GELU a second, 0.7e12 of SwiGLU or of GELU backward,
+// and 0.42e12 of SwiGLU backward. So the unit is no limit up to 3, 5, 5 and 8 operations an
+// element, and the issue slots are no limit up to 26, 40, 40 and 67 instructions.
 //
-// Products and sums are named (__fmul_rn, fmaf) so that the compiler contracts none by itself: a
-// function gives the same bits wherever it is inlined. fp32 subnormals count as 0 where exp or tanh
-// is computed, and nowhere else (mul_rn): the ReLU family has torch's bits.
+// Products and sums are explicit (__fmul_rn, fmaf), so that the compiler contracts none: a function
+// gives the same bits wherever it is inlined. fp32 subnormals count as 0 in exp and tanh only;
+// elsewhere mul_rn keeps them, so the ReLU family has the bits of torch.
 #pragma once
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 namespace fuser {
 
-// A function at a point: its value and its derivative there.
+// The value of a function at a point, and its derivative there.
 struct Point {
     float value;
     float slope;
 };
 
-// ---- how the gradient of an input follows from that of the output ----
+// ---- the gradient of an input from that of the output ----
 
 // dx = dy * f'(x)
 struct Smooth {
@@ -31,31 +31,31 @@ struct Smooth {
     }
 };
 
-// f'(x) is 0 or 1: dx is 0 or dy itself, infinite and subnormal ones too.
+// f'(x) is 0 or 1: dx is 0 or dy itself, also for an infinite or subnormal dy.
 struct Masked {
     __device__ __forceinline__ static float gradient(float dy, float slope) {
         return slope == 0.0f ? 0.0f : dy;
     }
 };
 
-// f'(x) is 0 beyond a limit: dx is 0 there, for an infinite dy too.
+// f'(x) is 0 outside a limit: dx is 0 there, also for an infinite dy.
 struct Clamped {
     __device__ __forceinline__ static float gradient(float dy, float slope) {
         return slope == 0.0f ? 0.0f : mul_rn(dy, slope);
     }
 };
 
-// ---- exp, sigmoid and tanh; a quotient is an approximate reciprocal and a product, 2 ulp ----
+// ---- exp, sigmoid and tanh; quotients are an approximate reciprocal times a product, 2 ulp ----
 
-// exp(x). expf is within 2 ulp and takes 8 instructions more than 2^(x log2 e), which loses
-// |x| / 2 ulp: nothing that shows in 16 bits, but a dozen ulp where fp32's sigmoid is small.
-// MUFU: 1.
+// exp(x). expf is within 2 ulp and takes 8 instructions more than 2^(x log2 e), which loses |x| / 2
+// ulp. That does not show in 16 bits, but is a dozen ulp of fp32 where the sigmoid is small. MUFU:
+// 1.
 template <class T>
 __device__ __forceinline__ float exponential(float x) {
     return sizeof(T) == 4 ? expf(x) : exp2f(__fmul_rn(1.44269504f, x));
 }
 
-// -|x| in one instruction: of fabsf and a minus each takes one, since they flush subnormals.
+// -|x| in one instruction. fabsf and a minus would take one each, because they flush subnormals.
 __device__ __forceinline__ float minus_magnitude(float x) {
     return __uint_as_float(__float_as_uint(x) | 0x80000000u);
 }
@@ -70,9 +70,9 @@ struct Sigmoid {
     float slope;  // sigmoid(v) (1 - sigmoid(v))
 };
 
-// exp(-|v|) for sigmoid_at in fp32: it cannot overflow, and the slope is exact relative to itself
-// however large v is. In 16 bits exp(-v): the slope loses digits only where it is small beside what
-// `weighted` adds it to, or beside 1. MUFU: 1.
+// exp(-|v|) for sigmoid_at in fp32: it cannot overflow, and the slope has a small relative error
+// for every v. In 16 bits exp(-v): the slope loses digits only where it is small compared to the
+// number that `weighted` adds it to, or to 1. MUFU: 1.
 template <class T>
 __device__ __forceinline__ float exponential_below(float v) {
     return sizeof(T) == 4 ? expf(minus_magnitude(v)) : exp2f(__fmul_rn(-1.44269504f, v));
@@ -94,11 +94,11 @@ __device__ __forceinline__ Point weighted(float x, Sigmoid sigmoid) {
     return {__fmul_rn(x, sigmoid.value), fmaf(x, sigmoid.slope, sigmoid.value)};
 }
 __device__ __forceinline__ Point weighted(float x, Sigmoid sigmoid, float dv) {
-    // dv times the slope first: it is 0 where x dv overflows.
+    // First dv times the slope: it is 0 where x * dv overflows.
     return {__fmul_rn(x, sigmoid.value), fmaf(x, __fmul_rn(dv, sigmoid.slope), sigmoid.value)};
 }
 
-// tanh where |z| < 0.55, by the odd polynomial that is nearest to it relative to it: 2^-23.4.
+// tanh for |z| < 0.55, by the odd polynomial with the smallest relative error, 2^-23.4.
 __device__ __forceinline__ bool is_near(float z) { return minus_magnitude(z) > -0.55f; }
 __device__ __forceinline__ float tanh_near(float z) {
     const float u = __fmul_rn(z, z);
@@ -109,7 +109,8 @@ __device__ __forceinline__ float tanh_near(float z) {
     return fmaf(__fmul_rn(p, u), z, z);
 }
 
-// exp(-2 |z|), at most 1/3 elsewhere, so that 2^(-2 |z| log2 e) is exact enough for any T. MUFU: 1.
+// exp(-2 |z|). It is at most 1/3 for other z, so that 2^(-2 |z| log2 e) is exact enough for any T.
+// MUFU: 1.
 __device__ __forceinline__ float tanh_exponential(float z) {
     return exp2f(__fmul_rn(2.8853901f, minus_magnitude(z)));
 }
@@ -119,8 +120,8 @@ struct Ratio {
     float denominator;
 };
 
-// tanh(z) as a quotient, so that another one can share its reciprocal. Both ways are computed
-// before one is chosen, here and below: there is no branch then. MUFU: 1.
+// tanh(z) as a quotient, so that another quotient can share its reciprocal. Here and below, both
+// formulas are computed before one is chosen, which avoids a branch. MUFU: 1.
 __device__ __forceinline__ Ratio tanh_ratio(float z) {
     const float e = tanh_exponential(z);
     const float near = tanh_near(z);
@@ -135,7 +136,7 @@ __device__ __forceinline__ Point tanh_at(float z) {
     const float inverse = reciprocal(__fadd_rn(1.0f, e));
     const float near = tanh_near(z);
     const float far = copysignf(__fmul_rn(__fsub_rn(1.0f, e), inverse), z);
-    // 1 - tanh^2 is a small difference of large numbers far from 0, and 4 e / (1 + e)^2 is not.
+    // Far from 0, 1 - tanh^2 is a small difference of large numbers; 4 e / (1 + e)^2 is not.
     const float near_slope = fmaf(-near, near, 1.0f);
     const float far_slope = __fmul_rn(__fmul_rn(4.0f, e), __fmul_rn(inverse, inverse));
     return {is_near(z) ? near : far, is_near(z) ? near_slope : far_slope};
@@ -143,7 +144,7 @@ __device__ __forceinline__ Point tanh_at(float z) {
 
 // ---- functions of one value; `scalars` are those of the activation ----
 
-// NaN and every positive x, subnormal ones too: a comparison of floats would flush them.
+// True for NaN and every positive x, also subnormal: a comparison of floats would flush those.
 __device__ __forceinline__ bool passes_relu(float x) {
     const unsigned bits = __float_as_uint(x);
     return bits - 1u < 0x7fffffffu || bits > 0xff800000u;
@@ -214,11 +215,11 @@ struct SiluFunction : Smooth {
     }
 };
 
-// 0.5 x (1 + tanh(u)) = x sigmoid(v) with v = 2 u: no small difference of larger numbers, so that
-// 2^(-v log2 e) leaves it nearer to the truth than the formula with tanh. MUFU: 2, 2.
+// 0.5 x (1 + tanh(u)) = x sigmoid(v) with v = 2 u. This has no small difference of larger numbers,
+// so 2^(-v log2 e) is more exact than the formula with tanh. MUFU: 2, 2.
 template <class T>
 struct GeluFunction : Smooth {
-    static constexpr float kLinear = 1.5957691f;   // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
+    static constexpr float kLinear = 1.5957691f;  // v = x (kLinear + kCubic x^2): 2 sqrt(2 / pi)
     static constexpr float kCubic = 0.071354814f;  // 0.044715 kLinear
     static constexpr float kLog2E = 1.44269504f;
 
@@ -266,7 +267,7 @@ struct SoftClippedSiluFunction : Smooth {
     }
 };
 
-// beta tanh(x / beta), with scalars beta and 1 / beta behind those of the gate. MUFU: 2, 2.
+// beta tanh(x / beta), with scalars beta and 1 / beta after those of the gate. MUFU: 2, 2.
 struct SoftClipFunction : Smooth {
     __device__ __forceinline__ static float value(float x, const float* scalars) {
         const Ratio t = tanh_ratio(__fmul_rn(x, scalars[3]));
@@ -278,8 +279,8 @@ struct SoftClipFunction : Smooth {
     }
 };
 
-// g sigmoid(alpha g) with g = min(x, limit), scalars limit and alpha. NaN has a value and no slope.
-// MUFU: 2, 2.
+// g sigmoid(alpha g) with g = min(x, limit), scalars limit and alpha. NaN has a value but a slope
+// of 0. MUFU: 2, 2.
 template <class T>
 struct ClampedGateFunction : Clamped {
     __device__ __forceinline__ static float value(float x, const float* scalars) {
@@ -295,7 +296,7 @@ struct ClampedGateFunction : Clamped {
     }
 };
 
-// clamp(x, -limit, limit) + offset, with scalars limit, of the gate, and offset. MUFU: 0.
+// clamp(x, -limit, limit) + offset, with scalars limit (shared with the gate) and offset. MUFU: 0.
 struct ClampedLinearFunction : Masked {
     __device__ __forceinline__ static float value(float x, const float* scalars) {
         const float limit = scalars[0];
@@ -306,7 +307,7 @@ struct ClampedLinearFunction : Masked {
     }
 };
 
-// ---- activations: functions of kInputs values with the gradient of each ----
+// ---- activations: functions of kInputs values, and their gradients ----
 
 template <class Function, int kScalarCount = 0>
 struct Unary {
@@ -368,8 +369,8 @@ template <class T>
 using SReGLU = Gated<SreluFunction, IdentityFunction>;
 template <class T>
 using SwiGLU = Gated<SiluFunction<T>, IdentityFunction>;
-// Scalars beta1, 1 / beta1, beta2, 1 / beta2. Forward it takes 50 instructions an element, more
-// than memory leaves time for.
+// Scalars beta1, 1 / beta1, beta2, 1 / beta2. Forward takes 50 instructions an element, more than
+// the memory bandwidth leaves time for.
 template <class T>
 using SiTUGLU = Gated<SoftClippedSiluFunction<T>, SoftClipFunction, 4>;
 // Scalars limit, alpha, offset.

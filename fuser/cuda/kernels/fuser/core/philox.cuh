@@ -1,13 +1,13 @@
-// Philox4x32-7, a counter-based random number generator (Salmon et al., 2011).
+// Philox4x32-7 for dropout, a counter-based random number generator (Salmon et al., 2011).
 //
-// Seven rounds are the fewest that pass the authors' tests of randomness; ten, the usual number,
-// would take more instructions than a dropout has at the speed of an H200's memory.
-// fuser/reference/dropout.py has the same in torch.
+// Seven rounds are the fewest that pass the authors' tests of randomness. The usual ten would take
+// more instructions than a dropout can issue at the speed of an H200's memory.
+// fuser/reference/dropout.py computes the same numbers in torch.
 #pragma once
 
 namespace fuser {
 
-// The 128 random bits that belong to a 128-bit counter under a 64-bit key.
+// The 128 random bits of a 128-bit counter under a 64-bit key.
 __device__ __forceinline__ uint4 philox(unsigned long long low, unsigned long long high,
                                         unsigned long long key) {
     uint4 c = make_uint4(static_cast<unsigned>(low), static_cast<unsigned>(low >> 32),

@@ -1,7 +1,8 @@
-// Elements of a pipeline's dtype, fp32, fp16 or bf16: loaded several at a time and computed in fp32.
+// Elements of a pipeline's dtype (fp32, fp16 or bf16): loads and stores of several at a time. All
+// arithmetic is in fp32.
 #pragma once
 
-#include <fuser/hardware.cuh>
+#include <fuser/core/hardware.cuh>
 
 namespace fuser {
 
@@ -12,7 +13,7 @@ struct fp16 {
     unsigned short bits;
 };
 
-// How many elements of T make the widest access, 16 bytes.
+// The number of elements of T in the widest access, which is 16 bytes.
 template <class T>
 constexpr int kWidest = 16 / static_cast<int>(sizeof(T));
 
@@ -22,7 +23,7 @@ __device__ __forceinline__ float to_float(bf16 x) {
     return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
 }
 
-// Two elements of T in one word from two fp32, rounded to nearest; a word of fp32 holds one.
+// Packs two fp32 into one word of two T, rounded to nearest. A word of fp32 holds one element.
 template <class T>
 __device__ __forceinline__ unsigned packed_pair(float low, float high);
 template <>
@@ -47,13 +48,13 @@ __device__ __forceinline__ float from_float<float>(float x) {
     return x;
 }
 
-// x as it would be after a trip through memory as a T.
+// x, rounded to T and back, as if it had been stored and loaded.
 template <class T>
 __device__ __forceinline__ float rounded_to(float x) {
     return to_float(from_float<T>(x));
 }
 
-// 4, 8 or 16 bytes as words.
+// The type of an access of 4, 8 or 16 bytes.
 template <int kWords>
 struct Words;
 template <>
@@ -69,8 +70,8 @@ struct Words<4> {
     using Type = uint4;
 };
 
-// kCount elements at `p`, which is aligned to all of them or to 16 bytes, in fp32. For memory that
-// no thread of the kernel writes.
+// Loads kCount elements into fp32. `p` is aligned to all of them or to 16 bytes, and no thread of
+// the kernel writes that memory.
 template <int kCount, class T>
 __device__ __forceinline__ void load(const T* p, float (&x)[kCount]) {
     constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void load(const T* p, float (&x)[kCount]) {
     }
 }
 
-// kCount elements to `p`, aligned as above, rounded to nearest.
+// Stores kCount elements, rounded to nearest. `p` is aligned to all of them or to 16 bytes.
 template <int kCount, class T>
 __device__ __forceinline__ void store(T* p, const float (&x)[kCount]) {
     constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -115,7 +116,7 @@ __device__ __forceinline__ void store(T* p, const float (&x)[kCount]) {
     }
 }
 
-// The first `count` of kCount elements, one at a time and of any alignment; the rest is 0.
+// Loads the first `count` of kCount elements one at a time, from any address; the rest is 0.
 template <int kCount, class T>
 __device__ __forceinline__ void load_tail(const T* p, int count, float (&x)[kCount]) {
 #pragma unroll

@@ -1,12 +1,12 @@
-// Amaxes and the scales that follow from them, bit for bit as the references have them.
+// Amaxes and scales, bit for bit as in the references.
 //
-// Under -ftz=true fp32 subnormals vanish in arithmetic, and in fabsf and fmaxf as well. So an amax
-// is a maximum over bits, |x| as an unsigned, where a NaN is above infinity and wins; and whatever
-// multiplies or divides a scale or an amax is mul_rn or div_rn, which keep subnormals: bf16 inputs
-// may be subnormal, and so is 1 / scale from 2^126 on.
+// Under -ftz=true, fp32 arithmetic flushes subnormals, and so do fabsf and fmaxf. Therefore an amax
+// is a maximum over the bits of |x| as unsigned integers, in which a NaN is above infinity and
+// wins. Scales and amaxes are multiplied and divided by mul_rn and div_rn, which keep subnormals:
+// bf16 inputs may be subnormal, and so is 1 / scale from 2^126 on.
 #pragma once
 
-#include <fuser/elements.cuh>
+#include <fuser/core/elements.cuh>
 
 namespace fuser {
 
@@ -19,18 +19,17 @@ template <>
 constexpr float kLargestFinite<bf16> = 3.38953138925153547590e38f;
 template <>
 constexpr float kLargestFinite<fp16> = 65504.0f;
-constexpr unsigned kWarp = 0xffffffffu;
 
-// ---- elements of 8 bits ----
+// ---- 8-bit elements ----
 
 struct E4M3 {
     static constexpr float kMax = 448.0f;
-    // Two bytes from two fp32, `low` in the low one: to nearest, saturating, NaN as 0x7F.
+    // Two bytes from two fp32, `low` in the low byte: to nearest, saturating, NaN as 0x7F.
     static __device__ __forceinline__ unsigned encoded(float low, float high) {
         return to_e4m3x2(low, high);
     }
-    // Two bytes as two fp16, which are exact.
-    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+    // Two bytes as two fp16, without rounding.
+    static __device__ __forceinline__ unsigned to_fp16x2(unsigned pair) {
         return from_e4m3x2(static_cast<unsigned short>(pair));
     }
 };
@@ -41,7 +40,7 @@ struct E5M2 {
         return to_e5m2x2(low, high);
     }
     // The upper byte of an fp16 is an E5M2.
-    static __device__ __forceinline__ unsigned halves(unsigned pair) {
+    static __device__ __forceinline__ unsigned to_fp16x2(unsigned pair) {
         return (pair & 0xffu) << 8 | (pair & 0xff00u) << 16;
     }
 };
@@ -59,25 +58,25 @@ __device__ __forceinline__ void decode8(uint2 bytes, float (&x)[8]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const unsigned pair = (i < 2 ? bytes.x : bytes.y) >> i % 2 * 16 & 0xffffu;
-        const unsigned halves = E::halves(pair);
-        x[2 * i] = from_fp16(static_cast<unsigned short>(halves));
-        x[2 * i + 1] = from_fp16(static_cast<unsigned short>(halves >> 16));
+        const unsigned fp16x2 = E::to_fp16x2(pair);
+        x[2 * i] = from_fp16(static_cast<unsigned short>(fp16x2));
+        x[2 * i + 1] = from_fp16(static_cast<unsigned short>(fp16x2 >> 16));
     }
 }
 
 template <class E>
 __device__ __forceinline__ float decode(unsigned byte) {
-    return from_fp16(static_cast<unsigned short>(E::halves(byte)));
+    return from_fp16(static_cast<unsigned short>(E::to_fp16x2(byte)));
 }
 
-// ---- magnitudes: |x| as bits, in words of one fp32 or two elements of 16 bits ----
+// ---- magnitudes: the bits of |x|, in words of one fp32 or two 16-bit elements ----
 
 template <class T>
 __device__ __forceinline__ unsigned magnitudes(unsigned word) {
     return word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu);
 }
 
-// The larger magnitude of each element.
+// The larger magnitude of each element of two words.
 template <class T>
 __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
     if constexpr (sizeof(T) == 4) {
@@ -87,7 +86,7 @@ __device__ __forceinline__ unsigned larger(unsigned a, unsigned b) {
     }
 }
 
-// One of a word's magnitudes as the bits of an fp32.
+// One magnitude of a word, as the bits of an fp32.
 template <class T>
 __device__ __forceinline__ unsigned widened(unsigned word, int index) {
     if constexpr (sizeof(T) == 4) {
@@ -97,7 +96,7 @@ __device__ __forceinline__ unsigned widened(unsigned word, int index) {
     }
 }
 
-// The largest of a word's magnitudes as the bits of an fp32.
+// The largest magnitude of a word, as the bits of an fp32.
 template <class T>
 __device__ __forceinline__ unsigned largest(unsigned word) {
     if constexpr (sizeof(T) == 4) {
@@ -107,10 +106,10 @@ __device__ __forceinline__ unsigned largest(unsigned word) {
     }
 }
 
-// The maximum of a warp's `bits` into `*amax`, by one of its threads or more. Order does not change
-// a maximum.
+// Raises `*amax` to the maximum of the `bits` of a warp; one or more of its threads write. The
+// result does not depend on the order.
 __device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
-    const unsigned most = __reduce_max_sync(kWarp, bits);
+    const unsigned most = __reduce_max_sync(kAllLanes, bits);
     if (threadIdx.x % 32 == 0 && most > *static_cast<volatile unsigned*>(amax)) {
         atomicMax(amax, most);
     }
@@ -118,8 +117,8 @@ __device__ __forceinline__ void record_amax(unsigned bits, unsigned* amax) {
 
 // ---- one fp32 scale: of a tensor, or of a block of 128 ----
 
-// Amaxes between 2^-100 and 2^100: neither they nor powers of two that follow from them are near an
-// end of fp32.
+// Amaxes between 2^-100 and 2^100. These, and the powers of two that follow from them, are far from
+// both ends of fp32.
 constexpr unsigned kOne = 0x3f800000u;
 constexpr unsigned kSmallestPlain = kOne - (100u << 23);
 constexpr unsigned kLargestPlain = kOne + (100u << 23);
@@ -133,13 +132,13 @@ __device__ __forceinline__ float inverse_of(float scale, bool pow2) {
     return div_rn(1.0f, scale);
 }
 
-// `amax` and `eps` are bits of numbers that are not negative.
+// `amax` and `eps` are the bits of numbers that are not negative.
 __device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, bool pow2,
                                                  unsigned eps, float when_infinite) {
     amax = max(amax, eps);  // a NaN stays one
-    // Without a division, by exponents and a borrow: a quotient just below a power of two is not
-    // rounded up to it, since 1.75, the significand of both maxima, over one that is larger by an
-    // ulp is further from 1 than half of one.
+    // Computes the exponent with a borrow instead of a division. A quotient just below a power of
+    // two is never rounded up to it: the significand of both maxima is 1.75, and 1.75 over a
+    // significand that is one ulp larger is further from 1 than half an ulp of one.
     if (pow2 && amax - kSmallestPlain < kLargestPlain - kSmallestPlain) {
         return __uint_as_float(__float_as_uint(max_fp8) - amax + kOne & 0xff800000u);
     }
@@ -155,28 +154,36 @@ __device__ __forceinline__ float scale_from_amax(unsigned amax, float max_fp8, b
 
 // ---- E8M0: a power of two for 32 elements ----
 
-// The exponent of amax / max_fp8, rounded up to a power of two; of the bits of an amax.
+constexpr int kMxBlock = 32;
+
+// The exponent of amax / max_fp8, rounded up to a power of two, from the bits of an amax.
 __device__ __forceinline__ unsigned e8m0_from_amax(unsigned amax, float max_inverse) {
     const unsigned bits = __float_as_uint(mul_rn(__uint_as_float(amax), max_inverse));
-    // 2^-127 and less give 0. What rounds up to infinity gives 0xFE, as infinity does.
+    // 2^-127 and less give 0. A number that rounds up to infinity gives 0xFE, as infinity does.
     const unsigned exponent = min(bits + 0x7fffffu, 0x7f7fffffu) >> 23;
     return bits > kInfinity ? 0xffu : bits <= 0x00400000u ? 0u : exponent;
 }
 
-// 2^(e8m0 - 127), and 255 is NaN; and its inverse. 2^-127 is a subnormal.
+// 2^(e8m0 - 127), with NaN for 255; and its inverse. 2^-127 is a subnormal.
 __device__ __forceinline__ float power_of_e8m0(unsigned e8m0) {
     const unsigned bits = e8m0 << 23;
     return __uint_as_float(e8m0 == 0u ? 0x00400000u : e8m0 == 255u ? kNan : bits);
 }
 __device__ __forceinline__ float inverse_of_e8m0(unsigned e8m0) {
-    const unsigned bits = (254u - e8m0) << 23;  // of 255 those of -infinity
+    const unsigned bits = (254u - e8m0) << 23;  // 255 gives the bits of -infinity
     return __uint_as_float(e8m0 < 254u ? bits : bits | 0x00400000u);
 }
 
 // ---- NVFP4: an E4M3 scale for 16 elements below one fp32 scale for the tensor ----
 
+constexpr int kNvBlock = 16;
+
+// The words of scales for n elements of a row. Scales are padded to tiles of 128 x 4 bytes, one
+// word for each of 128 rows.
+__device__ __forceinline__ int scale_words(long long n) { return static_cast<int>((n + 63) / 64); }
+
 struct Nvfp4Scale {
-    float encode;  // brings the tensor's amax to 448 * 6
+    float encode;  // scales the amax of the tensor to 448 * 6
     float decode;
 
     __device__ __forceinline__ explicit Nvfp4Scale(float amax) {
@@ -186,8 +193,8 @@ struct Nvfp4Scale {
         decode = reciprocal_rn(encode);
     }
 
-    // The E4M3 bytes of four blocks, the first in the lowest, from the bits of their amaxes, and what
-    // the elements of each are multiplied by.
+    // Returns the E4M3 scales of four blocks, the first in the lowest byte, from the bits of their
+    // amaxes. `factor` gets the numbers that the elements of each block are multiplied by.
     __device__ __forceinline__ unsigned blocks(const unsigned (&amax)[4],
                                                float (&factor)[4]) const {
         const float unit = mul_rn(encode, 1.0f / 6.0f);
@@ -196,9 +203,9 @@ struct Nvfp4Scale {
         for (int i = 0; i < 4; i += 2) {
             const unsigned pair = E4M3::encoded(mul_rn(__uint_as_float(amax[i]), unit),
                                                 mul_rn(__uint_as_float(amax[i + 1]), unit));
-            const unsigned halves = E4M3::halves(pair);
-            factor[i] = multiplier(from_fp16(static_cast<unsigned short>(halves)));
-            factor[i + 1] = multiplier(from_fp16(static_cast<unsigned short>(halves >> 16)));
+            const unsigned fp16x2 = E4M3::to_fp16x2(pair);
+            factor[i] = multiplier(from_fp16(static_cast<unsigned short>(fp16x2)));
+            factor[i + 1] = multiplier(from_fp16(static_cast<unsigned short>(fp16x2 >> 16)));
             bytes |= pair << 8 * i;
         }
         return bytes;

@@ -1,13 +1,14 @@
-// Sums over threads that hold a row together, in an order that depends on nothing but their number.
+// Sums over the threads that share a row. The order depends on the number of threads alone.
 #pragma once
+
+#include <fuser/core/hardware.cuh>
 
 namespace fuser {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxWarps = 32;
 
-// The sum over `width` neighbouring lanes, a power of two up to 32, in each of them. All lanes of
-// the warp take part. Lanes add the same pairs, so that all get the same bits.
+// The sum over `width` neighbouring lanes, a power of two up to 32; every one of them gets it. All
+// lanes of the warp must call this. All lanes add the same pairs, so they get the same bits.
 __device__ __forceinline__ float warp_sum(float x, int width = 32) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -18,12 +19,12 @@ __device__ __forceinline__ float warp_sum(float x, int width = 32) {
     return x;
 }
 
-// Sums over the threads of a row, kSums of them at once. A block is blockDim.y rows of blockDim.x
-// threads each: a power of two up to 32, or a multiple of 32.
+// Computes kSums sums at once over the threads of a row. A block is blockDim.y rows of blockDim.x
+// threads; blockDim.x is a power of two up to 32, or a multiple of 32.
 template <int kSums>
 struct RowSums {
-    // Two areas that take turns: a thread that is past the barrier of one sum may write for the
-    // next while another still reads.
+    // Two areas are used in turn: a thread after the barrier of one sum may write for the next sum
+    // while another thread still reads.
     static constexpr int kScratch = 2 * kSums * kMaxWarps;
 
     float* scratch;  // kScratch floats of shared memory
@@ -35,7 +36,8 @@ struct RowSums {
         return sums[0];
     }
 
-    // Replaces each x by its sum, in every thread of the row. All threads of the block take part.
+    // Replaces each x by its sum, in every thread of the row. All threads of the block must call
+    // this.
     __device__ __forceinline__ void operator()(float (&x)[kSums]) {
         const int width = static_cast<int>(blockDim.x);
 #pragma unroll
@@ -46,7 +48,7 @@ struct RowSums {
             return;
         }
         const int warps = width / 32, lane = static_cast<int>(threadIdx.x) % 32;
-        const int slots = 1 << (32 - __clz(warps - 1));  // warps, up to a power of two
+        const int slots = 1 << (32 - __clz(warps - 1));  // warps, rounded up to a power of two
         float* row = scratch + turn * kSums * kMaxWarps + static_cast<int>(threadIdx.y) * warps;
         turn ^= 1;
         if (lane == 0) {

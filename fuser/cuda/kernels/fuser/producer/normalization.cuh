@@ -1,49 +1,16 @@
-// What a normalization and its gradient are for one value, and producers of both for tiled kernels.
+// Producers of normalized values and of their gradients.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/core/norms.cuh>
+#include <fuser/core/vector.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
-
-// ---- the norms ----
-
-// L2 normalization is an RMSNorm that divides by 1 and has a gain of 1.
-struct RMSNorm {
-    static constexpr bool kCentered = false;
-};
-struct LayerNorm {
-    static constexpr bool kCentered = true;
-};
-
-// ---- one value ----
-
-// A compiler may contract a product with a sum in one kernel and not in another. A product that is
-// added to something is therefore an fmaf, or rounded by __fmul_rn, as d_hat and the means are: so
-// every kernel gives the same bits.
-
-template <class Norm>
-__device__ __forceinline__ float x_hat_of(float x, float mean, float rstd) {
-    return Norm::kCentered ? (x - mean) * rstd : x * rstd;
-}
-
-template <class Norm>
-__device__ __forceinline__ float y_of(float x, float mean, float rstd, float gain, float shift) {
-    const float x_hat = x_hat_of<Norm>(x, mean, rstd);
-    return Norm::kCentered ? fmaf(x_hat, gain, shift) : x_hat * gain;
-}
-
-// d_hat is dy gain, rounded; means are over the row, of d_hat x_hat and, for LayerNorm, of d_hat.
-template <class Norm, int kSums>
-__device__ __forceinline__ float dx_of(float x_hat, float d_hat, const float (&means)[kSums],
-                                       float rstd) {
-    const float d = Norm::kCentered ? d_hat - means[kSums - 1] : d_hat;
-    return fmaf(-x_hat, means[0], d) * rstd;
-}
 
 // ---- 8 columns of a row ----
 
 template <bool kAligned, class T>
-__device__ __forceinline__ void load_run(const T* p, int count, float (&x)[kPatch]) {
+__device__ __forceinline__ void load_vector(const T* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
         load<kPatch>(p, x);
     } else {
@@ -51,42 +18,33 @@ __device__ __forceinline__ void load_run(const T* p, int count, float (&x)[kPatc
     }
 }
 
-// As above, for what other threads read too.
+// The same for data that other threads read too.
 template <bool kAligned, class P>
-__device__ __forceinline__ void load_shared_run(const P* p, int count, float (&x)[kPatch]) {
+__device__ __forceinline__ void load_shared_vector(const P* p, int count, float (&x)[kPatch]) {
     if constexpr (kAligned) {
-        unsigned words[kPatch * sizeof(P) / 4];
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(words)) / 16; ++i) {
-            const uint4 part = __ldg(reinterpret_cast<const uint4*>(p) + i);
-            memcpy(words + 4 * i, &part, sizeof(part));
-        }
+        const Packed<P, kPatch> loaded = load_packed_cached<kPatch>(p);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            if constexpr (sizeof(P) == 4) {
-                x[i] = __uint_as_float(words[i]);
-            } else {
-                x[i] = to_float(P{static_cast<unsigned short>(words[i / 2] >> i % 2 * 16)});
-            }
+            x[i] = loaded[i];
         }
     } else {
         load_tail<kPatch>(p, count, x);
     }
 }
 
-// The type of gamma and beta where there are none.
+// The type of gamma and beta if there are none.
 struct NoParameters {};
 template <class P>
 constexpr bool kHasParameters = true;
 template <>
 constexpr bool kHasParameters<NoParameters> = false;
 
-// gamma, plus one where it is centered on zero; one where there is none.
+// gamma, plus one if it is zero-centered; one if there is none.
 template <bool kAligned, class P>
-__device__ __forceinline__ void load_gain_run(const P* gamma, float offset, const Tile& tile,
-                                              float (&gain)[kPatch]) {
+__device__ __forceinline__ void load_gain_vector(const P* gamma, float offset, const Tile& tile,
+                                                 float (&gain)[kPatch]) {
     if constexpr (kHasParameters<P>) {
-        load_shared_run<kAligned>(gamma + tile.column, tile.columns_left, gain);
+        load_shared_vector<kAligned>(gamma + tile.column, tile.columns_left, gain);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
             gain[i] = offset != 0.0f ? gain[i] + offset : gain[i];
@@ -99,46 +57,21 @@ __device__ __forceinline__ void load_gain_run(const P* gamma, float offset, cons
     }
 }
 
-// Rounded to T, two by one instruction.
-template <class T>
-__device__ __forceinline__ void round_run(float (&x)[kPatch]) {
-    if constexpr (sizeof(T) == 2) {
-#pragma unroll
-        for (int i = 0; i < kPatch; i += 2) {
-            const unsigned pair = packed_pair<T>(x[i], x[i + 1]);
-            x[i] = to_float(T{static_cast<unsigned short>(pair)});
-            x[i + 1] = to_float(T{static_cast<unsigned short>(pair >> 16)});
-        }
-    }
-}
-
-// The first of several rows waits until all have been read. A compiler that is short of registers
-// would else compute the first before it asks for the next, and have one load on its way at a time.
+// Makes the first row wait until all rows are loaded. A compiler that is short of registers would
+// otherwise compute the first before it loads the next, with one load in flight at a time.
 __device__ __forceinline__ void wait_for_bits(unsigned bits, float (&x)[kPatch]) {
-    const unsigned zero = bits & (blockDim.z - 1u);  // blocks are flat; the compiler does not know
+    const unsigned zero = bits & (blockDim.z - 1u);  // blockDim.z is 1; the compiler does not know
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         x[i] = __uint_as_float(__float_as_uint(x[i]) ^ zero);
     }
 }
 
-// Room for kRows below the rows that are there: registers have no index.
-template <int kRows, class T>
-__device__ __forceinline__ void move_up(Patch<T>& patch) {
-#pragma unroll
-    for (int i = 0; i < kPatch - kRows; ++i) {
-#pragma unroll
-        for (int w = 0; w < patch.kWords; ++w) {
-            patch.words[i][w] = patch.words[i + kRows][w];
-        }
-    }
-}
-
-// Row i of a patch; 0 past the edges, where something may have been computed.
+// Sets row i of a patch; positions after the edges may hold values, and become 0.
 template <bool kAligned, class T>
-__device__ __forceinline__ void put_run(const Tile& tile, bool is_there, float (&x)[kPatch], int i,
-                                        Patch<T>& patch) {
-    round_run<T>(x);
+__device__ __forceinline__ void set_vector(const Tile& tile, bool is_there, float (&x)[kPatch],
+                                           int i, Patch<T>& patch) {
+    round_all<T>(x);
     if constexpr (!kAligned) {
 #pragma unroll
         for (int k = 0; k < kPatch; ++k) {
@@ -152,13 +85,13 @@ __device__ __forceinline__ void put_run(const Tile& tile, bool is_there, float (
     }
 }
 
-// ---- producers, see tiled.cuh ----
+// ---- producers; tile/tiled.cuh says what a producer is ----
 
-// With kAligned rows and parameters begin at multiples of 16 bytes. A loop reads kRows before it uses
-// the first of them, as many as registers have room for: a compiler that sees all 8 rows at once
-// keeps more of them under way. Everywhere that leaves 24 KB on their way in a multiprocessor.
+// With kAligned, rows and parameters begin at multiples of 16 bytes. A loop loads kRows rows before
+// it uses the first, as many as fit the registers: a compiler that sees all 8 rows at once keeps
+// more in flight. Every kRows keeps 24 KB in flight on a multiprocessor.
 
-// y of x, which is z where something was added in front.
+// y from x; x is z if the forward added something before the norm.
 template <class Norm, class T, class Out, class P, bool kAligned>
 struct NormProducer {
     using Element = Out;
@@ -167,7 +100,7 @@ struct NormProducer {
 
     const T* x;
     const P* gamma;
-    const P* beta;  // of LayerNorm alone, and so is the mean
+    const P* beta;  // only LayerNorm has beta and mean
     const float* mean;
     const float* rstd;
     long long stride;
@@ -180,19 +113,19 @@ struct NormProducer {
             return result;
         }
         float gain[kPatch], shift[kPatch] = {};
-        load_gain_run<kAligned>(gamma, gain_offset, tile, gain);
+        load_gain_vector<kAligned>(gamma, gain_offset, tile, gain);
         if constexpr (Norm::kCentered) {
-            load_shared_run<kAligned>(beta + tile.column, count, shift);
+            load_shared_vector<kAligned>(beta + tile.column, count, shift);
         }
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
-            move_up<kRows>(result);
+            result.template move_up<kRows>();
             float values[kRows][kPatch];
             unsigned bits = 0;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const long long row = tile.row + min(first + i, tile.rows_left - 1);
-                load_run<kAligned>(x + row * stride + tile.column, count, values[i]);
+                load_vector<kAligned>(x + row * stride + tile.column, count, values[i]);
                 bits ^= __float_as_uint(values[i][0]);
             }
             wait_for_bits(bits, values[0]);
@@ -206,7 +139,7 @@ struct NormProducer {
                     values[i][k] = y_of<Norm>(values[i][k], row_mean, row_rstd, gain[k], shift[k]);
                 }
                 const bool is_there = first + i < tile.rows_left;
-                put_run<kAligned>(tile, is_there, values[i], kPatch - kRows + i, result);
+                set_vector<kAligned>(tile, is_there, values[i], kPatch - kRows + i, result);
             }
         }
         return result;
@@ -214,7 +147,7 @@ struct NormProducer {
 };
 
 template <class Norm, class T, class Out, class P, bool kAligned>
-__device__ __forceinline__ Patch<Out> produced(
+__device__ __forceinline__ Patch<Out> make_patch(
     const NormProducer<Norm, T, Out, P, kAligned>& producer, const Tile& tile) {
     return producer.patch(tile);
 }
@@ -222,7 +155,7 @@ __device__ __forceinline__ Patch<Out> produced(
 template <class Norm, class T, class Out, class P, bool kAligned>
 constexpr int kFewerBlocks<NormProducer<Norm, T, Out, P, kAligned>> = Norm::kCentered ? 2 : 1;
 
-// dx from dy and the statistics of both passes; kAdds: plus d_extra, before it is rounded to T.
+// dx from dy and the statistics of both passes. With kAdds, plus d_extra, before rounding to T.
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
 struct NormBackwardProducer {
     using Element = T;
@@ -233,7 +166,7 @@ struct NormBackwardProducer {
     const Dy* dy;
     const T* x;
     const P* gamma;
-    const float* mean;  // of LayerNorm alone
+    const float* mean;  // only LayerNorm has it
     const float* rstd;
     const float* means;  // [rows, kSums]
     const T* d_extra;
@@ -249,21 +182,21 @@ struct NormBackwardProducer {
             return result;
         }
         float gain[kPatch];
-        load_gain_run<kAligned>(gamma, gain_offset, tile, gain);
+        load_gain_vector<kAligned>(gamma, gain_offset, tile, gain);
 #pragma unroll 1
         for (int first = 0; first < kPatch; first += kRows) {
-            move_up<kRows>(result);
+            result.template move_up<kRows>();
             float xs[kRows][kPatch], dys[kRows][kPatch], extras[kAdds ? kRows : 1][kPatch];
             unsigned bits = 0;
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const long long row = tile.row + min(first + i, tile.rows_left - 1);
-                load_run<kAligned>(x + row * x_stride + tile.column, count, xs[i]);
-                load_run<kAligned>(dy + row * dy_stride + tile.column, count, dys[i]);
+                load_vector<kAligned>(x + row * x_stride + tile.column, count, xs[i]);
+                load_vector<kAligned>(dy + row * dy_stride + tile.column, count, dys[i]);
                 bits ^= __float_as_uint(xs[i][0]) ^ __float_as_uint(dys[i][0]);
                 if constexpr (kAdds) {
                     const T* p = d_extra + row * extra_stride + tile.column;
-                    load_run<kAligned>(p, count, extras[i]);
+                    load_vector<kAligned>(p, count, extras[i]);
                     bits ^= __float_as_uint(extras[i][0]);
                 }
             }
@@ -292,7 +225,7 @@ struct NormBackwardProducer {
                     }
                 }
                 const bool is_there = first + i < tile.rows_left;
-                put_run<kAligned>(tile, is_there, dx, kPatch - kRows + i, result);
+                set_vector<kAligned>(tile, is_there, dx, kPatch - kRows + i, result);
             }
         }
         return result;
@@ -300,7 +233,7 @@ struct NormBackwardProducer {
 };
 
 template <class Norm, class T, class Dy, class P, bool kAdds, bool kAligned>
-__device__ __forceinline__ Patch<T> produced(
+__device__ __forceinline__ Patch<T> make_patch(
     const NormBackwardProducer<Norm, T, Dy, P, kAdds, kAligned>& producer, const Tile& tile) {
     return producer.patch(tile);
 }

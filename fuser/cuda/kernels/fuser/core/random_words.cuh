@@ -1,16 +1,17 @@
-// Random words by counter: Philox-4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2,
-// 3", 2011), the words that fuser.reference.nvfp4.random_words gives.
+// Philox-4x32-10 for stochastic rounding (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2,
+// 3", 2011). fuser.reference.nvfp4.random_words gives the same words.
 #pragma once
 
 namespace fuser {
 
-// The four words of the counter (block, stream, 0), of which `block` takes two words, low first.
+// The four words of the counter (block, stream, 0). `block` takes two words of the counter, the low
+// one first.
 __device__ __forceinline__ void philox(unsigned long long seed, unsigned long long block,
                                        unsigned stream, unsigned (&words)[4]) {
     unsigned c0 = static_cast<unsigned>(block), c1 = static_cast<unsigned>(block >> 32);
     unsigned c2 = stream, c3 = 0;
     unsigned key0 = static_cast<unsigned>(seed), key1 = static_cast<unsigned>(seed >> 32);
-#pragma unroll 1  // ten times the code would be slower to compile, and not to run
+#pragma unroll 1  // unrolled code would compile slower and run no faster
     for (int round = 0; round < 10; ++round) {
         const unsigned low0 = 0xD2511F53u * c0, high0 = __umulhi(0xD2511F53u, c0);
         const unsigned low1 = 0xCD9E8D57u * c2, high1 = __umulhi(0xCD9E8D57u, c2);
@@ -27,7 +28,7 @@ __device__ __forceinline__ void philox(unsigned long long seed, unsigned long lo
     words[3] = c3;
 }
 
-// Eight words from word `first` of a stream on.
+// Eight words of a stream, from word `first` on.
 __device__ __forceinline__ void random_words8(unsigned long long seed, unsigned long long first,
                                               unsigned stream, unsigned (&words)[8]) {
     unsigned found[3][4] = {};
@@ -37,7 +38,8 @@ __device__ __forceinline__ void random_words8(unsigned long long seed, unsigned 
     if (skip != 0u) {
         philox(seed, first / 4 + 2, stream, found[2]);
     }
-    // By one if skip is odd, then by two: indices that the compiler knows keep words in registers.
+    // Shifts by one word if skip is odd, then by two. The compiler knows these indices, so the
+    // words stay in registers.
     unsigned shifted[10];
 #pragma unroll
     for (int i = 0; i < 10; ++i) {

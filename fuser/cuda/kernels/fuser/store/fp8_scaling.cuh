@@ -1,31 +1,34 @@
-// FP8 with one scale a tensor: the scale, and the store policy of a tile.
+// FP8 with one scale a tensor: the scale, and the store policy.
 #pragma once
 
-#include <fuser/tiled.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/transpose.cuh>
 
 namespace fuser {
 
-// The scale of current or of delayed scaling.
+// The scale of a tensor under current or delayed scaling.
 struct TensorScale {
-    const float* amax;   // current: the scale follows from it
-    const float* scale;  // delayed, where amax is null; with both null a tile's own amax counts
-    float* scale_inv;    // 1 / scale; may be null
-    unsigned eps;        // bits of a float: a smaller amax counts as this
+    const float* amax;  // current scaling: the scale follows from it
+    const float* scale;  // delayed scaling, if amax is null; if both are null, the amax of the tile
+    float* scale_inv;  // 1 / scale; may be null
+    unsigned eps;  // bits of a float: a smaller amax counts as eps
     int pow2;
 
     __device__ __forceinline__ bool is_of_tile() const {
         return amax == nullptr && scale == nullptr;
     }
 
-    // The scale, in every thread; the first thread of the grid writes scale_inv.
+    // The scale, in every thread. The first thread of the grid writes scale_inv.
     template <class E>
     __device__ __forceinline__ float load() const {
-        return noted(amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax)));
+        return store_inverse(amax == nullptr ? *scale : of_amax<E>(__float_as_uint(*amax)));
     }
-    // The same of a matrix of one tile, from the amax of each thread's patch.
+    // The same for a matrix of one tile, from the amax of each thread's patch.
     template <class E>
     __device__ __forceinline__ float of_tile(unsigned bits, unsigned char* scratch) const {
-        return noted(of_amax<E>(block_max(bits, reinterpret_cast<unsigned*>(scratch))));
+        const unsigned amax_of_tile = block_max(bits, reinterpret_cast<unsigned*>(scratch));
+        __syncthreads();  // `scratch` is used again
+        return store_inverse(of_amax<E>(amax_of_tile));
     }
 
 private:
@@ -33,7 +36,7 @@ private:
     __device__ __forceinline__ float of_amax(unsigned bits) const {
         return scale_from_amax(bits, E::kMax, pow2, eps, kFloatMax);
     }
-    __device__ __forceinline__ float noted(float found) const {
+    __device__ __forceinline__ float store_inverse(float found) const {
         if (scale_inv != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
             *scale_inv = div_rn(1.0f, found);
         }
@@ -41,11 +44,11 @@ private:
     }
 };
 
-// ---- a tile in one scale ----
+// ---- a tile with one scale ----
 
-// The bytes of 8 rows as those of 8 columns, 4 x 4 at a time.
-__device__ __forceinline__ void put_turned(const Turned<uint2>& turned,
-                                           const uint2 (&rows)[kPatch]) {
+// Transposes the bytes of 8 rows to 8 columns, 4 x 4 at a time.
+__device__ __forceinline__ void set_columns(const Transpose<uint2>& transpose,
+                                            const uint2 (&rows)[kPatch]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         unsigned columns[4][2];
@@ -67,23 +70,23 @@ __device__ __forceinline__ void put_turned(const Turned<uint2>& turned,
         }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            turned.put(4 * half + j, make_uint2(columns[j][0], columns[j][1]));
+            transpose.set_column(4 * half + j, make_uint2(columns[j][0], columns[j][1]));
         }
     }
 }
 
-// Rowwise bytes, and the same bytes transposed; either may be null. All threads of a block call it.
+// Stores the bytes rowwise and transposed; either may be null. All threads of a block must call it.
 template <class E, bool kAligned, class T>
 __device__ __forceinline__ void store_scaled(const Tile& tile, const Patch<T>& patch, float scale,
                                              unsigned char* row, unsigned char* col) {
     uint2 bytes[kPatch];
-    scale_patch<E>(patch, scale, bytes);
+    quantize_patch<E>(patch, scale, bytes);
     store_rows<kAligned>(tile, bytes, row);
     if (col != nullptr) {
-        const Turned<uint2> turned(tile.scratch);
-        put_turned(turned, bytes);
+        const Transpose<uint2> transpose(tile.scratch);
+        set_columns(transpose, bytes);
         __syncthreads();
-        turned.template store<kAligned>(tile, col, tile.rows);
+        transpose.template store<kAligned>(tile, col, tile.rows);
     }
 }
 
@@ -93,7 +96,7 @@ template <class E, bool kAligned>
 struct Fp8Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
-    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
+    static constexpr int kScratchBytes = Transpose<uint2>::kBytes;
     TensorScale scaling;
     unsigned char* row;  // [rows, columns]
     unsigned char* col;  // [columns, rows]

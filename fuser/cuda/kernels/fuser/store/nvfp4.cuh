@@ -1,33 +1,31 @@
-// NVFP4: 16 elements of 4 bits share an E4M3 scale: store policies, and the producer that decodes.
+// NVFP4, where 16 elements of 4 bits share an E4M3 scale: store policies.
 #pragma once
 
-#include <fuser/packed.cuh>
-#include <fuser/random_words.cuh>
-#include <fuser/tiled.cuh>
+#include <fuser/core/packed.cuh>
+#include <fuser/core/random_words.cuh>
+#include <fuser/tile/amax.cuh>
+#include <fuser/tile/transpose.cuh>
 
 namespace fuser {
 
-// A block is two threads of a row, or the 16 rows of a warp.
-constexpr int kNvBlock = 16;
+// A block is 16 columns of two threads, or the 16 rows of a warp.
 constexpr int kNvThreads = kNvBlock / kPatch;
 constexpr int kNvBlocks = kTile / kNvBlock;
-// Scales are padded to tiles of 128 x 4, a word for each of 128 rows; of n elements in a row:
-__device__ __forceinline__ int scale_words(long long n) { return static_cast<int>((n + 63) / 64); }
 
-// ---- 8 codes of 4 bits in a word, the first in the lowest ----
+// ---- 8 codes of 4 bits in a word, the first in the lowest bits ----
 
-// Up in magnitude where the remainder, in units of the grid's step, and 24 random bits reach 1. Beyond
-// 6, the bits of which are 0x40c00000, comes 6; of a NaN too, with its sign, and the NaN of a product
-// has none.
+// Rounds the magnitude up if the remainder, in units of the grid's step, plus 24 random bits
+// reaches 1. Magnitudes above 6 (bits 0x40c00000) become 6; so does a NaN, with its sign. The NaN
+// of a product has no sign.
 __device__ __forceinline__ unsigned e2m1_at_random(const float (&x)[kPatch],
                                                    const unsigned (&words)[kPatch]) {
     unsigned codes = 0;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
         const unsigned magnitude = min(magnitudes<float>(__float_as_uint(x[i])), 0x40c00000u);
-        // The step is 2^(octave - 1), with octave 0 below 2; octaves stand where exponents do.
+        // The step is 2^(octave - 1), with octave 0 below 2; octave is in the bits of the exponent.
         const unsigned octave = max(magnitude & kInfinity, 127u << 23) - (127u << 23);
-        // In fixed point, 24 bits behind the point.
+        // Fixed point with 24 fractional bits.
         const float factor = __uint_as_float((152u << 23) - octave);
         const float scaled = __fmul_rn(__uint_as_float(magnitude), factor);
         const unsigned fixed = static_cast<unsigned>(__float2int_rz(scaled));
@@ -37,8 +35,8 @@ __device__ __forceinline__ unsigned e2m1_at_random(const float (&x)[kPatch],
     return codes;
 }
 
-// x times factor, to nearest, ties to even, past 6 to 6 and NaN to +6. Where `is_in_units`, `factor`
-// holds kE2m1Unit, and no product is too large for it.
+// x * factor, to nearest, ties to even; above 6 gives 6, and NaN gives +6. With `is_in_units`,
+// `factor` includes kE2m1Unit, and no product is too large for it.
 __device__ __forceinline__ unsigned e2m1_to_nearest(const float (&x)[kPatch], float factor,
                                                     bool is_in_units) {
     float magnitude[kPatch], sign[kPatch];
@@ -61,9 +59,10 @@ struct Rounding {
     unsigned long long seed;
     unsigned long long offset;
 
-    // Brings the factors of blocks with these amaxes into units of codes, if that suits all blocks of
-    // the warp; whether it did. A block's amax times its factor is 6.4 at most, but where its scale
-    // is the largest or the smallest of E4M3, or the tensor's amax is not its own.
+    // Multiplies the factors of blocks with these amaxes by the unit of codes, if all blocks of the
+    // warp allow it; returns whether it did. A block's amax times its factor is at most 6.4, except
+    // if its scale is the largest or the smallest E4M3, or if the amax of the tensor is not its
+    // own.
     template <bool kStochastic, int kCount>
     static __device__ __forceinline__ bool bring_into_units(const unsigned (&amax)[kCount],
                                                             float (&factor)[kCount]) {
@@ -73,10 +72,10 @@ struct Rounding {
             bool is_suitable = true;
 #pragma unroll
             for (int k = 0; k < kCount; ++k) {
-                is_suitable &= factor[k] > 0x1p-100f;  // its product with the unit is no subnormal
+                is_suitable &= factor[k] > 0x1p-100f;  // the product with the unit is not subnormal
                 is_suitable &= mul_rn(__uint_as_float(amax[k]), factor[k]) < 7.0f;
             }
-            is_suitable = __all_sync(kWarp, is_suitable);
+            is_suitable = __all_sync(kAllLanes, is_suitable);
             const float unit = is_suitable ? kE2m1Unit : 1.0f;
 #pragma unroll
             for (int k = 0; k < kCount; ++k) {
@@ -86,8 +85,8 @@ struct Rounding {
         }
     }
 
-    // The codes of x times the factor of its block. Element `first` of a copy and the 7 behind it, in
-    // the order in which they are stored.
+    // The codes of x times the factor of its block, for 8 elements of a copy from element `first`
+    // on, in storage order.
     template <bool kStochastic>
     __device__ __forceinline__ unsigned codes(const float (&x)[kPatch], float factor,
                                               bool is_in_units, unsigned long long first,
@@ -113,7 +112,7 @@ struct Rounding {
 
 // ---- columns, and their 16-point Hadamard transform ----
 
-// Element i and the one `distance` behind it become their sum and their difference.
+// Elements i and i + kDistance become their sum and their difference.
 template <int kDistance>
 __device__ __forceinline__ void butterfly(float (&x)[kPatch]) {
 #pragma unroll
@@ -126,8 +125,8 @@ __device__ __forceinline__ void butterfly(float (&x)[kPatch]) {
     }
 }
 
-// The 8 rows of column j, transformed but not yet rounded. A warp has all 16 rows of a transform, and
-// calls it together. Bit i of `mask` changes the sign of row i of every 16 first.
+// Transforms the 8 rows of column j, without rounding. A warp has all 16 rows of a transform, and
+// all its threads must call this. Bit i of `mask` changes the sign of row i of every 16 first.
 template <class T>
 __device__ __forceinline__ void transform_column(const Patch<T>& patch, int j, int mask,
                                                  float (&x)[kPatch]) {
@@ -141,11 +140,11 @@ __device__ __forceinline__ void transform_column(const Patch<T>& patch, int j, i
     butterfly<1>(x);
     butterfly<2>(x);
     butterfly<4>(x);
-    // Distance 8 is the other thread of the warp in this column.
+    // Distance 8: the other thread of the warp with this column.
     const unsigned flip = is_lower ? 0x80000000u : 0u;
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) {
-        const float other = __shfl_xor_sync(kWarp, x[i], kRowThreads);
+        const float other = __shfl_xor_sync(kAllLanes, x[i], kRowThreads);
         const float own = __uint_as_float(__float_as_uint(x[i]) ^ flip);
         x[i] = mul_rn(add_rn(other, own), 0.25f);
     }
@@ -169,7 +168,7 @@ __device__ __forceinline__ unsigned amax_of(const float (&x)[kPatch]) {
     return largest_of(magnitude);
 }
 
-// Of transformed values, when they are rounded: the larger of two is not the smaller then.
+// The amax of transformed values after rounding: rounding keeps the order.
 __device__ __forceinline__ unsigned rounded_amax(unsigned amax) {
     return __float_as_uint(rounded_to<bf16>(__uint_as_float(amax)));
 }
@@ -180,18 +179,18 @@ template <bool kHadamard, bool kStochastic, bool kAligned>
 struct Nvfp4Store {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = kHadamard || kStochastic ? 2 : 3;
-    static constexpr int kScratchBytes = Turned<unsigned>::kBytes;
-    const float* amaxes;       // of the tensor, and at `col_at` of the columnwise copy
-    unsigned char* row;        // [rows, columns / 2]
+    static constexpr int kScratchBytes = Transpose<unsigned>::kBytes;
+    const float* amaxes;  // [0] for the tensor, [col_at] for the columnwise copy
+    unsigned char* row;  // [rows, columns / 2]
     unsigned char* row_scale;  // [128 row tiles, 4 scale_words(columns)]
-    float* row_amax;           // gets the amax; may be null, as may col_amax
-    unsigned char* col;        // [columns, rows / 2]
+    float* row_amax;  // written if not null, like col_amax
+    unsigned char* col;  // [columns, rows / 2]
     unsigned char* col_scale;  // [128 column tiles, 4 scale_words(rows)]
     float* col_amax;
     Rounding rounding;
     int col_at;
     int two_dimensional;  // blocks are 16 x 16
-    int signs;            // of the transform
+    int signs;  // of the transform
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
@@ -211,21 +210,18 @@ struct Nvfp4Store {
         }
     }
 
-    // The maximum over a block of 16 x 16, from that of each patch.
+    // The maximum over a block of 16 x 16, from the maximum of each patch.
     static __device__ __forceinline__ unsigned of_square(unsigned amax) {
-        amax = max(amax, __shfl_xor_sync(kWarp, amax, 1));
-        return max(amax, __shfl_xor_sync(kWarp, amax, kRowThreads));
+        amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+        return max(amax, __shfl_xor_sync(kAllLanes, amax, kRowThreads));
     }
 
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
-        // ---- a scale a block: two threads keep four rows each ----
+        // ---- one scale a block: each of two threads owns four rows ----
         const Nvfp4Scale of_tensor(amaxes[0]);
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
+        patch.row_amaxes(amax);
         if (two_dimensional) {
             const unsigned square = of_square(largest_of(amax));
 #pragma unroll
@@ -233,56 +229,55 @@ struct Nvfp4Store {
                 amax[i] = square;
             }
         }
-        share_rows<kNvThreads>(amax);
-        unsigned amax_kept[kKeptRows<kNvThreads>];
-        float factor[kKeptRows<kNvThreads>];
+        reduce_scatter_rows<kNvThreads>(amax);
+        unsigned amax_kept[kOwnedRows<kNvThreads>];
+        float factor[kOwnedRows<kNvThreads>];
 #pragma unroll
-        for (int k = 0; k < kKeptRows<kNvThreads>; ++k) {
+        for (int k = 0; k < kOwnedRows<kNvThreads>; ++k) {
             amax_kept[k] = amax[k];
         }
         const unsigned bytes = of_tensor.blocks(amax_kept, factor);
         store_row_scales(tile, bytes);
 
         // ---- codes ----
-        const bool is_in_units =
-            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
+        const bool is_in_units = rounding.template bring_into_units<kStochastic>(amax_kept, factor);
         RowStores<kAligned, unsigned> rows(tile, row);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            const float of_block = of_row<kNvThreads>(factor, i);
+            const float of_block = value_of_row<kNvThreads>(factor, i);
             float x[kPatch];
 #pragma unroll
             for (int j = 0; j < kPatch; ++j) {
                 x[j] = patch.value(i, j);
             }
             const long long first = (tile.row + i) * tile.columns + tile.column;
-            rows.put(i, rounding.template codes<kStochastic>(x, of_block, is_in_units, first, 0));
+            rows.store(i, rounding.template codes<kStochastic>(x, of_block, is_in_units, first, 0));
         }
     }
 
-    // The bytes of four rows of a block each, from four threads that are kNvThreads apart, which make
-    // the word of a row each of them.
+    // Four threads that are kNvThreads apart each hold the bytes of one block for four rows; each
+    // of them makes the word of one row.
     __device__ __forceinline__ void store_row_scales(const Tile& tile, unsigned bytes) const {
-        // In a tensor with a NaN the scale of zeros is a NaN too, and the padding is zero.
+        // In a tensor with a NaN, the scale of zeros is NaN too; but the padding is zero.
         bytes = tile.columns_left > 0 ? bytes : 0u;
         const int block = Tile::thread_column() / kNvThreads;
         const unsigned pairs = block & 1 ? 0x3715u : 0x6240u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, kNvThreads), pairs);
-        const unsigned halves = block & 2 ? 0x3276u : 0x5410u;
-        bytes = __byte_perm(bytes, __shfl_xor_sync(kWarp, bytes, 2 * kNvThreads), halves);
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, kNvThreads), pairs);
+        const unsigned quads = block & 2 ? 0x3276u : 0x5410u;
+        bytes = __byte_perm(bytes, __shfl_xor_sync(kAllLanes, bytes, 2 * kNvThreads), quads);
         const int words = scale_words(tile.columns);
         const int word = tile.column_tile * (kNvBlocks / 4) + block / 4;
-        const long long row = tile.row + kept_row<kNvThreads>(0) + block % 4;
+        const long long row = tile.row + owned_row<kNvThreads>(0) + block % 4;
         if (word < words) {
-            store_part(reinterpret_cast<unsigned*>(row_scale) + row * words + word,
-                       row < tile.rows ? bytes : 0u);
+            store_partial_sector(reinterpret_cast<unsigned*>(row_scale) + row * words + word,
+                                 row < tile.rows ? bytes : 0u);
         }
     }
 
     template <class T>
     __device__ __forceinline__ void quantize_columns(const Tile& tile,
                                                      const Patch<T>& patch) const {
-        // ---- the columns, where they are transformed, and their amaxes ----
+        // ---- the columns, transformed with kHadamard, and their amaxes ----
         Packed<bf16, kPatch> transformed[kPatch];
         unsigned amax[kPatch];
         if constexpr (kHadamard) {
@@ -302,7 +297,7 @@ struct Nvfp4Store {
             }
         }
 
-        // ---- a scale a block: two threads, 16 rows, keep four columns each ----
+        // ---- one scale a block: each of two threads, with 16 rows, owns four columns ----
         __shared__ __align__(16) unsigned char scales[kTile][kNvBlocks];
         constexpr int kKept = kPatch / kNvThreads;
         const Nvfp4Scale of_tensor(amaxes[col_at]);
@@ -314,7 +309,7 @@ struct Nvfp4Store {
         for (int k = 0; k < kKept; ++k) {
             const unsigned kept = first == 0 ? amax[k] : amax[k + kKept];
             const unsigned sent = first == 0 ? amax[k + kKept] : amax[k];
-            const unsigned most = max(kept, __shfl_xor_sync(kWarp, sent, kRowThreads));
+            const unsigned most = max(kept, __shfl_xor_sync(kAllLanes, sent, kRowThreads));
             amax_kept[k] = two_dimensional ? square : most;
         }
         const unsigned found = of_tensor.blocks(amax_kept, factor);
@@ -326,26 +321,25 @@ struct Nvfp4Store {
         }
 
         // ---- codes ----
-        const bool is_in_units =
-            rounding.template bring_into_units<kStochastic>(amax_kept, factor);
-        const Turned<unsigned> turned(tile.scratch);
+        const bool is_in_units = rounding.template bring_into_units<kStochastic>(amax_kept, factor);
+        const Transpose<unsigned> transpose(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const int owner = Tile::thread_column() + j / kKept * kRowThreads;
-            const float of_block = __shfl_sync(kWarp, factor[j % kKept], owner);
+            const float of_block = __shfl_sync(kAllLanes, factor[j % kKept], owner);
             float x[kPatch];
 #pragma unroll
             for (int i = 0; i < kPatch; ++i) {
                 x[i] = kHadamard ? transformed[j][i] : patch.value(i, j);
             }
             const long long element = (tile.column + j) * tile.rows + tile.row;
-            turned.put(
+            transpose.set_column(
                 j, rounding.template codes<kStochastic>(x, of_block, is_in_units, element, 1));
         }
         __syncthreads();
-        turned.template store<kAligned>(tile, col, tile.rows / 2);
+        transpose.template store<kAligned>(tile, col, tile.rows / 2);
 
-        // ---- scales: a word of four blocks a thread ----
+        // ---- scales: a thread stores a word of four blocks ----
         constexpr int kWords = kNvBlocks / 4;
         const int column = threadIdx.x / kWords;
         const int word = tile.row_tile * kWords + static_cast<int>(threadIdx.x) % kWords;
@@ -353,7 +347,7 @@ struct Nvfp4Store {
         if (word < words) {
             const unsigned four = reinterpret_cast<const unsigned*>(scales)[threadIdx.x];
             const long long at = static_cast<long long>(tile.first_column()) + column;
-            store_part(reinterpret_cast<unsigned*>(col_scale) + at * words + word, four);
+            store_partial_sector(reinterpret_cast<unsigned*>(col_scale) + at * words + word, four);
         }
     }
 };
@@ -364,7 +358,7 @@ struct HadamardAmaxStore {
     static constexpr bool kIsAligned = true;
     static constexpr int kBlocks = 3;
     static constexpr int kScratchBytes = 0;
-    unsigned* amax;  // [2], bits of fp32, raised
+    unsigned* amax;  // [2], bits of fp32, raised to the amaxes
     int signs;
 
     template <class T>
@@ -378,34 +372,6 @@ struct HadamardAmaxStore {
         }
         record_amax(patch.amax(), amax);
         record_amax(rounded_amax(transformed), amax + 1);
-    }
-};
-
-// ---- the values of a copy, as it is stored ----
-
-template <class T, bool kAligned>
-struct Nvfp4Producer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;   // [rows, columns / 2], contiguous
-    const unsigned char* scale;  // of 4 scale_words(columns) bytes a row
-    const float* amax;
-    int columns;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        const unsigned codes =
-            load_bytes<unsigned, kAligned>(data + (row * columns + column) / 2, count / 2);
-        const unsigned byte = scale[row * 4 * scale_words(columns) + column / kNvBlock];
-        const float factor = mul_rn(mul_rn(decode<E4M3>(byte), *amax), 1.0f / (6.0f * 448.0f));
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            // With the sign in bit 15 and the rest from bit 9, a code is 2^-14 of its value in fp16.
-            const unsigned code = codes >> 4 * j & 0xfu;
-            const unsigned half = (code & 7u) << 9 | (code & 8u) << 12;
-            const float value = from_fp16(static_cast<unsigned short>(half)) * 16384.0f;
-            x[j] = rounded_to<T>(mul_rn(value, factor));
-        }
     }
 };
 

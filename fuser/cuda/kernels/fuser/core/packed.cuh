@@ -1,11 +1,12 @@
-// Elements in registers as they lie in memory, which for 16 bits is half the space of fp32.
+// Packed elements: a thread keeps them in registers with the bits that they have in memory, so that
+// 16-bit elements take half the registers of fp32.
 #pragma once
 
-#include <fuser/elements.cuh>
+#include <fuser/core/elements.cuh>
 
 namespace fuser {
 
-// kCount elements of T: one, or an even number of 16-bit ones.
+// kCount elements of T: one element, or an even number of 16-bit ones.
 template <class T, int kCount>
 struct Packed {
     static constexpr int kWords = kCount * static_cast<int>(sizeof(T)) / 4;
@@ -21,9 +22,9 @@ struct Packed {
             return words[i / 2] >> i % 2 * 16 & 0xffffu;
         }
     }
-    // Bits that are there when the elements are.
+    // The first word. It depends on the load, so a use of it cannot come before the load.
     __device__ __forceinline__ unsigned bits() const { return words[0]; }
-    // Makes every element wait for `zero`, which is 0.
+    // Makes every element depend on `zero`, which is 0.
     __device__ __forceinline__ void wait_for(unsigned zero) {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
@@ -89,7 +90,7 @@ __device__ __forceinline__ unsigned added_words<bf16>(unsigned a, unsigned b) {
     return add_bf16x2(a, b);
 }
 
-// The elements' sums with the bits of torch's: rounded once, subnormals kept.
+// The sums of the elements, with the bits of torch: rounded once, subnormals kept.
 template <class T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> added(const Packed<T, kCount>& a,
                                                    const Packed<T, kCount>& b) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ Packed<T, kCount> added(const Packed<T, kCount>& a,
     return sum;
 }
 
-// Add elements to fp32 numbers that are not rounded to T yet.
+// Adds elements to fp32 numbers that are not rounded to T yet.
 template <class T, int kCount>
 __device__ __forceinline__ void add_packed(float (&x)[kCount], const Packed<T, kCount>& y) {
 #pragma unroll
@@ -110,8 +111,8 @@ __device__ __forceinline__ void add_packed(float (&x)[kCount], const Packed<T, k
     }
 }
 
-// The largest magnitude among the first `count` elements, as the bits of T: integers put NaN above
-// infinity and see subnormals, which fmaxf flushes.
+// The largest magnitude among the first `count` elements, as the bits of T. Integer comparison puts
+// NaN above infinity and keeps subnormals, which fmaxf flushes.
 template <class T, int kCount>
 __device__ __forceinline__ unsigned largest_magnitude(const Packed<T, kCount>& x, int count) {
     constexpr unsigned kMagnitude = sizeof(T) == 4 ? 0x7fffffffu : 0x7fffu;
@@ -123,7 +124,7 @@ __device__ __forceinline__ unsigned largest_magnitude(const Packed<T, kCount>& x
     return largest;
 }
 
-// The bits of a magnitude in T as those of the same fp32.
+// The bits of a magnitude in T as the bits of the same number in fp32.
 template <class T>
 __device__ __forceinline__ unsigned magnitude_as_fp32(unsigned bits) {
     if constexpr (sizeof(T) == 4) {
@@ -133,10 +134,10 @@ __device__ __forceinline__ unsigned magnitude_as_fp32(unsigned bits) {
     }
 }
 
-// ---- memory ----
+// ---- loads and stores ----
 
-// From `p`, aligned to all elements or to 16 bytes; memory that no thread of the kernel writes. For
-// what is read once.
+// Loads data that is read once. `p` is aligned to all elements or to 16 bytes, and no thread of the
+// kernel writes that memory.
 template <int kCount, class T>
 __device__ __forceinline__ Packed<T, kCount> load_packed(const T* p) {
     using Result = Packed<T, kCount>;
@@ -154,7 +155,7 @@ __device__ __forceinline__ Packed<T, kCount> load_packed(const T* p) {
     return result;
 }
 
-// As above, for what other blocks read too.
+// The same for data that other blocks read too.
 template <int kCount, class T>
 __device__ __forceinline__ Packed<T, kCount> load_packed_cached(const T* p) {
     using Result = Packed<T, kCount>;
@@ -168,7 +169,7 @@ __device__ __forceinline__ Packed<T, kCount> load_packed_cached(const T* p) {
     return result;
 }
 
-// The first `count` elements, one at a time and of any alignment; the rest is 0.
+// Loads the first `count` elements one at a time, from any address; the rest is 0.
 template <int kCount, class T>
 __device__ __forceinline__ Packed<T, kCount> load_packed_tail(const T* p, int count) {
     Packed<T, kCount> result = zeros<T, kCount>();
@@ -184,7 +185,7 @@ __device__ __forceinline__ Packed<T, kCount> load_packed_tail(const T* p, int co
     return result;
 }
 
-// kStreams: for what is not read soon.
+// kStreams is for data that is not read soon.
 template <bool kStreams = true, class T, int kCount>
 __device__ __forceinline__ void store_packed(T* p, const Packed<T, kCount>& x) {
     using Source = Packed<T, kCount>;
@@ -215,7 +216,7 @@ __device__ __forceinline__ void store_packed_tail(T* p, int count, const Packed<
     }
 }
 
-// From pieces of 16 bytes in this kernel's own memory, `step` apart.
+// Reads pieces of 16 bytes that are `step` pieces apart, in memory that this kernel wrote.
 template <class T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> read_pieces(const uint4* pieces, int step) {
     Packed<T, kCount> result;
@@ -227,7 +228,7 @@ __device__ __forceinline__ Packed<T, kCount> read_pieces(const uint4* pieces, in
     return result;
 }
 
-// From and to memory of this kernel's own, aligned to all elements or to 16 bytes.
+// Reads and writes memory that this kernel wrote, aligned to all elements or to 16 bytes.
 template <class T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> read_packed(const void* p) {
     using Result = Packed<T, kCount>;

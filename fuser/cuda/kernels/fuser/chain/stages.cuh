@@ -1,54 +1,55 @@
 // Stages of pointwise chains: basic ops with the gradients of their inputs and operands.
 #pragma once
 
-#include <fuser/activations.cuh>
-#include <fuser/philox.cuh>
-#include <fuser/runs.cuh>
+#include <fuser/chain/activations.cuh>
+#include <fuser/core/philox.cuh>
+#include <fuser/core/vector.cuh>
 
 namespace fuser {
 
-// How the gradient of an operand follows from its contributions, one an element.
-enum class Operand {
-    kNone,        // nobody wants it
-    kColumns,     // summed over rows
-    kRows,        // summed over columns
-    kElementwise  // as it is
+// The reduction from contributions, one an element, to the gradient of an operand.
+enum class GradReduction {
+    kNone,  // no gradient is wanted
+    kColumns,  // summed over rows
+    kRows,  // summed over columns
+    kElementwise  // no reduction
 };
 
-// What most stages are. `value` is in fp32 and not rounded yet; `gradient` returns the contribution
-// to the gradient of the operand e.
+// The defaults of a stage. `value` is in fp32 and not rounded yet. `gradient` returns the
+// contribution to the gradient of the operand e.
 struct Stage {
     static constexpr int kInputs = 1;
-    static constexpr int kPointers = 0;            // of its operand, then of the operand's gradient
+    static constexpr int kPointers = 0;  // the operand, then its gradient
     static constexpr int kScalars = 0;
     static constexpr bool kGradientReadsInput = false;
     static constexpr bool kValueReadsOperand = false;
     static constexpr bool kGradientReadsOperand = false;
     static constexpr bool kPassesGradientOn = false;
-    static constexpr Operand kOperandGradient = Operand::kNone;
+    static constexpr GradReduction kGradReduction = GradReduction::kNone;
 
-    // The operand of a run: element i of it. `bits` are there when what `fetch` reads is.
+    // The operand of a vector: element i of it. `bits` depends on the loads of `fetch`.
     template <class T, int N>
     struct Operands {
         __device__ __forceinline__ float operator[](int) const { return 0.0f; }
-        __device__ __forceinline__ void fetch(void* const*, const float*, const Spot&) {}
+        __device__ __forceinline__ void fetch(void* const*, const float*, const Coord&) {}
         __device__ __forceinline__ unsigned bits() const { return 0; }
     };
 };
 
-// y = x + bias[column]. With kGrad, a second pointer takes sums of dy over the rows of a block.
+// y = x + bias[column]. With kGrad, a second pointer gets sums of dy over the rows of a block.
 template <bool kGrad = false>
 struct Bias : Stage {
     static constexpr int kPointers = 1 + kGrad;
     static constexpr bool kValueReadsOperand = true;
     static constexpr bool kPassesGradientOn = true;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kColumns : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kColumns : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.column)};
+                                              const Coord& coord) {
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + coord.column)};
         }
     };
 
@@ -61,17 +62,18 @@ struct Bias : Stage {
     }
 };
 
-// y = x + extra. With kGrad, a second pointer takes dy.
+// y = x + extra. With kGrad, a second pointer gets dy.
 template <bool kGrad = false>
 struct AddExtraInput : Bias<false> {
     static constexpr int kPointers = 1 + kGrad;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kElementwise : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kElementwise : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands : Packed<T, N> {
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + spot.index())};
+                                              const Coord& coord) {
+            *this = {load_packed<N>(static_cast<const T*>(pointers[0]) + coord.index())};
         }
     };
 };
@@ -91,10 +93,10 @@ struct ConstantScale : Stage {
     }
 };
 
-// y = x / (1 - p) where a random word is at least p 2^32, else 0 x. Scalars: 1 / (1 - p), and
-// p 2^32 as the bits of an unsigned. The word depends on the two 64-bit numbers that the pointer
-// leads to and on the element's index alone, so that backward finds the same mask without one being
-// saved, and a captured graph a new one at every replay that follows new numbers.
+// y = x / (1 - p) if a random word is at least p 2^32, else 0 x. Scalars: 1 / (1 - p), and p 2^32
+// as the bits of an unsigned. The word depends only on the two 64-bit numbers at the pointer and on
+// the index of the element. So backward computes the same mask without a saved one, and a captured
+// graph gets a new mask whenever a replay follows new numbers.
 struct Dropout : Stage {
     static constexpr int kPointers = 1;
     static constexpr int kScalars = 2;
@@ -110,15 +112,15 @@ struct Dropout : Stage {
             return kept >> i & 1u ? scale : 0.0f;
         }
         __device__ __forceinline__ void fetch(void* const* pointers, const float* scalars,
-                                              const Spot& spot) {
+                                              const Coord& coord) {
             const auto* seed = static_cast<const unsigned long long*>(pointers[0]);
             const unsigned long long key = __ldg(seed), offset = __ldg(seed + 1);
-            const unsigned long long index = spot.index();
+            const unsigned long long index = coord.index();
             const unsigned threshold = __float_as_uint(scalars[1]);
             scale = scalars[0];
             kept = 0;
 #pragma unroll
-            for (int i = 0; i < N; i += 4) {  // N is 1 or a multiple of 4, as is then the index
+            for (int i = 0; i < N; i += 4) {  // N is 1 or a multiple of 4, and so is the index
                 const uint4 words = philox((index + i) / 4, offset, key);
                 const unsigned four = (words.x >= threshold) | (words.y >= threshold) << 1 |
                                       (words.z >= threshold) << 2 | (words.w >= threshold) << 3;
@@ -155,15 +157,16 @@ struct Activation : Stage {
     }
 };
 
-// y = f(x) scale[row], rounded once; the scales are S. With kGrad, a second pointer takes sums of
-// dy f(x) over the columns of a warp.
+// y = f(x) scale[row], rounded once; the scales have dtype S. With kGrad, a second pointer gets
+// sums of dy f(x) over the columns of a warp.
 template <class Function, class S, bool kGrad = false>
 struct ScaledActivation : Activation<Function> {
     static constexpr int kInputs = Function::kInputs;
     static constexpr int kPointers = 1 + kGrad;
     static constexpr bool kValueReadsOperand = true;
     static constexpr bool kGradientReadsOperand = true;
-    static constexpr Operand kOperandGradient = kGrad ? Operand::kRows : Operand::kNone;
+    static constexpr GradReduction kGradReduction =
+        kGrad ? GradReduction::kRows : GradReduction::kNone;
 
     template <class T, int N>
     struct Operands {
@@ -171,8 +174,8 @@ struct ScaledActivation : Activation<Function> {
 
         __device__ __forceinline__ float operator[](int) const { return scale; }
         __device__ __forceinline__ void fetch(void* const* pointers, const float*,
-                                              const Spot& spot) {
-            scale = to_float(static_cast<const S*>(pointers[0])[spot.row]);
+                                              const Coord& coord) {
+            scale = to_float(static_cast<const S*>(pointers[0])[coord.row]);
         }
         __device__ __forceinline__ unsigned bits() const { return __float_as_uint(scale); }
     };
@@ -187,9 +190,9 @@ struct ScaledActivation : Activation<Function> {
     }
 };
 
-// A stage in front of the tensor that was saved for backward: it is not run again.
+// A stage before the tensor that was saved for backward: backward does not recompute it.
 template <class Inner>
-struct Done : Inner {
+struct Skipped : Inner {
     static_assert(!Inner::kGradientReadsInput, "the input of this stage must have been saved");
     static constexpr bool kValueReadsOperand = false;
 

@@ -1,26 +1,28 @@
-// Rows of a matrix among the threads of a block, and the parameters of a normalization over them.
+// Rows of a matrix, distributed over the threads of a block, and the parameters of a norm.
 #pragma once
 
-#include <fuser/packed.cuh>
+#include <fuser/core/packed.cuh>
 
 namespace fuser {
 
-// ---- a row among its threads ----
+// ---- the threads of a row ----
 
-// A row's threads are blockDim.x of a block; the block has blockDim.y rows at a time. Thread t of n
-// holds vectors t, t + n, ... of x, of 16 bytes each. A chunk of a row is kVectors of each thread.
+// A row has blockDim.x threads, and a block has blockDim.y rows at a time. A vector is 16 bytes of
+// x; thread t of n holds vectors t, t + n, and so on. A chunk of a row is kVectors vectors of each
+// thread.
 
 template <class T>
 __device__ __forceinline__ T* start_of(T* p, int row, long long stride) {
     return p + row * stride;
 }
 
-// The columns of a thread in a chunk: kCount from first + v * step on, for each v of kVectors.
+// The columns of a thread in a chunk: kCount of them from first + v * step, for each v below
+// kVectors.
 template <int kCount, int kVectors>
 struct Columns {
     int first;
     int step;
-    int end;  // of the row; 0 for a row that is not there
+    int end;  // of the row; 0 for a row that does not exist
 
     __device__ __forceinline__ Columns(int chunk, int columns)
         : first((chunk * kVectors * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
@@ -28,11 +30,12 @@ struct Columns {
           step(static_cast<int>(blockDim.x) * kCount),
           end(columns) {}
 
-    // How many elements of vector v are in the row; more than kCount, or negative, too.
+    // The number of elements of vector v in the row; it may be more than kCount, or negative.
     __device__ __forceinline__ int left(int v) const { return end - first - v * step; }
 };
 
-// Nothing but loads, so that all are in flight before the first is used. Past the row there is 0.
+// Only loads, so that all are in flight before the first is used. Elements after the end of the row
+// are 0.
 template <class T, int kCount, int kVectors>
 __device__ __forceinline__ void load_chunk(const T* row, const Columns<kCount, kVectors>& columns,
                                            bool is_aligned, Packed<T, kCount> (&x)[kVectors]) {
@@ -53,7 +56,7 @@ __device__ __forceinline__ void load_chunk(const T* row, const Columns<kCount, k
     }
 }
 
-// The elements of a vector that are in the row; there is at least one.
+// Stores the elements of a vector that are in the row; at least one is.
 template <bool kStreams = true, class T, int kCount>
 __device__ __forceinline__ void store_vector(T* p, int left, bool is_aligned,
                                              const Packed<T, kCount>& x) {
@@ -64,7 +67,7 @@ __device__ __forceinline__ void store_vector(T* p, int left, bool is_aligned,
     }
 }
 
-// ---- gamma and beta, whose dtype is their own ----
+// ---- gamma and beta, which have a dtype of their own ----
 
 enum ParameterType { kNoParameter, kFp32Parameter, kFp16Parameter, kBf16Parameter };
 
@@ -80,7 +83,7 @@ __device__ __forceinline__ void load_parameters_as(const void* parameters, int c
     }
 }
 
-// The parameters of a vector that is in the row; 0 where there are none.
+// Loads the parameters of a vector in the row; 0 if there are none.
 template <int kCount>
 __device__ __forceinline__ void load_parameters(const void* parameters, int type, int column,
                                                 int left, bool is_aligned,
@@ -99,7 +102,7 @@ __device__ __forceinline__ void load_parameters(const void* parameters, int type
     }
 }
 
-// gamma, plus one where it is centered on zero.
+// gamma, plus one if it is zero-centered.
 template <int kCount>
 __device__ __forceinline__ void load_gain(const void* gamma, int type, float offset, int column,
                                           int left, bool is_aligned, float (&gain)[kCount]) {
@@ -112,7 +115,7 @@ __device__ __forceinline__ void load_gain(const void* gamma, int type, float off
     }
 }
 
-// ---- what a launch says besides its tensors ----
+// ---- the sizes and scalars of a launch ----
 
 struct Sizes {
     long long x_stride;  // from row to row, in elements
@@ -121,7 +124,7 @@ struct Sizes {
     int rows;
     int columns;
     int chunks;
-    int stages;
+    int prefetch_depth;  // of backward, in rows
     int parameter_type;
     int is_aligned;
     float gain_offset;

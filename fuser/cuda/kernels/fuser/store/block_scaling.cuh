@@ -1,12 +1,13 @@
-// FP8 in blocks of 128 or 128 x 128 with fp32 scales: store policies, and the producer that decodes.
+// FP8 in blocks of 128 or 128 x 128 with fp32 scales: store policies.
 #pragma once
 
-#include <fuser/fp8_scaling.cuh>
+#include <fuser/store/fp8_scaling.cuh>
+#include <fuser/tile/amax.cuh>
 
 namespace fuser {
 
 struct BlockScaling {
-    unsigned eps;  // bits of a float: a smaller amax counts as this
+    unsigned eps;  // bits of a float: a smaller amax counts as eps
     int pow2;
 
     template <class E, class T>
@@ -14,9 +15,7 @@ struct BlockScaling {
         // A scale that overflows fp32 becomes the largest finite T.
         return scale_from_amax(amax, E::kMax, pow2, eps, kLargestFinite<T>);
     }
-    __device__ __forceinline__ float inverse(float scale) const {
-        return inverse_of(scale, pow2);
-    }
+    __device__ __forceinline__ float inverse(float scale) const { return inverse_of(scale, pow2); }
 };
 
 // Rows of scales are padded to 16 bytes, with zeros.
@@ -28,10 +27,10 @@ template <class E, bool kAligned>
 struct Block1dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
-    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
-    unsigned char* row;    // [rows, columns]
+    static constexpr int kScratchBytes = Transpose<uint2>::kBytes;
+    unsigned char* row;  // [rows, columns]
     float* row_scale_inv;  // [column tiles, padded rows]
-    unsigned char* col;    // [columns, rows]
+    unsigned char* col;  // [columns, rows]
     float* col_scale_inv;  // [row tiles, padded columns]
     BlockScaling scaling;
 
@@ -39,7 +38,7 @@ struct Block1dStore {
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ __align__(16) unsigned amaxes[kTileWarps][kTile / Patch<T>::kPerWord];
         if (col != nullptr) {
-            put_column_amaxes(patch, amaxes);
+            store_column_amaxes(patch, amaxes);
         }
         if (row != nullptr) {
             quantize_rows(tile, patch);
@@ -53,36 +52,24 @@ struct Block1dStore {
     template <class T>
     __device__ __forceinline__ void quantize_rows(const Tile& tile, const Patch<T>& patch) const {
         unsigned amax[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            amax[i] = patch.row_amax(i);
-        }
-        share_rows<kRowThreads>(amax);
+        patch.row_amaxes(amax);
+        reduce_scatter_rows<kRowThreads>(amax);
         const float scale[1] = {scaling.template scale<E, T>(amax[0])};
-        // Two threads keep the same row.
-        const long long kept = tile.row + kept_row<kRowThreads>(0);
+        // Two threads own the same row.
+        const long long kept = tile.row + owned_row<kRowThreads>(0);
         if (Tile::thread_column() < kRowThreads / 2 && kept < padded(tile.rows)) {
             row_scale_inv[tile.column_tile * padded(tile.rows) + kept] =
                 kept < tile.rows ? scaling.inverse(scale[0]) : 0.0f;
         }
-        RowStores<kAligned, uint2> rows(tile, row);
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            const float factor = of_row<kRowThreads>(scale, i);
-            float x[kPatch];
-#pragma unroll
-            for (int j = 0; j < kPatch; ++j) {
-                x[j] = mul_rn(patch.value(i, j), factor);
-            }
-            rows.put(i, encoded8<E>(x));
-        }
+        store_quantized_rows<E, kAligned>(
+            tile, patch, row, [&](int i) { return value_of_row<kRowThreads>(scale, i); });
     }
 
     template <class T>
     __device__ __forceinline__ void quantize_columns(
         const Tile& tile, const Patch<T>& patch,
         const unsigned (&amaxes)[kTileWarps][kTile / Patch<T>::kPerWord]) const {
-        // ---- a scale a column, by the first 128 threads ----
+        // ---- one scale a column, by the first 128 threads ----
         __shared__ __align__(16) float scales[kTile];
         const int of_tile = threadIdx.x;
         if (of_tile < kTile) {
@@ -97,7 +84,7 @@ struct Block1dStore {
         __syncthreads();
 
         // ---- bytes ----
-        const Turned<uint2> turned(tile.scratch);
+        const Transpose<uint2> transpose(tile.scratch);
 #pragma unroll
         for (int j = 0; j < kPatch; ++j) {
             const float factor = scales[Tile::thread_column() * kPatch + j];
@@ -106,10 +93,10 @@ struct Block1dStore {
             for (int i = 0; i < kPatch; ++i) {
                 x[i] = mul_rn(patch.value(i, j), factor);
             }
-            turned.put(j, encoded8<E>(x));
+            transpose.set_column(j, encoded8<E>(x));
         }
         __syncthreads();
-        turned.template store<kAligned>(tile, col, tile.rows);
+        transpose.template store<kAligned>(tile, col, tile.rows);
     }
 };
 
@@ -119,27 +106,17 @@ template <class E, bool kAligned>
 struct Block2dStore {
     static constexpr bool kIsAligned = kAligned;
     static constexpr int kBlocks = 4;
-    static constexpr int kScratchBytes = Turned<uint2>::kBytes;
-    unsigned char* row;    // [rows, columns]
+    static constexpr int kScratchBytes = Transpose<uint2>::kBytes;
+    unsigned char* row;  // [rows, columns]
     float* row_scale_inv;  // [row tiles, padded column tiles]
-    unsigned char* col;    // [columns, rows]
+    unsigned char* col;  // [columns, rows]
     float* col_scale_inv;  // [column tiles, padded row tiles]
     BlockScaling scaling;
 
     template <class T>
     __device__ __forceinline__ void operator()(const Tile& tile, const Patch<T>& patch) const {
         __shared__ unsigned amaxes[kTileWarps];
-        const unsigned of_warp = __reduce_max_sync(kWarp, patch.amax());
-        if (threadIdx.x % 32 == 0) {
-            amaxes[threadIdx.x / 32] = of_warp;
-        }
-        __syncthreads();
-        unsigned amax = amaxes[0];
-#pragma unroll
-        for (int warp = 1; warp < kTileWarps; ++warp) {
-            amax = max(amax, amaxes[warp]);
-        }
-        const float scale = scaling.template scale<E, T>(amax);
+        const float scale = scaling.template scale<E, T>(block_max(patch.amax(), amaxes));
         if (threadIdx.x == 0) {
             const float inverse = scaling.inverse(scale);
             if (row != nullptr) {
@@ -154,7 +131,7 @@ struct Block2dStore {
         store_scaled<E, kAligned>(tile, patch, scale, row, col);
     }
 
-    // The last of a row writes the padding behind it, too.
+    // The last block of a row also writes the padding after it.
     static __device__ __forceinline__ void store_scale(float* scales, int row, int column,
                                                        int columns, float scale) {
         float* p = scales + row * padded(columns);
@@ -163,33 +140,6 @@ struct Block2dStore {
             for (int i = columns; i < padded(columns); ++i) {
                 p[i] = 0.0f;
             }
-        }
-    }
-};
-
-// ---- the values of a copy, as it is stored ----
-
-// Rowwise data as it is, columnwise data as a matrix of `columns` rows.
-template <class T, class E, bool kAligned>
-struct BlockProducer {
-    using Element = T;
-    static constexpr bool kIsAligned = kAligned;
-    const unsigned char* data;  // [rows, columns], contiguous
-    const float* scale_inv;
-    int columns;
-    // The scale of row r and block b of 128 columns stands at (r >> row_shift) * row_stride +
-    // b * block_stride.
-    int row_shift;
-    long long row_stride, block_stride;
-
-    __device__ __forceinline__ void operator()(long long row, int column, int count,
-                                               float (&x)[kPatch]) const {
-        decode8<E>(load_bytes<uint2, kAligned>(data + row * columns + column, count), x);
-        const float factor =
-            scale_inv[(row >> row_shift) * row_stride + column / kTile * block_stride];
-#pragma unroll
-        for (int j = 0; j < kPatch; ++j) {
-            x[j] = rounded_to<T>(mul_rn(x[j], factor));
         }
     }
 };

@@ -1,11 +1,11 @@
-// Producers of the values of pointwise chains, forward and backward, for kernels of tiles.
+// Producers of pointwise chains, forward and backward, for tiled kernels.
 //
-// With kAligned, `columns` and `interleave` are multiples of 8, and every pointer and stride is one
-// of 16 bytes. The values are those that the kernels of pointwise.cu write.
+// With kAligned, `columns` and `interleave` are multiples of 8, and every pointer and stride is a
+// multiple of 16 bytes. The values have the bits of the kernels of pointwise.cu.
 #pragma once
 
-#include <fuser/chain.cuh>
-#include <fuser/tiled.cuh>
+#include <fuser/chain/chain.cuh>
+#include <fuser/tile/producer.cuh>
 
 namespace fuser {
 
@@ -17,8 +17,9 @@ struct PointwiseProducer {
     Inputs<Chain> inputs;
 };
 
-// dx, a matrix of Chain::kLines * inputs.columns columns. With kSums, the sums of dx over the rows of
-// each tile, too: the parts of the gradient of a bias that is the chain's first stage.
+// dx, a matrix of Chain::kHalves * inputs.columns columns. With kSums, the producer also writes the
+// sums of dx over the rows of each tile: the parts of the gradient of a bias that is the first
+// stage.
 template <class Chain, bool kSums, bool kAligned>
 struct PointwiseBackwardProducer {
     using Element = typename Chain::Element;
@@ -27,12 +28,13 @@ struct PointwiseBackwardProducer {
     float* sums;  // [row tiles, columns]
 };
 
-// Four blocks of 64 registers keep memory busy behind what short chains compute: on an H200 they
-// take 4 to 12% less time than three. Longer chains spill there, and where memory is slower two keep
-// up with it. For sm_100 the compiler takes a few registers more, so that gradients get three.
+// With four blocks of 64 registers, memory stays busy while short chains compute: on an H200 they
+// take 4 to 12% less time than with three. Longer chains would spill, and on slower memory two
+// blocks are fast enough. For sm_100 the compiler takes a few registers more, so gradients get
+// three.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
-constexpr bool kIsShort = Chain::kLines + Chain::kPointers + Chain::kScalars <= 2;
+constexpr bool kIsShort = Chain::kHalves + Chain::kPointers + Chain::kScalars <= 2;
 #else
 template <class Chain>
 constexpr bool kIsShort = false;
@@ -49,23 +51,23 @@ template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
     kIsShort<Chain> && kAligned ? kFewerOfGradients : 2;
 
-// Gate and linear part of dx follow from the same inputs. A block takes a tile of one of them, since
-// two patches take more registers than a thread has at half the blocks; its neighbour, which runs at
-// the same time, takes the other and finds the inputs in L2. Both compute what they need alone.
+// Gate and linear half of dx follow from the same inputs. A block computes a tile of one half,
+// because two patches would take more registers than a thread has at half the blocks. Its
+// neighbour, which runs at the same time, computes the other half and finds the inputs in L2.
 template <class Chain, bool kSums, bool kAligned>
-constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = Chain::kLines == 2;
+constexpr bool kHasHalves<PointwiseBackwardProducer<Chain, kSums, kAligned>> = Chain::kHalves == 2;
 
-// ---- one line of a chain's lines: y, or one of dx's ----
+// ---- one half of the result: y, or a half of dx ----
 
-// What is asked for ahead, in shared memory: kDepth rows of kStreams tensors, in pieces of 16 bytes
-// that the thread which asked reads itself. There loads take no registers, and rows are on their way
+// The prefetch into shared memory: kDepth rows of kStreams tensors, in pieces of 16 bytes. A thread
+// reads only pieces that it prefetched itself. Such loads take no registers, and rows are in flight
 // while others are computed. Eight or nine pieces a thread are 128 or 144 KB on a multiprocessor;
 // with six an H200 takes 1 to 9% more time.
 template <class T, int kStreams>
-struct Staged {
-    static constexpr int kChunks = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a run
-    static constexpr int kEach = kStreams * kChunks;
-    static constexpr int kMost = 9;  // chunks a thread: more would exceed a block's 48 KB
+struct PrefetchLayout {
+    static constexpr int kPieces = kPatch * static_cast<int>(sizeof(T)) / 16;  // of a vector
+    static constexpr int kEach = kStreams * kPieces;
+    static constexpr int kMost = 9;  // pieces a thread: more would exceed a block's 48 KB
     static constexpr int kDepth = kEach == 1 ? kPatch : kEach < kMost ? kMost / kEach : 1;
     static constexpr int kBytes = kDepth * kEach * kTileThreads * 16;
 };
@@ -81,57 +83,54 @@ __device__ __forceinline__ void add_row(const Patch<T>& patch, int row, float (&
 template <class Chain, bool kBackward>
 struct ChainRows {
     using T = typename Chain::Element;
-    static constexpr int kLines = kBackward ? Chain::kLines : 1;
+    static constexpr int kHalves = kBackward ? Chain::kHalves : 1;
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
-    static constexpr int kStreams = kBackward + kReadsInput * Chain::kLines;
-    static constexpr int kRound = 2;  // rows that a compiler sees at once
-    using Ahead = Staged<T, kStreams>;
+    static constexpr int kStreams = kBackward + kReadsInput * Chain::kHalves;
+    static constexpr int kRound = 2;  // rows that the compiler sees at once
+    using Layout = PrefetchLayout<T, kStreams>;
 
     const Inputs<Chain>& inputs;
     uint4* staged;
 
-    // All of a patch whose columns belong to line kLine, from `column` of the chain's output on.
-    // With kSums, `sums` grow by those over its rows. The linear part is not asked for ahead where
-    // its own gradient alone is wanted, since mostly nobody reads it then.
-    template <int kLine, bool kSums>
+    // Computes a patch whose columns belong to half kHalf; `column` is its first in the chain's
+    // output. With kSums, adds its rows to `sums`. The linear half is not prefetched if only its
+    // own gradient is wanted, because that is mostly not read then.
+    template <int kHalf, bool kSums>
     __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column,
                                          float (&sums)[kPatch]) const {
-        constexpr int kNeeded = kLine == 0 ? Chain::kLines : 1;
-        constexpr int kDepth = Ahead::kDepth;
-        Place place(tile.row, inputs.columns, column, inputs.interleave);
-        const T* dy = kBackward ? inputs.dy + place.row * inputs.dy_stride + place.column : nullptr;
-        const T* x = kReadsInput ? inputs.x + place.row * inputs.x_stride +
-                                       place.template spot<Chain::kLines>(0).column
+        constexpr int kNeeded = kHalf == 0 ? Chain::kHalves : 1;
+        constexpr int kDepth = Layout::kDepth;
+        ChainCoord coord(tile.row, inputs.columns, column, inputs.interleave);
+        const T* dy = kBackward ? inputs.dy + coord.row * inputs.dy_stride + coord.column : nullptr;
+        const T* x = kReadsInput ? inputs.x + coord.row * inputs.x_stride +
+                                       coord.template of_half<Chain::kHalves>(0).column
                                  : nullptr;
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
-            ask<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
+            prefetch<kNeeded>(i + 1 < tile.rows_left, dy, x, slot(i));
             close_copies();
         }
-        // In a loop: a compiler that sees all 8 rows at once keeps more of them under way than it
-        // has registers for. The rows that are there move up, since registers have no index.
-        int at = 0;  // the row's slot; a remainder by 3 would take longer
+        // A loop: a compiler that sees all 8 rows at once keeps more in flight than it has
+        // registers for. Finished rows move up, because registers cannot be indexed at run time.
+        int at = 0;  // the slot of the row; a remainder by 3 would take longer
 #pragma unroll 1
         for (int round = 0; round < kPatch; round += kRound) {
-#pragma unroll
-            for (int i = 0; i < kPatch - kRound; ++i) {
-                patch.move_row(i, i + kRound);
-            }
+            patch.template move_up<kRound>();
 #pragma unroll
             for (int i = 0; i < kRound; ++i) {
                 const int row = round + i;
-                Run<Chain, kBackward, kPatch, kNeeded> run;
-                place.row = tile.row + min(row, tile.rows_left - 1);
+                Vector<Chain, kBackward, kPatch, kNeeded> vector;
+                coord.row = tile.row + min(row, tile.rows_left - 1);
                 wait_for_copies<kDepth - 1>();
-                run.take(inputs, place, slot(at), kTileThreads);
+                vector.fetch_prefetched(inputs, coord, slot(at), kTileThreads);
                 if (row + kDepth < kPatch) {
-                    ask<kNeeded>(row + kDepth + 1 < tile.rows_left, dy, x, slot(at));
+                    prefetch<kNeeded>(row + kDepth + 1 < tile.rows_left, dy, x, slot(at));
                 }
                 close_copies();
                 at = at + 1 < kDepth ? at + 1 : 0;
-                float lines[kLines][kPatch];
-                compute(run, place, lines);
-                patch.round_row(kPatch - kRound + i, lines[kLine]);
+                float halves[kHalves][kPatch];
+                compute(vector, coord, halves);
+                patch.round_row(kPatch - kRound + i, halves[kHalf]);
                 if (kSums && row < tile.rows_left) {
                     add_row(patch, kPatch - kRound + i, sums);
                 }
@@ -141,34 +140,35 @@ struct ChainRows {
     }
 
     __device__ __forceinline__ uint4* slot(int i) const {
-        return staged + i * Ahead::kEach * kTileThreads + threadIdx.x;
+        return staged + i * Layout::kEach * kTileThreads + threadIdx.x;
     }
 
-    // A row at `dy` and `x`, which then are those of the next one, if there is another.
+    // Prefetches the row at `dy` and `x`, and moves both to the next row if there is one.
     template <int kNeeded>
-    __device__ __forceinline__ void ask(bool has_next, const T*& dy, const T*& x, uint4* to) const {
-        constexpr int kChunks = Ahead::kChunks;
+    __device__ __forceinline__ void prefetch(bool has_next, const T*& dy, const T*& x,
+                                             uint4* to) const {
+        constexpr int kPieces = Layout::kPieces;
         if constexpr (kBackward) {
-            ask_run(dy, to);
+            prefetch_vector(dy, to);
             dy += has_next ? inputs.dy_stride : 0;
         }
         if constexpr (kReadsInput) {
 #pragma unroll
-            for (int line = 0; line < kNeeded; ++line) {
-                ask_run(x + line * inputs.interleave,
-                        to + (kBackward + line) * kChunks * kTileThreads);
+            for (int half = 0; half < kNeeded; ++half) {
+                prefetch_vector(x + half * inputs.interleave,
+                                to + (kBackward + half) * kPieces * kTileThreads);
             }
             x += has_next ? inputs.x_stride : 0;
         }
     }
-    __device__ __forceinline__ void ask_run(const T* p, uint4* to) const {
+    __device__ __forceinline__ void prefetch_vector(const T* p, uint4* to) const {
 #pragma unroll
-        for (int chunk = 0; chunk < Ahead::kChunks; ++chunk) {
-            copy_async<16>(to + chunk * kTileThreads, reinterpret_cast<const uint4*>(p) + chunk);
+        for (int piece = 0; piece < Layout::kPieces; ++piece) {
+            copy_async<16>(to + piece * kTileThreads, reinterpret_cast<const uint4*>(p) + piece);
         }
     }
 
-    // All of a patch, one element at a time, of either line. A loop, since chains may be long.
+    // Computes a patch one element at a time, in either half. A loop, because chains may be long.
     __device__ __forceinline__ void fill_singly(Patch<T>& patch, const Tile& tile) const {
 #pragma unroll 1
         for (int row = 0; row < tile.rows_left; ++row) {
@@ -176,13 +176,13 @@ struct ChainRows {
 #pragma unroll
             for (int k = 0; k < kPatch; ++k) {
                 int column = tile.column + min(k, tile.columns_left - 1);
-                const int line = line_of(column);
-                const Place place(tile.row + row, inputs.columns, column, inputs.interleave);
-                Run<Chain, kBackward, 1> run;
-                run.fetch(inputs, place);
-                float lines[kLines][1];
-                compute(run, place, lines);
-                x[k] = k < tile.columns_left ? lines[line == 0 ? 0 : kLines - 1][0] : 0.0f;
+                const int half = half_of(column);
+                const ChainCoord coord(tile.row + row, inputs.columns, column, inputs.interleave);
+                Vector<Chain, kBackward, 1> vector;
+                vector.fetch(inputs, coord);
+                float halves[kHalves][1];
+                compute(vector, coord, halves);
+                x[k] = k < tile.columns_left ? halves[half == 0 ? 0 : kHalves - 1][0] : 0.0f;
             }
             Patch<T> one;
             one.round_row(0, x);
@@ -196,9 +196,9 @@ struct ChainRows {
         }
     }
 
-    // The line of a column of dx, which becomes a column of the chain's output.
-    __device__ __forceinline__ int line_of(int& column) const {
-        if constexpr (kLines == 2) {
+    // The half of a column of dx; the column becomes that of the chain's output.
+    __device__ __forceinline__ int half_of(int& column) const {
+        if constexpr (kHalves == 2) {
             const unsigned block =
                 static_cast<unsigned>(column) / static_cast<unsigned>(inputs.interleave);
             column -= static_cast<int>((block + 1) / 2) * inputs.interleave;
@@ -208,40 +208,40 @@ struct ChainRows {
     }
 
 private:
-    template <class Run, int N>
-    __device__ __forceinline__ void compute(const Run& run, const Place& place,
-                                            float (&lines)[kLines][N]) const {
+    template <class Vector, int N>
+    __device__ __forceinline__ void compute(const Vector& vector, const ChainCoord& coord,
+                                            float (&halves)[kHalves][N]) const {
         if constexpr (kBackward) {
-            typename Chain::template Sums<N> none;  // operands get no gradients here
-            run.backward(inputs, place, lines, none, none);
+            typename Chain::template Sums<N> none;  // the operands get no gradients here
+            vector.backward(inputs, coord, halves, none, none);
         } else {
-            run.forward(inputs, lines[0]);
+            vector.forward(inputs, halves[0]);
         }
     }
 };
 
 template <class Chain, bool kAligned>
-constexpr int kAheadBytes<PointwiseProducer<Chain, kAligned>> =
-    kAligned ? ChainRows<Chain, false>::Ahead::kBytes : 0;
-// At least what sums over the rows take.
+constexpr int kPrefetchBytes<PointwiseProducer<Chain, kAligned>> =
+    kAligned ? ChainRows<Chain, false>::Layout::kBytes : 0;
+// At least the bytes of the sums over rows.
 template <class Chain>
-constexpr int kBackwardBytes = ChainRows<Chain, true>::Ahead::kBytes > kTileWarps * kTile * 4
-                                   ? ChainRows<Chain, true>::Ahead::kBytes
+constexpr int kBackwardBytes = ChainRows<Chain, true>::Layout::kBytes > kTileWarps * kTile * 4
+                                   ? ChainRows<Chain, true>::Layout::kBytes
                                    : kTileWarps * kTile * 4;
 template <class Chain, bool kSums, bool kAligned>
-constexpr int kAheadBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
+constexpr int kPrefetchBytes<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
     kAligned || kSums ? kBackwardBytes<Chain> : 0;
 
 // ---- sums over the rows of a tile ----
 
-// From those of each thread, of 8 rows: of two threads, of eight warps, an order that depends on
-// nothing. In the memory of rows that have been computed.
+// Adds the sums of the threads, each over 8 rows: first of two threads, then of eight warps, in a
+// fixed order. Uses the memory of the prefetched rows.
 __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& tile, uint4* shared,
                                            float* sums) {
     float* of_warps = reinterpret_cast<float*>(shared);  // [kTileWarps][kTile]
 #pragma unroll
     for (int j = 0; j < kPatch; ++j) {
-        sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kWarp, sum[j], kRowThreads));
+        sum[j] = __fadd_rn(sum[j], __shfl_xor_sync(kAllLanes, sum[j], kRowThreads));
     }
     __syncthreads();
     if (threadIdx.x % 32 < kRowThreads) {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& til
 // ---- patches ----
 
 template <class Chain, bool kAligned>
-__device__ __forceinline__ Patch<typename Chain::Element> produced(
+__device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     const PointwiseProducer<Chain, kAligned>& producer, const Tile& tile) {
     using Rows = ChainRows<Chain, false>;
     uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
@@ -279,12 +279,12 @@ __device__ __forceinline__ Patch<typename Chain::Element> produced(
     } else {
         rows.fill_singly(patch, tile);
     }
-    __syncthreads();  // the store takes the memory now
+    __syncthreads();  // the store uses this memory next
     return patch;
 }
 
 template <class Chain, bool kSums, bool kAligned>
-__device__ __forceinline__ Patch<typename Chain::Element> produced(
+__device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     const PointwiseBackwardProducer<Chain, kSums, kAligned>& producer, const Tile& tile) {
     using Rows = ChainRows<Chain, true>;
     uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
@@ -294,11 +294,11 @@ __device__ __forceinline__ Patch<typename Chain::Element> produced(
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
             int column = tile.column;
-            const int line = rows.line_of(column);
-            if (Chain::kLines == 1 || line == 0) {
+            const int half = rows.half_of(column);
+            if (Chain::kHalves == 1 || half == 0) {
                 rows.template fill<0, kSums>(patch, tile, column, sums);
             } else {
-                rows.template fill<Chain::kLines - 1, kSums>(patch, tile, column, sums);
+                rows.template fill<Chain::kHalves - 1, kSums>(patch, tile, column, sums);
             }
         }
     } else {
@@ -313,7 +313,7 @@ __device__ __forceinline__ Patch<typename Chain::Element> produced(
     if constexpr (kSums) {
         store_sums(sums, tile, staged, producer.sums);
     }
-    __syncthreads();  // the store takes the memory now
+    __syncthreads();  // the store uses this memory next
     return patch;
 }
 

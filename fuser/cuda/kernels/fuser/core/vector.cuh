@@ -1,10 +1,10 @@
-// Runs of N elements of a row: rounding and writing them, and where they stand.
+// Vectors of N elements of a row: rounding, writing, and their coordinates.
 //
-// N is 1, or the elements lie side by side in every tensor and are aligned to 16 bytes or to all of
-// them.
+// N is 1, or the elements are next to each other in every tensor and aligned to 16 bytes or to all
+// of them.
 #pragma once
 
-#include <fuser/packed.cuh>
+#include <fuser/core/packed.cuh>
 
 namespace fuser {
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ void write(T* p, const float (&x)[N]) {
 
 template <class T, int N>
 __device__ __forceinline__ void round_all(float (&x)[N]) {
-    if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // two by one instruction
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {  // one instruction for two
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
             const unsigned pair = packed_pair<T>(x[i], x[i + 1]);
@@ -34,10 +34,10 @@ __device__ __forceinline__ void round_all(float (&x)[N]) {
     }
 }
 
-// ---- places ----
+// ---- coordinates ----
 
-// Where a run stands in one line: a matrix of `width` columns.
-struct Spot {
+// The position of a vector in a matrix of `width` columns.
+struct Coord {
     long long row;
     int column;
     int width;
@@ -45,24 +45,25 @@ struct Spot {
     __device__ __forceinline__ long long index() const { return row * width + column; }
 };
 
-// Where a run stands in a chain: in its output, and in the two lines in front of a gated stage.
-struct Place {
+// The position of a vector in a chain: in its output, and in the two halves of a gated stage's
+// input.
+struct ChainCoord {
     long long row;
     int columns;  // of the output
     int column;
     int wide[2];
 
-    // Gate and linear part alternate in blocks of `interleave` columns.
-    __device__ __forceinline__ Place(long long row, int columns, int column, int interleave)
+    // Gate and linear half alternate in blocks of `interleave` columns.
+    __device__ __forceinline__ ChainCoord(long long row, int columns, int column, int interleave)
         : row(row), columns(columns), column(column) {
         const unsigned block = static_cast<unsigned>(column) / static_cast<unsigned>(interleave);
         wide[0] = column + static_cast<int>(block) * interleave;
         wide[1] = wide[0] + interleave;
     }
 
-    template <int kLines>
-    __device__ __forceinline__ Spot spot(int line) const {
-        return kLines == 1 ? Spot{row, column, columns} : Spot{row, wide[line], 2 * columns};
+    template <int kHalves>
+    __device__ __forceinline__ Coord of_half(int half) const {
+        return kHalves == 1 ? Coord{row, column, columns} : Coord{row, wide[half], 2 * columns};
     }
 };
 

@@ -1,0 +1,122 @@
+"""Launches of ``fuser_tiled<Producer, Store>``: what the launchers of all formats share.
+
+The rules of these launchers, on top of what each one says: outputs are keyword arguments, and a
+launcher writes all of every output, the padding of scales with zeros. Inputs are fp32, fp16 or
+bf16, of ``b`` bytes an element. A launcher allocates nothing and does not wait for the device.
+
+The rows of a matrix may be at any distance, but the elements of a row are next to each other. A
+kernel reads and writes unaligned data (views at odd offsets, odd widths) one element at a time.
+
+A quantize launcher also takes a :class:`~fuser.cuda.arguments.Producer` as its input. Then ``b`` is
+what the producer reads for an element, and one kernel computes the values, rounds them to the
+producer's dtype and quantizes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, TILE_RUN, Producer, Struct, int32, int64
+from fuser.cuda.checks import FLOAT8, boolean, check_element, check_matrix, is_aligned
+from fuser.cuda.launch import Kernel, tiles
+from fuser.formats import DType
+
+ALIGNED = ((True, True), (True, False), (False, False))
+"""Alignment of a producer and of its store; with an unaligned producer the store is unaligned."""
+
+# -- producers ----------------------------------------------------------------
+
+
+def as_producer(what: str, x: torch.Tensor | Producer) -> Producer:
+    """The producer that loads a matrix; a producer is returned as it is.
+
+    Raises
+    ------
+    InputError
+        If the elements of a row of ``x`` are not adjacent, ``x`` is no matrix, or its dtype is not
+        fp32, fp16 or bf16. ``what`` names the launcher.
+    """
+    if isinstance(x, Producer):
+        return x
+    m, k = check_matrix(what, x)
+    element = check_element(what, x)
+    # The threads of a tile read 16 bytes at a time, 8 elements each.
+    aligned = (
+        x.data_ptr() % 16 == 0
+        and k % TILE_RUN == 0
+        and (m <= 1 or (x.stride(0) * x.element_size()) % 16 == 0)
+    )
+    argument = Struct((x, int64(x.stride(0))))
+    return Producer(loads(element, aligned), argument, m, k, x.dtype, aligned)
+
+
+def loads(element: str, aligned: bool) -> str:
+    """The C++ type of the producer that loads a matrix of that element."""
+    return f"fuser::LoadProducer<{element}, {boolean(aligned)}>"
+
+
+# -- launches -----------------------------------------------------------------
+
+
+def transposes_aligned(
+    producer: Producer, row: torch.Tensor | None, col: torch.Tensor | None
+) -> bool:
+    """Whether a store writes 8 bytes of ``row`` and 16 of the transposed ``col`` at a time."""
+    aligned = producer.is_aligned and is_aligned(row, 8)
+    return aligned and (col is None or (is_aligned(col, 16) and producer.rows % 16 == 0))
+
+
+def launch_store(kernel: Kernel, producer: Producer, store: Struct) -> None:
+    """Launch a producer with its store, a block for each tile."""
+    m, k = producer.rows, producer.columns
+    kernel(tiles(m, k), producer.argument, store, int64(m), int32(k))
+
+
+def launch_decoder(
+    kernel: Kernel, producer: Struct, out: torch.Tensor, rows: int, columns: int, transposed: bool
+) -> None:
+    """Launch a producer that decodes ``[rows, columns]`` to ``out``, transposed or not."""
+    target = Struct((out,)) if transposed else out
+    kernel(tiles(rows, columns), producer, target, int64(rows), int32(columns))
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+def store_kernel(source: str, producer: str, store: str) -> Kernel:
+    """The kernel of a producer and a store of ``fuser``, both C++ types."""
+    return Kernel(source, f"fuser_tiled<{producer}, fuser::{store}>")
+
+
+def decoder_kernel(
+    source: str, producer: str, element: str, aligned: bool, transposed: bool
+) -> Kernel:
+    """The kernel that writes what a producer decodes, transposed or not."""
+    if transposed:
+        return store_kernel(source, producer, f"TransposedStore<{element}, {boolean(aligned)}>")
+    return Kernel(source, f"fuser_tiled_rows<{producer}>")
+
+
+def decoder_types() -> Iterable[tuple[str, str, bool]]:
+    """Every element, 8-bit type and alignment of a kernel that dequantizes."""
+    return (
+        (element, of, aligned)
+        for element in ELEMENTS.values()
+        for of in FLOAT8.values()
+        for aligned in (False, True)
+    )
+
+
+def quantizing_kernels(
+    stores: Callable[[str, DType, bool], tuple[Kernel, ...]],
+) -> tuple[Kernel, ...]:
+    """Matrices of every dtype and alignment with each store that ``stores`` returns."""
+    return tuple(
+        kernel
+        for element in ELEMENTS.values()
+        for of_producer, of_store in ALIGNED
+        for to in FLOAT8
+        for kernel in stores(loads(element, of_producer), to, of_store)
+    )
