@@ -94,8 +94,8 @@ class PlanKey:
     Contents, not identities: two recipes with equal fields, and so equal
     ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
     are the classes in force, ``registered`` the functions registered besides them.
-    ``no_kernels`` says why fuser's own kernels do not run on a device that could
-    run them; None where they do, and where there are none for it.
+    ``no_kernels`` is the reason why fuser's kernels do not run on the device;
+    None if they run.
     """
 
     ops: tuple[OpKey, ...]

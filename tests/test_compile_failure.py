@@ -37,8 +37,10 @@ def fail(kernel: Kernel) -> None:
 class Broken(LaunchBackend):
     """Takes tensors on the CPU, and has no kernel that compiles."""
 
-    def supports(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu and tensor.dtype in launch.KERNEL_DTYPES
+    device_type = "cpu"
+
+    def refusal(self) -> str | None:
+        return None
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         fail(kernel)

@@ -509,7 +509,7 @@ def test_without_kernels_a_chain_is_refused_once_however_many_windows_it_has() -
     model = fuser.Sequential(fuser.GELU(), fuser.ConstantScale(2.0), fuser.SiLU())
     (refusal,) = model.plan(leaf(torch.empty(4, 16))).refusals
     assert refusal.ops == (0, 1, 2)
-    assert refusal.reason == "chains are kernels for CUDA, and the tensors are on cpu."
+    assert refusal.reason == "kernels run on CUDA, and the tensors are on cpu."
 
 
 def test_a_chain_moves_its_input_its_operands_and_its_output() -> None:

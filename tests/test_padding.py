@@ -146,11 +146,11 @@ def test_a_tensor_of_whole_blocks_is_not_copied(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("padded")
 
     monkeypatch.setattr(F, "pad", refuse)
-    for quantizer in QUANTIZERS.values():
-        tensor = quantizer(torch.randn(64, 96))
+    for made in QUANTIZERS.values():
+        tensor = made(torch.randn(64, 96))
         assert tensor.dequantize().untyped_storage().nbytes() == 64 * 96 * 4
         with pytest.raises(AssertionError):
-            quantizer(torch.randn(64, 97))
+            made(torch.randn(64, 97))
 
 
 @every_quantizer

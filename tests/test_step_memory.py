@@ -33,8 +33,10 @@ BF16 = 2
 class _Idle(Recorder):
     """Takes a CPU's tensors too, and runs nothing."""
 
-    def supports(self, tensor: torch.Tensor) -> bool:
-        return tensor.dtype in launch.KERNEL_DTYPES
+    device_type = "cpu"
+
+    def refusal(self) -> str | None:
+        return None
 
 
 def scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

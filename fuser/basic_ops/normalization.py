@@ -10,7 +10,7 @@ import torch
 
 from fuser.errors import InputError
 from fuser.functional import normalization as functional
-from fuser.functional.lazy import LazyTensor, kernels_run_on, materialize
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -165,7 +165,7 @@ class _Normalization(BasicOperation):
         dtype, *others = [parameter.dtype for parameter in op_key.params]
         y = key.autocast_dtype or dtype
         return (
-            kernels_run_on(key.device)
+            key.no_kernels is None
             and functional.takes_dtypes(op_key.input_dtype, y)
             and all(other is dtype for other in others)
         )

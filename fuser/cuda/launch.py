@@ -174,13 +174,12 @@ class LaunchBackend:
             with torch.cuda.device(device):
                 fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
 
-    def supports(self, tensor: torch.Tensor) -> bool:
-        """As :func:`kernels_support`."""
-        return (
-            tensor.is_cuda
-            and tensor.dtype in KERNEL_DTYPES
-            and module.missing_requirement() is None
-        )
+    device_type = "cuda"
+    """The type of the devices that it runs kernels on."""
+
+    def refusal(self) -> str | None:
+        """Why it runs no kernels, as a sentence; None if it does."""
+        return module.missing_requirement()
 
     def multiprocessors(self, device: torch.device) -> int:
         """As the function of this name."""
@@ -269,12 +268,30 @@ backend = LaunchBackend()
 """Where launches go; read at every launch."""
 
 
+def kernel_refusal(device_type: str) -> str | None:
+    """Why kernels do not run on devices of a type, as a sentence; None if they run."""
+    if device_type != backend.device_type:
+        return off_cuda(device_type)
+    failure = module.compile_failure
+    return backend.refusal() if failure is None else str(failure)
+
+
+def off_cuda(device_type: str) -> str:
+    """The refusal of a device that fuser has no kernels for."""
+    return f"kernels run on CUDA, and the tensors are on {device_type}."
+
+
 def kernels_support(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on tensors like this one, of its dtype and where it is.
+    """Whether kernels run on tensors like this one, of its dtype and on its device.
 
     None do after one has not compiled.
     """
-    return module.compile_failure is None and backend.supports(tensor)
+    return (
+        module.compile_failure is None
+        and tensor.dtype in KERNEL_DTYPES
+        and tensor.device.type == backend.device_type
+        and backend.refusal() is None
+    )
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -9,12 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
-from fuser.cuda import launch, module
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
-
-_ON_CPU = torch.empty(0, device="cpu")
 
 Result = TypeVar("Result")
 
@@ -90,21 +87,6 @@ class LazyTensor:
 def materialize(values: torch.Tensor | LazyTensor) -> torch.Tensor:
     """``values`` in memory."""
     return values.tensor() if isinstance(values, LazyTensor) else values
-
-
-def kernels_run_on(device: str) -> bool:
-    """Whether kernels take tensors on a device of that type."""
-    if device == "cuda":
-        return module.kernels_unavailable() is None
-    return kernels_support(_ON_CPU)
-
-
-def why_no_kernels(device: str) -> str | None:
-    """Why no kernels run on a device of a type that has some, as a sentence; else None."""
-    if device == "cuda":
-        return module.kernels_unavailable()
-    failure = module.compile_failure
-    return str(failure) if failure is not None and launch.backend.supports(_ON_CPU) else None
 
 
 # -- where a kernel cannot be had -----------------------------------------------

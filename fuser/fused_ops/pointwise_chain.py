@@ -11,7 +11,6 @@ from fuser.basic_ops import Activation, AddExtraInput, Bias, ConstantScale
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
-from fuser.functional.lazy import kernels_run_on, why_no_kernels
 from fuser.op import (
     FusedOperation,
     Grads,
@@ -44,11 +43,8 @@ class PointwiseChain(FusedOperation):
 
     @classmethod
     def refuses(cls, first: Any, rest: tuple[Any, ...], *, key: PlanKey) -> str | None:
-        if not kernels_run_on(key.device):
-            return (
-                why_no_kernels(key.device)
-                or f"chains are kernels for CUDA, and the tensors are on {key.device}."
-            )
+        if key.no_kernels is not None:
+            return key.no_kernels
         ops = (first, *rest)
         activations = [op for op in ops if isinstance(op, (Activation, ScaledActivation))]
         gated = [op for op in activations if op.function.is_gated]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fuser.functional.lazy import LazyTensor, kernels_run_on, materialize
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op.context import OperationContext
 from fuser.recipe import CustomRecipe
 from fuser.specs import PlanKey
@@ -54,6 +54,6 @@ def quantizes_values(side: str, key: PlanKey) -> bool:
     False for a user's quantizers, which may not take lazy tensors, and for a
     gradient that must be cast first.
     """
-    if not kernels_run_on(key.device) or isinstance(key.recipe, CustomRecipe):
+    if key.no_kernels is not None or isinstance(key.recipe, CustomRecipe):
         return False
     return side == "forward" or key.autocast_dtype in (None, key.ops[0].input_dtype)

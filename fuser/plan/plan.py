@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fuser.cuda.launch import off_cuda
 from fuser.errors import InputError
 from fuser.specs import PlanKey, QuantSpec
 
@@ -120,7 +121,7 @@ class FusionPlan:
         lines += [
             f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels
         ]
-        if self.key.no_kernels is not None:
+        if self.key.no_kernels not in (None, off_cuda(self.key.device)):
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]

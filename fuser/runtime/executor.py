@@ -15,7 +15,6 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser.errors import StateError
-from fuser.functional.lazy import kernels_run_on
 from fuser.op import BasicOperation
 from fuser.plan.graph import Source
 from fuser.plan.parameter_slots import find_slots
@@ -70,7 +69,7 @@ class CompiledPlan:
         self.plan = plan
         self.requires_grad = [op.requires_grad for op in key.ops]
         self.needs_backward = key.requires_grad
-        self.runs_kernels = kernels_run_on(key.device)
+        self.runs_kernels = key.no_kernels is None
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
         self.key = key
         self.ops = ops

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from fuser.cuda.launch import kernel_refusal
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
-from fuser.functional.lazy import why_no_kernels
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.graph_break import breaks_graph
@@ -312,7 +312,7 @@ class OperationFuser:
             arch=architecture(device),
             fusions=self.fusions,
             registered=_registered,
-            no_kernels=why_no_kernels(device.type),
+            no_kernels=kernel_refusal(device.type),
         )
         key = with_emissions(self.basic_ops, key)
         run = self._plans.get(key)

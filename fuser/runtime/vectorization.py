@@ -27,7 +27,7 @@ from fuser.basic_ops import (
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.cuda.arguments import TILE_RUN
 from fuser.functional import pointwise
-from fuser.functional.lazy import are_rows, kernels_run_on
+from fuser.functional.lazy import are_rows
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
 from fuser.plan.plan import FusionPlan, Step, VectorNote
@@ -50,7 +50,7 @@ def layout_notes(
     ``graph`` is that of the call. A tensor on the meta device may lie at any address. What torch's
     kernels read, and ops that are not of the library, is not looked at.
     """
-    if not kernels_run_on(plan.key.device):
+    if plan.key.no_kernels is not None:
         return ()
     graph.bind(plan.key)
     extras = [(("extra input", k), f"extra input {k}", t) for k, t in enumerate(extra_inputs)]

@@ -220,8 +220,10 @@ class Emulator(launching.LaunchBackend):
     multiprocessor_count: int
     outputs: list[Output]
 
-    def supports(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu and tensor.dtype in launching.KERNEL_DTYPES
+    device_type = "cpu"
+
+    def refusal(self) -> str | None:
+        return None
 
     def multiprocessors(self, device: torch.device) -> int:
         return self.multiprocessor_count
