@@ -36,7 +36,9 @@ class Quantize(BasicOperation):
     def extra_repr(self) -> str:
         return f"forward={self._quantize_forward}, backward={self._quantize_backward}"
 
-    def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
+    def output_quantization(
+        self, side: str, key: PlanKey, wanted: QuantSpec | None
+    ) -> QuantSpec | None:
         """The quantization on the sides where this op quantizes, with the usage of the reader."""
         made = self._wanted(side, key)
         if made is None or not self.kernels(side, key):

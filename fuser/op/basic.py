@@ -225,7 +225,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return None
         return self._wanted("backward", key)
 
-    def emitted(self, side: str, key: PlanKey, wanted: QuantSpec | None) -> QuantSpec | None:
+    def output_quantization(
+        self, side: str, key: PlanKey, wanted: QuantSpec | None
+    ) -> QuantSpec | None:
         """The quantization of the op's output, or on ``"backward"`` of its input's gradient.
 
         ``wanted`` is the quantization that the op which reads it wants.

@@ -114,7 +114,7 @@ def _named(ops: Sequence[BasicOperation], index: int) -> str:
     return f"op {index} ({type(ops[index]).__name__})"
 
 
-def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
+def with_quantized_outputs(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
     """``key`` with the quantization of each tensor between ``ops``, as the two ops agree on it."""
     if key.recipe is None:
         return key
@@ -124,13 +124,13 @@ def with_emissions(ops: Sequence[BasicOperation], key: PlanKey) -> PlanKey:
         before, after = gap - 1, gap
         if before >= 0:
             wanted = ops[after].input_quantization(narrowed[after]) if after < len(ops) else None
-            value = ops[before].emitted("forward", narrowed[before], wanted)
+            value = ops[before].output_quantization("forward", narrowed[before], wanted)
             keys[before] = replace(keys[before], output=value)
             if after < len(ops):
                 keys[after] = replace(keys[after], input=value)
         if after < len(ops) and key.ops[after].input_requires_grad:
             wanted = ops[before].grad_output_quantization(narrowed[before]) if before >= 0 else None
-            grad = ops[after].emitted("backward", narrowed[after], wanted)
+            grad = ops[after].output_quantization("backward", narrowed[after], wanted)
             keys[after] = replace(keys[after], grad_input=grad)
             if before >= 0:
                 keys[before] = replace(keys[before], grad_output=grad)

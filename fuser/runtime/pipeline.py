@@ -17,7 +17,7 @@ from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
 from fuser.graph_break import breaks_graph
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
-from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_emissions
+from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
 from fuser.plan.planner import make_plan
 from fuser.plan.registered import FusionFunction, RegisteredFusions, check_has_methods
@@ -314,7 +314,7 @@ class OperationFuser:
             registered=_registered,
             no_kernels=kernel_refusal(device.type),
         )
-        key = with_emissions(self.basic_ops, key)
+        key = with_quantized_outputs(self.basic_ops, key)
         run = self._plans.get(key)
         if run is None:
             if key.recipe is not None:
