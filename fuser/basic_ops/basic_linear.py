@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
+from fuser.basic_ops.kept_weight import kept_weight
 from fuser.basic_ops.linear_operands import (
     gemm_name,
     native_row,
@@ -23,7 +22,8 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.errors import InputError, StateError
+from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.errors import InputError
 from fuser.op import (
     BasicOperation,
     Grads,
@@ -38,7 +38,6 @@ from fuser.op import (
 from fuser.precision.contexts import (
     current_parameter_init,
     initialised_weight,
-    recomputed_state,
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
@@ -56,17 +55,16 @@ class BasicLinear(BasicOperation):
     in_features, out_features
         Last dimension of the input and of the output.
     device, dtype
-        Of the weight, shape ``[out_features, in_features]``. On the meta
-        device the weight is made at the first forward, on the default device.
+        Device and dtype of the weight, shape ``[out_features, in_features]``. A weight on the meta
+        device is allocated at the first forward, on the default device.
     tensor_parallel_mode, tensor_parallel_group, sequence_parallel
-        Sharding over a process group. This version runs on one rank, where the
-        modes mean nothing.
+        Sharding over a process group. This version runs on one rank, so the modes have no effect.
     rng_state_tracker_function
         Returns an object whose ``fork()`` is the context in which the weight
         is initialised.
     accumulate_into_main_grad
-        Add the weight gradient to ``weight.main_grad`` instead of returning it; write it there
-        where ``weight.overwrite_main_grad`` is true.
+        Add the weight gradient to ``weight.main_grad`` instead of returning it; overwrite the
+        buffer if ``weight.overwrite_main_grad`` is true.
 
     Raises
     ------
@@ -109,7 +107,7 @@ class BasicLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
-        # Of the first microbatch, by the weight: what its quantized form was made for, and that.
+        # The quantized weight of the first microbatch (kept_weight.py).
         self._kept_weight: WeakTensorKeyDictionary | None = None
         self.weight: torch.nn.Parameter
         self.register_parameter(
@@ -130,7 +128,7 @@ class BasicLinear(BasicOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def reset_parameters(self) -> None:
-        """Initialise the weight as torch.nn.Linear does; makes it first if it is on meta."""
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first."""
         weight = fresh = self.weight
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
@@ -154,7 +152,7 @@ class BasicLinear(BasicOperation):
         if self.weight.is_meta:
             self.reset_parameters()
 
-    # -- what the planner asks ------------------------------------------------
+    # -- questions of the planner ------------------------------------------------
 
     @property
     def saves_input(self) -> bool:  # type: ignore[override]
@@ -183,11 +181,11 @@ class BasicLinear(BasicOperation):
         )
 
     def context_constants(self, key: PlanKey) -> dict[str, Any]:
-        """What backward fusions written for other libraries read of a linear's context.
+        """Constants of a linear's context, under the names that other libraries' fusions read.
 
-        The dtype in which it computes, whether the weight's gradient is wanted, whether backward
-        multiplies quantized tensors, and the quantizers, with the copies that its GEMMs read.
-        Quantizers that are no constants of the plan are set by a quantized forward.
+        The compute dtype, whether the weight needs a gradient, whether backward multiplies
+        quantized tensors, and the quantizers with the usages that the GEMMs read. A quantized
+        forward sets the quantizers that are no constants of the plan.
         """
         (op,), recipe = key.ops, key.recipe
         constants: dict[str, Any] = {
@@ -222,9 +220,9 @@ class BasicLinear(BasicOperation):
         (op,) = key.ops
         recipe = key.recipe
         if recipe is None or op.input_dtype != self._compute_dtype(key):
-            return None  # a dtype that must be cast first is quantized here
+            return None  # this op casts the input first, and quantizes it itself
         if recipe.backward_override == "high_precision":
-            return None  # backward wants the original, which a quantizing producer would hide
+            return None  # backward reads the unquantized input, so the producer must not quantize
         return operands_of("forward", key, self.quantizer_format)["input"]
 
     def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
@@ -233,10 +231,10 @@ class BasicLinear(BasicOperation):
     def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
         return gemm_name(name, a, b, key, self.quantizer_format)
 
-    # -- what fused ops ask ---------------------------------------------------
+    # -- questions of fused ops ---------------------------------------------------
 
     def bias_refusal(self, key: PlanKey, bias: torch.Tensor) -> str | None:
-        """Why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
+        """The reason why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
         compute = self._compute_dtype(key)
         if key.recipe is not None:
             row = native_row("input", "weight", key, self.quantizer_format)
@@ -251,11 +249,11 @@ class BasicLinear(BasicOperation):
         return None
 
     def biased_gemm(self, key: PlanKey) -> str:
-        """What the forward GEMM is called where a bias is its epilogue."""
+        """The name of the forward GEMM with a bias as its epilogue."""
         return "addmm" if key.recipe is None else self.kernels("forward", key.window(0, 1))[0]
 
     def addend_refusal(self, side: str, key: PlanKey) -> str | None:
-        """Why the GEMM of the output, or on ``"backward"`` dgrad, takes no addend; None if it does.
+        """The reason why the forward GEMM, or dgrad, cannot add a tensor; None if it can.
 
         ``key`` begins with this op.
         """
@@ -268,7 +266,7 @@ class BasicLinear(BasicOperation):
         return f"{row.name} takes no addend: torch._scaled_mm adds a bias and nothing else."
 
     def grad_scale_refusal(self, key: PlanKey) -> str | None:
-        """Why the GEMMs of backward take no scale of the output's gradient; None if they do.
+        """The reason why the backward GEMMs cannot scale the output's gradient; None if they can.
 
         ``key`` begins with this op.
         """
@@ -276,7 +274,7 @@ class BasicLinear(BasicOperation):
         if recipe is None or not recipe.quantizes_backward:
             return None
         if recipe.delayed() or recipe.custom():
-            # To quantize the gradient without the scale would record another tensor's amax.
+            # Quantizing dy without the scale would record the amax of another tensor.
             name = type(recipe).__name__
             return f"{name} may record the amax of scale * dy, and here dy would be quantized."
         wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
@@ -290,9 +288,9 @@ class BasicLinear(BasicOperation):
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and weight as an unquantized GEMM wants them, in the compute dtype.
+        """Input and weight in the compute dtype, for an unquantized GEMM.
 
-        Keeps of them in ``ctx`` what the wanted gradients need.
+        Saves in ``ctx`` the operands that the wanted gradients need.
         """
         # Not self.weight at once: torch.nn.Module.__getattr__ costs 0.4 us.
         x, weight = input_, self._parameters.get("weight")
@@ -315,7 +313,7 @@ class BasicLinear(BasicOperation):
         *,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T (+ bias)``, quantized under a recipe; keeps what backward needs."""
+        """``x @ weight.T (+ bias)``, quantized under a recipe; saves the operands of backward."""
         if ctx.has_recipe:
             qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
             dtype = ctx.compute_dtype
@@ -339,9 +337,9 @@ class BasicLinear(BasicOperation):
     def _quantized_operands(
         self, ctx: OperationContext, input_: torch.Tensor, is_first_microbatch: bool | None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Input and weight with rowwise copies; keeps in ``ctx`` what the wanted gradients need.
+        """Input and weight with rowwise copies; saves in ``ctx`` the operands of backward.
 
-        What was made here is kept as it is, without another tensor for one copy of it.
+        A tensor that was quantized here is saved itself, without an alias for one of its copies.
         """
         if input_.shape[-1] != self.in_features:
             self._check_features(input_.shape)
@@ -360,7 +358,7 @@ class BasicLinear(BasicOperation):
         qx = quantized(input_, dtype, input_quantizer)
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
         if ctx.requires_grad:
-            # What is made anew at every call, by a quantizer that says so, nobody else has.
+            # A quantizer with a launch key returns new tensors, which nobody else holds.
             x_is_own = qx is not input_ and input_quantizer.launch_key is not None
             weight_is_own = (
                 is_first_microbatch is None
@@ -380,14 +378,14 @@ class BasicLinear(BasicOperation):
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
 
     def _look_up_quantizers(self, ctx: OperationContext) -> None:
-        """Set the quantizers of this call, where they are no constants of the plan."""
+        """Set the quantizers of this call, if they are no constants of the plan."""
         for name, mode, index, spec in ctx.operand_usages:
             quantizer = self.quantizer_value(mode, index)
             assert quantizer is not None
             setattr(ctx, name, quantizer.with_usage(**spec.usage))
 
     def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
-        """What a weight on ``device`` that is quantized as a parameter carries."""
+        """The quantizer of a weight that is a quantized parameter on ``device``."""
         if not isinstance(recipe, DelayedScaling):
             return make_quantizer(recipe, "weight")
         state, dtypes, device = self._delayed_state("forward", recipe, device)
@@ -397,9 +395,9 @@ class BasicLinear(BasicOperation):
         return quantizer
 
     def _bind(self, weight: QuantizedTensor) -> None:
-        """Have a delayed-scaling weight carry the scales of this op's state.
+        """Give a delayed-scaling weight the scales of this op's state.
 
-        A copied or loaded op, or one on another device, has another state.
+        The state changes when an op is copied, loaded or moved to another device.
         """
         carried, state = weight._quantizer, self._delayed.get("forward")
         if state is None or not isinstance(carried, Float8Quantizer):
@@ -416,38 +414,24 @@ class BasicLinear(BasicOperation):
         quantizer: Quantizer,
         is_first_microbatch: bool | None,
     ) -> QuantizedTensor:
-        """The quantized weight; the one of the first microbatch for those that follow.
-
-        A weight that is seen to have changed since is quantized anew, whatever the caller says.
-        """
+        """The quantized weight; see :func:`kept_weight` for a caller that counts microbatches."""
         if isinstance(weight, QuantizedTensor):
             if self._init is not None and isinstance(self._init.recipe, DelayedScaling):
                 self._bind(weight)
             return weight
         if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer)
-        version = None if weight.is_inference() else weight._version
-        # Delayed scaling has another scale, and so another quantizer, in a recomputation.
-        is_delayed = isinstance(quantizer, Float8Quantizer)
-        both = quantizer.with_usage(rowwise=True, columnwise=True)
-        how = quantizer.encoding() if is_delayed else both
-        made_for = (version, optimizer_steps(), weight.data_ptr(), dtype, how)
-        kept = self._kept_weight.get(weight) if self._kept_weight else None  # type: ignore[no-untyped-call]
-        if kept is not None and kept[0] == made_for:
-            made: QuantizedTensor = kept[1]
-            is_taken = recomputed_state() is not None or not is_first_microbatch
-            if is_taken and (made._has("columnwise") or not quantizer.columnwise):
-                return made
-        made = quantized(weight, dtype, quantizer)
-        self._kept_weight = WeakTensorKeyDictionary({weight: (made_for, made)})
+        made, self._kept_weight = kept_weight(
+            self._kept_weight, weight, dtype, quantizer, is_first_microbatch
+        )
         return made
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         return {**state, "_kept_weight": None}
 
-    # Both may swap the weight with another tensor, which torch refuses to do with one that has
-    # weak references; and the kept one is none of what comes.
+    # Both methods may swap the weight with another tensor. torch refuses to swap a tensor that has
+    # weak references, and the kept weight does not belong to the new contents.
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._kept_weight = None
@@ -464,40 +448,12 @@ class BasicLinear(BasicOperation):
 
     @property
     def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
-        """As the constructor was told."""
+        """The argument of the constructor."""
         return self._accumulate_into_main_grad
 
     def _main_grad(self, ctx: OperationContext) -> torch.Tensor | None:
-        """The buffer of the weight that the forward read; None where its gradient is returned.
-
-        So it is for a value that ``torch.func.functional_call`` passed, which has no buffer.
-        Megatron-LM's sharding hands a buffer out for each backward, by ``get_main_grad``, and what
-        is in it is not to be added to where ``overwrite_main_grad`` is set.
-        """
-        weight: Any = ctx.main_grad_owner
-        if hasattr(weight, "__fsdp_param__"):
-            weight.main_grad = weight.get_main_grad()
-        main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-        if main_grad is None and weight is self._parameters.get("weight"):
-            raise StateError(
-                "BasicLinear accumulates its weight gradient into weight.main_grad, "
-                "but the weight has no main_grad."
-            )
-        if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
-            main_grad.zero_()
-        return main_grad
-
-    def _grad_in_main_grad(self, ctx: OperationContext) -> torch.Tensor | None:
-        """What autograd is to see of a weight gradient that went into ``main_grad``."""
-        weight: Any = ctx.main_grad_owner
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        # Megatron-LM's hooks fire on a gradient; this one carries no values
-        # unless zero_out_wgrad asks for zeros.
-        weight.grad_added_to_main_grad = True
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        stand_in: torch.Tensor = make(weight)
-        return stand_in
+        owner = ctx.main_grad_owner
+        return None if owner is None else main_grad_of(owner, self._parameters.get("weight"))
 
     # -- running --------------------------------------------------------------
 
@@ -511,13 +467,12 @@ class BasicLinear(BasicOperation):
     ) -> torch.Tensor:
         """``x @ weight.T``.
 
-        ``is_first_microbatch`` is for a caller that runs several microbatches
-        between two changes of the weight: True quantizes the weight and keeps
-        it, False takes the kept one, and None quantizes at every call. False
-        quantizes anew after a step of any ``torch.optim.Optimizer``, and after
-        a write that torch counts (``weight._version``) or that moved the
-        weight. Writes through ``weight.data`` and kernels called by hand, such
-        as ``torch._fused_adam_``, are not seen: say True after them.
+        ``is_first_microbatch`` is for a caller that runs several microbatches between two changes
+        of the weight: True quantizes the weight and keeps it, False uses the kept weight, and None
+        quantizes at every call. False quantizes again after a step of any
+        ``torch.optim.Optimizer``, after a write that torch counts (``weight._version``), and if
+        the weight has moved. It does not notice writes through ``weight.data`` or by kernels that
+        the caller launches, such as ``torch._fused_adam_``: pass True after them.
         """
         y = self.matmul(ctx, input_, is_first_microbatch=is_first_microbatch)
         return write_output(y, next_op_input_quantizer)
@@ -531,11 +486,10 @@ class BasicLinear(BasicOperation):
     ) -> tuple[torch.Tensor | None, Grads]:
         """``scale * dy @ weight (+ addend)``, and ``scale * dy.T @ x`` for the weight.
 
-        Each is None where it is not wanted; the weight's as well where it went
-        into ``main_grad``.
+        Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
         """
         x, weight = ctx.saved_tensors
-        # A fused op that others wrote may have run the forward, and saved plain operands.
+        # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:
                 return self._quantized_backward(ctx, grad_output, x, weight, scale, addend)
@@ -550,12 +504,12 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
         if x is not None:
-            main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
+            main_grad = self._main_grad(ctx)
             if main_grad is None:
                 grad_weight = gemm.wgrad(dy, x, scale)
             else:
                 gemm.wgrad_accumulate(main_grad, dy, x, scale)
-                grad_weight = self._grad_in_main_grad(ctx)
+                grad_weight = stand_in_gradient(ctx.main_grad_owner)
         return grad_input, (grad_weight,)
 
     def _quantized_backward(
@@ -567,7 +521,7 @@ class BasicLinear(BasicOperation):
         scale: float,
         addend: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, Grads]:
-        """:meth:`op_backward` with every operand quantized."""
+        """:meth:`op_backward` with quantized operands."""
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None
         assert quantizer is not None
@@ -584,7 +538,7 @@ class BasicLinear(BasicOperation):
             grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
-            main_grad = None if ctx.main_grad_owner is None else self._main_grad(ctx)
+            main_grad = self._main_grad(ctx)
             if main_grad is None:
                 grad_weight = gemm.quantized_wgrad(
                     columns, x, dtype, is_split=wgrad_is_split, scale=scale
@@ -593,7 +547,7 @@ class BasicLinear(BasicOperation):
                 gemm.quantized_wgrad_accumulate(
                     main_grad, columns, x, dtype, is_split=wgrad_is_split, scale=scale
                 )
-                grad_weight = self._grad_in_main_grad(ctx)
+                grad_weight = stand_in_gradient(ctx.main_grad_owner)
         return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
@@ -602,25 +556,3 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.in_features}."
             )
-
-
-_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _steps
-    _steps += 1
-
-
-@functools.cache
-def _register_step_count() -> None:
-    register_optimizer_step_post_hook(_count_step)
-
-
-def optimizer_steps() -> int:
-    """Steps of optimizers since this was first asked.
-
-    Fused optimizers write to parameters without raising their version.
-    """
-    _register_step_count()
-    return _steps

@@ -1,4 +1,4 @@
-"""The quantized operands of a linear: which copies its GEMMs read, how they are made and kept."""
+"""Quantized operands of a linear: the copies that its GEMMs read, and how they are saved."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fuser.tensors import QuantizedTensor, Quantizer
 # -- planning ---------------------------------------------------------------------
 
 FormatOf = Callable[[Recipe, str], NumberFormat]
-"""The format in which a linear quantizes what has a role, under a recipe."""
+"""The format of the tensor with a role, such as ``"weight"``, under a recipe."""
 
 
 def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, QuantSpec]:
-    """How the GEMMs of one linear read what it quantizes on ``side``, by role; {} for nothing.
+    """Format and usages of each tensor that a linear quantizes on ``side``, by role.
 
-    ``key`` is narrowed to the linear, whose first parameter is its weight.
+    Empty without a recipe, and for a backward in high precision. ``key`` is narrowed to the
+    linear, whose first parameter is its weight.
     """
     recipe, (op,) = key.recipe, key.ops
     if recipe is None:
@@ -44,7 +45,7 @@ def operands_of(side: str, key: PlanKey, format_of: FormatOf) -> dict[str, Quant
 
 
 def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm | None:
-    """How the chip multiplies the tensors of two roles under ``key``; None: it is emulated."""
+    """The native GEMM for the tensors of two roles; None if the product is emulated."""
     assert key.recipe is not None
     (op,) = key.ops[:1]
     arrives = {
@@ -57,7 +58,7 @@ def native_row(a: str, b: str, key: PlanKey, format_of: FormatOf) -> NativeGemm 
 
 
 def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> str:
-    """``name``, such as ``"dgrad mm"``, with what multiplies the two roles' tensors."""
+    """``name``, such as ``"dgrad mm"``, with the GEMM that multiplies the tensors of two roles."""
     row = native_row(a, b, key, format_of)
     if row is None:
         return f"{name} (emulated)"
@@ -75,14 +76,15 @@ def quantized(tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer) ->
 
 
 def readable(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> QuantizedTensor:
-    """A tensor with its ``"rowwise"`` or ``"columnwise"`` copy, for a GEMM to read at once."""
+    """The tensor if it has the ``"rowwise"`` or ``"columnwise"`` copy, else one that has it."""
     return tensor if tensor._has(usage) else saved_operand(tensor, usage, quantizer)
 
 
 def saved_operand(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> QuantizedTensor:
-    """A tensor's ``"rowwise"`` or ``"columnwise"`` copy alone.
+    """The ``"rowwise"`` or ``"columnwise"`` copy of a tensor alone.
 
-    Where it is not there and cannot be made from the other, the values are quantized again.
+    If the tensor lacks it, and it cannot be made from the other copy, the values are quantized
+    again.
     """
     try:
         return tensor.with_usage(usage)
@@ -92,12 +94,12 @@ def saved_operand(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> 
 
 
 def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What ``tensor`` was quantized from, where it says so, or as it is; in ``dtype``."""
+    """The unquantized source of ``tensor`` if it holds one, else the tensor; in ``dtype``."""
     source = getattr(tensor, "high_precision_source", None)
     tensor = tensor if source is None else source
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def plain(tensor: Any, dtype: torch.dtype) -> Any:
-    """A quantized tensor's values in ``dtype``; anything else as it is."""
+    """The values of a quantized tensor in ``dtype``; any other tensor unchanged."""
     return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor

@@ -1,0 +1,48 @@
+"""``weight.main_grad``: weight gradients that are added to a buffer, as Megatron-LM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.errors import StateError
+
+
+def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
+    """The buffer of ``weight``, which the forward read; None if its gradient is returned.
+
+    None for a weight that ``torch.func.functional_call`` passed, which has no buffer. ``own`` is
+    the op's own weight. Megatron-LM's sharding gives a buffer to each backward, by
+    ``get_main_grad``. Where ``overwrite_main_grad`` is set, the buffer is cleared first.
+
+    Raises
+    ------
+    StateError
+        If the op's own weight has no ``main_grad``.
+    """
+    if hasattr(weight, "__fsdp_param__"):
+        weight.main_grad = weight.get_main_grad()
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is None and weight is own:
+        raise StateError(
+            "BasicLinear accumulates its weight gradient into weight.main_grad, "
+            "but the weight has no main_grad."
+        )
+    if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
+        main_grad.zero_()
+    return main_grad
+
+
+def stand_in_gradient(weight: Any) -> torch.Tensor | None:
+    """The gradient that autograd gets for a weight whose gradient went into ``main_grad``.
+
+    Megatron-LM's hooks run only if there is one. It has no values; zeros if ``zero_out_wgrad``
+    asks for them. None for a weight without ``grad_added_to_main_grad``.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    stand_in: torch.Tensor = make(weight)
+    return stand_in
