@@ -195,14 +195,16 @@ class BasicLinear(BasicOperation):
             "input_quantizer": None,
             "weight_quantizer": None,
         }
-        usages: list[tuple[str, str, int, QuantSpec]] = []
+        usages = []
         for side in ("forward", "backward"):
             operands = operands_of(side, key, self.quantizer_format)
             for index, (role, spec) in enumerate(operands.items()):
+                if not (spec.rowwise or spec.columnwise):
+                    continue  # a gradient that no GEMM reads
                 assert recipe is not None
                 name, quantizer = f"{role}_quantizer", self.constant_quantizer(recipe, side, index)
                 constants[name] = quantizer and quantizer.with_usage(**spec.usage)
-                usages.append((name, side, index, spec))
+                usages.append((name, side, index, spec.rowwise, spec.columnwise))
         constants["operand_usages"] = tuple(usages)
         return constants
 
@@ -379,10 +381,10 @@ class BasicLinear(BasicOperation):
 
     def _look_up_quantizers(self, ctx: OperationContext) -> None:
         """Set the quantizers of this call, if they are no constants of the plan."""
-        for name, mode, index, spec in ctx.operand_usages:
+        for name, mode, index, rowwise, columnwise in ctx.operand_usages:
             quantizer = self.quantizer_value(mode, index)
             assert quantizer is not None
-            setattr(ctx, name, quantizer.with_usage(**spec.usage))
+            setattr(ctx, name, quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
 
     def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
         """The quantizer of a weight that is a quantized parameter on ``device``."""
@@ -451,10 +453,6 @@ class BasicLinear(BasicOperation):
         """The argument of the constructor."""
         return self._accumulate_into_main_grad
 
-    def _main_grad(self, ctx: OperationContext) -> torch.Tensor | None:
-        owner = ctx.main_grad_owner
-        return None if owner is None else main_grad_of(owner, self._parameters.get("weight"))
-
     # -- running --------------------------------------------------------------
 
     def op_forward(
@@ -504,7 +502,8 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
         if x is not None:
-            main_grad = self._main_grad(ctx)
+            owner, own = ctx.main_grad_owner, self._parameters.get("weight")
+            main_grad = None if owner is None else main_grad_of(owner, own)
             if main_grad is None:
                 grad_weight = gemm.wgrad(dy, x, scale)
             else:
@@ -538,7 +537,8 @@ class BasicLinear(BasicOperation):
             grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
-            main_grad = self._main_grad(ctx)
+            owner, own = ctx.main_grad_owner, self._parameters.get("weight")
+            main_grad = None if owner is None else main_grad_of(owner, own)
             if main_grad is None:
                 grad_weight = gemm.quantized_wgrad(
                     columns, x, dtype, is_split=wgrad_is_split, scale=scale

@@ -124,7 +124,7 @@ class _Normalization(BasicOperation):
         parameters = [getattr(self, name) for name in self.parameter_names]
         y, *statistics, z = self._forward(
             x,
-            *(parameter.flatten() for parameter in parameters),
+            *map(torch.Tensor.flatten, parameters),
             self.eps,
             ctx.autocast_dtype or parameters[0].dtype,
             zero_centered=self.zero_centered_gamma,
@@ -150,14 +150,14 @@ class _Normalization(BasicOperation):
         dx, *grads = self._backward(
             grad_output.reshape(x.shape),
             x,
-            *(parameter.flatten() for parameter in saved[:count]),
+            *map(torch.Tensor.flatten, saved[:count]),
             *saved[count:],
             (ctx.input_requires_grad, *ctx.params_require_grad),
             zero_centered=ctx.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
         )
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
-        return dx, tuple(self._param_grad(grad) for grad in grads)
+        return dx, tuple(map(self._param_grad, grads))
 
     def runs_in_kernel(self, key: PlanKey) -> bool:
         """Whether this norm has kernels, also with an addition to the input or to its gradient."""
