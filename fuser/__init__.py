@@ -90,7 +90,7 @@ from fuser.tensors import (
 from fuser.tensors import compatibility as _compatibility  # noqa: F401 - adds methods to tensors
 from fuser.version import __version__
 
-if not _typing.TYPE_CHECKING:  # a type checker would take every name for one of this package
+if not _typing.TYPE_CHECKING:  # a type checker would accept every name of this package
     from fuser.compatibility.functions import missing_attribute as __getattr__  # noqa: F401
 
 __all__ = [

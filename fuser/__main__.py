@@ -24,7 +24,7 @@ from fuser.version import __version__
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
 
-# Rows of the input that a plan is made for; bytes a token do not depend on it.
+# Rows of the input to plan for; bytes a token do not depend on this number.
 ROWS = 8192
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
@@ -33,16 +33,16 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in COMPUTE_DTYPES}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
-    0 is success and 2 a mistake of the user, which one sentence on stderr
-    explains. ``doctor`` returns 1 where something installed is broken, and
-    ``demo`` what the demo returns.
+    0 is success. 2 is a mistake of the user, explained by one sentence on stderr.
+    ``doctor`` returns 1 if an installed component is broken, and ``demo`` returns
+    the status of the demo.
     """
     parser = _parser()
     try:
         options, rest = parser.parse_known_args(argv)
         if rest and options.command != "demo":
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    except SystemExit as stop:  # argparse has printed its help or its complaint
+    except SystemExit as stop:  # argparse has printed its help or its error
         return int(stop.code or 0)
     try:
         if options.command == "demo":
@@ -109,7 +109,7 @@ def _plan(options: argparse.Namespace) -> int:
     shape = None if options.input is None else _shape(options.input)
     dtype = None if options.dtype is None else _dtype(options.dtype)
     if options.draw is not None:
-        renderer_for(options.draw)  # refuses before anything is made or printed
+        renderer_for(options.draw)  # raises before anything is made or printed
     model, inputs = _made_by(options.factory)
     if dtype is not None:
         model.to(dtype)
@@ -119,7 +119,7 @@ def _plan(options: argparse.Namespace) -> int:
             shape or _default_shape(model),
             dtype=inputs[0].dtype if inputs else _dtype_of(model),
             device="meta",
-            # In training a model usually follows another layer.
+            # In training, the layer before a model usually needs a gradient.
             requires_grad=options.training,
         )
         inputs = (main_input, *inputs[1:])
@@ -136,7 +136,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _made_by(target: str) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
-    """The model that ``MODULE:FACTORY`` makes, and the inputs it gives with it."""
+    """The model that ``MODULE:FACTORY`` makes, and the inputs that it returns with it."""
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
         raise InputError(f"{target!r} is not of the form MODULE:FACTORY, e.g. models.py:build.")
@@ -182,15 +182,15 @@ def _module_named(name: str) -> ModuleType:
 
 
 def _module_at(path: Path) -> ModuleType:
-    """The module in a file."""
+    """The module in the file ``path``."""
     if not path.is_file():
         raise InputError(f"There is no file {str(path)!r}.")
-    # Not the plain stem: a file may be called like a module that is loaded already.
+    # Not the plain stem: a loaded module may have the same name as the file.
     spec = importlib.util.spec_from_file_location(f"fuser_loaded_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickle look a class's module up by its name.
+    # Dataclasses and pickle look up a class's module by its name.
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
@@ -201,7 +201,7 @@ def _module_at(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Let modules of ``folder`` be imported, as python does for the script it runs."""
+    """Make modules of ``folder`` importable, as python does for the script that it runs."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -210,7 +210,7 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 def _default_shape(model: Sequential) -> tuple[int, ...]:
-    """:data:`ROWS` rows of what the first op that tells its input size takes."""
+    """:data:`ROWS` rows of the input size of the first op that has one."""
     for module in model.modules():
         size = next(
             (
@@ -230,7 +230,7 @@ def _default_shape(model: Sequential) -> tuple[int, ...]:
 
 
 def _dtype_of(model: Sequential) -> torch.dtype:
-    """The dtype of the model's first floating-point parameter, torch's default without one."""
+    """The dtype of the model's first floating-point parameter, or torch's default."""
     dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     return next(dtypes, torch.get_default_dtype())
 

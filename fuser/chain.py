@@ -1,7 +1,7 @@
-"""Stages of pointwise chains: what each op of a chain does, as a value.
+"""Stages of pointwise chains: a value that describes each op of a chain.
 
-References, kernels and ops share it, and it knows none of them. ``register`` adds a stage of a
-user's own.
+References, kernels and ops use this file, and it imports none of them. ``register`` adds a
+stage defined by the user.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from fuser.errors import InputError
 
 
 class Traits(NamedTuple):
-    """What all stages of a name have in common.
+    """The properties that all stages of one name share.
 
-    ``struct`` is their type in device code. Of ``scalars`` numbers the first
-    ``positive`` must be positive. ``operand`` says what tensor the stage reads:
-    ``"columns"``, one element a column; ``"elements"``, one an element;
-    ``"seed"``, two int64; None for none. Backward reads the input of an
-    activation, and of no other stage. The last three are those of stages that
-    users :func:`register`.
+    ``struct`` is the stage's type in device code. ``scalars`` is the number of
+    its scalars, of which the first ``positive`` must be positive. ``operand`` is
+    the tensor that the stage reads: ``"columns"``, one element for each column;
+    ``"elements"``, one for each element; ``"seed"``, two int64; None for no tensor.
+    The backward of an activation reads the activation's input; the backward of
+    other stages does not. The last three fields are set for stages that users
+    :func:`register`.
     """
 
     struct: str
@@ -78,44 +79,44 @@ def register(
     is_activation: bool = True,
     is_gated: bool = False,
 ) -> None:
-    """Add a stage of your own, which ``Stage(name, scalars)`` then names.
+    """Add a stage of your own; ``Stage(name, scalars)`` then creates it.
 
-    Kernels of chains include the header where they have the struct. The functions compute the same
-    in plain torch, in float32; they run where kernels do not, and are what kernels are compared
-    with.
+    A kernel of a chain with this struct includes the header. ``forward`` and ``backward`` compute
+    the same in PyTorch, in float32. They run if kernels do not run, and tests compare the kernels
+    with them.
 
     Parameters
     ----------
     name
-        Of the stage; no stage of the library has it.
+        Name of the stage; not a name of one of the library's stages.
     struct
-        The C++ type, with its namespace: ``"mine::Tanh"``. Of an activation a template over the
-        dtype, ``template <class T> using Tanh = fuser::Unary<...>`` or ``fuser::Gated<...>``; of
-        another stage a struct derived from ``fuser::Stage``.
+        The C++ type, with its namespace: ``"mine::Tanh"``. For an activation, a template over the
+        dtype, ``template <class T> using Tanh = fuser::Unary<...>`` or ``fuser::Gated<...>``; for
+        another stage, a struct derived from ``fuser::Stage``.
     header
-        The file that defines it, which may include ``<fuser/extend.cuh>`` and files beside it.
+        The file that defines it; it may include ``<fuser/extend.cuh>`` and files in its folder.
     forward
-        ``forward(x, *scalars)``; ``forward(gate, linear, *scalars)`` of a gated activation.
+        ``forward(x, *scalars)``; for a gated activation ``forward(gate, linear, *scalars)``.
     backward
-        The gradient of x: ``backward(dy, x, *scalars)`` of an activation,
-        ``backward(dy, gate, linear, *scalars)``, which returns two, of a gated one, and
-        ``backward(dy, *scalars)`` of another stage.
+        The gradient of x. For an activation ``backward(dy, x, *scalars)``; for a gated one
+        ``backward(dy, gate, linear, *scalars)``, which returns two tensors; for another stage
+        ``backward(dy, *scalars)``.
     scalars, positive
-        How many numbers the stage takes, and how many of the first must be positive.
+        The number of scalars of the stage, and how many of the first must be positive.
     is_activation
         Whether backward reads the stage's input.
     is_gated
-        Whether the output has half the columns; only of an activation.
+        Whether the output has half the columns; only for an activation.
 
     Raises
     ------
     InputError
-        If the header is not there, the struct has no namespace or that of the library, or the name
-        or the struct belongs to another stage.
+        If the header does not exist, the struct has no namespace or the library's namespace, or
+        the name or the struct belongs to another stage.
     """
     path = Path(header).resolve()
     if not path.is_file():
-        raise InputError(f"Stage {name!r} got the header {path}, which is not there.")
+        raise InputError(f"Stage {name!r} got the header {path}, which does not exist.")
     if not re.fullmatch(r"(?!fuser::)\w+(::\w+)+", struct):
         raise InputError(
             f"Stage {name!r} got the struct {struct!r}; it is a C++ type in a namespace of your "
@@ -125,19 +126,19 @@ def register(
         raise InputError(f"Stage {name!r} got is_gated=True; only activations are gated.")
     row = Traits(struct, scalars, positive, is_activation, is_gated, None, path, forward, backward)
     known = STAGES.get(name)
-    # The same stage again is a module that is loaded again: its functions are the newer ones.
+    # The same stage again: its module was reloaded, and the new functions replace the old ones.
     if known is not None and known[:-2] != row[:-2]:
-        raise InputError(f"There is a stage {name!r} already, with the struct {known.struct!r}.")
+        raise InputError(f"Stage {name!r} exists already, with the struct {known.struct!r}.")
     owner = next((n for n, traits in STAGES.items() if traits.struct == struct and n != name), None)
     if owner is not None:
         raise InputError(
-            f"The struct {struct!r} is that of stage {owner!r}; {name!r} needs its own."
+            f"The struct {struct!r} belongs to stage {owner!r}; {name!r} needs another one."
         )
     STAGES[name] = row
 
 
 def headers_in(text: str) -> tuple[Path, ...]:
-    """The headers of the registered stages whose structs occur in a kernel's C++ name."""
+    """The headers of the registered stages whose structs occur in ``text``, a kernel's C++ name."""
     rows = (traits for traits in STAGES.values() if traits.header is not None)
     return tuple(
         dict.fromkeys(
@@ -157,14 +158,14 @@ class Stage:
     name
         A key of ``STAGES``.
     scalars
-        The scale; the probability that a dropout zeroes an element; what the
-        activation's formula takes.
+        The scale; the probability that a dropout zeroes an element; the parameters
+        of an activation's formula.
     interleave
         Width of the column blocks in which the gate and the linear part of a
-        gated activation alternate; None for the halves of a row.
+        gated activation alternate; None if they are the halves of a row.
     is_scaled
         Whether the rows of an activation are multiplied by its operand, one
-        scale a row, before the output is rounded.
+        scale for each row, before the output is rounded.
 
     Raises
     ------
@@ -174,7 +175,7 @@ class Stage:
     """
 
     name: str
-    # Stages are keys of what is launched: 0.0 is another scalar than -0.0, and a NaN is itself.
+    # Compared by their bits, as a key of launches: 0.0 differs from -0.0, and a NaN equals itself.
     scalars: tuple[float, ...] = field(default=(), compare=False)
     interleave: int | None = None
     is_scaled: bool = False
@@ -199,11 +200,13 @@ class Stage:
                 f"Stage {self.name} got interleave {self.interleave}; gated activations take one."
             )
         if self.interleave is not None and self.interleave < 1:
-            raise InputError(f"{self.name} got glu_interleave_size {self.interleave}; it is >= 1.")
+            raise InputError(
+                f"{self.name} got glu_interleave_size {self.interleave}; it must be >= 1."
+            )
         if self.is_scaled and not traits.is_activation:
             raise InputError(f"Stage {self.name} got is_scaled=True; only activations are scaled.")
         if self.name == "dropout" and not 0 <= self.scalars[0] <= 1:
-            raise InputError(f"A dropout got p={self.scalars[0]}; it is between 0 and 1.")
+            raise InputError(f"A dropout got p={self.scalars[0]}; it must be between 0 and 1.")
         object.__setattr__(self, "_bits", struct.pack(f"{traits.scalars}d", *self.scalars))
 
     @property
@@ -218,12 +221,12 @@ class Stage:
 
     @property
     def operand(self) -> str | None:
-        """What tensor the stage reads, as in :class:`Traits`; ``"rows"``, one scale a row."""
+        """The tensor that the stage reads, as in :class:`Traits`; ``"rows"``: one scale a row."""
         return "rows" if self.is_scaled else STAGES[self.name].operand
 
     @functools.cached_property
     def scaled(self) -> Stage:
-        """The same activation with one scale a row."""
+        """The same activation with one scale for each row."""
         return replace(self, is_scaled=True)
 
     def output_features(self, features: int) -> int:

@@ -1,4 +1,4 @@
-"""What fuser raises: every message is a sentence with the values in it."""
+"""Errors of fuser: every message is a sentence that contains the values concerned."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ class InputError(FuserError, ValueError):
 
 
 class InputIndexError(InputError, IndexError):
-    """An index names nothing that is there."""
+    """An index is out of range, or a key is unknown."""
 
 
 class InputTypeError(FuserError, TypeError):
-    """An argument is of the wrong kind altogether."""
+    """An argument has the wrong type."""
 
 
 class StateError(FuserError, RuntimeError):
-    """A call came at a moment, or on an object, where it cannot be honoured."""
+    """A call is not possible at this time, or in this state of the object."""
 
 
 class KernelUnavailable(StateError):
-    """A kernel cannot be had on this machine; plain torch can do its work."""
+    """A kernel is not available on this machine; PyTorch can compute the same."""

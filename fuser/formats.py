@@ -17,21 +17,21 @@ from fuser.errors import InputError
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
-# Of the random Hadamard transform: bit i set changes the sign of element i of every 16.
+# Signs of the random Hadamard transform: if bit i is set, element i of every 16 changes sign.
 HADAMARD_SIGNS = 0xD7E8
 
-# Scales of MXFP8 and NVFP4 are padded to whole tiles of 128 rows and 4 blocks, the unit in which
-# block-scaled tensor cores read them; fp32 scales of FP8 blocks to 16 bytes, four of them.
+# Scales of MXFP8 and NVFP4 are padded to whole tiles of 128 rows and 4 blocks, which block-scaled
+# tensor cores read at once. fp32 scales of FP8 blocks are padded to 16 bytes, which are 4 scales.
 SCALE_TILE_ROWS = 128
 SCALE_TILE_BLOCKS = 4
 FP8_BLOCK_SCALE_ALIGNMENT = 4
 
 
 class DType(enum.Enum):
-    """An element type: those that data is quantized to, and plain ones.
+    """An element type: the types of quantized data, and unquantized types.
 
-    ``torch_dtype`` is the type that its bytes are viewed as; for E2M1, which torch cannot compute
-    with, that is the storage itself: uint8, two values a byte, the low nibble first.
+    ``torch_dtype`` is the dtype as which torch views its bytes. torch has no arithmetic for E2M1;
+    its ``torch_dtype`` is that of the storage: uint8, two values in a byte, the low nibble first.
     """
 
     kByte = ("uint8", None, torch.uint8)
@@ -51,12 +51,12 @@ class DType(enum.Enum):
 
     @property
     def max(self) -> float:
-        """The largest finite value of a type that data is quantized to.
+        """The largest finite value of a type of quantized data.
 
         Raises
         ------
         InputError
-            If it is a plain type.
+            If it is an unquantized type.
         """
         if self._largest is None:
             quantized = ", ".join(dtype.name for dtype in DType if dtype._largest is not None)
@@ -66,12 +66,12 @@ class DType(enum.Enum):
             )
         return self._largest
 
-    # Enum's own is a function of Python, and plans and launches are looked up by formats.
+    # Enum's own `__hash__` is a slow Python function; plans and launches are looked up by formats.
     __hash__ = object.__hash__
 
 
 def check_fp8_dtype(name: str, dtype: DType) -> None:
-    """Refuse element types that ``name``, a quantizer, does not have.
+    """Raise if ``dtype`` is not an element type of the quantizer ``name``.
 
     Raises
     ------
@@ -80,17 +80,17 @@ def check_fp8_dtype(name: str, dtype: DType) -> None:
     """
     if dtype not in (DType.kFloat8E4M3, DType.kFloat8E5M2):
         raise InputError(
-            f"{name} got fp8_dtype {dtype}; it is DType.kFloat8E4M3 or DType.kFloat8E5M2."
+            f"{name} got fp8_dtype {dtype}; it must be DType.kFloat8E4M3 or DType.kFloat8E5M2."
         )
 
 
 class NumberFormat(NamedTuple):
-    """What a quantized tensor is made of: elements, and how many of them share a scale.
+    """The format of a quantized tensor: its elements, and how many of them share a scale.
 
-    ``name`` is the format's, with its block geometry where there is a choice.
-    ``block_size`` is the number of elements that share a scale of
-    ``scale_bytes`` bytes; 0 where the whole tensor does. Data is padded with
-    zeros to multiples of ``multiple`` in both dimensions.
+    ``name`` is the name of the format, with its block geometry if there are several.
+    ``block_size`` is the number of elements that share a scale of ``scale_bytes``
+    bytes; 0 if the whole tensor shares one. Data is padded with zeros to multiples
+    of ``multiple`` in both dimensions.
     """
 
     name: str
@@ -103,13 +103,13 @@ class NumberFormat(NamedTuple):
         return f"{self.name} {self.element.label}"
 
     def nbytes(self, elements: int, copies: int) -> int:
-        """Bytes of ``copies`` of a tensor: elements and scales, without padding."""
+        """Bytes of ``copies`` copies of a tensor: elements and scales, without padding."""
         bits = 4 if self.element is DType.kFloat4E2M1 else 8
         scales = ceil_div(elements, self.block_size) if self.block_size else 1
         return copies * (ceil_div(elements * bits, 8) + scales * self.scale_bytes)
 
     def pads(self, shape: tuple[int, ...]) -> bool:
-        """Whether a tensor ``[..., K]`` of that shape is padded to be quantized."""
+        """Whether quantizing pads a tensor ``[..., K]`` of this shape."""
         multiple = self.multiple
         return math.prod(shape[:-1]) % multiple != 0 or shape[-1] % multiple != 0
 
@@ -125,7 +125,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def padded_shape(m: int, k: int, multiple: int) -> tuple[int, int]:
-    """``[m, k]`` filled up to whole blocks: both sizes rounded up to a multiple."""
+    """``[m, k]`` padded to whole blocks: both sizes rounded up to a multiple."""
     return round_up(m, multiple), round_up(k, multiple)
 
 
@@ -143,7 +143,7 @@ def mxfp8_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
 def nvfp4_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
     """Shape of the padded E4M3 scales of an NVFP4 tensor ``[m, k]``.
 
-    Rowwise ``[M, K / 16]``; columnwise, whose data is stored transposed, ``[K, M / 16]``; each
+    Rowwise ``[M, K / 16]``; columnwise, where the data is stored transposed, ``[K, M / 16]``; each
     padded to whole tiles.
     """
     if columnwise:
@@ -155,8 +155,9 @@ def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> t
     """Shape of the padded fp32 ``scale_inv`` of a tensor ``[m, k]`` in FP8 blocks of 128.
 
     ``block_dim`` 1 (blocks of 1x128): rowwise ``[K / 128, M]``, columnwise ``[M / 128, K]``, so
-    that neighbours in memory are neighbours across the blocks. ``block_dim`` 2 (128x128): rowwise
-    ``[M / 128, K / 128]``, columnwise the transpose. The second dimension is padded.
+    that scales of neighbouring blocks in the other dimension are adjacent in memory. ``block_dim``
+    2 (128x128): rowwise ``[M / 128, K / 128]``, columnwise the transpose. The second dimension is
+    padded.
 
     Raises
     ------
@@ -164,7 +165,7 @@ def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> t
         If ``block_dim`` is neither 1 nor 2.
     """
     if block_dim not in (1, 2):
-        raise InputError(f"FP8 block scaling got block_dim {block_dim}; it is 1 or 2.")
+        raise InputError(f"FP8 block scaling got block_dim {block_dim}; it must be 1 or 2.")
     if columnwise:
         m, k = k, m
     blocks = ceil_div(k, FP8_BLOCK)
@@ -174,7 +175,7 @@ def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> t
 
 
 def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
-    """Refuse a matrix ``[m, k]`` that does not divide into whole blocks; quantizers pad it before.
+    """Raise if a matrix ``[m, k]`` does not consist of whole blocks; quantizers pad it first.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""torch.compile: functions that a compiled graph calls as they are, with one break before each."""
+"""Graph breaks for torch.compile: a compiled graph calls the marked functions uncompiled."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ REASON = "fuser plans and runs a pipeline itself, as one autograd node"
 
 
 def breaks_graph(function: Function) -> Function:
-    """Decorator: dynamo traces neither ``function`` nor what it calls.
+    """Decorator: dynamo traces neither ``function`` nor the functions that it calls.
 
-    A caller that is compiled calls it between two graphs. ``torch.compiler.disable`` says the same
-    by a wrapper, which costs 1 us at every call, compiled or not; here the function itself is
-    marked, and nothing is added to a call.
+    A compiled caller calls it between two graphs. ``torch.compiler.disable`` does the same with a
+    wrapper, which costs 1 us at every call, compiled or not. This decorator marks the function
+    itself, and a call costs nothing more.
     """
     try:
-        # The frame evaluation of torch.compile: importing it does not import torch._dynamo.
+        # The frame evaluation of torch.compile. This import does not import torch._dynamo.
         from torch._C._dynamo import eval_frame
 
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except (ImportError, AttributeError):  # a torch that has it elsewhere
+    except (ImportError, AttributeError):  # a version of torch that has it in another place
         disabled: Function = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
         return disabled
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

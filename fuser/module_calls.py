@@ -1,7 +1,7 @@
-"""Calls of ops as modules: what a container must know before it runs an op in another way.
+"""Hooks of ops: whether an op must be called as a module.
 
-torch runs hooks in a module's ``__call__``. A pipeline does not call its ops so, and has to leave
-out those with hooks.
+torch runs hooks in a module's ``__call__``. A pipeline does not use ``__call__``, so it must
+leave out ops that have hooks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.nn.modules import module as torch_module
 
 
 class ModuleCalls:
-    """What counts for the calls of all ops; there is one, ``module_calls``.
+    """Tracks events that may change how an op must be called; one object, ``module_calls``.
 
-    ``version`` is another object after each event that may change how an op must be called: a hook
-    was registered on one, or its class or a method was set. A container that has looked at its ops
-    need not look again while the version is the same.
+    ``version`` is replaced by a new object after each event: a hook was registered on an op, or
+    its class or a method was set. A container need not check its ops again while the version is
+    the same object.
     """
 
     __slots__ = ("version",)  # read at every call
@@ -27,7 +27,7 @@ class ModuleCalls:
         self.change()
 
     def change(self) -> None:
-        """Begin another version."""
+        """Set a new version."""
         self.version = object()
 
 
@@ -35,7 +35,7 @@ module_calls = ModuleCalls()
 
 
 def noting(name: str) -> Any:
-    """torch's method of that name, which registers a hook, and begins another version."""
+    """torch's method ``name``, which registers a hook, followed by a new version."""
     method = getattr(torch.nn.Module, name)
 
     @functools.wraps(method)
@@ -48,7 +48,7 @@ def noting(name: str) -> Any:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether torch runs hooks around a call of ``module``, its own ones."""
+    """Whether torch runs hooks of ``module`` itself around its calls."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -58,7 +58,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether torch runs hooks around the call of every module."""
+    """Whether torch runs global hooks, around the calls of every module."""
     return bool(
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks

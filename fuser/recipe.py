@@ -1,4 +1,4 @@
-"""Recipes: how a pipeline is quantized, as frozen values compared by contents."""
+"""Recipes: how pipelines are quantized, as frozen values compared by contents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 
 
 class FormatRange(NamedTuple):
-    """The largest finite values of a format, in forward and in backward."""
+    """The largest finite value of a format, in forward and in backward."""
 
     max_fwd: float
     max_bwd: float
@@ -32,12 +32,12 @@ class Format(enum.Enum):
 
 
 FP8_FORMATS = (Format.E4M3, Format.HYBRID)
-"""What FP8 recipes take: E5M2 in forward has too few mantissa bits to train with."""
+"""The accepted formats of FP8 recipes: E5M2 in forward has too few mantissa bits to train."""
 
 
 @dataclass(frozen=True)
 class MMParams:
-    """Matrix multiplication options of one GEMM."""
+    """Options of one GEMM."""
 
     use_split_accumulator: bool = True
 
@@ -51,10 +51,10 @@ class QParams:
     power_2_scale
         FP8 scales are powers of two.
     amax_epsilon
-        An amax below it counts as it; finite and not negative.
+        Lower bound of the amax from which a scale is computed; finite and not negative.
     random_hadamard_transform, stochastic_rounding, fp4_2d_quantization
-        Of NVFP4: transform columnwise copies; round at random; one scale for
-        16x16 elements.
+        For NVFP4: transform columnwise copies; round at random; one scale for
+        each block of 16x16 elements.
     """
 
     power_2_scale: bool = False
@@ -63,12 +63,12 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
     follows_recipe: bool = field(default=False, init=False, repr=False, compare=False)
-    """Whether the recipe made it from its other fields, and makes it anew when those change."""
+    """Whether the recipe made it from its other fields, and makes it again when they change."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.amax_epsilon < math.inf:
             raise InputError(
-                f"QParams got amax_epsilon {self.amax_epsilon}; it is finite and not negative."
+                f"QParams got amax_epsilon {self.amax_epsilon}; it must be finite and not negative."
             )
 
     def __repr__(self) -> str:
@@ -85,7 +85,7 @@ NVFP4_PARAMS = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quan
 
 
 def _backward_override_from_environment() -> str | None:
-    """The default of ``backward_override``; the one place where it is read."""
+    """The default of ``backward_override``; the only place that reads the variable."""
     return os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None
 
 
@@ -93,8 +93,8 @@ def _backward_override_from_environment() -> str | None:
 class Recipe:
     """Base of all recipes.
 
-    A recipe is a value: two with the same contents are equal and share every
-    cached plan, and changing any field makes a different plan key.
+    A recipe is a value: two recipes with the same contents are equal and share
+    all cached plans. A change of any field gives a different plan key.
 
     Parameters
     ----------
@@ -104,13 +104,13 @@ class Recipe:
         the dequantized operands of the forward). The default is read from the
         environment variable ``NVTE_BACKWARD_OVERRIDE`` when the recipe is built.
     fp8_dpa, fp8_mha
-        Quantized attention: False, as there is no attention here.
+        Quantized attention; only False, because fuser has no attention.
 
     Raises
     ------
     InputError
-        If ``backward_override`` is none of the above, or the recipe takes none,
-        or another field holds a value that the recipe does not take.
+        If ``backward_override`` has another value, or the recipe does not support
+        it, or another field has a value that the recipe does not support.
     """
 
     backward_override: str | None = field(
@@ -122,11 +122,11 @@ class Recipe:
 
     accepts_backward_override: ClassVar[bool] = True
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    """The values that a field takes, where not every one of its type."""
+    """The accepted values of a field, for fields that do not accept every value of their type."""
     absent: ClassVar[dict[str, str]] = {}
-    """Why a field takes its default alone."""
+    """The reason why a field accepts only its default, by field."""
     taken_params: ClassVar[tuple[str, ...]] = ()
-    """The fields of QParams that the recipe's quantizers have."""
+    """The fields of QParams that the recipe's quantizers use."""
 
     def __post_init__(self) -> None:
         self._refuse_absent()
@@ -163,8 +163,8 @@ class Recipe:
             given, default = getattr(self, name), getattr(type(self), name)
             if given != default:
                 raise InputError(
-                    f"{type(self).__name__} got {name}={given!r}; {reason}, so it takes "
-                    f"{default!r} alone."
+                    f"{type(self).__name__} got {name}={given!r}; {reason}, so the only accepted "
+                    f"value is {default!r}."
                 )
 
     # -- parameters of the quantizers ------------------------------------------
@@ -174,11 +174,11 @@ class Recipe:
         return {}
 
     def _complete_params(self) -> None:
-        """Fill in the parameters that were not given, and refuse what no quantizer here has."""
+        """Fill in the parameters that were not given; refuse those that no quantizer supports."""
         for name, default in self.default_params().items():
             given = getattr(self, name)
             if given is None:
-                given = getattr(type(self), name)  # a subclass may name its own
+                given = getattr(type(self), name)  # a subclass may define its own
             if given is None or given.follows_recipe:
                 object.__setattr__(default, "follows_recipe", True)
                 given = default
@@ -194,11 +194,11 @@ class Recipe:
 
     @property
     def quantizes_backward(self) -> bool:
-        """Whether backward runs quantized; under an override it does not."""
+        """Whether backward runs quantized, which it does without an override."""
         return self.backward_override is None
 
     def __str__(self) -> str:
-        """The class, and the fields that are not as a bare recipe has them."""
+        """The class, and the fields that differ from a recipe without arguments."""
         changed = [
             f"{f.name}={getattr(value, 'name', repr(value))}"
             for f in fields(self)
@@ -211,8 +211,8 @@ class Recipe:
     def split_accumulators(self) -> tuple[bool, bool, bool]:
         """Whether the GEMMs of forward, dgrad and wgrad use split accumulators.
 
-        Partial sums then go to fp32 registers more often: slower and more exact
-        on Hopper. Recipes without a field for it use them in backward.
+        With a split accumulator, partial sums are added to fp32 registers more often: slower and
+        more accurate on Hopper. Recipes without a field for it use split accumulators in backward.
         """
         defaults = {"fprop": False, "dgrad": True, "wgrad": True}
         fprop, dgrad, wgrad = (
@@ -233,7 +233,7 @@ class Recipe:
 
     @classmethod
     def float8_per_tensor_scaling(cls) -> bool:
-        """Whether this is FP8 with one scale a tensor, delayed or current."""
+        """Whether this is FP8 with one scale for each tensor, delayed or current."""
         return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
 
     @classmethod
@@ -243,7 +243,7 @@ class Recipe:
 
     @classmethod
     def float8_block_scaling(cls) -> bool:
-        """Whether this is FP8 scaling in blocks of 128."""
+        """Whether this is FP8 block scaling, in blocks of 128."""
         return issubclass(cls, Float8BlockScaling)
 
     @classmethod
@@ -259,10 +259,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe):
-    """FP8 with scales from a history of earlier amaxes; takes no ``backward_override``.
+    """FP8 with scales from a history of earlier amaxes; has no ``backward_override``.
 
-    The environment's override is ignored here rather than refused: it is set
-    for a whole job, which may hold other recipes.
+    The environment variable for the override is ignored here, not refused: it is
+    set for a whole job, which may use other recipes too.
     """
 
     margin: int = 0
@@ -296,11 +296,11 @@ class DelayedScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale a tensor, from that tensor's own amax.
+    """FP8 with one scale for each tensor, from the tensor's own amax.
 
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad``
-    are the :class:`QParams` of inputs, weights and output gradients; what is
-    not given follows from ``use_power_2_scales``.
+    are the :class:`QParams` of inputs, weights and output gradients. Their
+    defaults follow from ``use_power_2_scales``.
     """
 
     use_power_2_scales: bool = False
@@ -322,7 +322,7 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
-    """OCP MXFP8: 32 elements share a power-of-two scale."""
+    """OCP MXFP8: blocks of 32 elements share a power-of-two scale."""
 
     fp8_format: Format = Format.E4M3
     enable_2d_quantization: bool = False
@@ -334,12 +334,12 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class Float8BlockScaling(Recipe):
-    """FP8 with fp32 scales for blocks of 1x128 (dim 1) or 128x128 (dim 2) elements.
+    """FP8 with one fp32 scale for each block of 1x128 (dim 1) or 128x128 (dim 2) elements.
 
     At most one of the three dims is 2: no GEMM multiplies two operands of
-    128x128 blocks, and each of the three meets the other two.
+    128x128 blocks, and each of the three is multiplied with the other two.
     ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad``
-    are as in :class:`Float8CurrentScaling`; what is not given follows from
+    are as in :class:`Float8CurrentScaling`. Their defaults follow from
     ``use_f32_scales``.
     """
 
@@ -380,13 +380,13 @@ class Float8BlockScaling(Recipe):
 
 @dataclass(frozen=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 scale.
+    """NVFP4: blocks of 16 E2M1 elements share an E4M3 scale, and the tensor has an fp32 scale.
 
     ``fp4_quant_fwd_inp``, ``fp4_quant_fwd_weight`` and ``fp4_quant_bwd_grad``
-    are the :class:`QParams` of inputs, weights and output gradients; what is
-    not given follows from the three ``disable_`` fields.
-    ``row_scaled_activation`` is False and ``nvfp4_4over6`` ``"none"``: there
-    are no kernels for others.
+    are the :class:`QParams` of inputs, weights and output gradients. Their
+    defaults follow from the three ``disable_`` fields.
+    ``row_scaled_activation`` must be False and ``nvfp4_4over6`` ``"none"``:
+    there are no kernels for other values.
     """
 
     disable_rht: bool = False
@@ -406,7 +406,7 @@ class NVFP4BlockScaling(Recipe):
         "row_scaled_activation": "NVFP4 here has one fp32 scale a tensor, not one a row",
         "nvfp4_4over6": "blocks are scaled to 6 here, and not tried with 4",
     }
-    # The scopes and the error of 4over6 mean nothing while it is off.
+    # The scopes and the error of 4over6 have no effect while it is off.
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "nvfp4_4over6_e4m3_use_256": ("none", "weights", "activations", "all"),
         "nvfp4_4over6_err_mode": ("MAE", "MSE"),
@@ -429,17 +429,17 @@ class NVFP4BlockScaling(Recipe):
 
 @dataclass(frozen=True, eq=False)
 class QuantizerRole:
-    """What the factory of a :class:`CustomRecipe` is asked a quantizer for.
+    """The argument of a :class:`CustomRecipe`'s factory: the tensor to make a quantizer for.
 
     Parameters
     ----------
     module_type
-        The kind of op: ``"linear"``, or empty where it is of no kind.
+        The kind of op: ``"linear"``, or empty if it has none.
     tensor_type
         ``"input"``, ``"weight"`` or ``"grad_output"``. A role is equal to this
         string, and to another role with the same contents.
     name
-        The op's own ``name``, empty where it has none.
+        The op's own ``name``; empty if it has none.
     """
 
     module_type: str = ""

@@ -1,4 +1,4 @@
-"""Sequential: a container whose runs of fusible ops are pipelines."""
+"""Sequential: a container that runs consecutive fusible ops as pipelines."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
 
 
 class Sequential(torch.nn.Sequential):
-    """``torch.nn.Sequential`` in which runs of fusible ops are planned and fused.
+    """``torch.nn.Sequential`` that plans and fuses runs of fusible ops.
 
-    Each run of fusible ops is one pipeline. Other modules are called between pipelines, and so are
-    ops that have hooks or a ``forward`` of their own. A module that is no op gets the main tensor
-    alone: extra tensors and channels pass it by. A Sequential in this one takes and returns extra
-    tensors in their order, and its channels are its own.
+    Consecutive fusible ops form one pipeline. Other modules are called between pipelines, and so
+    are ops that have hooks or a ``forward`` of their own. A module that is not an op receives only
+    the main input; extra tensors and channels bypass it. A nested Sequential takes and
+    returns extra tensors in their order, and its channels are its own.
 
     Parameters
     ----------
     modules
         Operations and any other modules, or one dict of them.
     fusions
-        The fusion classes the planner may use, e.g. ``fuser.FUSIONS + (Mine,)``.
+        The fusion classes that the planner may use, e.g. ``fuser.FUSIONS + (Mine,)``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sequential(torch.nn.Sequential):
 
     @property
     def fusions(self) -> tuple[type[FusedOperation], ...]:
-        """The fusion classes the planner may use; setting them plans anew."""
+        """The fusion classes that the planner may use; setting them discards the plans."""
         return self._fusions
 
     @fusions.setter
@@ -90,14 +90,14 @@ class Sequential(torch.nn.Sequential):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, torch.nn.Module):
-            self._grouping = _UNGROUPED  # which may hold the module that was there
+            self._grouping = _UNGROUPED  # the old grouping may hold the replaced module
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self._grouping = _UNGROUPED
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pipelines hold ops by reference; a copy builds its own.
+        # Pipelines refer to ops; a copy builds its own pipelines.
         state = {**self.__dict__, "_grouping": _UNGROUPED}
         del state["_grouping_lock"]
         return state
@@ -124,21 +124,21 @@ class Sequential(torch.nn.Sequential):
         extra_inputs
             For the ops that take extra inputs, in the order of the ops.
         op_kwargs
-            Keyword arguments for single ops: the key is an op, also one of a
-            Sequential in here, or the index of a module here; for a composite
-            they go to its first basic op.
+            Keyword arguments for single ops: the key is an op, also one in a nested
+            Sequential, or the index of a module; keyword arguments of a composite
+            go to its first basic op.
 
         Returns
         -------
-        The output, or a tuple of it and the extra outputs in the order of the ops.
+        The main output, or a tuple of it and the extra outputs in the order of the ops.
 
         Raises
         ------
         InputError
             If the number of extra inputs is wrong, ``op_kwargs`` names no op here, or a channel
-            has two producers, none, or one that comes too late.
+            has two producers, none, or one after its reader.
         InputTypeError
-            If ``op_kwargs`` is no dict of dicts, or an op does not take what it gets.
+            If ``op_kwargs`` is not a dict of dicts, or an op does not accept its arguments.
         """
         modules, _, only, version = self._grouping
         if (
@@ -158,15 +158,15 @@ class Sequential(torch.nn.Sequential):
         return grouping.run(input, extra_inputs, keywords)
 
     def _current_grouping(self) -> Grouping:
-        """The modules as pipelines and modules between them: those of this moment.
+        """The current modules, grouped into pipelines and modules between them.
 
         Raises
         ------
         InputError
-            If a channel has two producers, none, or one that comes too late.
+            If a channel has two producers, none, or one after its reader.
         """
         modules = tuple(self._modules.values())
-        # Equality of modules is identity, so this notices every way of editing.
+        # Modules are compared by identity, so this detects every kind of edit.
         grouping: Grouping
         known, grouping, *_ = self._grouping
         if known == modules and grouping.is_current():
@@ -178,12 +178,12 @@ class Sequential(torch.nn.Sequential):
                 return grouping
             name, previous = type(self).__name__, grouping if is_known else None
             grouping = Grouping(modules, self.fusions, name=name, previous=previous)
-            # One assignment: another thread sees all of it or nothing.
+            # One assignment, so that another thread never sees a part of it.
             self._grouping = (modules, grouping, grouping.only, grouping.version)
             return grouping
 
     def _keywords(self, grouping: Grouping, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> Keywords:
-        """The keyword arguments by op, all checked."""
+        """The keyword arguments by op, after all checks."""
         if not isinstance(op_kwargs, Mapping):
             raise InputTypeError(
                 "op_kwargs is a dict of dicts of keyword arguments, each with an op, or the index "
@@ -218,11 +218,11 @@ class Sequential(torch.nn.Sequential):
     def plan(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
     ) -> FusionPlan:
-        """What :meth:`forward` would run for such inputs; nothing runs.
+        """The plan that :meth:`forward` would run for such inputs; nothing runs.
 
         ``input`` may be on the meta device. ``training=False`` plans as under
         ``torch.no_grad``. Op indices count the basic ops of all pipelines here;
-        modules between pipelines are asked for shapes only.
+        modules between pipelines only compute shapes.
 
         Raises
         ------
@@ -233,7 +233,7 @@ class Sequential(torch.nn.Sequential):
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
-        """Every plan cached so far, of every pipeline here."""
+        """Every cached plan of every pipeline here."""
         grouping = self._grouping[1]
         pipelines = () if grouping is None else grouping.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)

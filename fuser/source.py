@@ -1,4 +1,4 @@
-"""Generated code: Python that is written at run time, compiled, and shown by tracebacks."""
+"""Generated code: Python source that is written and compiled at run time; tracebacks show it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _numbers = itertools.count()
 
 
 class SourceCode:
-    """Python under construction: its lines, and the objects that they name.
+    """Python source under construction: its lines, and the objects that they refer to.
 
     >>> src = SourceCode(twice=lambda x: 2 * x)
     >>> with src.block("def run(x):"):
@@ -28,19 +28,19 @@ class SourceCode:
         self._indent = ""
 
     def add(self, *lines: str) -> None:
-        """Add lines to the block that is open."""
+        """Add lines to the open block."""
         self._lines += [self._indent + line if line else "" for line in lines]
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """What is added inside stands in a block under ``head``, such as ``"try:"``."""
+        """Put the lines that are added inside into a block under ``head``, such as ``"try:"``."""
         self.add(head)
         outer, self._indent = self._indent, self._indent + "    "
         yield
         self._indent = outer
 
     def bind(self, name: str, value: Any) -> str:
-        """``name``, which the lines may use for ``value`` from now on."""
+        """Bind ``name`` to ``value`` in the source; returns ``name``."""
         self.names[name] = value
         return name
 
@@ -48,12 +48,12 @@ class SourceCode:
         return "\n".join(self._lines) + "\n"
 
     def functions(self, what: str) -> dict[str, Callable[..., Any]]:
-        """The functions that the lines define, by name; see :func:`compiled`."""
+        """The functions that the source defines, by name; see :func:`compiled`."""
         return compiled(str(self), what, self.names)
 
 
 def compiled(source: str, what: str, globals_: dict[str, Any]) -> dict[str, Callable[..., Any]]:
-    """The functions that ``source`` defines, by name; they see ``globals_`` and nothing else.
+    """The functions that ``source`` defines, by name; their only globals are ``globals_``.
 
     Tracebacks show their lines under the name ``<fuser what n>``, as long as
     the functions live.
@@ -61,7 +61,7 @@ def compiled(source: str, what: str, globals_: dict[str, Any]) -> dict[str, Call
     filename = f"<fuser {what} {next(_numbers)}>"
     given = set(globals_)
     exec(compile(source, filename, "exec"), globals_)
-    # Popped: a function in its own globals is a reference cycle.
+    # Popped, because a function in its own globals is a reference cycle.
     functions = {
         name: globals_.pop(name) for name in set(globals_) - given if name != "__builtins__"
     }

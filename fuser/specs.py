@@ -1,4 +1,4 @@
-"""What a plan depends on, as frozen values: tensor descriptions and the plan's cache key."""
+"""Specs and keys: frozen descriptions of tensors and ops, and the key of the plan cache."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from fuser.recipe import Recipe
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a tensor that a plan talks about; holds no data."""
+    """Shape and dtype of a tensor in a plan; holds no data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes the tensor occupies."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class TensorKey:
-    """The part of a tensor that a plan depends on: not its shape.
+    """The properties of a tensor that a plan depends on, without its shape.
 
-    ``format`` is that of a quantized tensor, None for a plain one.
+    ``format`` is the format of a quantized tensor, None for an unquantized one.
     """
 
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a tensor travels from one op to the next where it travels quantized."""
+    """The format and copies of a tensor that is quantized between two ops."""
 
     format: NumberFormat
     rowwise: bool
@@ -51,29 +51,29 @@ class QuantSpec:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The copies that are made: ``"rowwise"``, ``"columnwise"``."""
+        """The usages of the copies that are made: ``"rowwise"``, ``"columnwise"``."""
         made = (("rowwise", self.rowwise), ("columnwise", self.columnwise))
         return tuple(name for name, is_made in made if is_made)
 
     @property
     def usage(self) -> dict[str, bool]:
-        """Which copies are made, as ``Quantizer.with_usage`` takes it."""
+        """Which copies are made, as keyword arguments of ``Quantizer.with_usage``."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     def nbytes(self, spec: TensorSpec) -> int:
-        """Bytes that such a tensor occupies quantized."""
+        """Bytes of the tensor ``spec`` when quantized."""
         return self.format.nbytes(math.prod(spec.shape), len(self.copies))
 
 
 @dataclass(frozen=True)
 class OpKey:
-    """What a plan depends on at one basic op.
+    """The properties of one basic op that a plan depends on.
 
-    ``input_dtype`` is the dtype in which the main line arrives. An op whose
-    ``requires_grad`` is False has no backward at all; one whose
-    ``input_requires_grad`` is False needs no gradient of its main input. The
-    last four say how the main line and its gradients are quantized where they
-    arrive at the op and leave it, None for plain; they follow from the rest.
+    ``input_dtype`` is the dtype of the main input. If ``requires_grad`` is False,
+    the op has no backward at all; if ``input_requires_grad`` is False, it needs no
+    gradient of its main input. The last four fields describe how main input, main
+    output and their gradients are quantized, None if they are unquantized; they
+    follow from the other fields.
     """
 
     input_dtype: torch.dtype
@@ -89,11 +89,11 @@ class OpKey:
 
 @dataclass(frozen=True)
 class PlanKey:
-    """Everything a fusion plan depends on; plans are cached by it.
+    """Everything that a fusion plan depends on: the key of the plan cache.
 
-    Contents, not identities: two recipes with equal fields, and so equal
-    ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
-    are the classes in force, ``registered`` the functions registered besides them.
+    Compared by contents, not identity: two recipes with equal fields, and thus
+    equal ``backward_override``, share a plan. Shapes are not part of it. ``fusions``
+    are the fusion classes in use, ``registered`` the registered functions.
     ``no_kernels`` is the reason why fuser's kernels do not run on the device;
     None if they run.
     """
@@ -113,11 +113,11 @@ class PlanKey:
         return any(op.requires_grad for op in self.ops)
 
     def window(self, start: int, stop: int) -> PlanKey:
-        """The same key seen by ops ``start`` up to ``stop`` only."""
+        """The key of the ops ``start`` up to ``stop`` only."""
         return replace(self, ops=self.ops[start:stop])
 
     def describe(self) -> str:
-        """One line for people: dtype, device, recipe."""
+        """A one-line summary: dtype, device, recipe."""
         dtype = str(self.ops[0].input_dtype if self.ops else None).removeprefix("torch.")
         arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
         parts = [f"{dtype} on {self.device}{arch}", "training" if self.requires_grad else "no grad"]

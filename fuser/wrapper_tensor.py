@@ -1,4 +1,4 @@
-"""Tensors whose values lie in other tensors, and what they answer when asked for memory."""
+"""WrapperTensor: base of tensors that store their values in other tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fuser.errors import StateError
 
 
 class WrapperTensor(torch.Tensor):
-    """Base of the tensors without values in memory: quantized tensors and views of them.
+    """Base of the tensors without values in their own memory: quantized tensors and views of them.
 
     They have a shape, a dtype and strides, and a storage of 0 bytes; torch's
     operations go to ``_dispatch``.
     """
 
-    # Filled by tensors/dispatch.py, which imports this file.
+    # Set by tensors/dispatch.py, which imports this file.
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
-    # torch asks this for every function; answered below autograd, in dispatch.
+    # torch calls this for every function; ours are handled below autograd, in dispatch.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -31,11 +31,11 @@ class WrapperTensor(torch.Tensor):
         return cls._dispatch(func, args, kwargs or {})
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of this shape, in ``dtype`` or the nominal one."""
+        """The values as a plain tensor of this shape, in ``dtype`` or else the nominal dtype."""
         raise NotImplementedError
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """:meth:`dequantize` without a graph."""
+        """The same as :meth:`dequantize`, without autograd."""
         raise NotImplementedError
 
     def _memory(self) -> list[torch.Tensor]:
@@ -43,14 +43,14 @@ class WrapperTensor(torch.Tensor):
         raise NotImplementedError
 
     def _was_written(self) -> None:
-        """Advance the version, so that caches and autograd notice the write."""
+        """Increment the version, so that caches and autograd notice the write."""
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
 
-    # -- questions about memory --------------------------------------------------
+    # -- memory ---------------------------------------------------------------------
 
     def data_ptr(self) -> int:
-        """Refused: no address has the values.
+        """Always raises: the values are not stored at any address.
 
         Raises
         ------
@@ -65,17 +65,17 @@ class WrapperTensor(torch.Tensor):
         )
 
     def is_shared(self) -> bool:
-        """Whether the contents are in shared memory; always on a GPU."""
+        """Whether the contents are in shared memory; always True on a GPU."""
         return all(b.is_shared() for b in self._memory())  # type: ignore[no-untyped-call]
 
     def share_memory_(self) -> torch.Tensor:
-        """Move the contents to shared memory, for other processes; nothing on a GPU."""
+        """Move the contents to shared memory, for other processes; no effect on a GPU."""
         for buffer in self._memory():
             buffer.share_memory_()  # type: ignore[no-untyped-call]
         return self
 
     def numpy(self, *, force: bool = False) -> numpy.ndarray[Any, Any]:
-        """The values as an array of its own; ``force`` as for any tensor."""
+        """The values as a new array; ``force`` as for any tensor."""
         return self.dequantize().numpy(force=force)
 
     def tolist(self) -> Any:

@@ -411,7 +411,7 @@ COLUMNS = torch.zeros(16, 4, dtype=torch.bfloat16).mT
         (("gelu", (), 8), "gelu got interleave 8"),
         (("swiglu", (), 0), "swiglu got glu_interleave_size 0"),
         (("bias", (), None, True), "only activations are scaled"),
-        (("dropout", (1.5,)), "p=1.5; it is between 0 and 1"),
+        (("dropout", (1.5,)), "p=1.5; it must be between 0 and 1"),
     ],
 )
 def test_a_stage_that_does_not_exist_is_refused(arguments: tuple[Any, ...], words: str) -> None:

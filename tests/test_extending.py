@@ -481,11 +481,11 @@ def test_a_subclass_that_computes_otherwise_is_no_stage(stages: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"name": "gelu"}, "There is a stage 'gelu' already, with the struct 'GELU'"),
+        ({"name": "gelu"}, "Stage 'gelu' exists already, with the struct 'GELU'"),
         ({"struct": "Tanh"}, "it is a C\\+\\+ type in a namespace of your own"),
         ({"struct": "fuser::Tanh"}, "it is a C\\+\\+ type in a namespace of your own"),
-        ({"struct": "mine::Shrink"}, "The struct 'mine::Shrink' is that of stage 'shrink'"),
-        ({"header": Path("nowhere.cuh")}, "nowhere.cuh, which is not there"),
+        ({"struct": "mine::Shrink"}, "The struct 'mine::Shrink' belongs to stage 'shrink'"),
+        ({"header": Path("nowhere.cuh")}, "nowhere.cuh, which does not exist"),
         ({"is_gated": True, "is_activation": False}, "only activations are gated"),
     ],
 )

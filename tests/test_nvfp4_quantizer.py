@@ -88,7 +88,7 @@ def test_arguments_of_what_is_not_here_are_accepted_off() -> None:
     ("arguments", "words"),
     [
         ({"row_scaled_activation": True}, "row_scaled_activation=True; .* one fp32 scale"),
-        ({"nvfp4_4over6": True}, "nvfp4_4over6=True; .* 4 is not tried"),
+        ({"nvfp4_4over6": True}, "nvfp4_4over6=True; .* never to 4"),
         ({"fp4_dtype": DType.kFloat8E4M3}, "fp4_dtype .*kFloat8E4M3.*kFloat4E2M1"),
     ],
 )

@@ -180,7 +180,7 @@ def test_update_usage_drops_and_refuses(quantizer: Any) -> None:
     tensor.update_usage(columnwise_usage=False)
     assert not tensor._usage().columnwise
     assert torch.equal(tensor.dequantize(), before)
-    with pytest.raises(fuser.StateError, match="without any copy"):
+    with pytest.raises(fuser.StateError, match="neither a rowwise nor a columnwise copy"):
         tensor.update_usage(rowwise_usage=False)
     if isinstance(tensor, fuser.Float8Tensor):
         tensor.update_usage(columnwise_usage=True)

@@ -1,4 +1,4 @@
-"""Launching a kernel: launch shape, torch's current stream."""
+"""Launch of a kernel: its shape, its arguments, and torch's current stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True)
 class Launch:
-    """The shape of a launch: blocks, threads a block, bytes of dynamic shared memory.
+    """The shape of a launch: blocks, threads in a block, bytes of dynamic shared memory.
 
     ``grid`` and ``block`` have one to three sizes. A 0 in ``grid`` is an empty
     launch: nothing runs.
@@ -35,7 +35,7 @@ class Launch:
     Raises
     ------
     InputError
-        If a size is no int or outside CUDA's limits.
+        If a size is not an int or outside CUDA's limits.
     """
 
     grid: tuple[int, ...]
@@ -55,21 +55,21 @@ class Launch:
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Three sizes of the grid, and three of a block."""
+        """The three sizes of the grid, and the three sizes of a block."""
         return tuple(size for sizes in (self.grid, self.block) for size in (*sizes, 1, 1)[:3])
 
 
-# What kernels read and write: values in these dtypes, and bytes.
+# Kernels read and write values in these dtypes, and bytes.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
-# Of the skeleton in fuser/tile/tile.cuh.
+# Tile size of the skeleton in fuser/tile/tile.cuh.
 TILE = 128
 TILE_THREADS = 256
 
 
 @functools.lru_cache(maxsize=1024)
 def tiles(rows: int, columns: int) -> Launch:
-    """A block for each tile of 128 x 128 of a matrix."""
+    """A launch with one block for each tile of 128 x 128 of a matrix."""
     return Launch((ceil_div(rows, TILE) * ceil_div(columns, TILE),), (TILE_THREADS,))
 
 
@@ -77,24 +77,25 @@ def tiles(rows: int, columns: int) -> Launch:
 class Kernel:
     """One CUDA function; compiled for a device at the first launch there.
 
-    Calling it launches asynchronously on torch's current stream of the device
-    that the tensor arguments are on, from any thread. It allocates no device
-    memory, does not wait for the device and reads nothing from it. Launch once
-    before capturing a CUDA graph: compiling cannot be captured.
+    A call launches asynchronously on torch's current stream of the tensor
+    arguments' device, from any thread. It allocates no device memory, does not
+    wait for the device and reads nothing from it. Launch once before capturing a
+    CUDA graph, because a compilation cannot be captured.
 
     Parameters
     ----------
     module
-        The source: a path of a ``.cu`` file, which may include fuser's headers, ``<fuser/*.cuh>``,
-        and files beside it; or the name of one of fuser's, ``fuser/cuda/kernels/<module>.cu``.
+        The source: the path of a ``.cu`` file, which may include fuser's headers
+        ``<fuser/*.cuh>`` and files in its folder; or the name of one of fuser's,
+        ``fuser/cuda/kernels/<module>.cu``.
     symbol
         An ``extern "C"`` function, or a template instantiation such as
-        ``fuser_swiglu<float, 4>``; one of fuser's starts with ``fuser_``.
+        ``fuser_swiglu<float, 4>``; names of fuser's kernels start with ``fuser_``.
 
     Raises
     ------
     InputError
-        If the symbol starts otherwise, or there is no such file.
+        If the symbol of one of fuser's kernels starts otherwise, or the file does not exist.
     """
 
     module: str | Path
@@ -115,9 +116,9 @@ class Kernel:
         Parameters
         ----------
         launch
-            The shape of the launch; nothing is launched where its grid is empty.
+            The shape of the launch; nothing is launched if its grid is empty.
         args
-            As :func:`encode` supports them.
+            Types as :func:`encode` supports them.
 
         Raises
         ------
@@ -126,7 +127,7 @@ class Kernel:
         KernelUnavailable
             If the kernel cannot be compiled here.
         StateError
-            If the source has no such kernel, or a source of the user's does not compile.
+            If the source has no such kernel, or a user's source does not compile.
         """
         if 0 not in launch.grid:
             if recording.listener is not None:
@@ -135,7 +136,7 @@ class Kernel:
 
 
 class _Recording(threading.local):
-    """What a thread tells of its launches, to whom."""
+    """The recorder of a thread's launches, if there is one."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
 
@@ -143,23 +144,23 @@ class _Recording(threading.local):
 recording = _Recording()
 
 
-# -- where launches go --------------------------------------------------------
+# -- backends -----------------------------------------------------------------
 
 
 class LaunchBackend:
-    """What runs kernels: the GPUs of this process.
+    """Runs kernels on the GPUs of this process.
 
-    A subclass put into :data:`backend` runs every launch elsewhere.
+    A subclass that is set as :data:`backend` runs every launch in another place.
     """
 
     @functools.cached_property
     def sequences(self) -> dict[Any, Any]:
-        """Launches that :mod:`fuser.cuda.launch_cache` can make again, by what they depend on."""
+        """The launch sequences of :mod:`fuser.cuda.launch_cache`, by their keys."""
         return {}
 
     @functools.cached_property
     def seen_once(self) -> dict[Any, None]:
-        """What it has met once."""
+        """The keys of the launch cache that occurred once."""
         return {}
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
@@ -182,16 +183,16 @@ class LaunchBackend:
         return module.missing_requirement()
 
     def multiprocessors(self, device: torch.device) -> int:
-        """As the function of this name."""
+        """As the function :func:`multiprocessors`."""
         return _multiprocessors(device)
 
     def shared_bytes(self, device: torch.device) -> int:
-        """As the function of this name."""
+        """As the function :func:`shared_bytes`."""
         return _shared_bytes(device)
 
 
 class Prepared(NamedTuple):
-    """All of a launch on a device but its arguments' values."""
+    """A launch on a device, complete except for the values of its arguments."""
 
     function: int
     """The driver's handle."""
@@ -215,7 +216,7 @@ def prepared(kernel: Kernel, launch: Launch, arguments: str, device: int) -> Pre
 
 
 def fire(ready: Prepared, values: Sequence[Any], device: int) -> None:
-    """Launch over ``values``, on torch's current stream of ``device``, the current one."""
+    """Launch over ``values``, on torch's current stream of ``device``, the current device."""
     launches, buffer, size, stream, extra = begin(device)
     function, sizes, shared_bytes, packer = ready
     packer.pack_into(buffer, 0, *values)
@@ -224,32 +225,32 @@ def fire(ready: Prepared, values: Sequence[Any], device: int) -> None:
 
 
 def begin(device: int) -> tuple[Callable[..., None], Any, Any, int, int]:
-    """What launches of this thread on ``device``, the current one, need.
+    """The arguments that launches of this thread need on ``device``, the current device.
 
-    The driver's function, the buffer for arguments and their size, torch's
-    current stream, and the address of both as the driver's ``extra``.
+    The driver's launch function, the buffer for arguments and its size, torch's
+    current stream, and the address of buffer and size as the driver's ``extra``.
     """
     slot = _slot
     if device not in slot.bound:
         module.bind_context(device)
         slot.bound.add(device)
-    # CuPy's own current stream is another one than torch's.
+    # CuPy's own current stream differs from torch's.
     stream = torch._C._cuda_getCurrentRawStream(device)
     return module.driver_launch(), slot.buffer, slot.size, stream, slot.extra
 
 
-# One format for each kernel and little more.
+# There are about as many formats as kernels.
 _packer = functools.lru_cache(maxsize=4096)(struct.Struct)
 
 MAX_ARGUMENT_BYTES = 4096
-# What CUDA calls the parts of a launch's ``extra``: a buffer, its size, the end.
+# CUDA's names for the parts of a launch's ``extra``: a buffer, its size, the end.
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0
 
 
 class _Slot(threading.local):
-    """Where a thread's arguments are while the driver copies them, which it does at a launch.
+    """A thread's buffer for arguments, which the driver copies at the launch.
 
-    They are handed over as a whole, where CuPy's launch looks at each.
+    The driver receives the buffer as a whole; CuPy's launch inspects every argument.
     """
 
     def __init__(self) -> None:
@@ -265,7 +266,7 @@ class _Slot(threading.local):
 _slot = _Slot()
 
 backend = LaunchBackend()
-"""Where launches go; read at every launch."""
+"""The backend of all launches; read at every launch."""
 
 
 def kernel_refusal(device_type: str) -> str | None:
@@ -282,9 +283,9 @@ def off_cuda(device_type: str) -> str:
 
 
 def kernels_support(tensor: torch.Tensor) -> bool:
-    """Whether kernels run on tensors like this one, of its dtype and on its device.
+    """Whether kernels support tensors of this tensor's dtype and device.
 
-    None do after one has not compiled.
+    After a failed compilation, no tensors are supported.
     """
     return (
         module.compile_failure is None
@@ -295,7 +296,7 @@ def kernels_support(tensor: torch.Tensor) -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a device has, for grids that fill it once."""
+    """The number of multiprocessors of a device, for grids that fill it once."""
     return backend.multiprocessors(device)
 
 

@@ -1,8 +1,8 @@
-"""Work done again: what a function allocates and launches over tensors, without asking it.
+"""Launch cache: records allocations and launches of a function, and repeats them.
 
-A launcher checks its tensors, picks a kernel and lays out arguments; for tensors that differ from
-earlier ones in nothing but their addresses, all of it comes out the same. :func:`replayed` notes
-that once, as a :class:`LaunchSequence`, and from then on only allocates and launches.
+A launcher checks its tensors, chooses a kernel and packs arguments. For tensors that differ from
+earlier ones only in their addresses, the results are the same. :func:`cached_launches` records
+them once, as a :class:`LaunchSequence`, and then only allocates and launches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.source import SourceCode
 
-# Layouts that a process meets are few; one whose shapes never repeat must not fill memory.
+# A process uses few layouts; a process whose shapes never repeat must not fill the memory.
 MOST_SEQUENCES = 4096
 
 Result = TypeVar("Result")
@@ -31,24 +31,25 @@ Result = TypeVar("Result")
 def cached_launches(
     what: Hashable, tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
 ) -> Result:
-    """What ``function`` returns, which allocates tensors and launches kernels.
+    """The result of ``function``, which allocates tensors and launches kernels.
 
-    Where it was called before with tensors of the same layout, its allocations and launches are
-    made again, and it is not called. The second such call is the one that is noted: shapes that
-    never return cost nothing more.
+    If it was called before with tensors of the same layout, its allocations and launches are
+    repeated, and it is not called. The second such call is recorded, not the first: shapes that
+    never repeat cost nothing more.
 
     Parameters
     ----------
     what
-        All that ``function`` depends on besides the tensors' layouts.
+        Everything that ``function`` depends on besides the tensors' layouts.
     tensors
-        All that it reads and writes and has not allocated itself.
+        All tensors that it reads or writes and does not allocate itself.
     function
-        Returns a tensor, None, or a dict of these. One that asks torch for more than memory is
-        called every time, and so is one that launches over memory of another kind than these.
+        Returns a tensor, None, or a dict of these. A function that uses torch for more than
+        allocations is called every time, and so is one that launches over other memory than these
+        tensors and its allocations.
     """
     if launch.recording.listener is not None:
-        return function()  # what records must see each launch
+        return function()  # recorders must see each launch
     key: list[Any] = [what]
     for tensor in tensors:
         if tensor is None:
@@ -67,14 +68,14 @@ def cached_launches(
         return function()
     given = [id(tensor) for tensor in tensors if tensor is not None]
     if len(set(given)) < len(given):
-        return function()  # one tensor in two places: which of them is it in a launch?
+        return function()  # one tensor in two places: a launch cannot tell which it reads
     sequence, result = record(tensors, function)
     _add(backend.sequences, layout, sequence)
     return result
 
 
 def _add(known: dict[Any, Any], layout: Hashable, value: Any) -> None:
-    """Keep ``value``, and of too many the latest."""
+    """Store ``value``; above the limit, keep only the latest."""
     while len(known) >= MOST_SEQUENCES:
         known.pop(next(iter(known)), None)
     known[layout] = value
@@ -87,7 +88,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Allocation(NamedTuple):
-    """One tensor that is made anew each time."""
+    """One tensor that every repetition allocates."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -97,19 +98,19 @@ class Allocation(NamedTuple):
 
 @dataclass
 class LaunchSequence:
-    """What a function did: allocations, then launches over slots; and which slots it returned."""
+    """The actions of a function: allocations, launches over slots, and the returned slots."""
 
     allocations: list[Allocation]
     launches: list[tuple[Kernel, Launch, tuple[Any, ...]]]
     result: Any = None
     is_complete: bool = True
-    """False where it did more than that."""
-    # What it is on a GPU, as one function of the inputs.
+    """False if the function did anything else."""
+    # The generated function of the inputs, on a GPU.
     device: int | None = None
     written: Callable[..., Any] | None = None
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
-        """Do it again over other inputs; the result has tensors of its own."""
+        """Repeat the actions over other inputs; the result has new tensors."""
         if type(launch.backend) is not launch.LaunchBackend:
             return self._run(inputs)
         if self.written is None:
@@ -130,7 +131,7 @@ class LaunchSequence:
         return filled(self.result, tensors)
 
     def _write(self, inputs: Sequence[torch.Tensor | None]) -> None:
-        """Write it out as straight-line Python, with all that never changes in its place."""
+        """Generate straight-line Python, with all constants inserted."""
         self.device = next(tensor.get_device() for tensor in inputs if tensor is not None)
         names = [f"t{i}" for i in range(len(inputs) + len(self.allocations))]
         given, made = names[: len(inputs)], names[len(inputs) :]
@@ -165,7 +166,7 @@ class LaunchSequence:
 
 
 def _literal(value: Any, addresses: Sequence[str]) -> str:
-    """The expression of a launch's value; numbers are Python's, packed faster than numpy's."""
+    """The expression of a launch's value; Python's numbers are packed faster than numpy's."""
     if type(value) is Slot:
         return addresses[value.place]
     number = value.item() if isinstance(value, np.generic) else value
@@ -185,7 +186,7 @@ def _named(value: Any, names: Sequence[str]) -> str:
 def record(
     tensors: Sequence[torch.Tensor | None], function: Callable[[], Result]
 ) -> tuple[LaunchSequence, Result]:
-    """Call ``function``, and note what it does."""
+    """Call ``function``, and record its actions."""
     recorder = _Recorder(tensors)
     outer = launch.recording.listener
     launch.recording.listener = recorder.launched
@@ -200,7 +201,7 @@ def record(
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what torch is asked for, and every launch."""
+    """Observes the calls of torch and every launch."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -225,11 +226,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
-        """Note a launch."""
+        """Record a launch."""
         self.sequence.launches.append((kernel, shape, tuple(map(self.slotted, args))))
 
     def slotted(self, value: Any) -> Any:
-        """``value`` with slots in the place of tensors."""
+        """``value`` with slots in place of tensors."""
         if isinstance(value, torch.Tensor):
             place = self.places.get(id(value))
             if place is None:
@@ -244,7 +245,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Whether a view is another name of the whole tensor, such as the one that users get."""
+    """Whether a view is another name of the whole tensor, such as the view that users get."""
     return (
         isinstance(one, torch.Tensor)
         and one.data_ptr() == other.data_ptr()

@@ -1,4 +1,4 @@
-"""The largest absolute value of a tensor: by kernels where they run, in plain torch elsewhere."""
+"""Amax, the largest absolute value of a tensor: kernels if available, else PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _by_kernel(x: torch.Tensor | LazyTensor) -> torch.Tensor:
 
 
 def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
-    """Raise ``out``, fp32 ``[1]``, to ``max |x|``, by a kernel.
+    """Set ``out``, fp32 ``[1]``, to the maximum of itself and ``max |x|``, with a kernel.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The update of delayed scaling: one kernel for many states, plain torch elsewhere."""
+"""Update of delayed scaling: one kernel for many states, or PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def update_delayed(
     margin: int = 0,
     algorithm: str = "max",
 ) -> None:
-    """Bring many states of delayed scaling up to date, all on one device; see the reference."""
+    """Update many states of delayed scaling, all on one device; see the reference."""
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
         try:

@@ -1,8 +1,9 @@
-"""Normalization over rows, by kernels where they run and in plain torch elsewhere.
+"""Normalization over rows: kernels if available, else PyTorch.
 
 ``x``, ``extra`` and their gradients are ``[rows, n]``, statistics ``[rows, 1]`` in fp32, and
-parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. On kernels a norm's output is
-:class:`~fuser.functional.lazy.Values`, and what is returned with it is written with it.
+parameters ``[n]``; with ``zero_centered`` the gain is ``1 + gamma``. If kernels run, the output of
+a norm is a :class:`~fuser.functional.lazy.LazyTensor`; the other results are written together
+with it.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def rmsnorm(
     extra: Wanted = None,
     wants_sum: bool = False,
 ) -> tuple[Result, torch.Tensor, Wanted]:
-    """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; ``y, rstd, z``.
+    """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; returns ``y, rstd, z``.
 
-    z is None without ``wants_sum``, which goes with an ``extra``.
+    z is None without ``wants_sum``, which needs an ``extra``.
     """
     if not _takes(dtype, x, extra):
         z = x if extra is None else x + extra
@@ -61,7 +62,7 @@ def layernorm(
     extra: Wanted = None,
     wants_sum: bool = False,
 ) -> tuple[Result, torch.Tensor, torch.Tensor, Wanted]:
-    """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as :func:`rmsnorm` does."""
+    """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as in :func:`rmsnorm`."""
     if not _takes(dtype, x, extra) or gamma.dtype is not beta.dtype:
         z = x if extra is None else x + extra
         y, mean, rstd = reference.layernorm(z, _gain(gamma, zero_centered), beta, eps, dtype)
@@ -72,7 +73,7 @@ def layernorm(
 
 
 def l2norm(x: torch.Tensor, eps: float) -> tuple[Result, torch.Tensor]:
-    """``y = x * rnorm`` in the dtype of x; ``y, rnorm``."""
+    """``y = x * rnorm`` in the dtype of x; returns ``y, rnorm``."""
     if not _takes(x.dtype, x):
         return reference.l2norm(x, eps)
     norm = _Norm(x, x.dtype, (), eps)
@@ -93,7 +94,7 @@ def rmsnorm_backward(
     zero_centered: bool = False,
     d_extra: Wanted = None,
 ) -> tuple[Result | None, Wanted]:
-    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None where not ``wanted``."""
+    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None if not ``wanted``."""
     if not _takes(dy.dtype, x, d_extra):
         gain = _gain(gamma, zero_centered)
         dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted, d_extra)
@@ -115,7 +116,7 @@ def layernorm_backward(
     zero_centered: bool = False,
     d_extra: Wanted = None,
 ) -> tuple[Result | None, Wanted, Wanted]:
-    """Gradients of ``x``, plus ``d_extra``, of ``gamma`` and of ``beta``; None where not wanted."""
+    """Gradients of ``x``, plus ``d_extra``, of ``gamma`` and of ``beta``; None if not wanted."""
     if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
         gain = _gain(gamma, zero_centered)
         grads = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted, d_extra)
@@ -134,16 +135,16 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> R
     return _NormBackward(dy, x, (), (rnorm,), ())
 
 
-# -- what kernels are given -----------------------------------------------------
+# -- arguments of kernels -------------------------------------------------------
 
 
 def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
-    """Whether there are kernels for such an input and output."""
+    """Whether there are kernels for an input and output of these dtypes."""
     return takes(x, y)
 
 
 def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
-    """Whether kernels run on such an x, an output of dtype ``y``, and what is added to x."""
+    """Whether kernels support this x, an output of dtype ``y``, and the tensor added to x."""
     return (
         kernels_support(x)
         and takes(x.dtype, y)
@@ -172,7 +173,7 @@ def _like(tensor: torch.Tensor, is_wanted: bool) -> Wanted:
 
 
 class _Norm(LazyTensor):
-    """The output of a norm: LayerNorm with two ``parameters``, RMSNorm with one, L2 with none."""
+    """The output of a norm: LayerNorm has two ``parameters``, RMSNorm has one, L2 has none."""
 
     def __init__(
         self,
@@ -241,7 +242,7 @@ class _Norm(LazyTensor):
         )
 
     def _run(self, y: Wanted, amax: Wanted) -> None:
-        """Write the statistics and the sum, and what else is given."""
+        """Write the statistics and the sum, and the other outputs that are not None."""
         options: dict[str, Any] = {"eps": self.eps, "amax": amax, "y_dtype": self.dtype}
         if not self.parameters:
             kernels.l2norm(self.x, y, *self.statistics, **options)
@@ -260,7 +261,7 @@ class _Norm(LazyTensor):
 
 
 class _NormBackward(LazyTensor):
-    """The gradient of a norm's input; ``grads``, those of its parameters, are written with it."""
+    """The gradient of a norm's input; ``grads`` of its parameters are written together with it."""
 
     def __init__(
         self,
@@ -282,7 +283,7 @@ class _NormBackward(LazyTensor):
         self.means: Wanted = None
 
     def where(self, is_wanted: bool) -> LazyTensor | None:
-        """These values; where they are not wanted, what is beside them alone."""
+        """This lazy tensor; if not wanted, None, after the parameters' gradients are written."""
         if is_wanted:
             return self
         if any(grad is not None for grad in self.grads):
@@ -333,14 +334,14 @@ class _NormBackward(LazyTensor):
         )
 
     def _measure(self, **measured: Any) -> None:
-        """Write the means that a producer reads, two a row of a LayerNorm, else one."""
+        """Write the means that a producer reads: two for each row of a LayerNorm, else one."""
         shape = (self.x.shape[0], len(self.statistics))
         means = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._run(None, means=means, **measured)
         self.means = means
 
     def _run(self, dx: Wanted, **measured: Any) -> None:
-        """Write the gradients of parameters, and what else is given."""
+        """Write the gradients of parameters, and the other outputs that are not None."""
         if not self.parameters:
             (rnorm,) = self.statistics
             backward_kernels.l2norm_backward(self.dy, self.x, rnorm, dx, **measured)

@@ -1,7 +1,8 @@
-"""Pointwise ops and their gradients, by kernels where they run and in plain torch elsewhere.
+"""Pointwise ops and their gradients: kernels if available, else PyTorch.
 
-On kernels a result is :class:`~fuser.functional.lazy.Values`: nothing is launched before it is
-written. Gradients of operands are returned with it as tensors, which are filled when it is written.
+If kernels run, a result is a :class:`~fuser.functional.lazy.LazyTensor`: nothing is launched
+before it is written. Gradients of operands are returned with it as tensors, which are filled when
+it is written.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ Result = torch.Tensor | LazyTensor
 Operands = Sequence[torch.Tensor | None]
 
 NO_OPERAND = (None,)
-# What torch does in one call it does where there are fewer: so many bf16 are 4 MB, 1 us of a GPU's
-# memory, and the host needs more for a launch than for a call of torch. Forward and backward of
+# For fewer elements torch's own function runs, if it is one call: this many bf16 are 4 MB, 1 us of
+# a GPU's memory, and a launch costs the host more than a call of torch. Forward and backward of
 # Linear-GELU-Linear on 16x128 took 1.9 times nn.Sequential's time with launches, 1.2 without.
 FEW_ELEMENTS = 2**20
 MAX_FLOAT32 = torch.finfo(torch.float32).max
 
-# One such op alone is torch's, which is as good.
+# torch runs one such op alone, because it is as fast.
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "bias": lambda x, operand: x + operand,
     "add_extra_input": lambda x, operand: x + operand,
@@ -45,7 +46,7 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
 def activation(stage: Stage, x: torch.Tensor, *, is_plain: bool = False) -> Result:
     """``stage`` of ``x``; see the reference.
 
-    ``is_plain``: nothing around it is quantized, so that torch's bits will do as well.
+    ``is_plain``: nothing around it is quantized, so that torch's rounding is acceptable too.
     """
     if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(x):
         return reference.activation(stage, x)
@@ -88,7 +89,7 @@ def scaled_activation_backward(
     *,
     wants_dscales: bool = True,
 ) -> tuple[Result, torch.Tensor | None]:
-    """Gradients of ``x`` and, where it is wanted, of ``scales``; see the reference."""
+    """Gradients of ``x`` and, if wanted, of ``scales``; see the reference."""
     if not _takes(dy, x):
         return reference.scaled_activation_backward(
             stage, dy, x, scales, wants_dscales=wants_dscales
@@ -100,12 +101,12 @@ def scaled_activation_backward(
 
 
 def dropout_seed(device: torch.device) -> torch.Tensor:
-    """Two random int64 by torch's generator of the device, which a CUDA graph replays anew."""
+    """Two random int64 from torch's generator of the device; new ones at a CUDA graph's replay."""
     return torch.randint(2**63 - 1, (2,), device=device)
 
 
 def dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> Result:
-    """``x * mask / (1 - p)``, also of a gradient; see the reference."""
+    """``x * mask / (1 - p)``, also for a gradient; see the reference."""
     if not _takes(x):
         return reference_dropout(x, seed, p)
     return _Forward((Stage("dropout", (p,)),), x, (seed,))
@@ -119,7 +120,7 @@ def bias(x: torch.Tensor, addend: torch.Tensor) -> Result:
 
 
 def bias_backward(dy: torch.Tensor, size: int) -> tuple[Result, torch.Tensor]:
-    """``dy`` itself, and its sum over rows of ``size``, where a quantizer may make both at once."""
+    """``dy`` itself, and its sum over rows of ``size``; a quantizer may compute both at once."""
     if not _takes(dy):
         return dy, dy.reshape(-1, size).sum(0)
     dbias = torch.empty(size, dtype=dy.dtype, device=dy.device)
@@ -140,13 +141,13 @@ def add(x: torch.Tensor, extra: torch.Tensor) -> Result:
     return _Forward((Stage("add_extra_input"),), x, (_rows(extra).contiguous(),))
 
 
-# -- chains, where kernels run ------------------------------------------------
+# -- chains, by kernels -------------------------------------------------------
 
 
 def chain(stages: Stages, x: torch.Tensor, operands: Operands) -> LazyTensor:
     """The output of ``stages``, each rounded to the dtype of ``x``.
 
-    ``operands``, one a stage: a bias, an extra input, the seed of a dropout, scales, or None.
+    ``operands``, one for each stage: a bias, an extra input, a dropout's seed, scales, or None.
     """
     contiguous = [None if operand is None else _rows(operand).contiguous() for operand in operands]
     return _Forward(stages, x, contiguous)
@@ -159,9 +160,9 @@ def chain_backward(
     operands: Operands,
     wanted: Sequence[bool],
 ) -> tuple[LazyTensor, list[torch.Tensor | None]]:
-    """Gradients of the input of ``stages`` and, where ``wanted``, of the operands.
+    """Gradients of the input of ``stages`` and, if ``wanted``, of the operands.
 
-    What no activation after it reads again may be None: ``x``, a bias, an
+    Tensors that no later activation reads again may be None: ``x``, a bias, an
     extra input.
     """
     *leading, width = dy.shape
@@ -180,27 +181,27 @@ def chain_backward(
 
 
 def prefers_torch(stage: Stage, count: int, *, is_plain: bool) -> bool:
-    """Whether so many elements go to torch's own function, which is as good; see `activation`."""
+    """Whether torch's own function runs for so many elements, as fast; see `activation`."""
     return is_plain and stage.name in reference.NATIVE and count < FEW_ELEMENTS
 
 
 def reads_in_place(x: torch.Tensor) -> bool:
-    """Whether a kernel takes ``x`` as it is: contiguous, or a matrix of contiguous rows."""
+    """Whether a kernel reads ``x`` without a copy: contiguous, or a matrix of contiguous rows."""
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
 
 
-# -- what kernels are given -----------------------------------------------------
+# -- arguments of kernels -------------------------------------------------------
 
 _BIAS = Stage("bias")
 
 
 def _takes(x: torch.Tensor, other: torch.Tensor | None = None) -> bool:
-    """Whether kernels run on such tensors, which must have one dtype."""
+    """Whether kernels support these tensors, which must have one dtype."""
     return kernels_support(x) and x.dim() > 0 and (other is None or other.dtype is x.dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as a kernel reads it; a copy where it must be."""
+    """``x`` in a layout that kernels read; a copy if necessary."""
     if isinstance(x, WrapperTensor):
         x = x.dequantize()
     x = as_stored(x)
@@ -242,7 +243,7 @@ class _Forward(LazyTensor):
 
 
 class _Backward(LazyTensor):
-    """The gradient of a chain's input; ``grads``, those of its operands, are written with it."""
+    """The gradient of a chain's input; ``grads`` of its operands are written together with it."""
 
     def __init__(
         self,
@@ -313,7 +314,7 @@ class _Backward(LazyTensor):
                 dbias.copy_(self.sums.sum(0))
 
     def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
-        """Write the gradients of operands, once, and what else is given."""
+        """Write the gradients of operands, once, and the other outputs that are not None."""
         size, workspace = 0, None
         wanted = [grad is not None for grad in self.grads]
         if any(wanted):

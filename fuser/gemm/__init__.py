@@ -1,4 +1,4 @@
-"""Matrix products of linear layers: torch's, and the quantized ones that a chip has."""
+"""Matrix products of linear layers: unquantized with PyTorch, and native quantized GEMMs."""
 
 from fuser.gemm.matmul import (
     architecture,

@@ -1,9 +1,9 @@
-"""Matrix products of linear layers: forward, dgrad and wgrad, by the best library call.
+"""Matrix products of linear layers: forward, dgrad and wgrad, each as one library call.
 
 ``x`` is ``[..., K]``, ``weight`` is ``[N, K]``, ``dy`` is ``[..., N]``; all in one dtype, or all
-quantized. Quantized operands are multiplied as they are where the chip has tensor cores for their
-formats (gemm/native.py). Elsewhere the product is emulated: the same operands are dequantized
-into the compute dtype, and multiplied there with fp32 accumulation.
+quantized. If the device has tensor cores for the formats of quantized operands, they multiply the
+quantized bytes (gemm/native.py). Otherwise the product is emulated: the same operands are
+dequantized into the compute dtype and multiplied with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.tensors import Operand, QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
-# bias is a GEMM epilogue. torch's own, by name: a wrapper would cost 0.1 us.
+# bias is a GEMM epilogue. An alias of torch's function: a wrapper would cost 0.1 us.
 linear = F.linear
 
 
@@ -43,7 +43,7 @@ def dgrad(
 ) -> torch.Tensor:
     """``scale * dy @ weight (+ addend)``: the gradient of x, ``[..., K]``.
 
-    One GEMM: the scale is its ``alpha``, the addend comes with ``beta = 1``.
+    One GEMM: ``scale`` is its ``alpha``, and the addend is added with ``beta = 1``.
     """
     if dy.dim() != 2:
         addend = None if addend is None else _rows(addend)
@@ -65,10 +65,10 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor
 def wgrad_accumulate(
     main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, scale: float = 1.0
 ) -> None:
-    """Add :func:`wgrad` to ``main_grad`` in place, in main_grad's precision.
+    """Add :func:`wgrad` to ``main_grad`` in place, in the precision of ``main_grad``.
 
-    With equal dtypes this is one GEMM with ``beta = 1``. An fp32 ``main_grad``
-    of 16-bit operands gets the GEMM's fp32 accumulator, not a rounded copy.
+    With equal dtypes this is one GEMM with ``beta = 1``. If ``main_grad`` is fp32 and the
+    operands have 16 bits, it receives the GEMM's fp32 accumulator, not a rounded copy.
     """
     a, b = _rows(dy).t(), _rows(x)
     if a.dtype == main_grad.dtype:
@@ -83,7 +83,7 @@ def wgrad_accumulate(
 
 
 def architecture(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a CUDA device; None for any other."""
+    """The compute capability of a CUDA device; None for any other device."""
     return _capability(device) if device.type == "cuda" else None
 
 
@@ -98,9 +98,9 @@ def quantized_linear(
     is_split: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``; of the rowwise copies.
+    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``, from the rowwise copies.
 
-    ``is_split`` asks for a split accumulator (gemm/native.py), here and below.
+    ``is_split`` requests a split accumulator (gemm/native.py), here and in the functions below.
     """
     row = _native(x, weight)
     if row is None:
@@ -119,7 +119,7 @@ def quantized_dgrad(
 ) -> torch.Tensor:
     """``scale * dy @ weight``, ``[..., K]`` in ``dtype``.
 
-    Of dy's rowwise copy, the weight's columnwise.
+    Reads the rowwise copy of dy and the columnwise copy of the weight.
     """
     row = _native(dy, weight)
     if row is None:
@@ -136,7 +136,7 @@ def quantized_wgrad(
     is_split: bool,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``; of the columnwise copies."""
+    """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``, from the columnwise copies."""
     row = _native(dy, x)
     if row is None:
         return wgrad(*_column_values(dy, x, dtype), scale)
@@ -152,7 +152,7 @@ def quantized_wgrad_accumulate(
     is_split: bool,
     scale: float = 1.0,
 ) -> None:
-    """Add :func:`quantized_wgrad` to ``main_grad`` in place, in main_grad's precision."""
+    """Add :func:`quantized_wgrad` to ``main_grad`` in place, in the precision of ``main_grad``."""
     if _native(dy, x) is None:
         wgrad_accumulate(main_grad, *_column_values(dy, x, dtype), scale)
     else:
@@ -160,12 +160,12 @@ def quantized_wgrad_accumulate(
 
 
 def _scaled(operand: Operand, scale: float) -> Operand:
-    """An operand whose product is multiplied by ``scale``: its scales take it, in fp32."""
+    """The operand with its scales multiplied by ``scale``, in fp32; so is any product with it."""
     return operand if scale == 1.0 else operand._replace(scale_inv=operand.scale_inv * scale)
 
 
 def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
-    """The values of one copy of a tensor, which need not be those of the other."""
+    """The values of one copy of a tensor; the other copy can have other values."""
     return tensor.with_usage(usage).dequantize(dtype=dtype)
 
 
@@ -178,7 +178,7 @@ def _column_values(
     rounding errors of a block over all of its rows.
     """
     a, b = _columns(dy, dtype), _columns(x, dtype)
-    if a.shape[0] != b.shape[0]:  # of two formats: at least one has zeros there
+    if a.shape[0] != b.shape[0]:  # two formats with different padding: at least one has zeros there
         rows = min(a.shape[0], b.shape[0])
         return a[:rows], b[:rows]
     return a, b
@@ -217,7 +217,7 @@ def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    # With beta = 0 the addend is never read; an expanded scalar costs no memory.
+    # With beta = 0 the addend is never read; an expanded scalar uses no memory.
     return torch.addmm(a.new_empty(()).expand(a.shape[0], b.shape[1]), a, b, beta=0, alpha=scale)
 
 

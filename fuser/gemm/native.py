@@ -1,8 +1,8 @@
-"""Quantized GEMMs that tensor cores run as they are: which formats, which chips, which call.
+"""Native quantized GEMMs: formats, compute capabilities, and the library call of each.
 
 Operands are bytes ``[rows, inner]``, row-major, with the scales that formats.py describes; a
-product is ``a @ b.T``. What has no row here is emulated (gemm/matmul.py). The limits are those of
-``torch._scaled_mm``, which calls cuBLASLt.
+product is ``a @ b.T``. A product without a row in this table is emulated (gemm/matmul.py). The
+limits are those of ``torch._scaled_mm``, which calls cuBLASLt.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, round_up
 from fuser.tensors import Operand
 
-# cuBLASLt takes FP8 sizes in multiples of 16 elements; others are padded with zeros.
+# cuBLASLt takes FP8 sizes in multiples of 16 elements; other sizes are padded with zeros.
 ALIGNMENT = 16
-# Four blocks of 128. Versions of torch differ in the stride that they want of 128x128 scales,
-# but for a number of blocks that is a multiple of four.
+# Four blocks of 128. Versions of torch expect different strides for 128x128 scales, except if
+# the number of blocks is a multiple of four.
 INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
 
 
 @dataclass(frozen=True)
 class NativeGemm:
-    """A row of the table.
+    """One native GEMM: a row of the table.
 
     Parameters
     ----------
     name
-        What a plan calls it.
+        The name that a plan shows.
     formats
         Every pair of formats that it multiplies, by name.
     archs
@@ -39,10 +39,10 @@ class NativeGemm:
     cuda
         The first CUDA version whose cuBLASLt has it.
     run
-        ``run(a, b, out_dtype, is_split, bias)``, the product in ``out_dtype``; a bias is an
-        epilogue in fp16 and bf16.
-        ``is_split`` asks for partial sums that go to fp32 registers more
-        often, which is slower and more exact on Hopper.
+        ``run(a, b, out_dtype, is_split, bias)`` returns the product in ``out_dtype``; the bias
+        is an epilogue in fp16 and bf16.
+        If ``is_split``, partial sums are added to fp32 registers more often, which is slower and
+        more accurate on Hopper.
     """
 
     name: str
@@ -52,7 +52,7 @@ class NativeGemm:
     run: Callable[[Operand, Operand, torch.dtype, bool, torch.Tensor | None], torch.Tensor]
 
     def serves(self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int]) -> bool:
-        """Whether it multiplies such operands on a chip of compute capability ``arch``."""
+        """Whether it multiplies operands ``a`` and ``b`` on compute capability ``arch``."""
         return (
             (a.name, b.name) in self.formats
             # Tensor cores multiply E5M2 with E4M3 only.
@@ -64,7 +64,7 @@ class NativeGemm:
 
 @functools.cache
 def torch_cuda() -> tuple[int, int]:
-    """The CUDA version that torch is built with; (0, 0) without."""
+    """The CUDA version of this build of torch; (0, 0) for a build without CUDA."""
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
     return int(major), int(minor)
 
@@ -72,7 +72,7 @@ def torch_cuda() -> tuple[int, int]:
 def tensorwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``a @ b.T (+ bias)`` of FP8 with one scale a tensor."""
+    """``a @ b.T (+ bias)`` of FP8 tensors with one scale each."""
     (rows, inner), (columns, _) = a.data.shape, b.data.shape
     padded_inner, padded_columns = round_up(inner, ALIGNMENT), round_up(columns, ALIGNMENT)
     product = _multiply(
@@ -89,7 +89,7 @@ def tensorwise(
 def blockwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``a @ b.T (+ bias)`` of FP8 in blocks of 128: 1x128 each, or one of them 128x128."""
+    """``a @ b.T (+ bias)`` of FP8 in blocks of 128: both 1x128, or one of them 128x128."""
     are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
     inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
     data, scales = [], []
@@ -97,7 +97,7 @@ def blockwise(
         rows = round_up(operand.data.shape[0], ALIGNMENT)
         data.append(_elements(operand, (rows, inner)))
         scale = operand.scale_inv
-        # 1x128 scales are kept a row a block; turned, they are a column a block.
+        # 1x128 scales are stored with one row for each block; transposed, with one column.
         scales.append(scale if is_2d else _padded(scale, (inner // FP8_BLOCK, rows)).t())
     pair = (scales[0], scales[1].t())
     bias = None if bias is None else _padded(bias, (data[1].shape[0],))
@@ -126,7 +126,7 @@ def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``tensor`` with zeros after it up to ``shape``; itself if it has that shape."""
+    """``tensor`` padded with zeros at its end to ``shape``; itself if it has that shape."""
     if tuple(tensor.shape) == shape:
         return tensor
     missing = [size - have for size, have in zip(shape, tensor.shape, strict=True)]
@@ -159,7 +159,7 @@ NATIVE_GEMMS = (
 def native_gemm(
     a: NumberFormat, b: NumberFormat, arch: tuple[int, int] | None
 ) -> NativeGemm | None:
-    """The row that multiplies ``a`` and ``b`` on ``arch`` (None: no CUDA); None to emulate."""
+    """The row that multiplies ``a`` and ``b`` on ``arch`` (None: no CUDA); None: emulate."""
     if arch is None:
         return None
     return next((row for row in NATIVE_GEMMS if row.serves(a, b, arch)), None)

@@ -1,4 +1,4 @@
-"""Precision: the recipe in force, the quantizers it means, delayed scaling's state, checkpoints."""
+"""Precision: recipes in effect, quantizers, delayed scaling, activation checkpointing."""
 
 from fuser.precision.availability import (
     is_fp8_available,

@@ -1,4 +1,4 @@
-"""What a recipe runs on: tensor cores of its own formats, or emulation; asked, and warned about."""
+"""Availability of recipes: native tensor cores or emulation, and the warning about emulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuser.recipe import (
     Recipe,
 )
 
-# The operands of forward, dgrad and wgrad.
+# The roles of the two operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
 
 RECIPES = (
@@ -42,12 +42,12 @@ def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:
 
 
 def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:
-    """A sentence that says that ``recipe`` is emulated on ``arch``; None where it runs natively."""
+    """A sentence that says that ``recipe`` is emulated on ``arch``; None if it runs natively."""
     if runs_natively(recipe, arch):
         return None
     where = "a CPU" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
     native = [cls.__name__ for cls in RECIPES if runs_natively(cls(), arch)]
-    # Where none is, the doctor says so; here it would be in the warning of every recipe.
+    # If no recipe is native, the doctor says so; here it would be in the warning of every recipe.
     others = f" Native there: {', '.join(native)}." if native else ""
     return (
         f"{type(recipe).__name__} is emulated on {where}: operands have its exact bytes, and "
@@ -56,7 +56,7 @@ def emulation(recipe: Recipe, arch: tuple[int, int] | None) -> str | None:
 
 
 def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
-    """Warn that ``recipe`` is emulated on ``arch``: once in a process for recipes of its class."""
+    """Warn that ``recipe`` is emulated on ``arch``: once in a process for each recipe class."""
     place = (type(recipe), arch)
     if place in _warned or not isinstance(recipe, RECIPES):
         return
@@ -67,7 +67,7 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
 
 
 def _callers_level() -> int:
-    """How many frames up the caller of fuser or torch is, for a warning."""
+    """The stack level of the caller of fuser or torch, for a warning."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_ours(frame):
         frame, level = frame.f_back, level + 1
@@ -85,8 +85,8 @@ _warned: set[tuple[type[Recipe], tuple[int, int] | None]] = set()
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether FP8 recipes run here: True on every device.
 
-    With ``return_reason`` a second value says that they are emulated on the
-    current device; it is empty where they run natively.
+    With ``return_reason`` it also returns a sentence, which says that they are
+    emulated on the current device; the sentence is empty if they run natively.
     """
     return _available(Float8CurrentScaling(), return_reason)
 

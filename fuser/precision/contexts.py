@@ -1,4 +1,4 @@
-"""What a forward runs under: the recipe in force, its region, and what parameters are made in."""
+"""Contexts: autocast with its recipe and amax steps, and quantized_model_init."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fuser.tensors import QuantizedTensor, Quantizer
 
 
 def default_recipe() -> Recipe:
-    """The recipe of :class:`autocast` and :func:`quantized_model_init` where none is given.
+    """The recipe of :class:`autocast` and :func:`quantized_model_init` if none is given.
 
     It is ``DelayedScaling()`` on every device, so that a script computes the
-    same wherever it runs.
+    same results on all of them.
     """
     return DelayedScaling()
 
@@ -31,21 +31,22 @@ current_recipe = _active_recipe.get
 """The recipe of the innermost :class:`autocast`, or None outside one."""
 
 
-# -- regions ------------------------------------------------------------------
+# -- steps --------------------------------------------------------------------
 
-# One scale a tensor that the state quantizes.
+# One scale for each tensor that the state quantizes.
 PastScales = dict[Recipe | None, tuple[torch.Tensor, ...]]
 
 
 class AmaxStep:
     """One step of delayed scaling's forward, inside an outermost autocast.
 
-    It begins with the autocast, or after the step before, and ends with the
+    It begins with the autocast, or after the previous step. It ends with the
     autocast or with a backward through one of its pipelines, whichever comes
-    first. ``recorded`` are the states (precision/delayed_scaling.py) that recorded amaxes
-    in it, each with the group that these are reduced over. ``past_scales`` are
-    the scales that it ran with, by recipe, of states that have others now; they
-    are kept where ``may_be_recomputed``: a checkpointed function ran in it.
+    first. ``recorded`` are the states (precision/delayed_scaling.py) that recorded
+    amaxes in it, each with the process group over which they are reduced.
+    ``past_scales`` are the scales of the step, by recipe, for states whose scales
+    have changed since; they are kept only if ``may_be_recomputed``, which means
+    that a checkpointed function ran in the step.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class AmaxStep:
         self.is_over = False
 
     def take(self) -> dict[Any, Any]:
-        """The states whose step ends with this region; the forward after it is of another one."""
+        """The states whose step ends with this one; clears them. Later forwards are of another."""
         self.is_over = True
         recorded, self.recorded = self.recorded, {}
         return recorded
@@ -68,9 +69,9 @@ class AmaxStep:
 
 
 class _Regions:
-    """The regions of an outermost autocast and of all inside it, one after another."""
+    """The steps of an outermost autocast and of all autocasts inside it, one after another."""
 
-    last: AmaxStep | None = None  # before the first forward
+    last: AmaxStep | None = None  # None before the first forward
 
     def current(self) -> AmaxStep:
         if self.last is None or self.last.is_over:
@@ -90,44 +91,44 @@ class _AutocastFrame:
 
 
 _scopes: ContextVar[tuple[_AutocastFrame, ...]] = ContextVar("fuser_scopes", default=())
-"""Those entered here, the innermost last."""
+"""The autocasts entered in this thread or task, the innermost last."""
 
 is_autocast_used = False
-"""Whether this process has ever entered one; until then no code need look for quantized data."""
+"""Whether this process has ever entered an autocast; before, no data can be quantized."""
 
 
 class autocast(contextlib.ContextDecorator):
-    """Run pipelines quantized under ``recipe``: a context, or a decorator; nests and re-enters.
+    """Run pipelines quantized under ``recipe``: a context manager or decorator; nests, re-enters.
 
-    It holds for the thread, or asyncio task, that entered it; a new thread
-    starts without one, so that the replicas of ``torch.nn.DataParallel`` run
-    unquantized unless the module enters it itself. A backward needs none.
-    What :func:`torch.utils.checkpoint.checkpoint` runs again runs as it did the
-    first time; in a recomputation by other means, enter it inside the function
-    that is recomputed.
+    It is in effect for the thread, or asyncio task, that entered it. A new thread
+    starts without one, so the replicas of ``torch.nn.DataParallel`` run
+    unquantized unless the module itself enters it. A backward needs no autocast.
+    A recomputation of :func:`torch.utils.checkpoint.checkpoint` runs as the first
+    run did; for a recomputation by other means, enter autocast inside the
+    recomputed function.
 
     Under :class:`~fuser.recipe.DelayedScaling` the scales of the forward are
     updated when the outermost autocast ends, and at the end of a backward
-    through its pipelines. So it goes around every step or around the whole
-    training loop, with the same numbers.
+    through its pipelines. So an autocast around every step and one around the
+    whole training loop give the same numbers.
 
     Parameters
     ----------
     enabled
-        Off where False, also inside another autocast.
+        False turns quantization off, also inside another autocast.
     calibrating
-        Accepted for compatibility.
+        Accepted for compatibility; has no effect.
     recipe
         :func:`default_recipe` if None.
     amax_reduction_group
         The ranks over which delayed scaling takes the maximum of its amaxes,
-        once a step; None for all of them. Every rank of it must train then.
+        once a step; None for all ranks. Every rank of the group must then train.
 
     Raises
     ------
     InputTypeError
-        If ``enabled`` is no bool, ``recipe`` is no recipe, or a generator or a
-        coroutine is decorated, whose body runs after its call.
+        If ``enabled`` is not a bool, or ``recipe`` not a recipe, or if a generator
+        or a coroutine is decorated, because its body runs after its call.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class autocast(contextlib.ContextDecorator):
         self.recipe = (recipe or default_recipe()) if enabled else None
 
     def __call__(self, func: Any) -> Any:
-        """``func`` run in this context at every call."""
+        """``func``, with every call run in this context."""
         runs_later = (
             inspect.isgeneratorfunction,
             inspect.iscoroutinefunction,
@@ -173,10 +174,10 @@ class autocast(contextlib.ContextDecorator):
         while place >= 0 and scopes[place].owner is not self:
             place -= 1
         if place < 0:
-            return  # entered in another thread: a generator was finalized here
+            return  # entered in another thread: a generator was finalized in this one
         scope, inner = scopes[place], scopes[place + 1 :]
         if inner:
-            # A generator has left it before what was entered since.
+            # A generator leaves its autocast before autocasts that were entered after it.
             inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])
         else:
             _active_recipe.set(scope.outer_recipe)
@@ -203,10 +204,10 @@ def _check_arguments(name: str, enabled: Any, recipe: Any) -> None:
 
 
 class AutocastState(NamedTuple):
-    """What a forward ran under, for code that runs it again or ends its step.
+    """The precision settings of a forward, for code that runs it again or ends its step.
 
-    The recipe, the region, None outside every autocast, and the group over
-    which amaxes are reduced.
+    The recipe; the amax step, None outside every autocast; and the process group
+    over which amaxes are reduced.
     """
 
     recipe: Recipe | None = None
@@ -215,11 +216,11 @@ class AutocastState(NamedTuple):
 
 
 UNQUANTIZED = AutocastState()
-"""Those of a forward outside every autocast."""
+"""The settings of a forward outside every autocast."""
 
 
 def current_state() -> AutocastState:
-    """What a forward runs under at this moment."""
+    """The settings of a forward that runs now."""
     again = _recomputed.get()
     if again is not None:
         return again
@@ -232,12 +233,12 @@ def current_state() -> AutocastState:
 
 _recomputed: ContextVar[AutocastState | None] = ContextVar("fuser_recomputed", default=None)
 recomputed_state = _recomputed.get
-"""The conditions of the forward that is being recomputed; None where none is."""
+"""The settings of the forward that is being recomputed; None if there is none."""
 
 
 @contextlib.contextmanager
 def recomputing_under(conditions: AutocastState) -> Iterator[None]:
-    """Run a forward again, in a backward, under the conditions of the first time."""
+    """Run a forward again, in a backward, with the settings of its first run."""
     recipe, recomputed = _active_recipe.get(), _recomputed.get()
     _active_recipe.set(conditions.recipe)
     _recomputed.set(conditions)
@@ -253,7 +254,7 @@ def recomputing_under(conditions: AutocastState) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """What parameters made under :class:`quantized_model_init` become."""
+    """The options of :class:`quantized_model_init` for new parameters."""
 
     recipe: Recipe
     preserve_high_precision_init_val: bool
@@ -261,7 +262,7 @@ class ParameterInit:
 
 _parameter_init: ContextVar[ParameterInit | None] = ContextVar("fuser_init", default=None)
 current_parameter_init = _parameter_init.get
-"""What :func:`quantized_model_init` makes of parameters here; None outside one."""
+"""The options in effect for new parameters here; None outside every context."""
 
 
 @contextlib.contextmanager
@@ -270,25 +271,27 @@ def quantized_model_init(
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
-    """Make the weights of linears in the format of ``recipe``; their only copy is quantized.
+    """Make the weights of linears in the format of ``recipe``; there is no unquantized copy.
 
     Parameters
     ----------
     enabled
-        Off where False, also inside another region.
+        False turns it off, also inside another such context.
     recipe
-        :func:`default_recipe` if None. Under
-        :class:`~fuser.recipe.DelayedScaling` the initial weights are quantized
-        with scale 1, which leaves small ones few bits or none, and written
-        weights, such as an optimizer's, with the scale that earlier weights
-        gave; a write records its amax for the step that follows. A write with
-        values that its scale cannot hold has the scale of its own amax instead.
-        Under a ``backward_override`` weights have their rowwise copy alone,
-        which is all that such a backward reads; a later backward without the
-        override quantizes the other copy from the weight's values at every step.
+        :func:`default_recipe` if None.
+
+        Under :class:`~fuser.recipe.DelayedScaling` the initial weights are quantized
+        with scale 1, which leaves few bits or none for small weights. A write to the
+        weights, such as an optimizer's, is quantized with the scale from earlier
+        weights, and records its amax for the next step. If values of the write are
+        too large for that scale, the write uses the scale of its own amax.
+
+        Under a ``backward_override`` weights have only their rowwise copy, because
+        such a backward reads no other. A later backward without the override
+        quantizes the columnwise copy from the weight's values at every step.
     preserve_high_precision_init_val
         Keep the initial values on the CPU, for an optimizer's master weights:
-        ``weight.get_high_precision_init_val()`` gives them, and
+        ``weight.get_high_precision_init_val()`` returns them, and
         ``weight.clear_high_precision_init_val()`` frees them.
     """
     _check_arguments("quantized_model_init", enabled, recipe)
@@ -304,12 +307,14 @@ def quantized_model_init(
 def initialised_weight(
     weight: torch.nn.Parameter, init: ParameterInit, quantizer: Quantizer
 ) -> torch.nn.Parameter:
-    """The stand-in for ``weight`` of a linear made under ``init``, quantized by ``quantizer``."""
-    # Under an override nothing reads the columnwise copy. Without one, it is made here: not every
-    # format can make it from the other.
+    """The parameter for ``weight`` of a linear made under ``init``, quantized by ``quantizer``."""
+    # Under an override nothing reads the columnwise copy. Without one it is made here, because
+    # not every format can make it from the rowwise copy.
     quantizer = quantizer.with_usage(rowwise=True, columnwise=init.recipe.quantizes_backward)
     quantized = quantizer(weight.detach())
-    quantized._quantizer = quantizer  # of delayed scaling one that records what is written
+    quantized._quantizer = (
+        quantizer  # for delayed scaling, a quantizer that records the amax of writes
+    )
     parameter = torch.nn.Parameter(quantized, requires_grad=weight.requires_grad)
     if init.preserve_high_precision_init_val:
         assert isinstance(parameter, QuantizedTensor)

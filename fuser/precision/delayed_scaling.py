@@ -1,8 +1,8 @@
-"""Delayed scaling's state, which amaxes it records, and when its steps end.
+"""Delayed scaling: scales, amax histories, and the ends of steps.
 
-The forward's step ends with its region (precision/contexts.py), the gradients' with the backward.
-Evaluation records nothing, so that it leaves training as it is; a recomputation records nothing
-either, and quantizes with the scales of its forward.
+A step of the forward ends as described in precision/contexts.py; a step of the gradients ends with
+the backward. Evaluation records no amax, so it does not change training. A recomputation records
+none either, and quantizes with the scales of its forward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _is_evaluating: ContextVar[bool] = ContextVar("fuser_is_evaluating", default=Fal
 
 @contextlib.contextmanager
 def evaluation() -> Iterator[None]:
-    """A forward that no backward follows: it records no amax."""
+    """Context for a forward without a backward: it records no amax."""
     token = _is_evaluating.set(True)
     try:
         yield
@@ -42,14 +42,14 @@ def evaluation() -> Iterator[None]:
 
 
 class _Identity:
-    """Whom a region keeps past scales for: the states that an op has, one after another."""
+    """Identifies an op's states, old and new, so that a step can keep past scales for them."""
 
 
 class DelayedScales:
-    """Delayed scaling's state for the tensors that one op quantizes on one side.
+    """Delayed scaling's state for the tensors that one op quantizes in forward or in backward.
 
     ``scale`` fp32 [n] and ``amax_history`` fp32 [length, n], plain tensors. Row
-    0 of the history collects the amax of the running step; the rows after it
+    0 of the history collects the amaxes of the current step; the rows after it
     are those of earlier steps, the oldest first. ``mode`` is ``"forward"`` or
     ``"backward"``.
     """
@@ -62,7 +62,7 @@ class DelayedScales:
         self._quantizers: list[Float8Quantizer] = []
         self._of_parameters: dict[int, Float8Quantizer] = {}
         self._identity = _Identity()
-        # Regions whose forward may be recomputed, and ran with the scales of now.
+        # Steps that used the current scales and whose forward may be recomputed.
         self._regions: weakref.WeakSet[AmaxStep] = weakref.WeakSet()
 
     def quantizer(
@@ -70,8 +70,9 @@ class DelayedScales:
     ) -> Quantizer:
         """The quantizer of tensor ``index``, on ``device``; it reads and writes this state.
 
-        In evaluation it reads alone; so does the forward's in a recomputation. The gradients' may
-        be asked for there first: a reentrant checkpoint runs its forward without gradients.
+        In evaluation it only reads, and so does the forward's quantizer in a recomputation. The
+        gradients' quantizer may be made in evaluation first: a reentrant checkpoint runs its
+        forward without gradients.
         """
         is_other = self._is_other(recipe, device)
         again = recomputed_state() if self.mode == "forward" else None
@@ -98,11 +99,11 @@ class DelayedScales:
         return quantizer
 
     def parameter_quantizer(self, index: int) -> Float8Quantizer | None:
-        """What parameter ``index`` carries; None as long as the state is for no recipe.
+        """The quantizer that parameter ``index`` keeps; None until the state is made for a recipe.
 
         A write to the parameter, such as an optimizer's, is quantized with the
-        scale of then and recorded in the step that runs. Values that the scale
-        cannot hold, say of a checkpoint, are not cut off.
+        scale at that time, and recorded in the current step. Values that are too large
+        for the scale, for example from a checkpoint, are not clamped.
         """
         if not self._quantizers:
             return None
@@ -114,7 +115,7 @@ class DelayedScales:
     def prepare(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
     ) -> None:
-        """Make the state for ``recipe`` on ``device``, if it is not."""
+        """Make the state for ``recipe`` on ``device``, unless it exists."""
         if self._is_other(recipe, device):
             self._prepare(recipe, dtypes, device)
 
@@ -123,16 +124,16 @@ class DelayedScales:
         return not is_same or device != self.scale.device
 
     def last_quantizer(self, index: int) -> Quantizer | None:
-        """The quantizer that was last asked for, with the scale of now; None before the first."""
+        """The quantizer of the last call, with the current scale; None before the first call."""
         return self._quantizers[index] if self._quantizers else None
 
     def _prepare(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
     ) -> None:
-        """Make the state, or have it go on under ``recipe`` and on ``device``.
+        """Make the state, or adapt it to ``recipe`` and ``device``.
 
-        Quantizers that were given before keep their scale, for backwards that
-        come yet.
+        Quantizers that were returned before keep their scale, for backwards that
+        are still to run.
         """
         count = len(dtypes)
         if self.scale.numel() not in (0, count):
@@ -159,11 +160,11 @@ class DelayedScales:
         self._recipe = recipe
 
     def _scale_under(self, recipe: DelayedScaling, dtypes: Sequence[DType]) -> torch.Tensor:
-        """The scales of now for formats and margin of ``recipe``.
+        """The current scales, for the formats and the margin of ``recipe``.
 
-        They follow the ratio of the largest values; those of a state that has
-        seen no tensor stay 1. A state from a checkpoint does not say what its
-        scales were for: none is larger than its history allows.
+        They change in the ratio of the formats' largest values; the scales of a state
+        that has recorded no tensor stay 1. A state from a checkpoint does not contain
+        the formats of its scales: no scale becomes larger than its history allows.
         """
         scale, past = self.scale, self.amax_history[1:]
         largest = _maxima(dtypes, scale.device) * 2.0**-recipe.margin
@@ -181,12 +182,12 @@ class DelayedScales:
     # -- steps ------------------------------------------------------------------
 
     def _leave_past_scale(self) -> None:
-        """Before an update: leave the scale to the regions whose forward ran with it."""
+        """Before an update: store the scale in the steps whose forward used it."""
         regions = list(self._regions)
         self._regions.clear()
         if regions:
-            # Sliced here: selective checkpointing refuses a recomputation that calls torch more
-            # often than the forward did.
+            # Sliced here: selective checkpointing refuses a recomputation that makes more calls
+            # to torch than its forward made.
             past = self.scale.clone().unsqueeze(1).unbind()
             for region in regions:
                 region.past_scales.setdefault(self._identity, {})[self._recipe] = past
@@ -195,9 +196,9 @@ class DelayedScales:
     def end_step(states: Mapping[DelayedScales, Any]) -> None:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
-        The order of states is that of their first use, which is the same on
-        every rank. One that was loaded or copied, and not used since, has
-        recorded nothing.
+        The states are in the order of their first use, which is the same on every
+        rank. A state that was loaded or copied and not used since has recorded
+        nothing.
         """
         states = {state: group for state, group in states.items() if state._recipe is not None}
         for state in states:
@@ -207,7 +208,7 @@ class DelayedScales:
             _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
         for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
             recipe = some[0]._recipe
-            assert recipe is not None  # left out above
+            assert recipe is not None  # such a state is left out above
             update_delayed(
                 [state.amax_history for state in some],
                 [state.scale for state in some],
@@ -220,14 +221,14 @@ class DelayedScales:
         return self._recipe is not None and self._recipe.reduce_amax
 
     def succeed(self, previous: DelayedScales) -> None:
-        """Take the place of an op's state from before a checkpoint was loaded.
+        """Replace an op's state from before a checkpoint was loaded.
 
         Forwards that ran with ``previous`` are recomputed with its scales.
         """
         previous._leave_past_scale()
         self._identity = previous._identity
 
-    # -- as a plain tensor --------------------------------------------------------
+    # -- packing into a plain tensor ------------------------------------------------
 
     def packed(self) -> torch.Tensor:
         """The state as one fp32 tensor on the CPU: n, length, scales, history row by row."""
@@ -237,12 +238,12 @@ class DelayedScales:
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor, mode: str) -> tuple[DelayedScales, torch.Tensor]:
-        """The state at the head of what :meth:`packed` gave, and the rest.
+        """The state at the start of ``packed``, a result of :meth:`packed`, and the rest of it.
 
         Raises
         ------
         InputError
-            If there is less than the sizes at the head say.
+            If ``packed`` is shorter than the sizes at its start require.
         """
         state = cls(mode)
         count, length = (int(size) for size in packed[:2]) if len(packed) > 1 else (0, -1)
@@ -265,28 +266,28 @@ class DelayedScales:
 
 
 class _Backward:
-    """What ends with a backward: steps of gradients, and regions of forwards."""
+    """The effects at the end of one backward: steps of gradients and of forwards end."""
 
     def __init__(self) -> None:
         self.states: weakref.WeakKeyDictionary[DelayedScales, Any] = weakref.WeakKeyDictionary()
         self.regions: weakref.WeakKeyDictionary[AmaxStep, None] = weakref.WeakKeyDictionary()
 
 
-# Those that run, by autograd's number of them.
+# The running backwards, by autograd's number of each.
 _backwards: dict[int, _Backward] = {}
 _backwards_lock = threading.Lock()
-# More than run inside one another, as nested reentrant checkpoints do.
+# More than can be nested, as reentrant checkpoints nest them.
 MAX_BACKWARDS = 64
 
 
 def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
-    """See to it that the step of ``state`` ends when the backward that runs does."""
+    """Make the step of ``state`` end when the current backward ends."""
     with _backwards_lock:  # a backward over several devices has a thread for each
         _running_backward().states[state] = group
 
 
 def end_with_backward(region: AmaxStep) -> None:
-    """See to it that ``region`` ends when the backward that runs does."""
+    """Make ``region`` end when the current backward ends."""
     with _backwards_lock:
         _running_backward().regions[region] = None
 
@@ -294,7 +295,7 @@ def end_with_backward(region: AmaxStep) -> None:
 def _running_backward() -> _Backward:
     task = torch._C._current_graph_task_id()
     if task not in _backwards:
-        # A backward that failed has left its entry; it never ends.
+        # The entry of a backward that failed is still here; it never ends.
         while len(_backwards) >= MAX_BACKWARDS:
             _backwards.pop(next(iter(_backwards)))
         _backwards[task] = _Backward()
@@ -314,7 +315,7 @@ def _end_backward(task: int) -> None:
 
 
 def _resized(history: torch.Tensor, length: int) -> torch.Tensor:
-    """``history`` with ``length`` rows: the running step's, then the newest of the others last."""
+    """``history`` with ``length`` rows: row 0, and the newest of the others at the end."""
     if len(history) == length:
         return history
     resized = history.new_zeros(length, history.shape[1])
@@ -333,7 +334,7 @@ def _maxima(dtypes: Sequence[DType], device: torch.device) -> torch.Tensor:
 def _alike(
     states: Iterable[DelayedScales], what: Callable[[DelayedScales], Any]
 ) -> list[list[DelayedScales]]:
-    """``states`` in groups of which ``what`` says the same, all in their order."""
+    """``states`` grouped by the result of ``what``, in their order."""
     groups: dict[Any, list[DelayedScales]] = {}
     for state in states:
         groups.setdefault(what(state), []).append(state)
@@ -341,7 +342,7 @@ def _alike(
 
 
 def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:
-    """Replace each of the tensors by its maximum over the ranks of ``group``, in one reduction."""
+    """Replace each tensor by its maximum over the ranks of ``group``, in one reduction."""
     if not amaxes or not torch.distributed.is_initialized():
         return
     if torch.distributed.get_world_size(group) == 1:

@@ -1,4 +1,4 @@
-"""What a recipe means for the input, the weight and the output gradient of a linear: quantizers."""
+"""Quantizers of a recipe for the input, the weight and the output gradient of a linear."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fuser.tensors import (
 
 
 def fp8_dtype(recipe_format: Format, role: str) -> DType:
-    """The FP8 format of a tensor in that role: E5M2 for gradients under HYBRID."""
+    """The FP8 format of a tensor with this role: under HYBRID, E5M2 for gradients."""
     if recipe_format is Format.HYBRID:
         return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
     return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
@@ -37,24 +37,24 @@ def fp8_dtype(recipe_format: Format, role: str) -> DType:
 def make_quantizer(
     recipe: Recipe, role: str, *, module_type: str = "linear", name: str = ""
 ) -> Quantizer:
-    """The quantizer that ``recipe`` means for an ``"input"``, ``"weight"`` or ``"grad_output"``.
+    """The quantizer of ``recipe`` for an ``"input"``, ``"weight"`` or ``"grad_output"``.
 
     ``module_type`` and ``name`` are those of the op, for the factory of a custom recipe.
 
     Raises
     ------
     InputError
-        If the recipe is custom and its factory gives none, or is DelayedScaling, whose quantizers
-        belong to the state of an op.
+        If the recipe is custom and its factory returns no quantizer, or if it is DelayedScaling,
+        whose quantizers belong to the state of an op.
     """
     if not isinstance(recipe, CustomRecipe):
         return _make_quantizer(recipe, role)
-    # Not cached: the factory may give every op a quantizer of its own.
-    assert recipe.qfactory is not None  # the recipe has looked
+    # Not cached: the factory may return another quantizer for every op.
+    assert recipe.qfactory is not None  # checked by the recipe
     quantizer = recipe.qfactory(QuantizerRole(module_type, role, name))
     if not isinstance(quantizer, Quantizer):
         raise InputError(f"{recipe} gives {quantizer!r} for the role {role!r}; it is no Quantizer.")
-    # The factory's own may change later; what it is now counts.
+    # A copy: later changes to the factory's quantizer have no effect.
     return quantizer.with_usage(rowwise=quantizer.rowwise, columnwise=quantizer.columnwise)
 
 
@@ -102,7 +102,7 @@ def _params(recipe: Recipe, role: str, prefix: str) -> QParams:
 
 
 def role_format(recipe: Recipe, role: str) -> NumberFormat:
-    """The format that ``recipe``, which is not custom, means for such a role."""
+    """The format of tensors with this role under ``recipe``, which is not custom."""
     if isinstance(recipe, DelayedScaling):
         return NumberFormat("FP8", fp8_dtype(recipe.fp8_format, role))
     return _make_quantizer(recipe, role).format

@@ -1,8 +1,8 @@
-"""Recomputations by torch's activation checkpointing, and the conditions of what they repeat.
+"""Recomputation by torch's activation checkpointing, under the autocast state of its forward.
 
-A pipeline called in a checkpointed function notes down what it ran under, with the checkpoint. When
-the checkpoint calls the function again, each call of a pipeline is given the conditions of the call
-that it repeats. Anything else that runs in a backward, such as a hook, is a forward like any other.
+A pipeline that is called in a checkpointed function stores its autocast state with the checkpoint.
+When the checkpoint runs the function again, each call of a pipeline receives the state of the call
+that it repeats. Other code that runs in a backward, such as a hook, is treated as a forward.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ class _Calls:
 
     def __init__(self, outer: tuple[_Calls, ...]) -> None:
         self.outer = outer
-        """Those of the checkpoints around this one."""
-        # By op and not by pipeline: hooks that come or go after the forward regroup the ops. An op
-        # is known by its attributes, which it shares with its twin that runs when it is called.
+        """The calls of the checkpoints around this one."""
+        # Keyed by op and not by pipeline: hooks that are added or removed after the forward regroup
+        # the ops. The key is the op's attribute dict, shared with the implementation that runs.
         self._conditions: dict[int, list[AutocastState]] = {}
         self._repeated: dict[Any, dict[int, int]] = {}
         self._ops: dict[int, Any] = {}
 
     def note(self, ops: Ops, conditions: AutocastState) -> None:
         for op in ops:
-            self._ops[id(op.__dict__)] = op  # kept, so that no other op gets the number
+            self._ops[id(op.__dict__)] = op  # kept alive, so that no other op gets its id
             self._conditions.setdefault(id(op.__dict__), []).append(conditions)
 
     def next(self, ops: Ops, recomputation: Any) -> AutocastState | None:
-        """The conditions of the call that this one repeats; None where the forward had no such.
+        """The state of the call that this one repeats; None if the forward had no such call.
 
-        ``recomputation`` names the one that runs: a graph that is retained has several.
+        ``recomputation`` identifies the running recomputation: a retained graph has several.
         """
         repeated = self._repeated.setdefault(recomputation, {})
         found = None
@@ -60,15 +60,15 @@ class _Calls:
         return found
 
 
-# By what torch holds as long as a recomputation may come: the frame of a checkpoint, or the node
-# of a reentrant one.
+# Keyed by the object that torch keeps while a recomputation is possible: the frame of a checkpoint,
+# or the node of a reentrant one.
 _calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
 
 def state_of_forward(ops: Ops) -> AutocastState | None:
-    """In a recomputation: what the call of ``ops`` that this one repeats ran under; else None.
+    """In a recomputation: the state of the call of ``ops`` that this one repeats; else None.
 
-    A call in a checkpointed function is noted down, for its own recomputation.
+    The state of a call in a checkpointed function is stored for its recomputation.
     """
     hooks = _top_hooks(True)
     if hooks is None and _graph_task() == -1 and not _may_be_in_function():
@@ -85,37 +85,37 @@ def state_of_forward(ops: Ops) -> AutocastState | None:
 
 
 def is_checkpointed_forward() -> bool:
-    """Whether a reentrant checkpoint runs its forward, without gradients, and a backward follows.
+    """Whether a reentrant checkpoint is running its forward, without gradients, before a backward.
 
-    Nothing else tells such a forward from evaluation.
+    Nothing else distinguishes such a forward from evaluation.
     """
     return _may_be_in_function() and bool(_surroundings(None)[1])
 
 
 def _may_be_in_function() -> bool:
-    """Whether the forward of an autograd function may run: torch turns forward-mode AD off there.
+    """Whether the forward of an autograd function may be running: torch turns forward-mode AD off.
 
-    It does so in inference mode too, which no backward follows.
+    torch does so in inference mode too, which no backward follows.
     """
     return not _is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
 
 
-# -- what torch's checkpoints are known by ----------------------------------------------
+# -- detection of torch's checkpoints ---------------------------------------------------
 
 
 def _inner_code(function: Any, name: str) -> CodeType:
-    """The code of the function of that name inside ``function``."""
+    """The code of the function called ``name`` inside ``function``."""
     constants = function.__code__.co_consts
     return next(c for c in constants if isinstance(c, CodeType) and c.co_name == name)
 
 
 class _Codes:
-    """The code objects of torch's checkpoints that are looked for.
+    """The code objects of torch's checkpoints, which are searched for on the stack.
 
     Raises
     ------
     AttributeError, StopIteration, ValueError
-        If this torch has a checkpoint that is written otherwise.
+        If the checkpoints of this torch are written in another way.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class _Codes:
 
 @functools.cache
 def _known_codes() -> _Codes | None:
-    """Those of this torch; None, and a warning, where it has others."""
+    """The code objects of this torch; None, and a warning, if they are not known."""
     try:
         return _Codes()
     except (AttributeError, StopIteration, ValueError) as error:
@@ -155,10 +155,10 @@ def _known_codes() -> _Codes | None:
 def _surroundings(
     hooks: tuple[Any, Any] | None,
 ) -> tuple[Callable[[Ops], AutocastState | None] | None, list[_Calls]]:
-    """What the running code repeats, None if nothing, and the checkpoints whose forward it is in.
+    """The run that the current code repeats, None if none, and the checkpoints around it.
 
-    The nearest recomputation counts, and checkpoints inside it. A backward that
-    runs inside either is neither: what it calls, it calls itself.
+    Only the nearest recomputation counts, with the checkpoints inside it. Code in a
+    backward that runs inside a recomputation or a checkpoint belongs to neither.
     """
     codes = _known_codes()
     if codes is None:
@@ -187,7 +187,7 @@ def _surroundings(
 def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], AutocastState | None]:
     calls = _calls.get(key)
     if calls is None:
-        # Nothing was noted: no autocast had been entered then.
+        # Nothing was stored: no autocast had been entered then.
         return lambda ops: UNQUANTIZED
     return lambda ops: calls.next(ops, recomputation)
 
@@ -197,7 +197,7 @@ def _calls_of(key: Any, outer: tuple[_Calls, ...] = ()) -> _Calls:
 
 
 def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: _Codes) -> tuple[_Calls, ...]:
-    """The checkpoints, not reentrant ones, whose function runs here for the first time."""
+    """The non-reentrant checkpoints whose function runs here for the first time."""
     if hooks is None:
         return ()
     frame = _frame_of(hooks, codes)
@@ -218,7 +218,7 @@ def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: _Codes) -> tuple[_Ca
 
 
 def _frame_of(hooks: tuple[Any, Any], codes: _Codes) -> Any:
-    """The frame of the checkpoint that has installed ``hooks``; None if nobody such has."""
+    """The frame of the checkpoint that installed ``hooks``; None if no checkpoint did."""
     pack = hooks[0]
     if getattr(pack, "__code__", None) is not codes.pack:
         return None
@@ -226,12 +226,12 @@ def _frame_of(hooks: tuple[Any, Any], codes: _Codes) -> Any:
 
 
 def _installed_hooks(top: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    """The hooks for saved tensors that are installed here, the innermost first.
+    """The saved-tensor hooks that are installed here, the innermost first.
 
-    Torch shows the innermost alone, so they are taken off and put back.
+    torch returns only the innermost, so this removes them one by one and puts them back.
     """
     if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        return [top]  # none could be put back
+        return [top]  # hooks could not be put back
     found: list[tuple[Any, Any]] = []
     try:
         while (hooks := _top_hooks(True)) is not None:

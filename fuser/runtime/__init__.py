@@ -1,1 +1,1 @@
-"""Pipelines at run time: call keys, plans written out as code, the autograd node, checks."""
+"""Pipelines at run time: call keys, generated code, the autograd node, checks."""

@@ -1,4 +1,4 @@
-"""The key of a call: what a plan may depend on, read by a function written for that."""
+"""Key of a call: everything that a plan may depend on, read by a generated function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reading = tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]
 
 
 class CallKeyReader:
-    """The parameters of a pipeline's ops, each found by its name at every call.
+    """Finds the parameters of a pipeline's ops, each by its name at every call.
 
     Raises
     ------
@@ -31,25 +31,24 @@ class CallKeyReader:
         rows = [find_slots(op, f"Op {i} ({type(op).__name__})") for i, op in enumerate(ops)]
         self._slots = [slot for row in rows for slot in row]
         self.counts = [len(row) for row in rows]
-        """How many parameters each op has."""
+        """The number of parameters of each op."""
         self.places = (self._extras, self.counts, [(id(held), name) for held, name in self._slots])
-        """All that :attr:`read` is written from."""
+        """Everything that the code of :attr:`read` is generated from."""
         self.computed = [i for i, row in enumerate(rows) if any(map(is_computed, row))]
-        """The ops that have one which a hook computes before each of their calls."""
+        """The ops with a parameter that a hook computes before each of their calls."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The parameters that the ops hold at this moment."""
+        """The current parameters of the ops."""
         return tuple(owner[name] for owner, name in self._slots)
 
     @functools.cached_property
     def read(self) -> Callable[[torch.Tensor, tuple[torch.Tensor, ...], Any], Reading]:
-        """``read(x, extras, registered)``: the parameters, and the key of a call.
+        """``read(x, extras, registered)`` returns the parameters, and the key of a call.
 
-        Calls with one key run the same plan. It is made at every call, so
-        that nothing can go stale, and by code written once with every tensor
-        named: 1.9 us for four parameters, where a loop takes 3.3. A parameter's
-        device is not in it: that is looked at when planning, and when a run
-        fails.
+        Calls with equal keys run the same plan. The key is made at every call, so
+        nothing in it can be stale. The code is generated once with every tensor named:
+        1.9 us for four parameters; a loop takes 3.3 us. The devices of parameters are
+        not part of the key: they are checked when planning, and when a run fails.
         """
         params = [f"p{i}" for i in range(len(self._slots))]
         owners = {f"owner_of_{p}": owner for p, (owner, _) in zip(params, self._slots, strict=True)}
@@ -81,7 +80,7 @@ class CallKeyReader:
 
 
 def autocast_device(tensor: torch.Tensor) -> str:
-    """The device type whose autocast counts for ``tensor``; meta has none, the CPU's is asked."""
+    """The device type whose autocast applies to ``tensor``; the CPU for meta, which has none."""
     if tensor.is_cuda:
         return "cuda"
     return "cpu" if tensor.is_meta else tensor.device.type

@@ -1,4 +1,4 @@
-"""The checks at a pipeline's door: kinds, dtypes, devices and keyword arguments of a call."""
+"""Checks of a pipeline's arguments: kinds, dtypes, devices and keyword arguments of a call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fuser.plan.graph import Source
 
 
 class Checks:
-    """What a pipeline of ``ops`` refuses, each with a sentence that names op and values.
+    """The checks of a pipeline of ``ops``; every error names the op and the values.
 
-    ``sources`` says where the ops' extra inputs come from.
+    ``sources`` are the sources of the ops' extra inputs.
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Checks:
         self.num_extra_inputs = sum(s.caller_index is not None for row in sources for s in row)
 
     def extra_input_takers(self) -> list[str]:
-        """Each op that takes extra inputs from the caller, for messages.
+        """A name for each op that takes extra inputs from the caller, for messages.
 
-        With how many of them it takes, where that is more than one.
+        Includes the number of extra inputs if it is more than one.
         """
         counts = [sum(s.caller_index is not None for s in row) for row in self.sources]
         return [
@@ -46,7 +46,7 @@ class Checks:
     def kinds(
         self, input_: Any, params: Sequence[torch.Tensor], extra_inputs: Sequence[Any]
     ) -> None:
-        """Refuse what is no tensor, too many or too few, empty in its features, or no float.
+        """Check that all tensors are floating-point tensors, enough of them, with features.
 
         Raises
         ------
@@ -88,12 +88,12 @@ class Checks:
         *,
         only_planning: bool = False,
     ) -> torch.device:
-        """The one device of all tensors; while planning, meta tensors count as on any.
+        """The device of all tensors; while planning, meta tensors count as on any device.
 
         Raises
         ------
         InputError
-            If there are two.
+            If the tensors are on two devices.
         """
         named = [
             ("input", input_),
@@ -115,7 +115,7 @@ class Checks:
         return first.device
 
     def keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse what is no dict for each op, and a keyword argument that its op does not take.
+        """Check that there is a dict for each op, and that the op takes each keyword argument.
 
         Raises
         ------
@@ -130,7 +130,7 @@ class Checks:
             check_keywords(f"Op {index} ({type(op).__name__})", op, given)
 
     def _extra_names(self, extra_inputs: Sequence[Any]) -> list[tuple[str, Any]]:
-        """Each extra input from the caller, with a name that says which op takes it."""
+        """Each extra input from the caller, with a name that contains the op that takes it."""
         names = {
             source.caller_index: f"extra input {source.caller_index} (for op {i}, "
             f"{type(self.ops[i]).__name__})"
@@ -141,7 +141,7 @@ class Checks:
 
 
 def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
-    """Refuse what an op cannot take as keyword arguments from its caller; ``name`` names the op.
+    """Check the keyword arguments that a caller gives to an op; ``name`` names the op.
 
     Raises
     ------

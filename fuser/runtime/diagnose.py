@@ -1,4 +1,4 @@
-"""Sentences that name the op or the fusion because of which a plan's step failed."""
+"""Error messages that name the op or the fusion that made a plan's step fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def explain_shape_error(
 ) -> None:
     """Ask the ops of a step that torch refused to run whether they can take ``x`` at all.
 
-    An op that fails by itself on a wrong shape need not look at it at every call.
+    So an op that fails by itself on a wrong shape need not check shapes at every call.
     """
     if isinstance(error, FuserError):
         return
@@ -37,7 +37,7 @@ def explain_shape_error(
 def refuse_param_grads(
     ops: Sequence[BasicOperation], wanted: Sequence[int], rows: Sequence[Sequence[Any] | None]
 ) -> None:
-    """Name the op whose backward returned another number of gradients than it has parameters."""
+    """Raise an error that names the op whose backward returned a wrong number of gradients."""
     for index, (op, count, row) in enumerate(zip(ops, wanted, rows, strict=True)):
         if len(row or ()) != count:
             raise StateError(
@@ -54,10 +54,10 @@ def note_extra_outputs(
     entering: tuple[torch.Size, torch.dtype],
     made: Sequence[torch.Tensor | None],
 ) -> None:
-    """Warn, once for a class, of extra outputs that plans take for tensors like the op's input.
+    """Warn, once for each class, if extra outputs differ from what plans assume: the op's input.
 
-    ``entering`` are shape and dtype of that input. Results are right; bytes in the plan, and the
-    choice of fusions that follows from them, are not.
+    ``entering`` are shape and dtype of that input. Results are correct; the bytes in the plan, and
+    the choice of fusions that depends on them, are not.
     """
     for k, tensor in enumerate(made):
         if tensor is None or (tensor.shape, tensor.dtype) == entering or type(op) in _warned:
@@ -78,17 +78,17 @@ RESULTS = {
     "fuser_forward": ("output", "extra_outputs"),
     "fuser_backward": ("grad_input", "param_grads", "grad_extra_inputs"),
 }
-"""What methods of ops return that a plan takes apart."""
+"""The parts of the results of ops' methods, which a plan unpacks."""
 
 
 def check_result(
     methods: Sequence[tuple[str, str]], owners: Mapping[str, int], at: Mapping[str, Any]
 ) -> None:
-    """Name the method whose result a plan could not take apart, if that is why it failed.
+    """Raise an error that names the method whose result a plan could not unpack, if that failed.
 
-    ``at`` are the names of the plan where it failed, ``methods`` class and method of each step. A
-    tensor may come apart into its rows, and fail later: ``owners`` are the steps by the names of
-    what must not be a tensor.
+    ``at`` are the local names of the plan where it failed, ``methods`` class and method of each
+    step. A tensor may be unpacked into its rows, and fail later: ``owners`` gives the step for
+    each name that must not be a tensor.
     """
     step, result = at["step"], at["result"]
     for name in ("made", "params", "extras", *owners):
@@ -109,7 +109,7 @@ def check_forward(
     methods: Sequence[tuple[str, str]],
     at: Mapping[str, Any],
 ) -> None:
-    """Name the method because of which a forward failed, if its result was the cause."""
+    """Raise an error that names the method, if its result made a forward fail."""
     check(at)
     result = at["result"]
     is_unpacked = isinstance(result, tuple) and not result
@@ -118,7 +118,7 @@ def check_forward(
 
 
 def refuse_output(method: tuple[str, str], output: Any) -> NoReturn:
-    """Name the method whose output is no tensor."""
+    """Raise an error that names the method whose output is not a tensor."""
     kind = type(output).__name__
     raise StateError(f"The output of {'.'.join(method)} must be a tensor; it is a {kind}.")
 
@@ -131,11 +131,11 @@ def check_backward(
     autocast: torch.dtype | None,
     at: Mapping[str, Any],
 ) -> None:
-    """Name the op or the fusion because of which a backward failed, if its result was the cause.
+    """Raise an error that names the op or fusion, if its result made a backward fail.
 
-    That is a result of another form, a gradient of another shape than the tensor that it is of,
-    or a fused forward that did not save what the backward of an op unpacks. ``methods`` and
-    ``windows`` are those of the steps of both sides.
+    Such a result has another form, or is a gradient of another shape than its tensor, or comes
+    from a fused forward that did not save the tensors that the backward of an op unpacks.
+    ``methods`` and ``windows`` are those of the steps of both sides.
     """
     check(at)
     error, step, contexts = at["error"], at["step"], at["contexts"]
@@ -168,10 +168,10 @@ def check_grad_shapes(
     params: Sequence[Sequence[tuple[int, ...]]],
     grads: Sequence[torch.Tensor | None],
 ) -> None:
-    """Name the op that returned a gradient of another shape than the tensor that it is of.
+    """Raise an error that names the op that returned a gradient of a wrong shape.
 
-    ``grads`` are those that a pipeline returns: of its input, of parameters op by op, and of extra
-    inputs. ``inputs`` and ``params`` are the shapes of these tensors.
+    ``grads`` are the gradients that a pipeline returns: of its input, of parameters op by op, and
+    of extra inputs. ``inputs`` and ``params`` are the shapes of these tensors.
     """
     tensors = [(f"Op {_origin(ops, 0)}", "its input", inputs[0])]
     for i, (op, shapes) in enumerate(zip(ops, params, strict=True)):
@@ -184,7 +184,7 @@ def check_grad_shapes(
 
 
 def _check_shape(owner: str, grad: torch.Tensor, tensor: str, wanted: tuple[int, ...]) -> None:
-    """Refuse a gradient that autograd cannot sum to the shape of its tensor."""
+    """Raise if autograd cannot sum a gradient to the shape of its tensor."""
     found = tuple(grad.shape)
     last = zip(reversed(wanted), reversed(found), strict=False)
     if len(wanted) > len(found) or any(size not in (1, summed) for size, summed in last):
@@ -219,11 +219,11 @@ TRANSFORMS = {
     "Vmap": "torch.func.vmap: give it the whole batch, whose leading dimensions are rows to it",
     "Jvp": "torch.func.jvp or jacfwd: use torch.autograd.functional.vjp, or a torch module here",
 }
-"""Transforms of torch.func that no pipeline can be under, and what to do instead."""
+"""Transforms of torch.func that cannot contain a pipeline, and alternatives."""
 
 
 def refuse_transform() -> NoReturn:
-    """Name the transform under which a pipeline was called; that of forward_ad if there is none."""
+    """Raise an error that names the transform around a pipeline; forward_ad if there is none."""
     what = "torch.autograd.forward_ad: use backward mode, or a torch module here"
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.peek_interpreter_stack().key().name
@@ -241,12 +241,12 @@ def refuse_other_kinds(
     kept: list[Any],
     found: list[Any],
 ) -> None:
-    """Name the op whose saved tensors came back otherwise than they were saved.
+    """Raise an error that names the op whose saved tensors did not come back as they were saved.
 
-    ``saving`` are the ops that save, and ``ends`` where the tensors of each end.
+    ``saving`` are the ops that save, and ``ends`` the end of the tensors of each.
     """
     for position, (before, after) in enumerate(zip(kept, found, strict=True)):
-        # Delayed scaling's quantizers hold a scale, which is its forward's in any case.
+        # Delayed scaling's quantizers hold a scale, which is always that of their forward.
         is_delayed = isinstance(before, Float8Quantizer) and isinstance(after, Float8Quantizer)
         if before != after and not (is_delayed and before.format == after.format):
             index = next(i for i, end in zip(saving, ends, strict=True) if position < end)

@@ -1,8 +1,8 @@
-"""Running a plan: the Python that it means, as one autograd node.
+"""Executor: runs the generated code of a plan as one autograd node.
 
-``CompiledPlan.source`` is what runs (``runtime/codegen.py``). While torch's profiler runs, every
-step runs in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()`` makes them
-NVTX ranges.
+``CompiledPlan.source`` is the code (``runtime/codegen.py``). While torch's profiler is active,
+every step runs in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()``
+turns these into NVTX ranges.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class CompiledPlan:
     Parameters
     ----------
     plan, key
-        The plan, and the key it was made for.
+        The plan, and the key that it was made for.
     ops, sources, returned, param_counts
-        The pipeline's basic ops, where their extra inputs come from, which of
-        their extra outputs leave it, and how many parameters each has.
+        The pipeline's basic ops, the sources of their extra inputs, which of their
+        extra outputs the pipeline returns, and the number of parameters of each.
     forward, backward
-        The operations in the order they run, with their basic-op indices.
+        The operations in the order in which they run, with their basic-op indices.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class CompiledPlan:
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
         self.key = key
         self.ops = ops
-        # Every extra output; which of them the caller gets, and needs no gradient for.
+        # Every extra output; which of them go to the caller, and which need no gradient.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
-        # The ops that add to a main_grad, and where their first parameter is among the inputs.
+        # The ops that add to a main_grad, and the position of their first parameter in the inputs.
         self.accumulating = [
             (i, 1 + sum(param_counts[:i]))
             for i, op in enumerate(ops)
@@ -89,16 +89,16 @@ class CompiledPlan:
         self._last_forward = writer.methods["forward"][-1]
 
     def forward(self, input_: Any, extra_inputs: Any, kwargs: Any) -> Any:
-        """The first call of the generated forward: it checks the output, and keeps shapes.
+        """The first call of the generated forward: it checks the output, and stores shapes.
 
-        Later calls find the generated function on the object, in place of this method. A bound
-        method there would be a cycle, which keeps the ops until the garbage collector runs.
+        It then replaces this method on the object by the generated function. A bound method
+        there would be a cycle, which keeps the ops until the garbage collector runs.
         """
         results = self._forward(input_, extra_inputs, kwargs)
         if not isinstance(results[0], torch.Tensor):
             refuse_output(self._last_forward, results[0])
         if self._backward is not None:
-            # Of now: a parameter may be sharded, or away, when the backward runs.
+            # Shapes at this time: a parameter may be sharded, or removed, when the backward runs.
             slots = [find_slots(op, type(op).__name__) for op in self.ops]
             results[2][0].first_shapes = (
                 [tuple(tensor.shape) for tensor in (input_, *extra_inputs)],
@@ -145,7 +145,9 @@ class CompiledPlan:
                 refuse_transform()
             try:
                 result = _apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
-            except NotImplementedError:  # torch's, for an input with a forward-mode derivative
+            except (
+                NotImplementedError
+            ):  # raised by torch for an input with a forward-mode derivative
                 if forward_ad._current_level >= 0:
                     refuse_transform()
                 raise
@@ -172,10 +174,10 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
-    """The leaf whose gradient this backward accumulates at ``edge``; None where it does not.
+    """The leaf whose gradient this backward accumulates at ``edge``; None if it does not.
 
-    None where a gradient is computed further, for a caller of ``torch.autograd.grad``, or for
-    nobody: ``backward(inputs=...)`` may leave it out.
+    None if the gradient flows on, is computed for a caller of ``torch.autograd.grad``, or is not
+    needed: ``backward(inputs=...)`` may leave it out.
     """
     node, _ = edge
     leaf: torch.Tensor | None = getattr(node, "variable", None)
@@ -183,12 +185,12 @@ def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
         return None
     try:
         return leaf if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch does not say it of a leaf that torch.autograd.grad was given
+    except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
         return None
 
 
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
-    """What each saved tensor is quantized with; None for plain."""
+    """The quantizer of each saved tensor; None for unquantized tensors."""
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
 
 
@@ -205,18 +207,18 @@ class _PipelineFunction(torch.autograd.Function):
         run, extra_inputs, kwargs = call
         forward = run.in_ranges[0] if _is_profiled() else run.forward
         output, produced, op_ctxs, saved, ends, specs = forward(input_, extra_inputs, kwargs)
-        ctx.to_save = saved  # all that save_for_backward does, without the 0.4 us of a call
+        ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
         conditions, kept = UNQUANTIZED, None
         states: Sequence[DelayedScales] = ()
         if contexts.is_autocast_used:
             conditions, kept = current_state(), _kinds(saved)
             if run.is_delayed:
-                # Those of now: a checkpoint that is loaded before the backward brings others.
+                # The current states: loading a checkpoint before the backward replaces them.
                 states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
         if not run.returned:
             base = output._base
-            # A reshape in here is no view to the caller, who may write to it.
+            # An output reshaped here is not a view for the caller, who may write to it.
             if (
                 base is not None
                 and all(base is not t for t in (input_, input_._base))
@@ -228,7 +230,7 @@ class _PipelineFunction(torch.autograd.Function):
         without_grad = []
         for n in run.returned:
             tensor = produced[n]
-            # Autograd wants a tensor object of its own for each output.
+            # Autograd requires a separate tensor object for each output.
             if not run.requires_grad[run.places[n][0]]:
                 tensor = tensor.detach()
                 without_grad.append(tensor)
@@ -241,8 +243,8 @@ class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if _is_grad_enabled():
-            # Refused at once: a gradient handed out here would look like a
-            # constant to a second derivative, which would come out as zero.
+            # Refused at once: a gradient returned here would look like a constant to a
+            # second derivative, which would then be zero.
             raise StateError(
                 "A fuser pipeline cannot be differentiated twice, and this backward was asked for "
                 "with create_graph=True: the backward runs fused operations that have no "
@@ -262,12 +264,12 @@ class _PipelineFunction(torch.autograd.Function):
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         for i, position in run.accumulating:
             op_ctxs[i].main_grad_owner = _accumulating_leaf(ctx.next_functions[position])
-        # Only the generated code holds them from here on, unless the graph is retained.
+        # From here on only the generated code holds them, unless the graph is retained.
         held = [saved]
         del saved
         ctx.maybe_clear_saved_tensors()
         try:
-            # A sum's gradient is one number with zero strides, which every GEMM
+            # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             backward = run.in_ranges[1] if _is_profiled() else run.backward
             result: tuple[torch.Tensor | None, ...] = backward(
@@ -279,19 +281,19 @@ class _PipelineFunction(torch.autograd.Function):
                 end_with_backward(conditions.region)
             return result
         except BaseException:
-            # Steps that were done have dropped theirs; nothing here keeps those of others alive.
+            # Finished steps have dropped their tensors; this drops those of the others.
             for op_ctx in op_ctxs:
                 op_ctx.saved_tensors = None
             raise
 
 
-# torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and none of those is
-# allowed here.
+# torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
+# is allowed here.
 _is_grad_enabled = torch.is_grad_enabled
 _is_profiled = torch._C._autograd._profiler_enabled
 _is_functorch_active = torch._C._are_functorch_transforms_active
 _apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
 
-# At every backward torch's node works out anew that the class has a ``backward``
-# and no ``vjp``: 2.5 us for a constant. Its node calls ours directly instead.
+# At every backward torch's node checks that the class has a ``backward`` and no ``vjp``:
+# 2.5 us for a constant. This makes its node call ours directly.
 _PipelineFunction._backward_cls.apply = _PipelineFunction.backward  # type: ignore[attr-defined]

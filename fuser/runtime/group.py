@@ -1,4 +1,4 @@
-"""A group of a container: a pipeline, or a module that is called between pipelines."""
+"""Group of a container: a pipeline, or a module that is called between pipelines."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fuser.runtime.pipeline import OperationFuser
 Keywords = Mapping[torch.nn.Module, Mapping[str, Any]]
 """The caller's keyword arguments, by op."""
 Place = tuple[int, int]
-"""An extra output: the index of its op, and which it is of those."""
+"""An extra output: the index of its op, and its index among that op's extra outputs."""
 Planned = tuple[list[FusionPlan | ModuleCall], tuple[torch.Tensor, ...]]
-"""Plans, and modules that are called between them; tensors like the output and extra outputs."""
+"""Plans, with the modules called between them; meta tensors like main and extra outputs."""
 
 NO_OP = "it is no operation of fuser"
 OWN_FORWARD = "its forward is its own"
 
 
 class Group:
-    """A module that is no op: it gets the main tensor, and gives one.
+    """A module that is not an op: it takes the main input and returns the main output.
 
     ``reason`` is why it is called as a module. ``last_reads`` are the extra outputs of earlier
     groups that no group after this one reads.
@@ -47,25 +47,25 @@ class Group:
 
     @property
     def inputs(self) -> Sequence[Source]:
-        """Where each extra input of a call comes from."""
+        """The source of each extra input of a call."""
         return self._inputs
 
     @property
     def outputs(self) -> Sequence[Place | None]:
-        """Which extra outputs a call returns; one that is None is for the caller alone."""
+        """The extra outputs that a call returns; None for those that only the caller receives."""
         return self._outputs
 
     def call(self, x: Any, taken: Sequence[torch.Tensor], keywords: Keywords | None) -> Any:
-        """Run on the main input and the extra ones."""
+        """Run on the main input and the extra inputs."""
         return self.module(x)
 
     def taken_apart(self, result: Any, count: int) -> tuple[Any, ...]:
-        """The output and the ``count`` extra outputs of a call.
+        """The main output and the ``count`` extra outputs of a call.
 
         Raises
         ------
         StateError
-            If a hook, or the module's own ``forward``, has made something else of them.
+            If a hook, or the module's own ``forward``, changed their form.
         """
         if isinstance(result, tuple) and len(result) == 1 + count:
             return result
@@ -82,13 +82,13 @@ class Group:
         yield from ()
 
     def planned(self, x: torch.Tensor, taken: Sequence[torch.Tensor], training: bool) -> Planned:
-        """What is planned here, and tensors like the outputs."""
+        """The plans of this group, and meta tensors like its outputs."""
         call = ModuleCall(type(self.module).__name__, self.reason)
         return [call], _outputs_like(self.module, x, taken)
 
 
 class PipelineGroup(Group):
-    """A run of ops."""
+    """A pipeline of consecutive ops."""
 
     def __init__(
         self, pipeline: OperationFuser, inputs: Sequence[Source], outputs: Sequence[Place]
@@ -138,11 +138,11 @@ class OpGroup(Group):
 
 
 class NestedGroup(Group):
-    """A Sequential in another: its extra tensors are the caller's, and its channels its own."""
+    """A nested Sequential: its extra tensors are the caller's, its channels are its own."""
 
     @property
     def grouping(self) -> Any:
-        """The groups of the container at this moment: it may be edited, and get hooks."""
+        """The current groups of the container, which may have been edited or have new hooks."""
         return self.module._current_grouping()
 
     @property
@@ -161,7 +161,7 @@ class NestedGroup(Group):
 
 
 def why_called(op: FusibleOperation) -> str | None:
-    """Why ``op`` must be called as a module, outside of pipelines; None if it need not."""
+    """The reason why ``op`` must be called as a module, outside of pipelines; or None."""
     if has_hooks(op):
         return "it has hooks"
     if has_global_hooks():
@@ -178,7 +178,7 @@ def why_called(op: FusibleOperation) -> str | None:
 
 
 def basic_ops_of(unit: Any) -> tuple[BasicOperation, ...]:
-    """The basic ops that a module is or replaces."""
+    """The basic ops that a module is, or that it replaces."""
     if isinstance(unit, FusedOperation):
         return unit.members
     return (unit,) if isinstance(unit, BasicOperation) else ()
@@ -192,7 +192,7 @@ def keyword_rows(pipeline: OperationFuser, keywords: Keywords | None) -> list[An
 def _outputs_like(
     module: torch.nn.Module, x: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors like what ``module`` returns, which runs on the meta device to tell."""
+    """Meta tensors like the outputs of ``module``, which runs on the meta device for this."""
     state = {
         name: tensor.to("meta")
         for name, tensor in (*module.named_parameters(), *module.named_buffers())

@@ -1,7 +1,7 @@
-"""Grouping: modules in a row, with each run of ops as one pipeline, and channels between them.
+"""Grouping: consecutive modules, divided into pipelines and other modules, and their channels.
 
-A Sequential runs its modules so, and a composite op its basic ops. The ends of a channel may be in
-any two groups: an extra output that leaves one enters the other as an extra input.
+A Sequential runs its modules in this way, and a composite op its basic ops. The ends of a channel
+may be in any two groups: an extra output of one is an extra input of the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fuser.runtime.pipeline import OperationFuser, Output
 
 
 class Grouping:
-    """The groups of ``modules``, how they run and how they are planned.
+    """The groups of ``modules``, which it runs and plans.
 
     Parameters
     ----------
@@ -44,21 +44,21 @@ class Grouping:
     fusions
         The fusion classes that the planner may use.
     name
-        The class of the module that runs so, for messages.
+        The class of the module that owns them, for messages.
     is_open
         Whether a channel may have an end outside; such ends are extra inputs and
         outputs of a call.
     previous
-        Grouping of the same modules, whose pipelines are kept where their ops stay
+        A grouping of the same modules; its pipelines are reused if their ops stay
         together.
 
     Raises
     ------
     InputError
-        If a channel has two producers, one that comes too late, or none.
+        If a channel has two producers, none, or one after its reader.
     """
 
-    # The sequential module sets this to its class; that is on a higher floor.
+    # Set by the sequential module to its class, because this package may not import it.
     container_class: ClassVar[type[Any]]
 
     def __init__(
@@ -70,7 +70,7 @@ class Grouping:
         is_open: bool = False,
         previous: Grouping | None = None,
     ) -> None:
-        # Read first: what changes from here on makes these groups outdated.
+        # Read first: a change after this point makes these groups outdated.
         self.version = module_calls.version
         self._has_global_hooks = has_global_hooks()
         self.modules = tuple(modules)
@@ -97,7 +97,7 @@ class Grouping:
             group.last_reads.append(place)
         only = self._groups[0] if len(self._groups) == 1 else None
         self.only = only.pipeline if isinstance(only, PipelineGroup) else None
-        """The one pipeline, where there is nothing else."""
+        """The pipeline, if there is nothing else."""
         for op in self.ops:
             op._captured = True
 
@@ -138,7 +138,7 @@ class Grouping:
     def _written_channels(
         self, window: range, readers: range, *, are_read: bool = False
     ) -> frozenset[str]:
-        """The channels that ops of ``window`` write, and ``readers`` do or do not read."""
+        """The channels that ops of ``window`` write, and that ``readers`` do or do not read."""
         return frozenset(
             channel
             for i in window
@@ -167,7 +167,7 @@ class Grouping:
         )
 
     def _check_hidden(self, unit: FusibleOperation, window: range) -> None:
-        """Refuse a channel of which a call of ``unit``, a composite, does not return the tensor."""
+        """Refuse a channel whose tensor a call of ``unit``, a composite, does not return."""
         for (i, k), readers in self._readers.items():
             is_split = i in window and readers[0] in window and readers[-1] not in window
             if is_split and not self.ops[i].returns_extra_output(k):
@@ -180,7 +180,7 @@ class Grouping:
                 )
 
     def is_current(self) -> bool:
-        """Whether each module is still to be called as it was when these groups were made."""
+        """Whether every module is still to be called as when these groups were made."""
         return (
             self.version is module_calls.version
             and self._has_global_hooks == has_global_hooks()
@@ -188,19 +188,19 @@ class Grouping:
         )
 
     def __len__(self) -> int:
-        """How many groups there are."""
+        """The number of groups."""
         return len(self._groups)
 
     def pipelines(self) -> Iterator[OperationFuser]:
-        """Every pipeline here, those of ops that are called as modules among them."""
+        """Every pipeline here, including those of ops that are called as modules."""
         for group in self._groups:
             yield from group.pipelines()
 
-    # -- what a caller gives ----------------------------------------------------
+    # -- the caller's arguments -------------------------------------------------
 
     @property
     def num_extra_inputs(self) -> int:
-        """How many extra inputs the caller gives."""
+        """The number of extra inputs that the caller gives."""
         count = self._checks.num_extra_inputs
         if self._nested:
             count += sum(len(nested.inputs) for nested in self._nested)
@@ -208,11 +208,11 @@ class Grouping:
 
     @property
     def num_extra_outputs(self) -> int:
-        """How many extra outputs the caller gets."""
+        """The number of extra outputs that the caller receives."""
         return len(self._returned) + sum(len(nested.outputs) for nested in self._nested)
 
     def named_ops(self) -> Iterator[tuple[str, BasicOperation]]:
-        """Every op, of nested containers too, with its name for messages."""
+        """Every op, also of nested containers, with its name for messages."""
         for i, op in enumerate(self.ops):
             yield f"Op {i} ({type(op).__name__})", op
         for nested in self._nested:
@@ -225,7 +225,7 @@ class Grouping:
         Raises
         ------
         InputTypeError
-            If they are no list of a dict for each op, or an op does not take what it gets.
+            If they are not a list of one dict for each op, or an op does not take an argument.
         """
         self._checks.keywords(rows)
         return dict(zip(self.ops, rows, strict=True))
@@ -250,20 +250,20 @@ class Grouping:
     ) -> Output:
         """Run every group, with keyword arguments that were checked.
 
-        Returns the output, or a tuple of it and the extra outputs in the order of the ops.
+        Returns the main output, or a tuple of it and the extra outputs in the order of the ops.
 
         Raises
         ------
         InputError
             If the number of extra inputs is wrong.
         StateError
-            If a module wrote into a tensor that is on a channel.
+            If a module wrote to a tensor that is on a channel.
         """
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
             return self.only.run(x, extra_inputs, keyword_rows(self.only, keywords))
         given = iter(extra_inputs)
-        # The tensors on channels, with the version that each had when it got there.
+        # The tensors on channels, with the version that each had at the start.
         carried: dict[Place | None, tuple[torch.Tensor, int | None]] = {}
         returned: list[torch.Tensor] = []
         for group in self._groups:
@@ -287,7 +287,7 @@ class Grouping:
         return (x, *returned) if returned else x
 
     def _read(self, source: Source, tensor: torch.Tensor, version: int | None) -> torch.Tensor:
-        """What a channel brings."""
+        """The tensor on a channel, after a check that it was not changed."""
         if _version(tensor) != version:
             producer, _ = source.place
             raise StateError(
@@ -346,7 +346,7 @@ class Grouping:
 
 
 def _units(modules: Iterable[Any]) -> Iterator[tuple[Any, str | None]]:
-    """Each module, and why it is called as one; the basic ops of a composite if one of them is."""
+    """Each unit to group, and the reason to call it as a module; a composite may be split up."""
     for module in modules:
         reason = why_called(module) if isinstance(module, FusibleOperation) else NO_OP
         members = module.members if isinstance(module, FusedOperation) else ()
@@ -362,7 +362,7 @@ def _is_container(module: torch.nn.Module) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often ``tensor`` was written to; None where torch does not count that."""
+    """The number of writes to ``tensor``; None if torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 
 

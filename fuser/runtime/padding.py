@@ -1,6 +1,6 @@
-"""Padding: what a plan's quantized tensors cost more where their blocks do not divide them.
+"""Padding notes: the extra bytes of quantized tensors whose shapes are not whole blocks.
 
-No plan depends on it: shapes are not part of a plan's key.
+They are not part of a plan, because shapes are not part of a plan's key.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NAMES = {"input": "input", "weight": "weight", "grad_output": "gradient of its o
 def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[VectorNote, ...]:
     """A note for each tensor that a step of ``plan`` pads to quantize it; ``graph`` is the call's.
 
-    The bytes are those of a copy with the padding, written and read; of the plain values before
-    it, where a kernel would have quantized them as it makes them; and of the longer result.
+    The bytes are those of: the padded copy, written and read; the unquantized values, written and
+    read, if a kernel would otherwise have quantized them as it computes them; the longer result.
     """
     if plan.key.recipe is None:
         return ()
@@ -47,15 +47,15 @@ def padding_notes(graph: OpGraph, plan: FusionPlan) -> tuple[VectorNote, ...]:
 def _quantized(
     graph: OpGraph, side: str, step: Step
 ) -> Iterator[tuple[str, TensorSpec, QuantSpec, bool]]:
-    """What a step quantizes: its name, itself, how, and whether it is in memory before."""
+    """The tensors that a step quantizes: name, spec, format, and whether it is in memory before."""
     for i in step.ops:
         op = graph.ops[i]
-        dtype = graph.main_specs[i + 1].dtype  # in which a linear computes
+        dtype = graph.main_specs[i + 1].dtype  # the dtype in which a linear computes
         shapes = {"input": graph.main_specs[i].shape, "grad_output": graph.main_specs[i + 1].shape}
         for role, made in op.quantizes(side, graph.key.window(i, i + 1)).items():
             shape = shapes.get(role) or tuple(next(op.parameters()).shape)
             yield NAMES[role], TensorSpec(shape, dtype), made, True
     if step.emits is not None:
         gap, name = (step.ops[-1] + 1, "output") if side == "forward" else (step.ops[0], "")
-        is_plain = step.kernel.endswith("quantize")  # a kernel of its own
+        is_plain = step.kernel.endswith("quantize")  # the quantize kernel, as a separate launch
         yield name or "gradient of its input", graph.main_specs[gap], step.emits, is_plain

@@ -1,4 +1,4 @@
-"""OperationFuser: one run of ops, planned once for each key of a call, and then only run."""
+"""OperationFuser: a pipeline of ops, planned once for each call key and then only run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from fuser.tensors import QuantizedTensor
 
 _registered = RegisteredFusions()
 
-# A recipe with a fresh closure at every step would plan at every step: the
-# oldest plans are dropped past this many.
+# A recipe with a new closure at every step would plan at every step: the oldest plans are
+# dropped if there are more.
 MAX_PLANS = 256
 
 Output = torch.Tensor | tuple[torch.Tensor, ...]
@@ -49,18 +49,18 @@ class OperationFuser:
     Parameters
     ----------
     ops
-        The operations in order; fused ones count as the basic ops they hold.
+        The operations in order; fused ones count as the basic ops that they hold.
     fusions
-        The fusion classes the planner may use.
+        The fusion classes that the planner may use.
     open_channels
-        Channels with ends outside: the pipeline returns an extra output that is
-        bound to one, and takes an extra input whose producer it does not hold
+        Channels with an end outside: the pipeline returns an extra output that is
+        bound to such a channel, and takes an extra input whose producer is outside
         from its caller.
 
     Raises
     ------
     InputError
-        If a channel has two producers, one that comes too late, or none and is not open.
+        If a channel has two producers, one after its reader, or none and is not open.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class OperationFuser:
                     )
                 basic_ops.append(member)
         self.basic_ops = tuple(basic_ops)
-        # Plans bind methods of the ops, which may be exchanged later.
+        # Plans bind methods of the ops; an op's implementation may be replaced later.
         self.implementations = tuple(op.implementation() for op in basic_ops)
         self.open_channels = frozenset(open_channels)
         self.sources = extra_input_sources(self.basic_ops, self.open_channels)
@@ -92,7 +92,7 @@ class OperationFuser:
         self._plans: dict[PlanKey, CompiledPlan] = {}
         self._runs: dict[tuple[Any, ...], CompiledPlan] = {}
         self._last: tuple[tuple[Any, ...], CompiledPlan | None] = ((), None)
-        self._slots = CallKeyReader((), 0)  # until the first call or plan
+        self._slots = CallKeyReader((), 0)  # empty until the first call or plan
         self._is_started = False
         self._start_lock = threading.Lock()
         self._hooked = [
@@ -104,13 +104,13 @@ class OperationFuser:
             basic_op._captured = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or an unpickled pipeline plans anew.
+        # A copy or an unpickled pipeline makes new plans.
         rebuild = functools.partial(OperationFuser, open_channels=self.open_channels)
         return rebuild, (list(self.basic_ops), self.fusions)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
-        """Every plan cached so far."""
+        """All cached plans."""
         return tuple(run.plan for run in self._plans.values())
 
     # -- calling --------------------------------------------------------------
@@ -124,14 +124,14 @@ class OperationFuser:
     ) -> Output:
         """Run the pipeline.
 
-        ``basic_op_kwargs`` are the keyword arguments of each basic op, as one
-        dict for each. Returns the output, or a tuple of it and the extra
-        outputs that are not kept inside by a channel.
+        ``basic_op_kwargs`` are the keyword arguments of each basic op, one dict for
+        each. Returns the main output, or a tuple of it and the extra outputs that no
+        channel keeps inside.
 
         Raises
         ------
         InputError, InputTypeError
-            If the inputs do not fit; nothing has run then.
+            If the inputs are wrong; nothing has run then.
         """
         if basic_op_kwargs is not None:
             self.checks.keywords(basic_op_kwargs)
@@ -145,9 +145,9 @@ class OperationFuser:
         *,
         is_placed: bool = False,
     ) -> Output:
-        """:meth:`__call__` with nothing to unpack, and keyword arguments that were checked.
+        """:meth:`__call__` with a tuple of extra inputs, and keyword arguments that were checked.
 
-        ``is_placed`` where it is settled what a recomputation runs under.
+        ``is_placed``: the caller has already set the conditions of a recomputation.
         """
         if not self._is_started and not self._takes_scalar(input_):
             self._start(input_, extra_inputs)
@@ -158,10 +158,10 @@ class OperationFuser:
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
         try:
             params, call_key = self._slots.read(input_, extra_inputs, _registered)
-        except (AttributeError, IndexError, KeyError):  # no tensor, no dimensions, no parameter
+        except (AttributeError, IndexError, KeyError):  # not a tensor, no dimensions, no parameter
             if self._takes_scalar(input_):
                 return self._run_scalar(input_, extra_inputs, kwargs)
-            self._find_parameters()  # one may have gone to another place
+            self._find_parameters()  # a parameter may have been moved to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
             params, call_key = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
@@ -176,7 +176,7 @@ class OperationFuser:
             raise
 
     def _takes_scalar(self, input_: Any) -> bool:
-        """Whether ``input_`` is a tensor without dimensions, which the ops all take."""
+        """Whether ``input_`` is a tensor without dimensions and all ops accept that."""
         is_scalar = isinstance(input_, torch.Tensor) and input_.dim() == 0
         return is_scalar and all(op.takes_scalars for op in self.basic_ops)
 
@@ -186,7 +186,7 @@ class OperationFuser:
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
     ) -> Output:
-        """:meth:`run` for tensors without dimensions, with one more dimension in here."""
+        """:meth:`run` for tensors without dimensions, which get one dimension inside."""
         result = self.run(input_[None], tuple(map(_with_dimension, extra_inputs)), kwargs)
         return tuple(t[0] for t in result) if isinstance(result, tuple) else result[0]
 
@@ -197,10 +197,10 @@ class OperationFuser:
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
     ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...]]:
-        """What an earlier call with this key ran, else planned now; kept as the last.
+        """The compiled plan of an earlier call with this key, or a new one; stored as the last.
 
-        Returned with the parameters, among them those that were added to an op since its last
-        planning.
+        Returned with the parameters, including those that were added to an op since it was last
+        planned.
         """
         run = self._runs.get(call_key)
         if run is None:
@@ -208,7 +208,7 @@ class OperationFuser:
             params, call_key = self._slots.read(input_, extra_inputs, _registered)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
-        # One assignment: another thread sees both or neither.
+        # One assignment, so that another thread sees both or neither.
         self._last = (call_key, run)
         return run, params
 
@@ -217,9 +217,9 @@ class OperationFuser:
     ) -> FusionPlan:
         """The plan that a call with such inputs would run; nothing runs.
 
-        Tensors on the meta device are planned as if on the parameters' device.
-        What kernels do about the layout of these tensors, and what their padding
-        costs, is noted in what is returned, and not in what is kept.
+        Tensors on the meta device are planned as if on the parameters' device. The
+        returned plan has notes on the layout of these tensors in kernels and on the
+        cost of padding; the cached plan does not.
         """
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
@@ -235,7 +235,7 @@ class OperationFuser:
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Meta tensors like the output and the extra outputs of a call with such inputs."""
+        """Meta tensors like the main output and the extra outputs of a call with such inputs."""
         params = self._slots.tensors()
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
@@ -247,17 +247,17 @@ class OperationFuser:
             for spec, requires_grad in made
         )
 
-    # -- starting -------------------------------------------------------------
+    # -- first call -----------------------------------------------------------
 
     def _start(self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]) -> None:
-        """Before the first call: check its tensors, then let the ops make what they deferred."""
+        """Before the first call: check its tensors, then let the ops make deferred parameters."""
         with self._start_lock:
             if self._is_started:
                 return
             self._find_parameters()
             self._check_before_start(input_, extra_inputs)
             if input_.is_meta:
-                return  # on the meta device a model runs to learn shapes, and stays there
+                return  # a model on the meta device only computes shapes, and stays there
             # Deferred parameters are made on the input's device, for training too.
             with torch.inference_mode(False), torch.no_grad(), input_.device:
                 for op in self.basic_ops:
@@ -266,7 +266,7 @@ class OperationFuser:
             self._is_started = True
 
     def _find_parameters(self) -> None:
-        """Where the parameters are at this moment; kept as it is if that has not changed."""
+        """Find the current places of the parameters; unchanged if they are the same."""
         slots = CallKeyReader(self.basic_ops, self.num_extra_inputs)
         for index in slots.computed:
             op = self.basic_ops[index]
@@ -282,7 +282,7 @@ class OperationFuser:
     def _check_before_start(
         self, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
     ) -> None:
-        """Refuse a bad first call while deferred parameters are still on meta."""
+        """Refuse a wrong first call while deferred parameters are still on the meta device."""
         params = self._slots.tensors()
         self.checks.kinds(input_, params, extra_inputs)
         made = params if input_.is_meta else [p for p in params if not p.is_meta]
@@ -299,7 +299,7 @@ class OperationFuser:
         *,
         only_planning: bool,
     ) -> CompiledPlan:
-        """Check the tensors, build the plan key, and plan unless an equal key was planned."""
+        """Check the tensors and build the plan key; plan unless an equal key was planned."""
         self.checks.kinds(input_, params, extra_inputs)
         device = self.checks.device(input_, params, extra_inputs, only_planning=only_planning)
         autocast = autocast_dtype(device.type)
@@ -385,7 +385,7 @@ class OperationFuser:
 
 
 def checked_fusions(fusions: Iterable[type[FusedOperation]]) -> tuple[type[FusedOperation], ...]:
-    """``fusions`` as a tuple, all of them classes that the planner can find and run.
+    """``fusions`` as a tuple, after a check that the planner can use all of them.
 
     Raises
     ------
@@ -429,12 +429,12 @@ def _keep(table: dict[Any, CompiledPlan], key: Any, run: CompiledPlan) -> None:
 
 
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register ``func(ops, *, recipe) -> ops``, which may put in forward-only fused ops.
+    """Register ``func(ops, *, recipe) -> ops``, which may replace ops by forward-only fused ops.
 
-    Registered functions run before the planner, whose fusions cover what is
-    left. ``prepend`` runs this one before those registered earlier. A class in
-    ``Sequential(..., fusions=...)`` is the better way: it can refuse with a
-    reason and is weighed against the others.
+    Registered functions run before the planner, which plans the remaining ops.
+    With ``prepend``, this function runs before those registered earlier. Prefer a
+    class in ``Sequential(..., fusions=...)``: it can refuse with a reason, and the
+    planner compares its cost with other fusions.
     """
     _register("forward", op_fusion_func, prepend)
 

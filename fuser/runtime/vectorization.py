@@ -1,6 +1,6 @@
-"""What kernels do about the tensors of a call that they cannot read by vectors of 16 bytes.
+"""Vector notes: how kernels read tensors of a call that 16-byte vectors cannot read.
 
-No plan depends on it: plans are kept by key, and shapes, strides and addresses are not part of one.
+They are not part of a plan, because shapes, strides and addresses are not part of a plan's key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fuser.specs import PlanKey, TensorSpec
 VECTOR_BYTES = 16
 
 POINTWISE = (Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
-# One of these alone is torch's work, where what it makes is not quantized.
+# If one of these is a step of its own with an unquantized output, torch runs it.
 TORCHS = (Bias, ConstantScale, AddExtraInput)
 
 Rows = Callable[[torch.Tensor], torch.Tensor | None]
@@ -45,10 +45,10 @@ Rows = Callable[[torch.Tensor], torch.Tensor | None]
 def layout_notes(
     graph: OpGraph, plan: FusionPlan, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
 ) -> tuple[VectorNote, ...]:
-    """What the kernels of ``plan`` do about the call's tensors that they cannot read by vectors.
+    """Notes on the call's tensors that kernels of ``plan`` cannot read by vectors.
 
-    ``graph`` is that of the call. A tensor on the meta device may lie at any address. What torch's
-    kernels read, and ops that are not of the library, is not looked at.
+    ``graph`` is that of the call. A tensor on the meta device may have any address. Tensors that
+    torch's kernels or a user's ops read are not examined.
     """
     if plan.key.no_kernels is not None:
         return ()
@@ -56,7 +56,7 @@ def layout_notes(
     extras = [(("extra input", k), f"extra input {k}", t) for k, t in enumerate(extra_inputs)]
     found: list[VectorNote] = []
     for memory, name, tensor in ((graph.arriving[0], "the input", input_), *extras):
-        # Of tensors of other kinds nobody knows where they lie.
+        # The layout of tensors of other types is unknown.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
             continue
         for side in ("forward", "backward"):
@@ -72,19 +72,19 @@ def layout_notes(
 
 
 def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """A tensor as it arrives at an op, after others that reshape it; None where none tells how."""
+    """A tensor as an op receives it after reshapes; None if that cannot be derived."""
     if tensor.shape == shape:
         return tensor
     if tensor.numel() != math.prod(shape):
         return None
     try:
         return tensor.view(shape)
-    except RuntimeError:  # torch has copied it
+    except RuntimeError:  # torch has to copy it
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[int]:
-    """The ops of a step for which it reads the tensor of that name."""
+    """The ops of a step for which it reads the tensor ``memory``."""
     edges = graph.flows["forward"].in_edges
     taking = [
         i
@@ -102,7 +102,7 @@ def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[
     for i in step.ops[:1] if saving and _is_chain(step) else saving:
         if graph.arriving[i] == memory:
             yield i
-    # Of extra inputs: scales, and what an activation of the same kernel takes.
+    # Extra inputs: scales, and the input of an activation in the same kernel.
     for i in taking:
         is_read = isinstance(graph.ops[i], ScaledActivation) or (
             _is_chain(step) and any(k > i for k in saving)
@@ -116,12 +116,12 @@ def _readers(graph: OpGraph, side: str, step: Step, memory: Memory) -> Iterator[
 
 @dataclass(frozen=True)
 class _Reading:
-    """A kernel reads rows of ``columns`` in ``dtype``, ``run`` elements at a time where it can.
+    """A kernel reads rows of ``columns`` in ``dtype``, ``run`` elements at a time if it can.
 
-    ``rows_of`` finds them in a tensor, or None where it is copied first. A ``run`` of 0 is that of
-    a kernel of torch, which finds its own way, or of one that reads an element of a row. Rows must
-    begin at multiples of ``spacing`` bytes, but where the kernel ``streams`` over a contiguous
-    tensor as if it were one row.
+    ``rows_of`` returns the rows of a tensor, or None if the tensor is copied first. A ``run`` of 0
+    means that the kernel is torch's, or reads one element for each row, so that vectors do not
+    matter. Rows must begin at multiples of ``spacing`` bytes, unless the kernel ``streams`` over a
+    contiguous tensor as if it were one row.
     """
 
     rows_of: Rows
@@ -132,7 +132,7 @@ class _Reading:
     streams: bool = False
 
     def notes(self, name: str, tensor: torch.Tensor) -> Iterator[str]:
-        """What happens to ``tensor`` instead of vector loads; nothing where there are those."""
+        """The loads of ``tensor`` that are not vector loads; nothing if all are."""
         if tensor.dtype is not self.dtype:  # cast, to strides like its own
             tensor = torch.empty_like(tensor, dtype=self.dtype, device="meta")
         rows = self.rows_of(tensor)
@@ -162,7 +162,7 @@ class _Reading:
 
 
 def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _Reading | None:
-    """How a step reads what enters at its op ``i``, as main input or as extra; None for torch."""
+    """How a step reads the tensor at its op ``i``, a main or an extra input; None for torch."""
     op, last = graph.ops[i], step.ops[-1]
     has_gemm = any(isinstance(graph.ops[k], BasicLinear) for k in step.ops)
     if (
@@ -172,7 +172,7 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
         return None
     gap = last + 1 if side == "forward" else step.ops[0]
     emission = graph.quant_spec(gap, side)
-    # What is padded is written plainly first.
+    # A tensor that needs padding is written unquantized first.
     emits = emission is not None and not emission.format.pads(graph.main_specs[gap].shape)
     if isinstance(op, (BasicLinear, Quantize)):
         return _quantizing(graph, i) if side == "forward" else None
@@ -184,7 +184,7 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
 
 
 def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
-    """How op ``i``, a linear or a Quantize, reads an input that arrives plain."""
+    """How op ``i``, a linear or a Quantize, reads an unquantized input."""
     op: Any = graph.ops[i]
     key, spec = graph.key.window(i, i + 1), graph.main_specs[i]
     if isinstance(op, Quantize):
@@ -193,14 +193,14 @@ def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
     else:
         made = op.quantizes("forward", key).get("input")
         dtype = key.autocast_dtype or op.weight.dtype
-    if made is None or made.format.pads(spec.shape):  # torch fills it up
+    if made is None or made.format.pads(spec.shape):  # torch pads it
         return None
     streams = not made.format.block_size and not made.columnwise
     return _Reading(_matrix(spec.shape[-1]), spec.shape[-1], dtype, TILE_RUN, streams=streams)
 
 
 def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | None:
-    """How the kernel of op ``i``, a norm, reads its input or what is added to it."""
+    """How the kernel of op ``i``, a norm, reads its input or its added tensor."""
     norm: Any = graph.ops[i]
     spec, made = graph.main_specs[i], graph.main_specs[i + 1]
     if isinstance(norm, L2Normalization):
@@ -215,7 +215,7 @@ def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | N
 
 
 def _computing(graph: OpGraph, step: Step, i: int, is_main: bool, emits: bool) -> _Reading | None:
-    """How a pointwise op, alone or in a chain, reads what enters at op ``i``."""
+    """How a pointwise op, alone or in a chain, reads the tensor at op ``i``."""
     op: Any = graph.ops[i]
     spec, made = graph.main_specs[i], graph.main_specs[i + 1]
     is_alone = not _is_chain(step)
@@ -235,7 +235,7 @@ def _is_chain(step: Step) -> bool:
 
 
 def _is_torchs(op: Any, key: PlanKey, spec: TensorSpec) -> bool:
-    """Whether a pointwise op alone does nothing, or torch is as good at it."""
+    """Whether a pointwise op as a single step does nothing, or is as fast in torch."""
     if isinstance(op, Dropout):
         return not op.training or op.dropout_probability == 0
     return isinstance(op, Activation) and pointwise.prefers_torch(
@@ -243,13 +243,13 @@ def _is_torchs(op: Any, key: PlanKey, spec: TensorSpec) -> bool:
     )
 
 
-# -- rows in place ----------------------------------------------------------------
+# -- rows of a tensor -------------------------------------------------------------
 
 
 def _matrix(columns: int, *, is_saved: bool = False) -> Rows:
-    """As norms and quantizers read: any view as a matrix, with rows element by element.
+    """Rows for norms and quantizers: any view as a matrix, with adjacent elements in each row.
 
-    What a norm has saved is a matrix already, if that took a copy.
+    A tensor that a norm saved is a matrix already, even if that took a copy.
     """
 
     def rows_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -264,10 +264,10 @@ def _matrix(columns: int, *, is_saved: bool = False) -> Rows:
 
 
 def _pointwise_rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """As chains read what they compute on."""
+    """Rows of the tensor that a chain computes on."""
     return tensor.view(-1, tensor.shape[-1]) if pointwise.reads_in_place(tensor) else None
 
 
 def _pointwise_extra(tensor: torch.Tensor) -> torch.Tensor | None:
-    """As chains read extra inputs and scales."""
+    """Rows of the extra inputs and scales of a chain."""
     return tensor.view(1, -1) if tensor.is_contiguous() else None

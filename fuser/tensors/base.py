@@ -1,7 +1,8 @@
-"""What a quantized tensor is made of, and how it is written, whatever the format.
+"""Base class of quantized tensors: their buffers, views, writes and conversions.
 
-It is a ``torch.Tensor`` whose contents live in buffers of their own: bytes and
-scales, rowwise and columnwise. ``tensors/dispatch.py`` says what torch may ask.
+A quantized tensor is a ``torch.Tensor`` that stores its contents in several
+buffers: bytes and scales, rowwise and columnwise. ``tensors/dispatch.py``
+implements the torch operations on it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from fuser.wrapper_tensor import WrapperTensor
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Where a view lies: from row ``start`` of ``root``, taken as ``[M, K]``; turned by ``t()``."""
+    """The position of a view: it starts at row ``start`` of ``root``, taken as ``[M, K]``.
+
+    ``is_turned``: ``t()`` was applied to it.
+    """
 
     root: QuantizedTensor
     start: int
@@ -33,67 +37,72 @@ class RowsOf:
 class QuantizedTensor(WrapperTensor):
     """Base of the quantized tensors.
 
-    Its dtype is the nominal one, in which it was given and is dequantized.
-    Subclasses name their buffers and say how rows lie in them.
+    Its dtype is the nominal dtype: the dtype of the tensor before quantization,
+    and of the result of :meth:`dequantize`. Subclasses name their buffers and
+    describe how rows are stored in them.
 
     **Views.** A view of whole rows (``t[a:b]``, ``split``, ``chunk``, ``narrow``,
     ``select``, ``as_strided``, another shape of the leading dimensions) is a
-    quantized tensor whose buffers are views of the parent's: bytes, scales, and
-    the scale or amax that a whole tensor shares. A copy whose blocks the rows
-    cut is dropped. Where none is left, and for every other view (columns,
-    elements, a diagonal), the view is a ``DequantizedView``: it is not
-    quantized, reads the values that its parent has at that moment, and writes
-    to it. ``t()`` stays quantized where both copies hold the same values and one
-    is stored as the other's transpose.
+    quantized tensor. Its buffers are views of the parent's buffers: bytes, scales,
+    and the scale or amax that a whole tensor shares. If the rows cut blocks of the
+    rowwise or the columnwise copy, the view does not have that copy. If it would
+    have neither copy, the view is a ``DequantizedView``, and so is every other view
+    (columns, elements, a diagonal). A ``DequantizedView`` is not quantized: a read
+    dequantizes the current values of its parent, and a write changes the parent.
+    ``t()`` stays quantized if both copies hold the same values and each is stored
+    as the transpose of the other.
 
-    **Writes.** A write through a view reaches its parent, and every view of it.
-    Rows that hold whole blocks, in a format whose blocks need nothing else of
-    the tensor, are quantized alone: what was there is replaced and the rest
-    keeps its bytes. Otherwise the whole parent is quantized again with the new
+    **Writes.** A write through a view changes its parent, and every view of the
+    parent. If the rows are whole blocks, and blocks of the format do not depend on
+    the rest of the tensor, only these rows are quantized: the other rows keep
+    their bytes. Otherwise the whole parent is quantized again with the new
     values, as after any in-place operation on it. In a format with one scale for
     the whole tensor, a NaN or an infinity makes that scale 1: the other values
-    are still there, rounded as the format rounds values of their size. An
-    operation that changes the shape in place (``t_``, ``resize_``) is refused.
+    are kept, rounded as the format rounds values of their size. An operation that
+    changes the shape in place (``t_``, ``resize_``) is refused.
 
     **Gradients.** :meth:`dequantize` and a call of a quantizer are differentiable:
-    the gradient passes as it is.
+    the gradient passes through unchanged.
 
-    **Conversions.** ``to(dtype)``, ``float()``, ``half()`` and the like give a plain
-    tensor, a copy, also for the nominal dtype: ``w.detach().float()`` are master
-    weights. ``to(device)`` keeps bytes and scales as they are. So does the
-    conversion of a *module*, ``module.to(dtype)`` or ``module.half()``, which
-    changes the nominal dtype of its quantized parameters and lets it run in that.
+    **Conversions.** ``to(dtype)``, ``float()``, ``half()`` and similar methods return
+    a plain tensor, which is a copy, also for the nominal dtype:
+    ``w.detach().float()`` are master weights. ``to(device)`` keeps bytes and scales
+    unchanged. So does the conversion of a *module*, ``module.to(dtype)`` or
+    ``module.half()``: it changes the nominal dtype of the quantized parameters, and
+    the module then runs in that dtype.
 
-    **Memory.** ``share_memory_()`` and pickling work on the buffers, and a pickled
-    parameter keeps the attributes that were set on it. :meth:`data_ptr` is
-    refused: no address has the values.
+    **Memory.** ``share_memory_()`` and pickling work on the buffers. A pickled
+    parameter keeps the attributes that were set on it. :meth:`data_ptr` raises an
+    error: the values are not stored at any address.
 
-    **Layout.** The buffers of a tensor that is no view are contiguous, with
-    scales padded as ``formats`` says. Those of a view are strided, its scales
-    have no padding along rows; :meth:`compact` lays them out as if it were none.
+    **Layout.** The buffers of a tensor that is not a view are contiguous, and their
+    scales are padded as described in ``formats``. The buffers of a view are
+    strided, and their scales have no padding along rows; :meth:`compact` copies
+    them into the layout of a tensor that is not a view.
 
-    **Padding.** MXFP8 and NVFP4 data is in whole blocks: a tensor of another
-    shape is quantized with rows and columns of zeros after its own. Its shape
-    is that of the values, its buffers have the padding, :meth:`dequantize`
-    cuts it off.
+    **Padding.** MXFP8 and NVFP4 data is stored in whole blocks: a tensor whose
+    dimensions are not multiples of the block is quantized with rows and columns of
+    zeros at its end. Its shape is the shape of the values; its buffers include the
+    padding, and :meth:`dequantize` removes it.
     """
 
     buffer_names: ClassVar[tuple[str, ...]]
-    # The buffers of each copy, in the same order; the first is the data. Others belong to both.
+    # The buffers of each copy, in the same order; the first is the data. Other buffers
+    # belong to both copies.
     rowwise_names: ClassVar[tuple[str, ...]]
     columnwise_names: ClassVar[tuple[str, ...]]
-    # What this module sets on a tensor; anything else was set by somebody.
+    # The attributes that this module sets on a tensor; all others were set by the user.
     _own_names: ClassVar[frozenset[str]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
-    # Filled by tensors/compatibility.py: the constructor by the original's keywords.
+    # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
 
-    _quantizer: Any  # a Quantizer; that class imports this file
+    _quantizer: Any  # a Quantizer; not typed, because that class imports this file
     _view_of: RowsOf | None = None
     _is_read_only = False
     _high_precision_init_val: torch.Tensor | None = None
-    # What it was quantized from, and its version then.
+    # The tensor that this one was quantized from, and the version of this one then.
     _source: tuple[torch.Tensor, int] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -145,28 +154,28 @@ class QuantizedTensor(WrapperTensor):
             f"{' and '.join(usage)}, {self._quantizer})"
         )
 
-    # -- what a format says -----------------------------------------------------
+    # -- defined by each format --------------------------------------------------
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as ``[M, K]``, padded as the data is."""
+        """The values as ``[M, K]``, with the padding of the data."""
         raise NotImplementedError
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each buffer of a tensor ``[m, k]`` that is no view.
+        """The shape of each buffer of a tensor ``[m, k]`` that is not a view.
 
         A format of whole blocks pads both dimensions (``formats.padded_shape``).
         """
         raise NotImplementedError
 
     def _row_units(self) -> dict[str, tuple[int, int]]:
-        """The dimension along which rows lie in a buffer, and how many of them share an entry.
+        """By buffer: the dimension that indexes rows, and the number of rows that share an entry.
 
-        A buffer that is not named belongs to all rows.
+        A buffer that is not in the result belongs to all rows.
         """
         raise NotImplementedError
 
     def _is_transposable(self) -> bool:
-        """Whether either copy is the other's transpose, values and layout."""
+        """Whether each copy is the transpose of the other, in values and layout."""
         raise NotImplementedError
 
     def _make_copy(self, usage: str) -> None:
@@ -178,16 +187,16 @@ class QuantizedTensor(WrapperTensor):
     # -- contents -------------------------------------------------------------
 
     def buffers(self) -> dict[str, torch.Tensor | None]:
-        """The buffers by name; None for a copy that was not made."""
+        """The buffers by name; None for the buffers of a copy that was not made."""
         return {name: getattr(self, name) for name in self.buffer_names}
 
     def _memory(self) -> list[torch.Tensor]:
         return [buffer for buffer in self.buffers().values() if buffer is not None]
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of this shape, in ``dtype`` or the nominal one.
+        """The values as a plain tensor of the same shape, in ``dtype`` or else the nominal dtype.
 
-        Differentiable: the gradient passes as it is, in the nominal dtype.
+        Differentiable: the gradient passes through unchanged, in the nominal dtype.
         """
         if self.requires_grad and torch.is_grad_enabled():
             values: torch.Tensor = _Dequantize.apply(self, dtype)  # type: ignore[no-untyped-call]
@@ -202,15 +211,16 @@ class QuantizedTensor(WrapperTensor):
         return rows.view(self.shape)
 
     def dequantize_padded(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values as a matrix, with the rows and columns that fill up its last blocks."""
+        """The values as a matrix ``[M, K]``, including the padding of its last blocks."""
         return self.compact()._dequantize_rows(dtype)
 
     @property
     def high_precision_source(self) -> torch.Tensor | None:
-        """What the tensor was quantized from, for a backward that wants that.
+        """The tensor that this one was quantized from, for a backward that needs it.
 
-        None if that was not kept, or after a write to the tensor or a view of it. It is not kept
-        for an inference tensor, whose writes torch does not count, and which has no backward.
+        None if it was not kept, or if this tensor or a view of it was written to
+        since. It is not kept for an inference tensor: torch does not count writes
+        to it, and it has no backward.
         """
         if self._source is None or self._source[1] != self._version:
             return None
@@ -223,7 +233,7 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def format(self) -> NumberFormat:
-        """What the tensor is quantized to."""
+        """The number format of the data."""
         number_format: NumberFormat = self._quantizer.format
         return number_format
 
@@ -233,7 +243,7 @@ class QuantizedTensor(WrapperTensor):
         Raises
         ------
         StateError
-            If that copy is not here and cannot be made from the other.
+            If the tensor does not have that copy and cannot make it from the other.
         """
         source = self if self._view_of is None else self.compact()
         data_name, scale_name = self._operand_names(usage)
@@ -244,7 +254,7 @@ class QuantizedTensor(WrapperTensor):
         return Operand(data, self._quantizer.format, getattr(source, scale_name))
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
-        """The buffers of data and scales."""
+        """The names of the data buffer and the scale buffer."""
         return self._names(usage)[:2]
 
     def _names(self, usage: str) -> tuple[str, ...]:
@@ -255,7 +265,7 @@ class QuantizedTensor(WrapperTensor):
         return getattr(self, names[0]) is not None
 
     def _usage(self) -> Any:
-        """The quantizer with the copies that are really here."""
+        """The quantizer, with the usages of the copies that this tensor has."""
         return self._quantizer.with_usage(
             rowwise=self._has("rowwise"), columnwise=self._has("columnwise")
         )
@@ -263,35 +273,37 @@ class QuantizedTensor(WrapperTensor):
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Keep or drop the rowwise and the columnwise copy; None leaves it as it is.
+        """Keep or drop the rowwise and the columnwise copy; None leaves a copy as it is.
 
-        Aliases and views that were made before keep what they have, and a write
-        through a tensor reaches the copies that this tensor has.
+        Existing aliases and views keep the copies that they have. A write through
+        a tensor changes the copies that this tensor has.
 
         Raises
         ------
         StateError
-            If a copy is asked for that is not here and cannot be made from the
-            other, or both would be dropped.
+            If a requested copy does not exist and cannot be made from the other,
+            or if both copies would be dropped.
         """
         wanted = {
             usage: self._has(usage) if is_asked is None else is_asked
             for usage, is_asked in (("rowwise", rowwise_usage), ("columnwise", columnwise_usage))
         }
         if not any(wanted.values()):
-            raise StateError(f"{type(self).__name__} would be left without any copy of its data.")
+            raise StateError(
+                f"{type(self).__name__} would have neither a rowwise nor a columnwise copy."
+            )
         for usage, is_wanted in wanted.items():
             if is_wanted and not self._has(usage):
                 if self._view_of is not None:
                     raise StateError(
-                        f"{self} is a view without a {usage} copy, and one of its own would not "
-                        "follow the tensor that it is of: clone it first."
+                        f"{self} is a view without a {usage} copy, and a copy made for the view "
+                        "would not follow the tensor that it is a view of: clone it first."
                     )
                 self._make_copy(usage)
         self._keep(wanted)
 
     def release(self, usage: str) -> None:
-        """Drop the ``"rowwise"`` or ``"columnwise"`` copy of a tensor that nobody else has."""
+        """Drop the ``"rowwise"`` or ``"columnwise"`` copy; for a tensor that has no other owner."""
         for name in self._names(usage):
             setattr(self, name, None)
 
@@ -301,10 +313,10 @@ class QuantizedTensor(WrapperTensor):
                 self.release(usage)
 
     def with_usage(self, usage: str) -> QuantizedTensor:
-        """This tensor with its ``"rowwise"`` or its ``"columnwise"`` copy alone, to read.
+        """This tensor with only its ``"rowwise"`` or its ``"columnwise"`` copy; read-only.
 
-        Shares buffers and the version counter. It cannot be written to: the
-        other copy would not follow.
+        Shares buffers and the version counter. A write to it raises an error,
+        because it would not change the other copy.
         """
         other = "columnwise" if usage == "rowwise" else "rowwise"
         source = self if self._has(usage) else self.compact()
@@ -317,16 +329,17 @@ class QuantizedTensor(WrapperTensor):
         alias.release(other)
         alias._is_read_only = True
         if alias._view_of is not None:
-            # The parent's other copy is not to live on through this one.
+            # The alias must not keep the parent's other copy in memory.
             view = alias._view_of
             root = view.root.with_usage(other if view.is_turned else usage)
             alias._view_of = replace(view, root=root)
         return alias
 
     def compact(self) -> QuantizedTensor:
-        """This tensor in the layout of one that is no view, to read; itself if it is none.
+        """This tensor in the layout of a tensor that is not a view; read-only.
 
-        What reads buffers by name (a GEMM, a kernel) reads those of this.
+        Returns this tensor if it is not a view. Code that reads buffers by name
+        (a GEMM, a kernel) reads those of the result.
         """
         if self._view_of is None:
             return self
@@ -349,16 +362,16 @@ class QuantizedTensor(WrapperTensor):
         *,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """A tensor of its own, no view, of ``change`` of every buffer."""
+        """A new tensor, not a view, whose buffers are ``change`` of the buffers of this one."""
         source = self.compact()
         changed = {n: None if b is None else change(b) for n, b in source.buffers().items()}
         device = next(b.device for b in changed.values() if b is not None)
-        # What is written to a copy is no step of the training of this one.
+        # A write to the copy must not count as a training step of this tensor.
         quantizer = self._quantizer.unbound()
         return type(self)(changed, self.shape, dtype or self.dtype, device, quantizer)
 
     def _alias(self) -> QuantizedTensor:
-        """Another tensor of the same buffers."""
+        """Another tensor with the same buffers."""
         return self._with(self.buffers(), self.shape, self._view_of)
 
     def _with(
@@ -374,16 +387,16 @@ class QuantizedTensor(WrapperTensor):
         return shares
 
     def _take_attributes(self, source: QuantizedTensor) -> None:
-        """Set here what somebody set on ``source``.
+        """Copy the attributes that the user set on ``source`` to this tensor.
 
-        Torch converts the parameters of a module by putting another tensor in
-        the place of each, and what hangs on a parameter is to survive that.
+        When torch converts a module, it replaces each parameter by another
+        tensor; the attributes of the parameter must be kept.
         """
         if not source.__dict__.keys() <= self._own_names:
             self.__dict__.update(source._attributes())
 
     def _attributes(self) -> dict[str, Any]:
-        """What somebody set on this tensor."""
+        """The attributes that the user set on this tensor."""
         return {k: v for k, v in self.__dict__.items() if k not in self._own_names}
 
     # -- writes -----------------------------------------------------------------
@@ -391,15 +404,16 @@ class QuantizedTensor(WrapperTensor):
     def quantize_(
         self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None
     ) -> QuantizedTensor:
-        """Quantize ``tensor`` into this one, in place, with the copies that are here.
+        """Quantize ``tensor`` into this tensor, in place, for the copies that it has.
 
-        Where ``noop_flag``, a tensor of one element, is not zero, every byte stays
-        as it is; it is read on its device, without waiting for it.
+        If ``noop_flag``, a tensor of one element, is not zero, every byte stays
+        unchanged. The flag is read on its device, without a synchronization.
 
         Raises
         ------
         StateError
-            If this tensor came from :meth:`only` or :meth:`compact`, and is there to be read.
+            If this tensor came from :meth:`with_usage` or :meth:`compact`, which return
+            read-only tensors.
         """
         source = tensor.detach().to(dtype=self.dtype, device=self.device).expand(self.shape)
         if self._can_be_written_alone():
@@ -415,7 +429,7 @@ class QuantizedTensor(WrapperTensor):
         return self
 
     def _unless(self, flag: torch.Tensor, fresh: QuantizedTensor) -> QuantizedTensor:
-        """What this tensor holds if ``flag`` is set, else ``fresh``."""
+        """The current contents of this tensor if ``flag`` is set, else ``fresh``."""
         is_set = flag.to(self.device).reshape(()) != 0
         chosen, held = fresh.buffers(), self.compact().buffers()
         for name, new in chosen.items():
@@ -425,11 +439,11 @@ class QuantizedTensor(WrapperTensor):
         return self._with(chosen, self.shape, None)
 
     def _can_be_written_alone(self) -> bool:
-        """Whether new bytes here leave what shares memory with this tensor right."""
+        """Whether an in-place write keeps the tensors that share memory with this one correct."""
         if self._is_read_only:
             raise StateError(
-                f"{self} is one copy or layout of a tensor, there to be read; write to the "
-                "tensor that it was taken from, or to a clone."
+                f"{self} is a read-only copy or layout of a tensor; write to the tensor that it "
+                "was taken from, or to a clone."
             )
         view = self._view_of
         if view is None:
@@ -444,7 +458,7 @@ class QuantizedTensor(WrapperTensor):
         return self.has_independent_blocks and is_whole
 
     def _write(self, fresh: QuantizedTensor, non_blocking: bool = False) -> None:
-        """Replace the buffers' contents by those of ``fresh``, which has the same copies."""
+        """Copy the buffers of ``fresh``, which has the same copies, into those of this tensor."""
         for name, new in fresh.compact().buffers().items():
             buffer = getattr(self, name)
             if buffer is not None:
@@ -457,19 +471,19 @@ class QuantizedTensor(WrapperTensor):
         super()._was_written()
 
     def _cuts(self, usage: str, start: int, stop: int) -> bool:
-        """Whether rows ``start`` to ``stop`` cut a block of the named copy."""
+        """Whether rows ``start`` to ``stop`` cut a block of the copy ``usage``."""
         units = self._row_units()
         block = max(units[name][1] for name in self._names(usage) if name in units)
         return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
 
-    # -- as a parameter -----------------------------------------------------------
+    # -- parameters ---------------------------------------------------------------
 
     def set_high_precision_init_val(self, value: torch.Tensor) -> None:
         """Keep the values that a parameter had before it was quantized."""
         self._high_precision_init_val = value
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The values before quantization, on the CPU; None unless they were kept."""
+        """The values before quantization, on the CPU; None if they were not kept."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -478,9 +492,10 @@ class QuantizedTensor(WrapperTensor):
 
     @property
     def data(self) -> QuantizedTensor:
-        """An alias that autograd does not see. Set: takes the place of the contents.
+        """An alias that is not part of the autograd graph. Assignment replaces the contents.
 
-        A quantized tensor is shared, and a plain one quantized with the copies that are here.
+        An assigned quantized tensor is shared; an assigned plain tensor is quantized for the
+        copies that this tensor has.
         """
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -495,9 +510,9 @@ class QuantizedTensor(WrapperTensor):
     # -- conversions --------------------------------------------------------------
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As for any tensor; a plain copy if a dtype is named, also the nominal one.
+        """``torch.Tensor.to``; a plain copy if a dtype is given, also the nominal dtype.
 
-        A tensor that torch converts as a part of a module stays quantized.
+        A tensor that torch converts as part of a module stays quantized.
         """
         asked = {name: value for name, value in kwargs.items() if name != "copy"}
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **asked)
@@ -526,7 +541,7 @@ class QuantizedTensor(WrapperTensor):
         return self.to(torch.float64, *args, **kwargs)
 
     def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As for any tensor; :meth:`to` if a ``torch.dtype`` is given."""
+        """``torch.Tensor.type``; :meth:`to` if a ``torch.dtype`` is given."""
         if isinstance(dtype, torch.dtype):
             return self.to(dtype, *args, **kwargs)
         return super().type(dtype, *args, **kwargs)
@@ -535,10 +550,10 @@ class QuantizedTensor(WrapperTensor):
         """:meth:`to` the dtype and device of ``other``."""
         return self.to(other)
 
-    # -- as something to be written down ------------------------------------------
+    # -- pickling, deep copies, torch.compile -------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # A part of a tensor goes by itself: the rest may not go with it.
+        # A view or a read-only copy is pickled as a tensor of its own, without its parent.
         is_part = self._view_of is not None or self._is_read_only
         source = self._like(torch.clone) if is_part else self
         state = (
@@ -551,7 +566,7 @@ class QuantizedTensor(WrapperTensor):
             self.requires_grad,
             isinstance(self, torch.nn.Parameter),
         )
-        # Those of a parameter alone: a state_dict, whose tensors are none, is to be plain data.
+        # Only a parameter's attributes: a state_dict has no parameters and must be plain data.
         attributes = self._attributes() if isinstance(self, torch.nn.Parameter) else None
         return rebuild, (*state, attributes) if attributes else state
 
@@ -559,7 +574,7 @@ class QuantizedTensor(WrapperTensor):
         if id(self) in memo or not self.is_leaf:
             copied: QuantizedTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return copied
-        # Torch's own takes a wrapper with an offset, which a view is, for a tensor with memory.
+        # Torch's own deep copy fails on a wrapper with a storage offset, which a view has.
         attributes = copy.deepcopy(self.__dict__, memo)
         copied = type(self)(
             attributes,
@@ -576,9 +591,9 @@ class QuantizedTensor(WrapperTensor):
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The buffers that are here, and the rest as a constant, for ``torch.compile``."""
+        """The names of the buffers, and everything else as a constant, for ``torch.compile``."""
         names = [name for name, buffer in self.buffers().items() if buffer is not None]
-        # A graph sees the buffers alone, and cannot write to what they are views of.
+        # A graph receives only the buffers, so it cannot write to the parent of a view.
         return names, (self._quantizer, self.dtype, self._is_read_only or self._view_of is not None)
 
     @staticmethod
@@ -598,7 +613,7 @@ class QuantizedTensor(WrapperTensor):
 
 
 class BlockScaledTensor(QuantizedTensor):
-    """Base of the formats whose rowwise and columnwise copies have scales of their own."""
+    """Base of the formats whose rowwise and columnwise copies have separate scales."""
 
     buffer_names: ClassVar[tuple[str, ...]] = (
         "_rowwise_data",
@@ -614,12 +629,12 @@ class BlockScaledTensor(QuantizedTensor):
     _columnwise_scale_inv: torch.Tensor | None
 
     def _one_copy(self) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """Data and scales of a copy that is here, the rowwise one if it is; is it columnwise?"""
+        """Data and scales of the rowwise copy, or else of the columnwise; is it columnwise?"""
         columnwise = self._rowwise_data is None
         data = self._columnwise_data if columnwise else self._rowwise_data
         scale = self._columnwise_scale_inv if columnwise else self._rowwise_scale_inv
         if data is None or scale is None:
-            raise StateError(f"{self} has no bytes: they were cleared or handed on.")
+            raise StateError(f"{self} has no bytes: they were cleared or given to another tensor.")
         return data, scale, columnwise
 
 
@@ -639,13 +654,13 @@ def rebuild(
     Raises
     ------
     InputError
-        On a file of a version whose tensors had other buffers.
+        If the file was written by a version whose tensors had other buffers.
     """
     if unknown := buffers.keys() - set(cls.buffer_names):
         raise InputError(
             f"The file has a {cls.__name__} with {', '.join(sorted(unknown))}; in this version it "
             f"consists of {', '.join(cls.buffer_names)}. Load the file with the version that wrote "
-            "it, and save what dequantize() gives."
+            "it, and save the result of dequantize()."
         )
     present = (b.device for b in buffers.values() if b is not None)
     tensor: torch.Tensor = cls(
@@ -657,13 +672,13 @@ def rebuild(
     return tensor
 
 
-# ``torch.load(weights_only=True)`` may build quantized tensors and quantizers,
-# which are plain data; each class adds itself.
+# Allow ``torch.load(weights_only=True)`` to build quantized tensors and quantizers,
+# which are plain data. Each class registers itself.
 torch.serialization.add_safe_globals([rebuild, DType, torch.device])
 
 
 class _Dequantize(torch.autograd.Function):
-    """Dequantize; the gradient passes as it is, and torch casts it to the nominal dtype."""
+    """Dequantize; the gradient passes unchanged, and torch casts it to the nominal dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: QuantizedTensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -675,10 +690,10 @@ class _Dequantize(torch.autograd.Function):
 
 
 def is_module_conversion() -> bool:
-    """Whether ``torch.nn.Module`` converts its parameters at this moment.
+    """Whether ``torch.nn.Module`` is converting its parameters now.
 
-    It calls the conversion on each (``t.half()``, ``t.to(...)``) and says nothing about why, for
-    modules of any kind, so the calls on the stack are asked.
+    Modules of any kind call the conversion on each parameter (``t.half()``, ``t.to(...)``) without
+    telling why, so this looks for ``Module._apply`` on the call stack.
     """
     if torch.compiler.is_dynamo_compiling():
         return False
@@ -689,7 +704,7 @@ def is_module_conversion() -> bool:
 
 
 def geometry(shape: Sequence[int], view: RowsOf | None) -> tuple[Sequence[int], int]:
-    """Strides and offset of a tensor or view of that shape, were it plain."""
+    """Strides and offset that a plain tensor of this shape, or such a view of one, would have."""
     contiguous = torch.empty(shape, device="meta").stride()
     if view is None:
         return contiguous, 0
@@ -698,7 +713,7 @@ def geometry(shape: Sequence[int], view: RowsOf | None) -> tuple[Sequence[int], 
 
 
 def _laid_out(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """``buffer``, contiguous and filled up with zeros."""
+    """``buffer``, contiguous and padded with zeros to ``shape``."""
     if buffer.shape == shape:
         return buffer.contiguous()
     padded = buffer.new_zeros(shape)

@@ -1,4 +1,4 @@
-"""FP8 in blocks of 128: fp32 scales for 1x128 or 128x128 elements."""
+"""FP8 block scaling: one fp32 scale for each block of 1x128 or 128x128 elements."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fuser.tensors.quantizer import Quantizer
 
 
 class Float8BlockwiseQTensor(BlockScaledTensor):
-    """FP8 bytes with fp32 scales for blocks of 128.
+    """FP8 bytes with one fp32 scale for each block of 128 or 128x128 elements.
 
     Buffers: ``_rowwise_data`` [M, K] and ``_columnwise_data`` [K, M] uint8;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, fp32, padded as
-    ``formats.fp8_block_scale_shape`` says.
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, fp32, in the shape of
+    ``formats.fp8_block_scale_shape``.
     """
 
     has_independent_blocks = True
@@ -65,14 +65,14 @@ class Float8BlockwiseQTensor(BlockScaledTensor):
 
 @dataclass(frozen=True)
 class Float8BlockQuantizer(Quantizer):
-    """FP8 with scales for blocks of 128 elements (1D) or 128x128 (2D).
+    """FP8 with one scale for each block of 1x128 (1D) or 128x128 elements (2D).
 
     Parameters
     ----------
     fp8_dtype
         E4M3 or E5M2.
     amax_epsilon
-        A smaller amax counts as this.
+        Lower bound of the amax from which a scale is computed.
     force_pow_2_scales
         Round scales down to powers of two.
     block_scaling_dim

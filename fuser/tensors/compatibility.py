@@ -1,6 +1,6 @@
-"""Methods and constructors of quantized tensors as Transformer Engine has them.
+"""Methods and constructors of Transformer Engine's quantized tensors.
 
-Importing this file adds them to the classes; nothing else of the library uses them.
+Importing this file adds them to the classes. The rest of the library does not use them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
-# The keywords of constructors, and the buffers that they set.
+# The keywords of constructors, and the buffer that each sets.
 _BLOCKS = {name.removeprefix("_"): name for name in BlockScaledTensor.buffer_names}
 _KEYWORDS: dict[type[QuantizedTensor], dict[str, str]] = {
     Float8Tensor: {
@@ -31,7 +31,7 @@ _KEYWORDS: dict[type[QuantizedTensor], dict[str, str]] = {
     Float8BlockwiseQTensor: _BLOCKS,
     NVFP4Tensor: {name.removeprefix("_"): name for name in NVFP4Tensor.buffer_names},
 }
-# Other keywords, with the only values that mean what is done here; None: any.
+# The other keywords, each with the values that this library supports; None: any value.
 _OPTIONS: dict[str, tuple[Any, ...] | None] = {
     "fp8_dtype": None,
     "fp4_dtype": (None, DType.kFloat4E2M1),
@@ -56,17 +56,17 @@ def _from_keywords(
     requires_grad: bool,
     named: dict[str, Any],
 ) -> QuantizedTensor:
-    """A tensor of buffers that are there already, which it shares.
+    """A tensor that shares the given buffers.
 
     ``Float8Tensor`` takes ``data``, ``data_transpose`` and ``fp8_scale_inv``, the
-    others ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and so on,
-    with ``fp8_dtype`` and, for blocks of 128, ``is_2D_scaled``. A quantizer that
-    is not given follows from these.
+    others take ``rowwise_data``, ``rowwise_scale_inv``, ``columnwise_data`` and so
+    on, with ``fp8_dtype`` and, for blocks of 128, ``is_2D_scaled``. If no quantizer
+    is given, it is made from these.
 
     Raises
     ------
     InputTypeError
-        For a keyword that there is not.
+        If a keyword is unknown.
     InputError
         If no data is given, or a buffer does not fit the shape.
     """
@@ -79,7 +79,7 @@ def _from_keywords(
         allowed = _OPTIONS.get(name)
         if allowed is not None and value not in allowed:
             raise InputError(
-                f"{cls.__name__} got {name}={value!r}; it takes {allowed[-1]!r} alone."
+                f"{cls.__name__} got {name}={value!r}; the only supported value is {allowed[-1]!r}."
             )
     given = {keywords[name]: value for name, value in named.items() if name in keywords}
     buffers = {name: _as_bytes(given.get(name)) for name in cls.buffer_names}
@@ -100,7 +100,7 @@ def _from_keywords(
 
 
 def _check_layout(tensor: QuantizedTensor, usages: dict[str, bool]) -> None:
-    """View each buffer as it lies in memory; refuse one that does not fit, or is missing."""
+    """View each buffer in its layout in memory; raise if one does not fit or is missing."""
     both = {*tensor.rowwise_names, *tensor.columnwise_names}
     for name, shape in tensor._layout(*tensor._matrix()).items():
         buffer = getattr(tensor, name)
@@ -120,7 +120,7 @@ def _check_layout(tensor: QuantizedTensor, usages: dict[str, bool]) -> None:
 
 
 def _as_bytes(buffer: torch.Tensor | None) -> torch.Tensor | None:
-    """FP8 data as uint8."""
+    """FP8 data as uint8; scales unchanged."""
     if buffer is None or buffer.dtype is torch.float32:
         return buffer
     return buffer.view(torch.uint8)
@@ -143,29 +143,29 @@ def _quantizer_of(cls: type[QuantizedTensor], named: dict[str, Any]) -> Quantize
 
 
 def get_usages(self: QuantizedTensor) -> dict[str, bool]:
-    """Which copies are here: ``rowwise`` and ``columnwise``."""
+    """Which copies the tensor has: ``rowwise`` and ``columnwise``."""
     return {"rowwise": self._has("rowwise"), "columnwise": self._has("columnwise")}
 
 
 def get_data_tensors(
     self: QuantizedTensor, rowwise_data: bool = True, columnwise_data: bool = True
 ) -> Any:
-    """The bytes of the rowwise and of the columnwise copy; a pair, or the only one asked for.
+    """The bytes of the rowwise and the columnwise copy; a pair, or one tensor if one is requested.
 
     Raises
     ------
     InputError
-        If neither is asked for.
+        If both arguments are False.
     """
     asked = (("rowwise", rowwise_data), ("columnwise", columnwise_data))
     found = tuple(getattr(self, self._names(usage)[0]) for usage, is_asked in asked if is_asked)
     if not found:
-        raise InputError("get_data_tensors was asked for neither copy.")
+        raise InputError("get_data_tensors got neither rowwise_data nor columnwise_data.")
     return found if len(found) == 2 else found[0]
 
 
 def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
-    """The keywords that make a tensor of the same bytes, with ``shape`` and ``dtype``."""
+    """The keywords that make a tensor of the same bytes, together with ``shape`` and ``dtype``."""
     source = self.compact()
     keywords = _buffers_by_keyword(type(self))
     metadata = {keyword: getattr(source, name) for keyword, name in keywords.items()}
@@ -185,18 +185,18 @@ def make_like(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
 ) -> QuantizedTensor:
-    """A tensor that shares the bytes of ``tensor``, in another shape or nominal dtype.
+    """A tensor that shares the bytes of ``tensor``, with another shape or nominal dtype.
 
     Raises
     ------
     InputError
-        If ``shape`` has other rows: its last dimension and size are those of ``tensor``.
+        If ``shape`` changes the last dimension or the number of elements.
     """
     wanted = tensor.shape if shape is None else torch.Size(shape)
     if wanted.numel() != tensor.numel() or wanted[-1:] != tensor.shape[-1:]:
         raise InputError(
             f"make_like got shape {tuple(wanted)} for a tensor of shape {tuple(tensor.shape)}; "
-            "another shape has rows of the same length, and as many."
+            "another shape must keep the length and the number of rows."
         )
     made = type(tensor)(
         tensor.buffers(),
@@ -218,9 +218,9 @@ def to_dtype(self: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
 def prepare_for_saving(
     self: QuantizedTensor,
 ) -> tuple[list[torch.Tensor | None], QuantizedTensor]:
-    """The buffers, for ``ctx.save_for_backward``, and a tensor that waits for them.
+    """The buffers, for ``ctx.save_for_backward``, and a tensor without buffers.
 
-    :func:`restore_from_saved` of that tensor takes them back. This one stays as it is.
+    :func:`restore_from_saved` puts the buffers back into that tensor. This tensor is unchanged.
     """
     waiting = make_like(type(self), self)
     for name in self.buffer_names:
@@ -231,7 +231,7 @@ def prepare_for_saving(
 def restore_from_saved(
     self: QuantizedTensor, tensors: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Take this tensor's buffers from the front of ``tensors``; returns the others."""
+    """Take this tensor's buffers from the start of ``tensors``; return the rest of ``tensors``."""
     count = len(self.buffer_names)
     for name, buffer in zip(self.buffer_names, tensors[:count], strict=True):
         setattr(self, name, buffer)
@@ -239,7 +239,7 @@ def restore_from_saved(
 
 
 def clear(self: QuantizedTensor) -> None:
-    """Let go of the bytes; aliases and views keep theirs. It cannot be read after that."""
+    """Free the bytes; aliases and views keep theirs. The tensor cannot be read afterwards."""
     for name in self.buffer_names:
         setattr(self, name, None)
 
@@ -248,13 +248,13 @@ def clear(self: QuantizedTensor) -> None:
 
 
 def _reset_caches(self: Float8Tensor) -> None:
-    """Drop the transpose, after a write to the bytes; it is made again when it is needed."""
+    """Drop the transpose after a write to the bytes; it is made again when it is needed."""
     if self._rowwise_data is not None:
         self._columnwise_data = None
     self._was_written()
 
 
-# -- into the classes ------------------------------------------------------------------
+# -- registration ----------------------------------------------------------------------
 
 
 def _add(cls: type[QuantizedTensor], *methods: Callable[..., Any], **others: Any) -> None:

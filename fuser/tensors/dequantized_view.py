@@ -16,18 +16,19 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class DequantizedView(WrapperTensor):
-    """A view of a quantized tensor that is no run of whole rows: columns, elements, a diagonal.
+    """A view of a quantized tensor that is not a range of whole rows: columns, a diagonal.
 
-    It is as a view of a plain tensor is. A read dequantizes the quantized tensor
-    at that moment; an in-place write dequantizes it, writes, and quantizes all
-    of it again. What is computed from a view is a plain tensor, and so is a clone.
+    It behaves as a view of a plain tensor. A read dequantizes the quantized tensor
+    at that moment. An in-place write dequantizes the whole tensor, writes, and
+    quantizes the whole tensor again. Results of operations on a view are plain
+    tensors, and so is a clone of it.
 
     Parameters
     ----------
     root
-        The quantized tensor, no view itself.
+        The quantized tensor, which is not a view.
     path
-        The view operations that lead from ``root``'s values to those of the view.
+        The view operations that lead from the values of ``root`` to those of the view.
     like
         A tensor of the view's shape, strides, offset and dtype.
     """
@@ -59,7 +60,7 @@ class DequantizedView(WrapperTensor):
         return f"{type(self).__name__}({self._values()!r}, of {self._root!r})"
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor of this shape, in ``dtype`` or the view's own."""
+        """The values as a plain tensor of the same shape, in ``dtype`` or else the view's dtype."""
         return self.clone() if dtype in (None, self.dtype) else self.to(dtype)
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -70,7 +71,7 @@ class DequantizedView(WrapperTensor):
         return self._root._memory()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # What is written down alone is a tensor of its own, as it is for rows.
+        # A view is pickled as a tensor of its own, as a view of rows is.
         alone = self._alone()
         reduced: tuple[Any, ...] = alone.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
         return reduced
@@ -85,7 +86,7 @@ class DequantizedView(WrapperTensor):
         if id(self) in memo or not self.is_leaf:
             copied: DequantizedView = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return copied
-        # As torch's views: of the copy of what it is a view of.
+        # As torch does: the copied view is a view of the copied parent.
         attributes = {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "_path"}
         copied = DequantizedView(attributes["_root"], self._path, self)
         copied.requires_grad_(self.requires_grad)
@@ -95,7 +96,7 @@ class DequantizedView(WrapperTensor):
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """The quantized tensor, and the rest as a constant, for ``torch.compile``."""
+        """The quantized tensor, and everything else as a constant, for ``torch.compile``."""
         return ["_root"], (self._path, self.dtype, int(self.storage_offset()))
 
     @staticmethod
@@ -104,12 +105,12 @@ class DequantizedView(WrapperTensor):
     ) -> DequantizedView:
         path, dtype, offset = constants
         like = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, strides, offset)
-        # A graph's copy of the tensor: a write to it would not reach the tensor itself.
+        # The graph has a copy of the tensor: a write to it would not change the tensor itself.
         root = parts["_root"]._alias()
         root._is_read_only = True
         return DequantizedView(root, path, like)
 
 
 def follow(path: tuple[Step, ...], values: torch.Tensor) -> torch.Tensor:
-    """``values`` seen through the view operations of ``path``, one after another."""
+    """``values`` after the view operations of ``path``, in order."""
     return functools.reduce(lambda seen, step: step(seen), path, values)

@@ -1,6 +1,6 @@
-"""What torch may ask of a quantized tensor: views, copies, in-place writes.
+"""Torch operations on quantized tensors: views, copies, in-place writes.
 
-Anything else is answered from a dequantized copy.
+All other operations run on a dequantized copy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fuser.wrapper_tensor import WrapperTensor
 aten = torch.ops.aten
 _is_inference_mode = torch.is_inference_mode_enabled
 
-# Nominal dtypes that a tensor may be converted to with its bytes left alone.
+# The nominal dtypes to which a tensor can be converted without a change of its bytes.
 NOMINAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func(*args, **kwargs)``, some of which are quantized, or views of what is."""
+    """``func(*args, **kwargs)``, where some arguments are quantized tensors or views of them."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         result = handler(func, *args, **kwargs)
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 
 
 def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place op: run it on dequantized copies and quantize what it wrote to."""
+    """Run an in-place op on dequantized copies, and quantize the results into its targets."""
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
     targets = [
@@ -68,8 +68,8 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             "cannot be done to a quantized tensor; use the form that returns a new tensor."
         )
     sharing = Counter(map(_memory_of, targets))
-    # What is quantized with its new values: a target, or all of the tensor that it is a view of.
-    # The latter by memory, so that several parts of one tensor are written together.
+    # Tensors to quantize with new values: in `alone` a target itself; in `whole` the parent of a
+    # target, by memory, so that several parts of one tensor are written together.
     alone: list[tuple[QuantizedTensor, torch.Tensor]] = []
     whole: dict[int, tuple[QuantizedTensor, torch.Tensor]] = {}
     back: dict[int, tuple[WrapperTensor, torch.Tensor]] = {}
@@ -108,7 +108,7 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _place(value: WrapperTensor) -> tuple[QuantizedTensor, tuple[Step, ...]]:
-    """The quantized tensor that ``value`` is or is a view of, and how to get there from it."""
+    """The quantized tensor that ``value`` is, or is a view of, and the view operations between."""
     if isinstance(value, DequantizedView):
         return value._root, value._path
     assert isinstance(value, QuantizedTensor)
@@ -125,7 +125,7 @@ def _named(value: WrapperTensor) -> str:
 
 
 def _memory_of(value: WrapperTensor) -> int:
-    """The same for all that shares bytes."""
+    """A number that is equal for all tensors that share bytes."""
     return id(_place(value)[0]._memory()[0])
 
 
@@ -133,17 +133,17 @@ def _memory_of(value: WrapperTensor) -> int:
 
 
 def _view(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
-    """A view, or a list of them: quantized if of whole rows, else one that reads and writes."""
+    """A view, or a list of views: quantized for whole rows, else a ``DequantizedView``."""
     if func in _LAZY_SIGNS:
         raise StateError(
             f"{func} of {_named(tensor)} is not supported: dequantize or clone it first."
         )
     if _is_inference_mode():
-        # Here torch has not taken compound operations (`to`, `reshape`, `chunk`) apart.
+        # In inference mode torch has not decomposed compound operations (`to`, `reshape`, `chunk`).
         result = func.decompose(tensor, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    # Lies in memory as the tensor would, were it plain.
+    # A meta tensor with the strides and offset that the tensor would have if it were plain.
     shadow = torch.empty(0, dtype=tensor.dtype, device="meta").as_strided(
         tensor.shape, *_geometry(tensor)
     )
@@ -159,9 +159,9 @@ def _view(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view_at(tensor: WrapperTensor, seen: torch.Tensor, step: Step) -> WrapperTensor:
-    """The view that lies in memory as ``seen``, a view of the shadow; ``step`` makes it of values.
+    """The view at the position of ``seen``, a view of the shadow; quantized if possible.
 
-    Quantized if it can be.
+    ``step`` makes the view from plain values.
     """
     rows = _rows_at(tensor, seen) if isinstance(tensor, QuantizedTensor) else None
     if rows is not None:
@@ -177,17 +177,17 @@ def _geometry(tensor: WrapperTensor) -> tuple[Any, int]:
 
 
 def _inference_as(tensor: WrapperTensor) -> contextlib.AbstractContextManager[Any]:
-    """Where views are made: one of a tensor that is no inference tensor is none either."""
+    """Context in which to make views: a view of a normal tensor is never an inference tensor."""
     if _is_inference_mode() and not tensor.is_inference():
         return torch.inference_mode(False)
     return contextlib.nullcontext()
 
 
 def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | None:
-    """The quantized view that lies in memory as ``seen``, a view of the shadow.
+    """The quantized view at the position of ``seen``, a view of the shadow.
 
-    None if it is not of whole rows of the tensor that is viewed, or cuts the
-    blocks of every copy.
+    None if it is not a range of whole rows of the tensor's parent, or if it cuts
+    the blocks of every copy.
     """
     whole = _whole(tensor)
     m, k = whole._matrix()
@@ -214,7 +214,7 @@ def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
 
 
 def _whole(tensor: QuantizedTensor) -> QuantizedTensor:
-    """What ``tensor`` is a view of, with the copies that it has itself; or ``tensor``."""
+    """The tensor that ``tensor`` is a view of, with the same copies; or ``tensor`` itself."""
     view = tensor._view_of
     if view is None:
         return tensor
@@ -234,7 +234,7 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
         is_cut = whole._cuts(usage, start, stop)
         end = stop
         if usage == "columnwise" and stop == whole._matrix()[0]:
-            # Rows that pad the last block are part of it: a GEMM contracts them too.
+            # The rows that pad the last block belong to it: a GEMM contracts them too.
             end = round_up(stop, whole.format.multiple)
         for name in whole._names(usage):
             buffer = parts[name]
@@ -247,7 +247,7 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
     return parts
 
 
-# -- handlers: return NotImplemented to fall back to dequantizing ------------------------
+# -- handlers: return NotImplemented to run the op on a dequantized copy -------------------
 
 
 def _alias(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
@@ -267,9 +267,9 @@ def _clone(func: Any, tensor: WrapperTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
-    """Another device gets bytes and scales as they are; another dtype, values.
+    """Another device: bytes and scales are copied unchanged. Another dtype: plain values.
 
-    A part of a module keeps its bytes: another dtype is another nominal one.
+    In the conversion of a module the bytes stay, and only the nominal dtype changes.
     """
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
@@ -303,10 +303,10 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
 
 
 def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
-    """Quantized zeros for as many rows as are asked for, if that is all that differs.
+    """Quantized zeros if only the number of rows differs; else plain zeros.
 
-    Plain ones for a part of a block: a chunk of so many rows has lost a copy, and would be
-    quantized again.
+    Plain zeros also for a number of rows that is not whole blocks: a chunk of that many rows
+    has lost a copy, and would be quantized again.
     """
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
@@ -333,7 +333,7 @@ def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:
         buffer.record_stream(stream)
 
 
-# What torch marks on a tensor and does when it is read; a wrapper has no such mark.
+# Views that torch marks with a bit and evaluates at a read; a wrapper has no such bit.
 _LAZY_SIGNS = (aten._conj.default, aten._neg_view.default)
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {

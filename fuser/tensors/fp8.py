@@ -1,4 +1,4 @@
-"""FP8 with one scale a tensor: current and delayed scaling."""
+"""FP8 with one scale for each tensor: current and delayed scaling."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class Float8Tensor(QuantizedTensor):
     """FP8 bytes with one fp32 scale.
 
     Buffers: ``_rowwise_data`` [M, K] uint8, ``_columnwise_data`` [K, M] uint8
-    (the same bytes turned), ``_scale_inv`` [1] fp32. ``_data`` is the rowwise
-    one in the tensor's own shape, ``_transpose`` the columnwise one.
+    (the transpose of the same bytes), ``_scale_inv`` [1] fp32. ``_data`` is the
+    rowwise buffer in the tensor's own shape, ``_transpose`` the columnwise buffer.
     """
 
     buffer_names = ("_rowwise_data", "_columnwise_data", "_scale_inv")
     rowwise_names = ("_rowwise_data",)
     columnwise_names = ("_columnwise_data",)
-    has_independent_blocks = False  # one scale for all
+    has_independent_blocks = False  # one scale for the whole tensor
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _scale_inv: torch.Tensor
 
     @property
     def _data(self) -> torch.Tensor | None:
-        """The bytes in the tensor's own shape, shared. Set: other bytes, without a transpose.
+        """The bytes in the tensor's own shape, shared. Assignment drops the transpose.
 
-        After a write to the bytes themselves the transpose is of other bytes:
-        drop it by ``_reset_caches()``.
+        A write to the bytes themselves makes the transpose stale: drop it with
+        ``_reset_caches()``.
         """
         data = self._rowwise_data
         return data if data is None or self.dim() == 2 else data.view(self.shape)
@@ -69,7 +69,7 @@ class Float8Tensor(QuantizedTensor):
 
     @property
     def _transpose(self) -> torch.Tensor | None:
-        """The bytes turned, ``[K, M]``, shared. Set: they must be those of ``_data``."""
+        """The transposed bytes, ``[K, M]``, shared. An assigned tensor must match ``_data``."""
         return self._columnwise_data
 
     @_transpose.setter
@@ -86,7 +86,9 @@ class Float8Tensor(QuantizedTensor):
         data = self._rowwise_data
         if data is None:
             if self._columnwise_data is None:
-                raise StateError(f"{self} has no bytes: they were cleared or handed on.")
+                raise StateError(
+                    f"{self} has no bytes: they were cleared or given to another tensor."
+                )
             data = _transposed(self._columnwise_data)
         return filled(
             torch.empty(data.shape, dtype=dtype, device=data.device),
@@ -117,7 +119,7 @@ class Float8Tensor(QuantizedTensor):
 
 
 def _transposed(data: torch.Tensor) -> torch.Tensor:
-    """``[M, K]`` bytes as ``[K, M]``, contiguous."""
+    """The transpose of the bytes ``[M, K]``: ``[K, M]``, contiguous."""
     out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
     return filled(out, kernels.transpose, fp8.transpose, data.contiguous())
 
@@ -132,7 +134,7 @@ def _new_buffers(
 
 
 def _outputs(buffers: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """Buffers as kernels call them."""
+    """The buffers under the names of the kernels' arguments."""
     return dict(zip(("row", "col", "scale_inv"), buffers.values(), strict=True))
 
 
@@ -154,11 +156,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
     fp8_dtype
         E4M3 or E5M2.
     device
-        Accepted for compatibility; tensors are quantized where they are.
+        Accepted for compatibility and ignored; a tensor is quantized on its own device.
     force_pow_2_scales
         Round scales down to powers of two.
     amax_epsilon
-        A smaller amax counts as this.
+        Lower bound of the amax from which the scale is computed.
     """
 
     fp8_dtype: DType = DType.kFloat8E4M3
@@ -182,7 +184,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         if self.group is None:
             return super().buffers_of(rows)
-        # Reduced once, whatever runs: ranks that differ in their kernels would wait for each other.
+        # Reduce once, before kernel or reference: if a rank repeated the reduction after a failed
+        # kernel, the other ranks would wait.
         value = amax(rows)
         torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=self.group)
         from_kernel = functools.partial(self.from_kernel, amax_value=value)
@@ -244,19 +247,20 @@ class Float8CurrentScalingQuantizer(Quantizer):
 
 @dataclass(frozen=True, eq=False)
 class Float8Quantizer(Quantizer):
-    """FP8 with a scale from earlier steps; records the amax that it sees.
+    """FP8 with a scale from earlier steps; records the amax of each tensor.
 
     Parameters
     ----------
     scale, amax
-        fp32 of one element each, parts of the delayed-scaling state: the scale is read,
-        and ``amax`` is raised at every call; None records nothing. Two
-        quantizers are equal if they hold the same state.
+        fp32, one element each, parts of the delayed-scaling state. ``scale`` is
+        read; ``amax`` becomes the maximum of itself and the tensor's amax at every
+        call. If ``amax`` is None, nothing is recorded. Two quantizers are equal if
+        they hold the same state.
     fp8_dtype
         E4M3 or E5M2.
     saturates
-        What becomes of a tensor with values that the scale cannot hold: they
-        are cut off, or where False, the tensor gets the scale of its own amax.
+        True: values that are too large for the scale are clamped. False: a tensor
+        with such values gets the scale of its own amax.
     """
 
     scale: torch.Tensor = field(default_factory=lambda: torch.ones(1))
@@ -281,9 +285,9 @@ class Float8Quantizer(Quantizer):
                 continue
             if state.numel() != 1:
                 raise InputError(
-                    f"Float8Quantizer got {name} of shape {tuple(state.shape)}; it is one number."
+                    f"Float8Quantizer got {name} of shape {tuple(state.shape)}; it has one element."
                 )
-            object.__setattr__(self, name, state.view(1))  # of the same memory
+            object.__setattr__(self, name, state.view(1))  # shares memory with the argument
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Float8Quantizer) and self._contents() == other._contents()
@@ -310,7 +314,7 @@ class Float8Quantizer(Quantizer):
         return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
     def _scale_for(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
-        """The scale; without saturation, one that holds every finite value of ``x``."""
+        """The scale; if ``saturates`` is False, a scale that holds every finite value of ``x``."""
         if self.saturates:
             return self.scale
         found = amax(x)
@@ -320,7 +324,7 @@ class Float8Quantizer(Quantizer):
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
         if not self.saturates:
-            return None  # it does more than launch
+            return None  # computes more than its launches do
         return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -330,7 +334,7 @@ class Float8Quantizer(Quantizer):
         return (self.fp8_dtype,)
 
     def unbound(self) -> Quantizer:
-        """For a tensor to carry: writing to that is no step of training."""
+        """The quantizer that a tensor keeps: later writes to the tensor record no amax."""
         return self if self.amax is None else self._unbound
 
     @functools.cached_property

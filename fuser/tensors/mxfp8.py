@@ -1,4 +1,4 @@
-"""MXFP8: 32 elements share a power-of-two scale."""
+"""MXFP8: blocks of 32 elements share a power-of-two scale."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from fuser.tensors.quantizer import Quantizer
 class MXFP8Tensor(BlockScaledTensor):
     """MXFP8 bytes with E8M0 scales.
 
-    Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each from
-    the original values, M and K rounded up to multiples of 32;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E8M0 bytes padded as
-    ``formats.mxfp8_scale_shape`` says.
+    Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each quantized
+    from the original values, M and K rounded up to multiples of 32;
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E8M0 bytes in the shape of
+    ``formats.mxfp8_scale_shape``.
     """
 
     has_independent_blocks = True
@@ -54,7 +54,7 @@ class MXFP8Tensor(BlockScaledTensor):
         }
 
     def _is_transposable(self) -> bool:
-        return False  # columnwise data is not turned
+        return False  # columnwise data is not transposed
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
@@ -65,14 +65,14 @@ class MXFP8Tensor(BlockScaledTensor):
 
 @dataclass(frozen=True)
 class MXFP8Quantizer(Quantizer):
-    """MXFP8 (OCP MX): scales of 1x32 rowwise and 32x1 columnwise blocks.
+    """MXFP8 (OCP MX): one scale for each 1x32 block rowwise and 32x1 block columnwise.
 
     Parameters
     ----------
     fp8_dtype
         E4M3 or E5M2.
     with_2d_quantization
-        One scale for 32x32 elements, for weights.
+        One scale for each block of 32x32 elements, for weights.
     """
 
     fp8_dtype: DType = DType.kFloat8E4M3

@@ -1,4 +1,4 @@
-"""NVFP4: 16 E2M1 elements share an E4M3 scale, and the tensor an fp32 scale."""
+"""NVFP4: blocks of 16 E2M1 elements share an E4M3 scale, and the tensor has an fp32 scale."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fuser.tensors.quantizer import Quantizer
 
 
 class NVFP4Tensor(BlockScaledTensor):
-    """E2M1 pairs with E4M3 block scales and the tensor's amax.
+    """Pairs of E2M1 elements with E4M3 block scales and the tensor's amax.
 
     Buffers: ``_rowwise_data`` [M, K / 2] and ``_columnwise_data`` [K, M / 2]
     uint8, low nibble first, M and K rounded up to multiples of 16;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes padded as
-    ``formats.nvfp4_scale_shape`` says; ``_amax_rowwise`` and
-    ``_amax_columnwise`` [1] fp32.
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes in the shape of
+    ``formats.nvfp4_scale_shape``; ``_amax_rowwise`` and ``_amax_columnwise`` [1]
+    fp32.
     """
 
     buffer_names = (*BlockScaledTensor.buffer_names, "_amax_rowwise", "_amax_columnwise")
     rowwise_names = (*BlockScaledTensor.rowwise_names, "_amax_rowwise")
     columnwise_names = (*BlockScaledTensor.columnwise_names, "_amax_columnwise")
-    has_independent_blocks = False  # one amax for all
+    has_independent_blocks = False  # one amax for the whole tensor
     _amax_rowwise: torch.Tensor | None
     _amax_columnwise: torch.Tensor | None
     _quantizer: NVFP4Quantizer
@@ -86,32 +86,32 @@ class NVFP4Tensor(BlockScaledTensor):
 
 @dataclass(frozen=True)
 class NVFP4Quantizer(Quantizer):
-    """NVFP4: scales of 1x16 blocks, or 16x16 for weights.
+    """NVFP4: one scale for each block of 1x16 elements, or 16x16 for weights.
 
     Parameters
     ----------
     fp4_dtype
         E2M1, the only element type.
     with_2d_quantization
-        One scale for 16x16 elements.
+        One scale for each block of 16x16 elements.
     with_rht
-        A 16-point random Hadamard transform on the columnwise copy, in fp32 and
-        rounded to bf16 whatever the dtype.
+        Apply a 16-point random Hadamard transform to the columnwise copy. The
+        transform is computed in fp32 and rounded to bf16, for every input dtype.
     with_random_sign_mask
         Change signs before the transform (``formats.HADAMARD_SIGNS``).
     stochastic_rounding
-        Round at random, so that the expected value is kept.
+        Round at random, so that the expected value is unchanged.
     seed
-        Of the stochastic rounding; None draws one from torch's generator at every call.
+        Seed of the stochastic rounding; None draws one from torch's generator at every call.
     with_post_rht_amax
-        Changes nothing: the amax of a transformed copy is that of its transformed values.
+        Has no effect: the amax of a transformed copy is always that of its transformed values.
     row_scaled_activation, nvfp4_4over6
-        Accepted as False.
+        Only False is supported.
 
     Raises
     ------
     InputError
-        If ``fp4_dtype`` is another, or one of the last two is True.
+        If ``fp4_dtype`` is not E2M1, or one of the last two is True.
     """
 
     fp4_dtype: InitVar[DType] = DType.kFloat4E2M1
@@ -138,16 +138,18 @@ class NVFP4Quantizer(Quantizer):
         nvfp4_4over6: bool,
     ) -> None:
         if fp4_dtype is not DType.kFloat4E2M1:
-            raise InputError(f"NVFP4 got fp4_dtype {fp4_dtype}; it has {DType.kFloat4E2M1} alone.")
+            raise InputError(
+                f"NVFP4 got fp4_dtype {fp4_dtype}; the only element type is {DType.kFloat4E2M1}."
+            )
         if row_scaled_activation:
             raise InputError(
                 "NVFP4 got row_scaled_activation=True; in this version a tensor has one fp32 "
-                "scale, and its rows have none of their own."
+                "scale, and rows do not have separate scales."
             )
         if nvfp4_4over6:
             raise InputError(
-                "NVFP4 got nvfp4_4over6=True; in this version a block's largest value becomes 6, "
-                "and 4 is not tried."
+                "NVFP4 got nvfp4_4over6=True; in this version the largest value of a block is "
+                "always scaled to 6, never to 4."
             )
 
     @functools.cached_property
@@ -158,7 +160,7 @@ class NVFP4Quantizer(Quantizer):
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
         if self.stochastic_rounding and self.seed is None:
-            return None  # a seed is drawn at every call, and launched with
+            return None  # every call draws a seed, which is an argument of the launch
         copies = (self.rowwise, self.columnwise)
         transform = (self.with_rht, self.with_random_sign_mask)
         rounding = (self.stochastic_rounding, self.seed)
@@ -179,7 +181,7 @@ class NVFP4Quantizer(Quantizer):
         row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
         row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
         col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
-        # A quantized tensor's two amaxes are apart, so that one may be written without the other.
+        # The tensor's two amaxes are separate tensors: one can be written without the other.
         new = torch.empty if m * k else torch.zeros
         row_amax, col_amax = (
             new((1,), dtype=torch.float32, device=x.device) if is_needed else None
@@ -203,7 +205,7 @@ class NVFP4Quantizer(Quantizer):
         return self.copies(*reference.quantize(x, **usages, **self._options()))
 
     def _options(self) -> dict[str, Any]:
-        """How kernels and the reference quantize; draws the seed of this call."""
+        """The options of kernels and reference; draws the seed of this call."""
         seed = self.seed
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu")) if self.stochastic_rounding else 0

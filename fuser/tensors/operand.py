@@ -1,4 +1,4 @@
-"""What a matrix product reads of a quantized tensor."""
+"""Operand: one side of a matrix product of quantized tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuser.formats import NumberFormat
 
 
 class Operand(NamedTuple):
-    """One side of a product: bytes ``[rows, inner]``, what they are, and their scales."""
+    """One side of a product: bytes ``[rows, inner]``, their number format, and their scales."""
 
     data: torch.Tensor
     format: NumberFormat

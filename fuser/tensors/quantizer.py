@@ -1,4 +1,4 @@
-"""What every quantizer is, whatever the format."""
+"""Quantizer: the base class of the quantizers of all formats."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fuser.wrapper_tensor import WrapperTensor
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-# What is quantized; fp64 as fp32, for a model in fp64 is converted, and written to, like others.
+# Accepted dtypes. fp64 is quantized as fp32, so that a model in fp64 can be converted and written.
 QUANTIZABLE = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How to make a quantized tensor, as a value: equal by contents and hashable.
+    """How to make a quantized tensor, as a value: hashable, and equal if its contents are equal.
 
-    ``rowwise`` and ``columnwise`` say which copies are made: the one that a
-    GEMM reads along rows, and the one that it reads along columns.
+    ``rowwise`` and ``columnwise`` are the usages: whether the copy that a GEMM
+    reads along rows is made, and the copy that it reads along columns.
     """
 
     rowwise: bool = True
@@ -38,35 +38,35 @@ class Quantizer:
 
     tensor_class: ClassVar[type[QuantizedTensor]]
     multiple: ClassVar[int] = 1
-    """The matrix is padded with zeros to multiples of it in both dimensions."""
+    """The matrix is padded with zeros to multiples of this number in both dimensions."""
     accepts_lazy: ClassVar[bool] = False
-    """Whether :meth:`buffers_of` takes lazy tensors."""
-    # Quantizers that differ in usage alone, by usage; each instance has the one of its family.
+    """Whether :meth:`buffers_of` accepts lazy tensors."""
+    # The quantizers that differ only in usage, by usage; all of them share this dictionary.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
-        # What was said of another class's work need not be true of this one's.
+        # A subclass that redefines `buffers_of` does not inherit what its base promised about it.
         if "buffers_of" in cls.__dict__ and "accepts_lazy" not in cls.__dict__:
             cls.accepts_lazy = False
         if "launch_key" not in cls.__dict__:
             cls.launch_key = None  # type: ignore[assignment]
 
     def __call__(self, tensor: torch.Tensor | LazyTensor) -> QuantizedTensor:
-        """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16 or bf16.
+        """Quantize ``tensor``, of any shape ``[..., K]``; fp32, fp16, bf16, or fp64 as fp32.
 
-        A format of whole blocks pads it with zeros inside; the result has the tensor's shape.
+        A format of whole blocks pads the buffers with zeros; the result has the tensor's shape.
 
-        Values that are not in memory are written quantized alone, by a
-        quantizer that takes them.
+        If the quantizer accepts lazy tensors, the kernel of a lazy tensor writes only the
+        quantized values.
 
-        Differentiable: the gradient passes as it is, in the dtype of ``tensor``.
+        Differentiable: the gradient passes through unchanged, in the dtype of ``tensor``.
 
         Raises
         ------
         InputError
-            If the tensor has no dimension, or holds no floating-point values of 16 bits or more.
+            If the tensor has no dimension or another dtype.
         """
         if not (self.rowwise or self.columnwise):
             raise InputError(f"{self} makes neither a rowwise nor a columnwise copy.")
@@ -91,18 +91,19 @@ class Quantizer:
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        """What :meth:`buffers_of` launches depends on besides layouts; None if it may do anything.
+        """The key of this quantizer in the launch cache; None if its launches cannot be cached.
 
-        One that says so makes new tensors at every call, with the copies that are asked for.
+        The launches of :meth:`buffers_of` depend only on this key and the layouts of the
+        tensors. A quantizer with a key makes new tensors at every call, one set for each usage.
         """
         return None
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """The tensors that it reads and writes besides the one that it quantizes."""
+        """The tensors that it reads or writes, other than the tensor to quantize."""
         return ()
 
     def copies(self, *values: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-        """The buffers of the rowwise copy, then those of the columnwise one, by name."""
+        """The buffers of the rowwise copy, then those of the columnwise copy, by name."""
         cls = self.tensor_class
         return dict(zip((*cls.rowwise_names, *cls.columnwise_names), values, strict=True))
 
@@ -113,15 +114,15 @@ class Quantizer:
 
     @property
     def format(self) -> NumberFormat:
-        """What it quantizes to."""
+        """The number format of the result."""
         raise NotImplementedError
 
-    # Typed so that a quantizer may take tensors alone.
+    # Typed ``Any``, because a subclass may accept only tensors.
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
-        """The buffers of a quantized ``[M, K]`` tensor, or of a lazy one of any shape, by name.
+        """The buffers of a quantized tensor ``[M, K]``, or of a lazy tensor of any shape, by name.
 
-        A kernel computes them where kernels run, torch elsewhere. A format of whole blocks gives
-        those of the padded matrix (:func:`whole_blocks`).
+        A kernel computes them if kernels run on this device, otherwise torch. A format of whole
+        blocks returns the buffers of the padded matrix (:func:`whole_blocks`).
         """
         if self.multiple > 1:
             rows = whole_blocks(rows, self.multiple)
@@ -144,29 +145,30 @@ class Quantizer:
             return self.from_reference(materialize(rows).view(matrix_of(rows)))
 
     def from_kernel(self, x: Any) -> dict[str, torch.Tensor | None]:
-        """:meth:`buffers_of` by kernels: allocates the buffers and launches what writes them.
+        """The kernel implementation of :meth:`buffers_of`: allocates the buffers and launches.
 
-        ``x`` is a tensor that kernels read, of whole blocks, or a lazy tensor (:func:`source_of`).
+        ``x`` is a tensor of whole blocks that kernels can read, or a lazy tensor
+        (:func:`source_of`).
         """
         raise KernelUnavailable(f"{type(self).__name__} has no kernel.")
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        """:meth:`buffers_of` in plain torch; ``x [M, K]`` has whole blocks."""
+        """The PyTorch implementation of :meth:`buffers_of`; ``x [M, K]`` has whole blocks."""
         raise NotImplementedError
 
     def encoding(self) -> tuple[Any, ...]:
-        """What bytes mean: tensors of one class with equal encodings may exchange theirs."""
+        """Describes the bytes: tensors of one class with equal encodings can exchange bytes."""
         raise NotImplementedError
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
-        """The same quantizer for other copies; asked again, the same object."""
+        """The same quantizer for other usages; returns the same object for the same usages."""
         try:
             return self._family[rowwise, columnwise]
         except (AttributeError, KeyError):
             return self._relative(rowwise, columnwise)
 
     def _relative(self, rowwise: bool, columnwise: bool) -> Quantizer:
-        # Two threads may both make one; ``setdefault`` picks the one that both get.
+        # Two threads may both make one; ``setdefault`` returns the same one to both.
         family = self.__dict__.setdefault("_family", {(self.rowwise, self.columnwise): self})
         if (rowwise, columnwise) not in family:
             relative = replace(self, rowwise=rowwise, columnwise=columnwise)
@@ -177,7 +179,7 @@ class Quantizer:
 
     def __getstate__(self) -> dict[str, Any]:
         own, cls = self.__dict__.items(), type(self)
-        # What follows from the value is found again.
+        # Cached properties are computed again after unpickling.
         return {
             name: value
             for name, value in own
@@ -186,11 +188,11 @@ class Quantizer:
         }
 
     def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        """For one call: amaxes are reduced over ``group``. Itself where that means nothing."""
+        """For one call: reduce amaxes over ``group``; returns itself if the format has none."""
         return self
 
     def unbound(self) -> Quantizer:
-        """This quantizer as a tensor may carry it, without a process group."""
+        """The quantizer that a tensor keeps: without a process group."""
         return self
 
 
@@ -200,9 +202,10 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | LazyTensor:
-    """``x [M, K]`` with zeros after it, up to multiples of ``multiple`` in both dimensions.
+    """``x [M, K]`` padded with zeros to multiples of ``multiple`` in both dimensions.
 
-    Itself where it has whole blocks. A lazy tensor that is padded is written plainly first.
+    Returns ``x`` if it has whole blocks. A lazy tensor that needs padding is written to memory
+    first.
     """
     m, k = matrix_of(x)
     if not (m % multiple or k % multiple):
@@ -212,7 +215,7 @@ def whole_blocks(x: torch.Tensor | LazyTensor, multiple: int) -> torch.Tensor | 
 
 
 class _Quantize(torch.autograd.Function):
-    """Quantize; the gradient passes as it is, and torch casts it to the tensor's dtype."""
+    """Quantize; the gradient passes through unchanged, and torch casts it to the tensor's dtype."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, quantizer: Quantizer) -> QuantizedTensor:

@@ -1,4 +1,4 @@
-"""Checks of ops and fusions of your own: gradients, recipes, fused against unfused."""
+"""Checks of your own ops and fusions: gradients, recipes, fused against unfused."""
 
 from fuser.plan.dtypes import allow_float64
 from fuser.testing.check import BACKWARD_OVERRIDES, RECIPES, check

@@ -1,4 +1,4 @@
-"""``check``: an op or a fusion of your own against what it must equal, under every recipe."""
+"""``check``: tests an op or a fusion of your own against reference values, under every recipe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RECIPES: tuple[Recipe | None, ...] = (
 """The recipes that ``check`` runs by default; None is no recipe."""
 
 BACKWARD_OVERRIDES: tuple[str | None, ...] = (None, "high_precision", "dequantized")
-"""The overrides that it gives each recipe that takes one."""
+"""The default overrides, which are applied to each recipe that supports them."""
 
 Tensors = dict[str, torch.Tensor | None]
 Classes = tuple[type[FusedOperation], ...]
@@ -58,17 +58,18 @@ def check(
     rtol: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Raise AssertionError unless ``module`` computes what it must, forward and backward.
+    """Raise AssertionError if ``module`` computes wrong values, forward or backward.
 
-    1. Gradients: in float64 and unfused, against those that autograd finds for ``reference``, or
-       against finite differences of the module's own forward. Outputs are compared with those of
+    1. Gradients: in float64 and unfused, against autograd's gradients of ``reference``, or against
+       finite differences of the module's own forward. Outputs are compared with those of
        ``reference`` too.
-    2. Fusions: outputs and gradients of the fused ops against those of the unfused ones. Every
+    2. Fusions: outputs and gradients of the fused ops against those of the unfused ops. Every
        fusion of your own must run at least once.
     3. Recipes: both again, or the op against its own float64 values, without a recipe and under
-       each, in training and in inference. Under a recipe the input and the gradient of the output
-       arrive quantized. No input may be changed.
-    4. What an op tells the planner of its outputs, by ``output_spec`` and ``extra_output_specs``.
+       each recipe, in training and in inference. Under a recipe the input and the gradient of the
+       output are quantized. No input may be changed.
+    4. Output specs: the results of ``output_spec`` and ``extra_output_specs``, which the planner
+       reads, against the outputs.
 
     The module itself is not changed: copies of it run.
 
@@ -78,23 +79,24 @@ def check(
         An op; a fusion of ops, ``MyFusion([first, second])``; a ``Sequential``, with its fusions;
         or any module. In the dtype of its inputs.
     inputs
-        The main input, ``[..., features]``, and the extra inputs. Some rows of random values, few:
+        The main input, ``[..., features]``, and the extra inputs. Use few rows of random values:
         finite differences call the op again for every element. float32, float16 or bfloat16;
-        gradients of those that are floats are checked.
+        gradients of floating-point inputs are checked.
     reference
-        The same function in plain torch, ``reference(*inputs, *parameters)``, with the parameters
-        in the order of ``module.named_parameters()``. Returns the output, or a tuple of it and the
-        extra outputs. Called in float64.
+        The same function in PyTorch, ``reference(*inputs, *parameters)``, with the parameters
+        in the order of ``module.named_parameters()``. Returns the main output, or a tuple of it and
+        the extra outputs. Called in float64.
     recipes
-        Those to run under; None is no recipe, and ``(None,)`` the fastest check.
+        The recipes to run under; None is no recipe, and ``(None,)`` is the fastest check.
     backward_overrides
-        The values of ``backward_override`` that each recipe is given which takes one.
+        The values of ``backward_override`` for each recipe that supports it.
     atol, rtol
-        What is allowed instead of the tolerance of dtype or format, in step 3 and of the fused ops
-        in step 2. Without a recipe ``|error| <= atol + rtol * max |expected|`` for every element;
-        under one the root mean square of the errors is compared with that of the expected values.
+        Tolerances that replace those of the dtype or format, in step 3 and for the fused ops in
+        step 2. Without a recipe ``|error| <= atol + rtol * max |expected|`` for every element;
+        under a recipe the root mean square of the errors is compared with that of the expected
+        values.
     seed
-        Of what the module draws at random and of the gradients of its outputs.
+        Seed of the module's random numbers and of the gradients of its outputs.
 
     Raises
     ------
@@ -102,7 +104,7 @@ def check(
         If anything differs, or a forward or backward fails. One sentence names the op, the recipe,
         the tensor and the largest error.
     InputError, InputTypeError
-        If there is no input, or ``module`` is no module.
+        If there is no input, or ``module`` is not a module.
     """
     subject = _subject(module)
     if not inputs or not all(isinstance(x, torch.Tensor) for x in inputs):
@@ -147,12 +149,12 @@ def check(
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is checked: modules in a row, and the fusions that they may run in."""
+    """The modules to check, in order, and the fusions in which they may run."""
 
     name: str
     modules: tuple[torch.nn.Module, ...]
     names: tuple[str, ...]
-    """Of its parameters."""
+    """The names of its parameters."""
     fusions: Classes
     required: Classes
     """Fusions that must run."""
@@ -163,7 +165,7 @@ class _Subject:
         return " + ".join(type(module).__name__ for module in self.modules)
 
     def copies(self) -> tuple[list[torch.nn.Module], list[torch.nn.Parameter]]:
-        """The modules anew, and their parameters in the order of ``names``."""
+        """Copies of the modules, and their parameters in the order of ``names``."""
         modules, parameters = copy.deepcopy((list(self.modules), self._parameters()))
         return modules, parameters
 
@@ -238,7 +240,7 @@ def _outputs(result: Any) -> list[torch.Tensor]:
 
 
 def _weights(outputs: Sequence[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    """A gradient for each output: the same numbers in every dtype."""
+    """A gradient for each output, with the same numbers in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(y.shape, dtype=torch.float64, generator=generator).to(y.device) for y in outputs
@@ -256,7 +258,7 @@ def _gradients(
     names: Sequence[str],
     seed: int,
 ) -> Tensors:
-    """Outputs, and the gradients of inputs and parameters, by the names that sentences use."""
+    """Outputs, and the gradients of inputs and parameters, by their names in messages."""
     found: Tensors = {
         "the output" if i == 0 else f"extra output {i - 1}": y for i, y in enumerate(outputs)
     }
@@ -300,11 +302,11 @@ class _Run:
         ran: set[str] | None = None,
         refusals: dict[str, str] | None = None,
     ) -> Tensors:
-        """Outputs and, in training, gradients; notes which fusions ran, and why others did not."""
+        """Outputs and, in training, gradients; records the fusions that ran and the refusals."""
         subject = self.subject
         modules, parameters = subject.copies()
         if self.recipe is not None:
-            # Neighbours that quantize; a module that is no op takes plain tensors.
+            # Ops before and after that quantize; other modules take unquantized tensors.
             before = [Quantize(True, True)] if isinstance(modules[0], FusibleOperation) else []
             after = [Quantize(True, True)] if isinstance(modules[-1], FusibleOperation) else []
             modules = [*before, *modules, *after]
@@ -361,7 +363,7 @@ def _compare(
             raise AssertionError(f"{said}, against {against}: {name} {how}")
 
 
-# -- the truth ----------------------------------------------------------------
+# -- reference values ---------------------------------------------------------
 
 
 def _truth(
@@ -370,7 +372,7 @@ def _truth(
     reference: Callable[..., Any] | None,
     seed: int,
 ) -> Tensors:
-    """Outputs and gradients in float64, after those of the unfused ops have been checked."""
+    """Outputs and gradients in float64, after a check of those of the unfused ops."""
     modules, parameters = subject.copies()
     model = Sequential(*modules, fusions=()).double()
     leaves = _leaves(
@@ -394,7 +396,7 @@ def _truth(
             expected = _gradients(
                 _outputs(reference(*given, *own)), given, own, subject.names, seed
             )
-            # Formulas of the library compute in fp32 inside.
+            # The library's formulas compute in fp32 inside.
             tolerance = tolerance_of(None, torch.float32, None, None)
             _compare(said, found, expected, tolerance, "its reference")
             return expected
@@ -422,7 +424,7 @@ def _truth(
 
 
 def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tensors) -> None:
-    """Compare what a single op tells the planner of its outputs with what they are."""
+    """Compare the output specs of a single op with its outputs."""
     op = subject.modules[0]
     if len(subject.modules) > 1 or not isinstance(op, BasicOperation):
         return

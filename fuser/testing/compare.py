@@ -1,4 +1,4 @@
-"""Comparison of tensors: how far they may differ, and the sentence where they differ more."""
+"""Comparison of tensors: tolerances, and the sentence that describes a difference."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ OF_DTYPE = {
     torch.bfloat16: 3e-2,
 }
 # Root mean square, relative to that of the tensor. One quantization has an error of 2.6% in E4M3,
-# 5% in E5M2 and about 10% in E2M1; an op sees two or three of them, and x^2 doubles one.
+# 5% in E5M2 and about 10% in E2M1; an op has two or three of them, and x^2 doubles an error.
 OF_FP8, OF_FP4 = 0.15, 0.45
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a tensor may be from the expected one.
+    """The allowed difference between a tensor and the expected one.
 
-    Plain tensors are compared element by element: ``|error| <= atol + rtol * max |expected|``.
+    Unquantized tensors are compared by element: ``|error| <= atol + rtol * max |expected|``.
     With ``is_rms``, for quantized runs, the root mean square of the errors is compared with that
     of the expected values in the same way.
     """
@@ -41,12 +41,12 @@ def tolerance_of(
 ) -> Tolerance:
     """The tolerance of a run in ``dtype`` under ``recipe``; ``atol`` and ``rtol`` replace its own.
 
-    ``atol`` is 1e-7 by default: gradients that are 0 come out as sums of roundings.
+    ``atol`` is 1e-7 by default: gradients whose true value is 0 are sums of rounding errors.
     """
     if recipe is None:
         own = OF_DTYPE[dtype]
     elif isinstance(recipe, CustomRecipe):
-        own = OF_FP4  # nobody knows what its quantizers do
+        own = OF_FP4  # the formats of its quantizers are unknown
     else:
         own = OF_FP4 if role_format(recipe, "input").element is DType.kFloat4E2M1 else OF_FP8
     return Tolerance(
@@ -57,9 +57,9 @@ def tolerance_of(
 def difference(
     actual: torch.Tensor | None, expected: torch.Tensor | None, tolerance: Tolerance
 ) -> str | None:
-    """The end of a sentence about how ``actual`` differs; None where it does not.
+    """The end of a sentence that describes how ``actual`` differs; None if it does not.
 
-    None in the place of a gradient means zeros.
+    None instead of a gradient means zeros.
     """
     if actual is None and expected is None:
         return None

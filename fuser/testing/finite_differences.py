@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Elements of a tensor whose slope is measured: each takes two calls.
+# The number of elements of a tensor whose slope is measured; each takes two calls.
 ELEMENTS = 16
-# Relative to max(1, |x|): a step, and the error of a slope relative to the largest.
+# Relative to max(1, |x|): a step, and the error of a slope relative to the largest slope.
 FINE, FINE_RTOL = 2.0**-28, 1e-5
-# Formulas that compute in fp32 inside do not see the fine step. Their rounding divided by this one
-# is 4e-6 of a value.
+# Formulas that compute in fp32 inside do not change with the fine step. Their rounding error
+# divided by the coarse step is 4e-6 of a value.
 COARSE, COARSE_RTOL = 2.0**-7, 2e-3
 
 
@@ -21,11 +21,12 @@ class Slopes:
     Parameters
     ----------
     function
-        Returns the outputs, float64, for what ``x`` holds at the call.
+        Returns the outputs, float64, for the current contents of ``x``.
     weights
-        One for each output, in its shape.
+        One tensor for each output, in its shape.
     x
-        A contiguous float64 tensor that the function reads; changed meanwhile, and put back.
+        A contiguous float64 tensor that the function reads; changed during the measurement, and
+        then restored.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Slopes:
         self.base = function()
 
     def at(self, i: int, step: float) -> tuple[float, float]:
-        """The slopes to both sides of element ``i``, the smaller one first."""
+        """The slopes on both sides of element ``i``, the smaller one first."""
         before = self.x[i].item()
         sides = []
         for h in (step * max(1.0, abs(before)), -step * max(1.0, abs(before))):
@@ -55,10 +56,10 @@ class Slopes:
 def wrong_slope(
     slopes: Slopes, shape: torch.Size, gradient: torch.Tensor | None, generator: torch.Generator
 ) -> str | None:
-    """The end of a sentence about ``gradient``, where it is not the slope; None where it is.
+    """The end of a sentence about ``gradient`` if it is not the slope; else None.
 
-    At a kink every slope between those of the two sides is right. A ``gradient`` that is None
-    means zeros; ``generator`` chooses the elements, where there are more than ``ELEMENTS``.
+    At a kink every slope between those of the two sides is correct. A ``gradient`` of None
+    means zeros; ``generator`` chooses the elements if there are more than ``ELEMENTS``.
     """
     if gradient is not None and gradient.shape != shape:
         return f"has shape {tuple(gradient.shape)} and not {tuple(shape)}."
@@ -87,7 +88,7 @@ def wrong_slope(
 
 
 def _distance(value: float, sides: tuple[float, float]) -> float:
-    """How far ``value`` is from the range between two slopes; infinity for a NaN."""
+    """The distance of ``value`` from the range between two slopes; infinity for a NaN."""
     if value != value:
         return float("inf")
     return max(sides[0] - value, value - sides[1], 0.0)
