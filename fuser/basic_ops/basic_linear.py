@@ -184,29 +184,33 @@ class BasicLinear(BasicOperation):
         """Constants of a linear's context, under the names that other libraries' fusions read.
 
         The compute dtype, whether the weight needs a gradient, whether backward multiplies
-        quantized tensors, and the quantizers with the usages that the GEMMs read. A quantized
-        forward sets the quantizers that are no constants of the plan.
+        quantized tensors, and the quantizers, which a quantized forward sets.
         """
-        (op,), recipe = key.ops, key.recipe
-        constants: dict[str, Any] = {
+        (op,) = key.ops
+        return {
             "dtype": key.autocast_dtype or op.params[0].dtype,
             "weight_requires_grad": op.params[0].requires_grad,
-            "with_quantized_compute": recipe is not None and recipe.quantizes_backward,
+            "with_quantized_compute": key.recipe is not None and key.recipe.quantizes_backward,
             "input_quantizer": None,
             "weight_quantizer": None,
         }
-        usages = []
+
+    def context_values(self, key: PlanKey) -> dict[str, Any]:
+        """The op, and its quantizers of input, weight and output gradient with their usages.
+
+        Empty for quantizers that must be looked up at each call. With the op, since an op that
+        contains linears may run them with its own context.
+        """
+        if key.recipe is None or self.constant_quantizer(key.recipe, "forward", 0) is None:
+            return {}
+        found: dict[str, Quantizer | None] = {"grad_output": None}
         for side in ("forward", "backward"):
             operands = operands_of(side, key, self.quantizer_format)
             for index, (role, spec) in enumerate(operands.items()):
-                if not (spec.rowwise or spec.columnwise):
-                    continue  # a gradient that no GEMM reads
-                assert recipe is not None
-                name, quantizer = f"{role}_quantizer", self.constant_quantizer(recipe, side, index)
-                constants[name] = quantizer and quantizer.with_usage(**spec.usage)
-                usages.append((name, side, index, spec.rowwise, spec.columnwise))
-        constants["operand_usages"] = tuple(usages)
-        return constants
+                quantizer = self.constant_quantizer(key.recipe, side, index)
+                assert quantizer is not None
+                found[role] = quantizer.with_usage(**spec.usage)
+        return {"operand_quantizers": (self, found["input"], found["weight"], found["grad_output"])}
 
     def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
         (op,) = key.ops
@@ -353,13 +357,27 @@ class BasicLinear(BasicOperation):
         override = ctx.backward_override
         wants_wgrad = ctx.requires_grad and weight.requires_grad
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
-        if ctx.input_quantizer is None:
-            self._look_up_quantizers(ctx)
-        input_quantizer: Quantizer = ctx.input_quantizer
-        weight_quantizer: Quantizer = ctx.weight_quantizer
+        constant = ctx.operand_quantizers
+        if constant is not None and constant[0] is self:
+            _, input_quantizer, weight_quantizer, grad_output_quantizer = constant
+        else:
+            is_quantized = override is None  # also in backward, which then reads columnwise copies
+            input_quantizer = self.quantizer_value("forward", 0)
+            weight_quantizer = self.quantizer_value("forward", 1)
+            grad_output_quantizer = None
+            if ctx.requires_grad and is_quantized:
+                grad_output_quantizer = self.quantizer_value("backward", 0)
+            assert input_quantizer is not None
+            assert weight_quantizer is not None
+            x_usage, w_usage = wants_wgrad and is_quantized, wants_dgrad and is_quantized
+            input_quantizer = input_quantizer.with_usage(rowwise=True, columnwise=x_usage)
+            weight_quantizer = weight_quantizer.with_usage(rowwise=True, columnwise=w_usage)
         qx = quantized(input_, dtype, input_quantizer)
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
         if ctx.requires_grad:
+            ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
+            ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
+            ctx.grad_output_quantizer = grad_output_quantizer
             # A quantizer with a launch key returns new tensors, which nobody else holds.
             x_is_own = qx is not input_ and input_quantizer.launch_key is not None
             weight_is_own = (
@@ -378,13 +396,6 @@ class BasicLinear(BasicOperation):
                     kept[1] = saved_operand(qw, usage, weight_quantizer)
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
-
-    def _look_up_quantizers(self, ctx: OperationContext) -> None:
-        """Set the quantizers of this call, if they are no constants of the plan."""
-        for name, mode, index, rowwise, columnwise in ctx.operand_usages:
-            quantizer = self.quantizer_value(mode, index)
-            assert quantizer is not None
-            setattr(ctx, name, quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
 
     def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
         """The quantizer of a weight that is a quantized parameter on ``device``."""
@@ -524,6 +535,9 @@ class BasicLinear(BasicOperation):
         dtype, quantizer = ctx.compute_dtype, ctx.grad_output_quantizer
         assert dtype is not None
         assert quantizer is not None
+        rowwise, columnwise = weight is not None, x is not None
+        if quantizer.rowwise is not rowwise or quantizer.columnwise is not columnwise:
+            quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         dy = quantized(grad_output, dtype, quantizer)
         _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
         grad_input = grad_weight = None

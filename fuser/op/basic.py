@@ -14,7 +14,7 @@ from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
-from fuser.op.fusible import FusibleOperation, Grads
+from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation, Grads
 from fuser.op.parameters import default_device
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
@@ -27,12 +27,6 @@ from fuser.tensors import Quantizer
 MAX_RECIPES = 256
 
 _ByPlace = dict[tuple[str, int, str], Quantizer]
-
-
-_QUANTIZER_METHODS = (
-    *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
-    *("get_input_quantizer", "get_grad_output_quantizer"),
-)
 
 
 class BasicOperation(ChannelBindings, FusibleOperation):
@@ -92,8 +86,13 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         super().__init_subclass__(**kwargs)
         if "get_quantizer" in cls.__dict__:  # the library then uses that method too
             cls.quantizer_value = cls._quantizer_value_of_view  # type: ignore[method-assign]
+        # The class that defines a method says whose it is; a wrapper may copy the method's names.
+        owners = [
+            next(c for c in cls.__mro__ if name in c.__dict__).__module__
+            for name in QUANTIZER_METHODS
+        ]
         cls._has_constant_quantizers = (
-            all(getattr(cls, name).__module__.startswith("fuser.") for name in _QUANTIZER_METHODS)
+            all(owner.partition(".")[0] == "fuser" for owner in owners)
             and cls.quantizer_value is not cls._quantizer_value_of_view
         )
 
@@ -256,13 +255,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """The format in which this op quantizes tensors of ``role``."""
         if not isinstance(recipe, CustomRecipe):
             return role_format(recipe, role)
-        modes = ("forward", "backward")
-        at = next(
+        places = [
             (mode, self.quantizer_roles(mode).index(role))
-            for mode in modes
+            for mode in ("forward", "backward")
             if role in self.quantizer_roles(mode)
-        )
-        return self._made_quantizer(recipe, *at).format
+        ]
+        if not places:  # a subclass may give its quantizers other roles
+            return make_quantizer(recipe, role, module_type=self.module_type, name=self.name).format
+        return self._made_quantizer(recipe, *places[0]).format
 
     def quantizer_value(
         self, mode: str, index: int, device: torch.device | None = None
@@ -286,11 +286,20 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """:meth:`quantizer_value` if it is the same at every call, so that a plan can hold it.
 
         None for delayed scaling and custom recipes, whose quantizers belong to an op's state, and
-        for a class whose quantizers code outside this library chooses.
+        for an op whose quantizers code outside this library chooses.
         """
         if recipe.delayed() or recipe.custom() or not self._has_constant_quantizers:
             return None
+        if not self.__dict__.keys().isdisjoint(QUANTIZER_METHODS):
+            return None
         return self._made_quantizer(recipe, mode, index)
+
+    def context_values(self, key: PlanKey) -> dict[str, Any]:
+        """Values that each call of the plan puts into the op's context, by attribute.
+
+        Unlike :meth:`context_constants`, they live no longer than the plan.
+        """
+        return {}
 
     def _quantizer_value_of_view(
         self, mode: str, index: int, device: torch.device | None = None

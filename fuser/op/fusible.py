@@ -19,7 +19,14 @@ _RUNNING_METHODS = (
 
 Grads = Iterable[torch.Tensor | None]
 
-METHODS = ("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__")
+QUANTIZER_METHODS = (
+    *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
+    *("get_input_quantizer", "get_grad_output_quantizer"),
+)
+METHODS = (
+    *("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__"),
+    *QUANTIZER_METHODS,
+)
 """Attributes that change how an op runs if they are set on the object."""
 
 
@@ -30,6 +37,8 @@ class _SetByInit:
     """
 
     def __get__(self, op: Any, cls: type) -> Any:
+        if op is None:
+            return self
         raise _no_init(cls)
 
 

@@ -98,16 +98,19 @@ class PlanCodegen:
                 for mode in ("forward", "backward")
             )
         }
-        # For each op whose input's gradient is to be quantized: the expression that is evaluated at
-        # every call. A constant is an attribute of the context's class instead.
-        self.asked_grads: dict[int, str] = {}
+        # By op, the expressions of attributes that each call sets in its context.
+        self.context_values: dict[int, dict[str, str]] = {}
         for i, (op, op_key) in enumerate(zip(ops, key.ops, strict=True)):
             self.names[f"op{i}"] = op
             self.names[f"state{i}"] = op.__dict__
+            values = {
+                name: self.src.bind(f"{name}{i}", value)
+                for name, value in op.context_values(key.window(i, i + 1)).items()
+            }
             wanted = self._wanted_grad(i)
-            grad_input_quantizer = self.names.get(wanted)
-            if grad_input_quantizer is None and wanted != "None":
-                self.asked_grads[i] = wanted
+            if wanted != "None":
+                values["grad_input_quantizer"] = wanted
+            self.context_values[i] = values
             self.names[f"Context{i}"] = _context_class(
                 requires_grad=op_key.requires_grad,
                 input_requires_grad=op_key.input_requires_grad,
@@ -117,7 +120,6 @@ class PlanCodegen:
                 has_recipe=recipe is not None,
                 backward_override=recipe and recipe.backward_override,
                 input_dtype=op_key.input_dtype,
-                grad_input_quantizer=grad_input_quantizer,
                 **constants,
                 **op.context_constants(key.window(i, i + 1)),
             )
@@ -167,8 +169,7 @@ class PlanCodegen:
         src.add(f"{self._each('c{i}, ')}= {self._each('Context{i}(), ')}")
         src.add(f"{self._each('c{i}.to_save = ')}None")
         for i, op in enumerate(self.ops):
-            if i in self.asked_grads:
-                src.add(f"c{i}.grad_input_quantizer = {self.asked_grads[i]}")
+            src.add(*(f"c{i}.{name} = {value}" for name, value in self.context_values[i].items()))
             if i in self.constant_ops and not op.is_external:
                 self._add_recipe((i,))
             for name in op.backward_attributes if i in self.saving else ():
@@ -468,8 +469,9 @@ class PlanCodegen:
     def _quantizers(self, op: FusibleOperation, indices: tuple[int, ...]) -> tuple[str, str]:
         """The quantizers of the neighbours: for the gradient before, and for the output after."""
         first = indices[0]
-        before = f"c{first}.grad_input_quantizer" if first in self.asked_grads else None
-        wanted = before or self._wanted_grad(first), self._wanted_input(indices[-1] + 1)
+        is_wanted = "grad_input_quantizer" in self.context_values[first]
+        before = f"c{first}.grad_input_quantizer" if is_wanted else "None"
+        wanted = before, self._wanted_input(indices[-1] + 1)
         if not op.is_external:
             return wanted
         before, after = ("None" if w == "None" else f"view({w}, None)" for w in wanted)

@@ -107,14 +107,17 @@ def check_result(
 def check_forward(
     check: Callable[[Mapping[str, Any]], None],
     methods: Sequence[tuple[str, str]],
-    at: Mapping[str, Any],
+    at: dict[str, Any],
 ) -> None:
     """Raise an error that names the method, if its result made a forward fail."""
-    check(at)
-    result = at["result"]
-    is_unpacked = isinstance(result, tuple) and not result
-    if not isinstance(at["error"], FuserError) and not isinstance(at["x"], torch.Tensor):
-        refuse_output(methods[at["step"] - is_unpacked], at["x"])
+    try:
+        check(at)
+        result = at["result"]
+        is_unpacked = isinstance(result, tuple) and not result
+        if not isinstance(at["error"], FuserError) and not isinstance(at["x"], torch.Tensor):
+            refuse_output(methods[at["step"] - is_unpacked], at["x"])
+    finally:
+        at.clear()  # the frame keeps it, and with the error it would be a cycle
 
 
 def refuse_output(method: tuple[str, str], output: Any) -> NoReturn:
@@ -129,7 +132,7 @@ def check_backward(
     methods: Mapping[str, Sequence[tuple[str, str]]],
     windows: Mapping[str, Sequence[tuple[int, ...]]],
     autocast: torch.dtype | None,
-    at: Mapping[str, Any],
+    at: dict[str, Any],
 ) -> None:
     """Raise an error that names the op or fusion, if its result made a backward fail.
 
@@ -137,25 +140,30 @@ def check_backward(
     from a fused forward that did not save the tensors that the backward of an op unpacks.
     ``methods`` and ``windows`` are those of the steps of both sides.
     """
-    check(at)
-    error, step, contexts = at["error"], at["step"], at["contexts"]
-    if isinstance(at["error"], FuserError):
+    try:
+        check(at)
+        error, step, contexts, dx = (at[name] for name in ("error", "step", "contexts", "dx"))
+    finally:
+        at.clear()  # the frame keeps it, and with the error it would be a cycle
+    has_sentence = isinstance(error, FuserError)
+    if has_sentence:
         return
     window = windows["backward"][step]
     first = contexts[0].__dict__.get("first_shapes")
-    if step and first is not None and isinstance(at["dx"], torch.Tensor):
-        spec: TensorSpec | None = TensorSpec(first[0][0], contexts[0].input_dtype)
+    if step and first is not None and isinstance(dx, torch.Tensor):
+        spec: TensorSpec | None = TensorSpec(first[0], contexts[0].input_dtype)
         for op in ops[: window[-1] + 1]:
             if spec is not None:
                 spec = None if op.num_extra_inputs else op.output_spec(spec, (), autocast)
         if spec is not None:
-            _check_shape(f"Op {_origin(ops, window[-1] + 1)}", at["dx"], "its input", spec.shape)
+            _check_shape(f"Op {_origin(ops, window[-1] + 1)}", dx, "its input", spec.shape)
     for i in window:
         place = next(n for n, ran in enumerate(windows["forward"]) if i in ran)
         cls, method = methods["forward"][place]
         saved = contexts[i].saved_tensors
         is_fused = len(windows["forward"][place]) > 1 and windows["forward"][place] != window
-        if is_fused and saved is not None and (not saved or "to unpack" in str(error)):
+        is_missing = "to unpack" in str(error) or (not saved and isinstance(error, IndexError))
+        if is_fused and saved is not None and is_missing:
             raise StateError(
                 f"The backward of op {i} ({type(ops[i]).__name__}) failed ({error}): "
                 f"{cls}.{method} ran its forward, and saved {len(saved)} tensors in its context."
@@ -164,14 +172,15 @@ def check_backward(
 
 def check_grad_shapes(
     ops: Sequence[BasicOperation],
-    inputs: Sequence[tuple[int, ...]],
-    params: Sequence[Sequence[tuple[int, ...]]],
+    inputs: Sequence[tuple[int, ...] | None],
+    params: Sequence[Sequence[tuple[int, ...] | None]],
     grads: Sequence[torch.Tensor | None],
 ) -> None:
     """Raise an error that names the op that returned a gradient of a wrong shape.
 
     ``grads`` are the gradients that a pipeline returns: of its input, of parameters op by op, and
-    of extra inputs. ``inputs`` and ``params`` are the shapes of these tensors.
+    of extra inputs. ``inputs`` and ``params`` are the shapes of these tensors, None for
+    a tensor that needs no gradient.
     """
     tensors = [(f"Op {_origin(ops, 0)}", "its input", inputs[0])]
     for i, (op, shapes) in enumerate(zip(ops, params, strict=True)):
@@ -179,7 +188,7 @@ def check_grad_shapes(
         tensors += [(name, f"its parameter {k}", shape) for k, shape in enumerate(shapes)]
     tensors += [("An op", f"extra input {k}", shape) for k, shape in enumerate(inputs[1:])]
     for (owner, tensor, shape), grad in zip(tensors, grads, strict=True):
-        if grad is not None:
+        if grad is not None and shape is not None:
             _check_shape(owner, grad, tensor, shape)
 
 

@@ -94,16 +94,24 @@ class CompiledPlan:
         It then replaces this method on the object by the generated function. A bound method
         there would be a cycle, which keeps the ops until the garbage collector runs.
         """
+        # Before the forward, in which an op may release a parameter or make one.
+        slots = [find_slots(op, type(op).__name__) for op in self.ops]
+        shapes = (
+            [tuple(input_.shape) if self.key.ops[0].input_requires_grad else None]
+            + [tuple(tensor.shape) if tensor.requires_grad else None for tensor in extra_inputs],
+            [
+                [
+                    tuple(owner[name].shape) if tensor.requires_grad else None
+                    for (owner, name), tensor in zip(row, op_key.params, strict=True)
+                ]
+                for row, op_key in zip(slots, self.key.ops, strict=True)
+            ],
+        )
         results = self._forward(input_, extra_inputs, kwargs)
         if not isinstance(results[0], torch.Tensor):
             refuse_output(self._last_forward, results[0])
         if self._backward is not None:
-            # Shapes at this time: a parameter may be sharded, or removed, when the backward runs.
-            slots = [find_slots(op, type(op).__name__) for op in self.ops]
-            results[2][0].first_shapes = (
-                [tuple(tensor.shape) for tensor in (input_, *extra_inputs)],
-                [[tuple(owner[name].shape) for owner, name in row] for row in slots],
-            )
+            results[2][0].first_shapes = (tuple(input_.shape), *shapes)
         self.forward = self._forward  # type: ignore[method-assign]
         return results
 
@@ -116,7 +124,7 @@ class CompiledPlan:
             grads = self._backward(contexts, *rest)
             shapes = contexts[0].__dict__.get("first_shapes")
             if shapes is not None:
-                inputs, params = shapes
+                _, inputs, params = shapes
                 check_grad_shapes(self.ops, inputs, params, grads[1:])
         except BaseException:
             self.__dict__.pop("forward", None)

@@ -483,10 +483,17 @@ MATRIX_PRODUCTS = (
         "test_operand_flow.py::test_an_operand_has_the_copies_that_the_gradients_in_demand_read",
     ),
     Mutant(
+        "a linear takes the constant quantizers of the op whose context it was given",
+        "basic_ops/basic_linear.py",
+        "if constant is not None and constant[0] is self:",
+        "if constant is not None:",
+        "test_constant_quantizers.py::test_two_linears_that_share_a_context_have_quantizers_of_their_own",
+    ),
+    Mutant(
         "a linear under a recipe without state uses the quantizers of another side",
         "basic_ops/basic_linear.py",
-        "self.constant_quantizer(recipe, side, index)",
-        'self.constant_quantizer(recipe, "forward", index)',
+        "self.constant_quantizer(key.recipe, side, index)",
+        'self.constant_quantizer(key.recipe, "forward", index)',
         "test_operand_flow.py test_low_precision.py",
     ),
     Mutant(
