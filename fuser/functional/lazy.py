@@ -59,15 +59,15 @@ class LazyTensor:
         raise NotImplementedError
 
     def _from_reference(self) -> torch.Tensor:
-        """The PyTorch implementation of :meth:`tensor`, with all tensors computed together with it."""
+        """The PyTorch implementation of :meth:`tensor`; also computes the other tensors."""
         raise NotImplementedError
 
     def amax(self, out: torch.Tensor) -> None:
-        """Set ``out``, fp32 ``[1]``, to the maximum of itself and ``max |values|``; stores no values."""
+        """Set ``out``, fp32 ``[1]``, to the maximum of itself and ``max |values|``."""
         raise NotImplementedError
 
     def producer(self) -> Producer:
-        """The producer, with which another kernel computes the values as a matrix and stores them."""
+        """The producer: another kernel uses it to compute and store the values, as a matrix."""
         raise NotImplementedError
 
     def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
@@ -79,7 +79,7 @@ class LazyTensor:
         return None, ()
 
     def written_by(self, store: Callable[[Any], Result]) -> Result:
-        """``store(self)``, which launches a kernel that takes :meth:`producer`; then :meth:`finish`."""
+        """``store(self)``, which launches a kernel with :meth:`producer`; then :meth:`finish`."""
         result = store(self)
         self.finish()
         return result

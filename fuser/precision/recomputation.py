@@ -144,7 +144,7 @@ def _known_codes() -> _Codes | None:
     except (AttributeError, StopIteration, ValueError) as error:
         warnings.warn(
             f"fuser does not know the activation checkpointing of torch {torch.__version__} "
-            f"({error!r}): what it recomputes runs under no recipe, unless fuser.autocast is "
+            f"({error!r}): recomputed pipelines run without a recipe, unless fuser.autocast is "
             "entered inside the checkpointed function.",
             RuntimeWarning,
             stacklevel=2,

@@ -245,7 +245,7 @@ class PlanCodegen:
         covered = {i for _, indices in steps for i in indices}
         src.add("")
         with src.block("def backward(contexts, held, ends, dx, dout, specs):"):
-            src.add("saved = held.pop()  # what an op saved goes when its step is done")
+            src.add("saved = held.pop()  # each op frees its part when its step is done")
             src.add(f"{self._each('c{i}, ')}= contexts")
             src.add(f"{self._each('n{i}, ', self.saving)}= ends")
             start = ""
