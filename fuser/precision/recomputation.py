@@ -93,9 +93,9 @@ def is_checkpointed_forward() -> bool:
 
 
 def _may_be_in_function() -> bool:
-    """Whether the forward of an autograd function may be running: torch turns forward-mode AD off.
+    """Whether the forward of an autograd function may be running.
 
-    torch does so in inference mode too, which no backward follows.
+    torch turns forward-mode AD off there; also in inference mode, which no backward follows.
     """
     return not _is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
 

@@ -549,7 +549,7 @@ def _context_class(**constants: Any) -> type[OperationContext]:
 
 
 def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
-    """Whether ``op`` is one basic op that overrides nothing on ``side`` but its own half."""
+    """Whether ``op`` is a basic op without extra tensors that keeps the default ``fuser_side``."""
     method = f"fuser_{side}"
     return (
         isinstance(op, BasicOperation)
