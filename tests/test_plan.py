@@ -519,7 +519,7 @@ def test_a_plan_shows_modules_between_pipelines_and_channels_across_them() -> No
     assert line.index("[Tanh]") < line.index("5 Add") < line.index("[ReLU]")
     assert line.count("[Dropout]") == 2
     assert (
-        "called as a module (it is no operation of fuser): [Identity], [Dropout], [Tanh], [ReLU]"
+        "called as a module (it is not an op of fuser): [Identity], [Dropout], [Tanh], [ReLU]"
         in text
     )
     assert "called as a module (it has hooks): Linear over 2-3, SwiGLU over 4" in text

@@ -136,7 +136,7 @@ class Kernel:
 
 
 class _Recording(threading.local):
-    """The recorder of a thread's launches, if there is one."""
+    """The listener of a thread, which is called at each of its launches; None without one."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
 

@@ -17,17 +17,17 @@ Result = TypeVar("Result")
 
 
 class LazyTensor:
-    """A tensor that a kernel can make, in the form in which it is first stored.
+    """A tensor that a kernel can compute and has not stored yet.
 
-    The function that gets one writes it once: plainly (:meth:`tensor`), or quantized, by
-    a kernel that takes :meth:`producer`, after which :meth:`finish` is called.
-    What is computed along with the values, such as statistics of rows and
-    gradients of parameters, is in memory only then. The bits do not depend on
-    the way.
+    The function that receives one stores it once: unquantized (:meth:`tensor`), or quantized,
+    by a kernel that takes :meth:`producer`, followed by a call of :meth:`finish`.
+    Tensors that are computed together with the values, such as statistics of rows and
+    gradients of parameters, are in memory only after that. The bits are the same in
+    both cases.
 
     If its kernel is unavailable, :meth:`tensor` computes it with torch. The other
     methods raise :class:`~fuser.errors.KernelUnavailable`; :func:`fallback_to_torch`
-    catches that and takes :meth:`tensor`.
+    catches that and calls :meth:`tensor`.
     """
 
     shape: torch.Size
@@ -36,52 +36,53 @@ class LazyTensor:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns: the last dimension, and all others."""
+        """Rows and columns: the product of all other dimensions, and the last dimension."""
         return math.prod(self.shape[:-1]), self.shape[-1]
 
     def view(self, shape: torch.Size) -> LazyTensor:
-        """The same values in another shape, with rows as long."""
+        """The same values in another shape, with the same length of rows."""
         self.shape = shape
         return self
 
     def tensor(self) -> torch.Tensor:
-        """The values, contiguous, by a kernel that writes them plainly."""
+        """The values, contiguous, stored unquantized by a kernel."""
         try:
             return self._from_kernel()
         except KernelUnavailable:
             return self._from_reference()
 
     def _from_kernel(self) -> torch.Tensor:
-        """:meth:`tensor`, by kernels alone."""
+        """The kernel implementation of :meth:`tensor`."""
         raise NotImplementedError
 
     def _from_reference(self) -> torch.Tensor:
-        """:meth:`tensor`, and all that is computed along with it, in plain torch."""
+        """The PyTorch implementation of :meth:`tensor`; also computes the other tensors."""
         raise NotImplementedError
 
     def amax(self, out: torch.Tensor) -> None:
-        """Raise ``out``, fp32 ``[1]``, to ``max |values|``, without writing them."""
+        """Set ``out``, fp32 ``[1]``, to the maximum of itself and ``max |values|``."""
         raise NotImplementedError
 
     def producer(self) -> Producer:
-        """The values as another kernel makes and stores them, as a matrix."""
+        """The producer: another kernel uses it to compute and store the values, as a matrix."""
         raise NotImplementedError
 
     def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
-        """All that launches depend on besides tensors' layouts, and the tensors.
+        """The key of the launches besides tensors' layouts, and the tensors.
 
-        For :func:`fuser.cuda.launch_cache.replayed`; the first is None where it cannot be said.
+        Both are for :func:`fuser.cuda.launch_cache.cached_launches`; the key is None if the
+        launches cannot be cached.
         """
         return None, ()
 
     def written_by(self, store: Callable[[Any], Result]) -> Result:
-        """``store(self)``, which launches a kernel that takes :meth:`producer`; then finish."""
+        """``store(self)``, which launches a kernel with :meth:`producer`; then :meth:`finish`."""
         result = store(self)
         self.finish()
         return result
 
     def finish(self) -> None:
-        """Complete what the kernel that took the producer has left in parts."""
+        """Complete the partial results of the kernel that took the producer."""
 
 
 def materialize(values: torch.Tensor | LazyTensor) -> torch.Tensor:
@@ -89,7 +90,7 @@ def materialize(values: torch.Tensor | LazyTensor) -> torch.Tensor:
     return values.tensor() if isinstance(values, LazyTensor) else values
 
 
-# -- where a kernel cannot be had -----------------------------------------------
+# -- fallback -------------------------------------------------------------------
 
 First = TypeVar("First")
 Rest = ParamSpec("Rest")
@@ -100,7 +101,7 @@ def fallback_to_torch(
 ) -> Callable[Concatenate[First, Rest], Result]:
     """Decorator: if a kernel is unavailable, call the function again; the second call uses torch.
 
-    All kernels are off by then, and lazy tensors were computed by torch.
+    All kernels are disabled by then, and torch computes the lazy tensors.
     """
 
     @functools.wraps(function)
@@ -119,7 +120,7 @@ def kernel_or_torch(
     kernel: Callable[[Any], Result],
     reference: Callable[[torch.Tensor], Result],
 ) -> Result:
-    """``kernel(x)`` where kernels run, ``reference(x)`` of the matrix elsewhere."""
+    """``kernel(x)`` if kernels run, otherwise ``reference(x)`` of the matrix."""
     if isinstance(x, LazyTensor) or kernels_support(x):
         try:
             return kernel(x)
@@ -135,7 +136,7 @@ def filled(
     *args: Any,
     **options: Any,
 ) -> torch.Tensor:
-    """``reference(*args, **options)``; by ``kernel``, which writes it to ``out``, where it runs."""
+    """``out``, filled by ``kernel`` if it runs; otherwise ``reference(*args, **options)``."""
     if kernels_support(out):
         try:
             kernel(*args, **options, out=out)
@@ -150,26 +151,26 @@ def filled(
 
 
 def are_rows(x: torch.Tensor) -> bool:
-    """Whether neighbours in a row of ``x [M, K]`` are next to each other, as kernels read it."""
+    """Whether the elements of a row of ``x [M, K]`` are adjacent in memory, as kernels need."""
     return x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """``x [M, K]`` with neighbours in a row next to each other; a copy where they are not."""
+    """``x [M, K]`` with adjacent elements in each row; a copy if necessary."""
     x = as_stored(x)
     return x if are_rows(x) else x.contiguous()
 
 
 def as_stored(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with the values that its memory has, which a kernel reads; else a copy.
+    """``x`` if its memory holds its values, which a kernel reads; else a copy.
 
-    torch negates lazily: the imaginary part of a conjugate is a view with a bit that says so.
+    torch negates lazily: the imaginary part of a conjugate is a view with a negation bit.
     """
     return x.resolve_neg() if x.is_neg() else x
 
 
 def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:
-    """Rows and columns of ``[M, K]``, or of values of any shape."""
+    """Rows and columns of ``[M, K]``, or of a lazy tensor of any shape."""
     if isinstance(x, LazyTensor):
         return x.matrix
     m, k = x.shape
@@ -177,7 +178,7 @@ def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:
 
 
 def source_of(x: torch.Tensor | LazyTensor) -> torch.Tensor | Producer:
-    """What a kernel takes to quantize ``x``."""
+    """The argument of a kernel that quantizes ``x``: the tensor or its producer."""
     return x.producer() if isinstance(x, LazyTensor) else rows_of(x)
 
 
@@ -187,5 +188,5 @@ def buffer(
     is_needed: bool = True,
     dtype: torch.dtype = torch.uint8,
 ) -> torch.Tensor | None:
-    """An unwritten output on x's device; None if it is not needed."""
+    """An uninitialized output on the device of ``x``; None if it is not needed."""
     return torch.empty(shape, dtype=dtype, device=x.device) if is_needed else None

@@ -283,7 +283,7 @@ class _NormBackward(LazyTensor):
         self.means: Wanted = None
 
     def where(self, is_wanted: bool) -> LazyTensor | None:
-        """This lazy tensor; if not wanted, None, after the parameters' gradients are written."""
+        """This lazy tensor if it is wanted; else None, with only parameters' gradients written."""
         if is_wanted:
             return self
         if any(grad is not None for grad in self.grads):

@@ -65,7 +65,7 @@ def activation_backward(
 def activation_bias_backward(
     stage: Stage, dy: torch.Tensor, x: torch.Tensor, *, is_plain: bool = False
 ) -> tuple[Result, torch.Tensor]:
-    """Gradients of the sum ``x`` before an activation, and of its bias."""
+    """Gradients of ``x``, the sum before an activation, and of the bias in that sum."""
     if prefers_torch(stage, x.numel(), is_plain=is_plain) or not _takes(dy, x):
         dx = reference.activation_backward(stage, dy, x)
         return dx, (dx if dx.dim() == 2 else dx.reshape(-1, dx.shape[-1])).sum(0)

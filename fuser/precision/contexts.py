@@ -56,7 +56,7 @@ class AmaxStep:
         self.is_over = False
 
     def take(self) -> dict[Any, Any]:
-        """The states whose step ends with this one; clears them. Later forwards are of another."""
+        """End this step: return and clear its states. Later forwards belong to another step."""
         self.is_over = True
         recorded, self.recorded = self.recorded, {}
         return recorded

@@ -138,7 +138,7 @@ class DelayedScales:
         count = len(dtypes)
         if self.scale.numel() not in (0, count):
             raise InputError(
-                f"Delayed scaling's state is of {self.scale.numel()} tensors, and the op that "
+                f"Delayed scaling's state is for {self.scale.numel()} tensors, and the op that "
                 f"holds it quantizes {count} in its {self.mode}."
             )
         with torch.inference_mode(False):  # the state outlives an inference region

@@ -93,9 +93,9 @@ def is_checkpointed_forward() -> bool:
 
 
 def _may_be_in_function() -> bool:
-    """Whether the forward of an autograd function may be running: torch turns forward-mode AD off.
+    """Whether the forward of an autograd function may be running.
 
-    torch does so in inference mode too, which no backward follows.
+    torch turns forward-mode AD off there; also in inference mode, which no backward follows.
     """
     return not _is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
 
@@ -144,7 +144,7 @@ def _known_codes() -> _Codes | None:
     except (AttributeError, StopIteration, ValueError) as error:
         warnings.warn(
             f"fuser does not know the activation checkpointing of torch {torch.__version__} "
-            f"({error!r}): what it recomputes runs under no recipe, unless fuser.autocast is "
+            f"({error!r}): recomputed pipelines run without a recipe, unless fuser.autocast is "
             "entered inside the checkpointed function.",
             RuntimeWarning,
             stacklevel=2,

@@ -46,7 +46,7 @@ class Checks:
     def kinds(
         self, input_: Any, params: Sequence[torch.Tensor], extra_inputs: Sequence[Any]
     ) -> None:
-        """Check that all tensors are floating-point tensors, enough of them, with features.
+        """Check the number of tensors, and that each is floating-point and not empty in features.
 
         Raises
         ------

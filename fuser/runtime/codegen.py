@@ -246,7 +246,7 @@ class PlanCodegen:
         covered = {i for _, indices in steps for i in indices}
         src.add("")
         with src.block("def backward(contexts, held, ends, dx, dout, specs):"):
-            src.add("saved = held.pop()  # what an op saved goes when its step is done")
+            src.add("saved = held.pop()  # each op frees its part when its step is done")
             src.add(f"{self._each('c{i}, ')}= contexts")
             src.add(f"{self._each('n{i}, ', self.saving)}= ends")
             start = ""
@@ -551,7 +551,7 @@ def _context_class(**constants: Any) -> type[OperationContext]:
 
 
 def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
-    """Whether ``op`` is one basic op that overrides nothing on ``side`` but its own half."""
+    """Whether ``op`` is a basic op without extra tensors that keeps the default ``fuser_side``."""
     method = f"fuser_{side}"
     return (
         isinstance(op, BasicOperation)

@@ -21,8 +21,8 @@ Place = tuple[int, int]
 Planned = tuple[list[FusionPlan | ModuleCall], tuple[torch.Tensor, ...]]
 """Plans, with the modules called between them; meta tensors like main and extra outputs."""
 
-NO_OP = "it is no operation of fuser"
-OWN_FORWARD = "its forward is its own"
+NO_OP = "it is not an op of fuser"
+OWN_FORWARD = "it has its own forward"
 
 
 class Group:

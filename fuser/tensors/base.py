@@ -362,7 +362,7 @@ class QuantizedTensor(WrapperTensor):
         *,
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
-        """A new tensor, not a view, whose buffers are ``change`` of the buffers of this one."""
+        """A new tensor, not a view, with ``change(buffer)`` for each buffer of this one."""
         source = self.compact()
         changed = {n: None if b is None else change(b) for n, b in source.buffers().items()}
         device = next(b.device for b in changed.values() if b is not None)
