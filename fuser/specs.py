@@ -62,7 +62,7 @@ class QuantSpec:
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Bytes that such a tensor occupies quantized."""
-        return self.format.nbytes(math.prod(spec.shape), len(self.copies))
+        return self.format.nbytes(spec.shape, self.copies)
 
 
 @dataclass(frozen=True)

@@ -482,7 +482,7 @@ def cuda_13_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ((7, 5), {"fp32", "fp16"}),
         ((8, 0), PLAIN),
         ((8, 9), PLAIN | TENSORWISE),
-        ((9, 0), PLAIN | TENSORWISE | {"Float8BlockScaling"}),
+        ((9, 0), PLAIN | TENSORWISE | {"Float8RowwiseScaling", "Float8BlockScaling"}),
         ((10, 0), PLAIN | TENSORWISE),
     ],
 )

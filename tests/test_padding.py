@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -34,12 +35,7 @@ RECIPES: dict[str, Any] = {
     **{
         f"{name}-{override}": make(backward_override=override)
         for override in OVERRIDES
-        for name, make in {
-            "current": recipes.Float8CurrentScaling,
-            "mxfp8": recipes.MXFP8BlockScaling,
-            "block": recipes.Float8BlockScaling,
-            "nvfp4": recipes.NVFP4BlockScaling,
-        }.items()
+        for name, make in formats.STATELESS.items()
     },
     "mxfp8-2d": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
     "delayed": recipes.DelayedScaling(),
@@ -58,7 +54,7 @@ QUANTIZERS: dict[str, Any] = {
     "nvfp4-stochastic": fuser.NVFP4Quantizer(with_rht=True, stochastic_rounding=True, seed=3),
 }
 EVERY_FORMAT: dict[str, Any] = {
-    "current": fuser.Float8CurrentScalingQuantizer(),
+    **formats.QUANTIZERS,
     "delayed": fuser.Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1)),
     "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
     "block-2d": fuser.Float8BlockQuantizer(),
