@@ -129,3 +129,24 @@ def test_recipes_without_a_field_for_it_split_the_accumulators_of_backward_alone
     make: type[Recipe],
 ) -> None:
     assert make().split_accumulators == (False, True, True)
+
+
+def test_a_quantizer_class_that_names_a_recipe_is_what_the_recipe_means() -> None:
+    class Coarse(Float8RowwiseScaling):
+        pass
+
+    class CoarseQuantizer(Float8RowwiseQuantizer):
+        recipe_class = Coarse
+
+        @classmethod
+        def of_recipe(cls, recipe: Float8RowwiseScaling, role: str) -> Quantizer:
+            return cls(E5M2 if role == "weight" else E4M3)
+
+    found = quantizers(Coarse())
+    assert found == [CoarseQuantizer(dtype) for dtype in (E4M3, E5M2, E4M3)]
+    assert all(type(value_of(q)) is CoarseQuantizer for q in found)
+    assert quantizers(Float8RowwiseScaling()) == [rowwise(E4M3)] * 3
+
+
+def value_of(quantizer: Quantizer) -> Quantizer:
+    return quantizer.with_usage(rowwise=True, columnwise=True)
