@@ -81,6 +81,8 @@ from fuser.sequential import Sequential
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import (
     Float8BlockwiseQTensor,
+    Float8RowwiseQuantizer,
+    Float8RowwiseTensor,
     Float8Tensor,
     MXFP8Tensor,
     NVFP4Tensor,
@@ -110,6 +112,8 @@ __all__ = [
     "Float8BlockwiseQTensorStorage",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "Float8RowwiseQuantizer",
+    "Float8RowwiseTensor",
     "Float8Tensor",
     "Float8TensorStorage",
     "FusedOperation",

@@ -89,7 +89,9 @@ class NumberFormat(NamedTuple):
 
     ``name`` is the name of the format, with its block geometry if there are several.
     ``block_size`` is the number of elements that share a scale of ``scale_bytes``
-    bytes; 0 if the whole tensor shares one. Data is padded with zeros to multiples
+    bytes; 0 if the whole tensor shares one, or, with ``has_row_scales``, each row of
+    a copy: a row of the tensor in the rowwise copy, a column of it in the columnwise
+    copy. Data is padded with zeros to multiples
     of ``multiple`` in both dimensions.
     """
 
@@ -98,15 +100,29 @@ class NumberFormat(NamedTuple):
     block_size: int = 0
     scale_bytes: int = 4
     multiple: int = 1
+    has_row_scales: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.element.label}"
 
-    def nbytes(self, elements: int, copies: int) -> int:
-        """Bytes of ``copies`` copies of a tensor: elements and scales, without padding."""
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole tensor has one scale."""
+        return not (self.block_size or self.has_row_scales)
+
+    def nbytes(self, shape: tuple[int, ...], copies: tuple[str, ...]) -> int:
+        """Bytes of copies of a tensor ``[..., K]``: elements and scales, without padding.
+
+        ``copies`` has ``"rowwise"``, ``"columnwise"`` or both.
+        """
         bits = 4 if self.element is DType.kFloat4E2M1 else 8
-        scales = ceil_div(elements, self.block_size) if self.block_size else 1
-        return copies * (ceil_div(elements * bits, 8) + scales * self.scale_bytes)
+        data = ceil_div(math.prod(shape) * bits, 8)
+        return sum(data + self._scales(shape, copy) * self.scale_bytes for copy in copies)
+
+    def _scales(self, shape: tuple[int, ...], copy: str) -> int:
+        if self.has_row_scales:
+            return shape[-1] if copy == "columnwise" else math.prod(shape[:-1])
+        return ceil_div(math.prod(shape), self.block_size) if self.block_size else 1
 
     def pads(self, shape: tuple[int, ...]) -> bool:
         """Whether quantizing pads a tensor ``[..., K]`` of this shape."""

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple
 
 from fuser.errors import InputError, InputTypeError
+from fuser.formats import DType
 
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
@@ -321,6 +322,34 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
+class Float8RowwiseScaling(Recipe):
+    """FP8 with one scale a row, from that row's own amax.
+
+    A GEMM reads an operand row by row: rows of the tensor in one copy, its
+    columns in the other, which is quantized apart. Rows need no exponent
+    range of a whole tensor, so gradients are E4M3 too by default.
+    ``fp8_quant_fwd_inp``, ``fp8_quant_fwd_weight`` and ``fp8_quant_bwd_grad``
+    are as in :class:`Float8CurrentScaling`.
+    """
+
+    use_power_2_scales: bool = False
+    fp8_format: Format = Format.E4M3
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+    fp8_gemm_dgrad: MMParams = MMParams()
+    fp8_gemm_wgrad: MMParams = MMParams()
+    fp8_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_fwd_weight: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+    fp8_quant_bwd_grad: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    accepted: ClassVar[dict[str, tuple[Any, ...]]] = {"fp8_format": FP8_FORMATS}
+    taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
+
+    def default_params(self) -> dict[str, QParams]:
+        names = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+        return {name: QParams(power_2_scale=self.use_power_2_scales) for name in names}
+
+
+@dataclass(frozen=True)
 class MXFP8BlockScaling(Recipe):
     """OCP MXFP8: blocks of 32 elements share a power-of-two scale."""
 
@@ -485,3 +514,24 @@ class CustomRecipe(Recipe):
                 f"CustomRecipe got the factory {self.qfactory!r}, which cannot be hashed; plans "
                 "are cached by recipe, so a factory is a function or an object with a hash."
             ) from error
+
+
+RECIPES = tuple(cls for cls in Recipe.__subclasses__() if cls is not CustomRecipe)
+"""The recipes that need no function of the user's, in the order of this file."""
+
+
+# -- what a recipe says of one role -----------------------------------------------
+
+
+def fp8_dtype(recipe_format: Format, role: str) -> DType:
+    """The FP8 format of a tensor in that role: E5M2 for gradients under HYBRID."""
+    if recipe_format is Format.HYBRID:
+        return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
+    return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
+
+
+def role_params(recipe: Recipe, role: str, prefix: str = "fp8") -> QParams:
+    """The parameters of the quantizer of that role; ``prefix`` begins the recipe's fields."""
+    names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
+    params: QParams = getattr(recipe, f"{prefix}_quant_{names[role]}")
+    return params

@@ -62,7 +62,7 @@ class QuantSpec:
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Bytes of the tensor ``spec`` when quantized."""
-        return self.format.nbytes(math.prod(spec.shape), len(self.copies))
+        return self.format.nbytes(spec.shape, self.copies)
 
 
 @dataclass(frozen=True)

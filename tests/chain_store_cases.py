@@ -12,7 +12,7 @@ from kernel_instantiations import BIAS_GELU, BIAS_SWIGLU, GELU, SWIGLU
 from pointwise_cases import Case, activation, tensors_of
 from quantize_cases import E4M3, Place, assert_same
 
-from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4, pointwise
+from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4, pointwise, rowwise_scaling
 from fuser.cuda.arguments import Producer
 from fuser.formats import fp8_block_scale_shape, mxfp8_scale_shape, nvfp4_scale_shape
 from fuser.reference import chain as reference
@@ -88,6 +88,24 @@ def blocks(block_dim: int) -> Callable[[Place, Matrix, int, int], Outputs]:
     return run
 
 
+def by_rows(place: Place, x: Matrix, m: int, k: int) -> Outputs:
+    amaxes = {
+        "row_amax": torch.zeros(m, device=place.device),
+        "col_amax": torch.zeros(k, device=place.device),
+    }
+    with place.launching():
+        rowwise_scaling.amaxes(x, **amaxes)
+    outputs = {
+        "row": place.empty((m, k)),
+        "row_scale_inv": place.empty((m,), torch.float32),
+        "col": place.empty((k, m)),
+        "col_scale_inv": place.empty((k,), torch.float32),
+    }
+    with place.launching(*outputs.values()):
+        rowwise_scaling.quantize(x, E4M3, **amaxes, **outputs)
+    return {**outputs, **amaxes}
+
+
 def mx(two_dimensional: bool, swizzled: bool) -> Callable[[Place, Matrix, int, int], Outputs]:
     def run(place: Place, x: Matrix, m: int, k: int) -> Outputs:
         col_shape = mxfp8_scale_shape(m, k, True)
@@ -127,6 +145,7 @@ STORES = (
     Store("delayed", 1, delayed),
     Store("1x128", 1, blocks(1)),
     Store("128x128", 1, blocks(2)),
+    Store("rowwise", 1, by_rows),
     Store("mxfp8", 32, mx(False, False)),
     Store("mxfp8-swizzled", 32, mx(False, True)),
     Store("mxfp8-2d", 32, mx(True, True)),

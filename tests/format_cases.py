@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from fuser.formats import DType
-from fuser.reference import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.reference import block_scaling, fp8_scaling, mxfp8, nvfp4, rowwise_scaling
 
 E4M3, E5M2, E2M1 = DType.kFloat8E4M3, DType.kFloat8E5M2, DType.kFloat4E2M1
 NUMPY = {E4M3: ref.E4M3, E5M2: ref.E5M2}
@@ -155,6 +155,11 @@ def _block(block_dim: int) -> Callable[..., Outputs]:
     return quantize
 
 
+def _rowwise(x: torch.Tensor, **asked: bool) -> Outputs:
+    out = rowwise_scaling.quantize(x, E4M3, **asked)
+    return dict(zip(("row", "row_scale", "col", "col_scale"), out, strict=True))
+
+
 def _nvfp4(**options: Any) -> Callable[..., Outputs]:
     def quantize(x: torch.Tensor, **asked: bool) -> Outputs:
         names = ("row", "row_scale", "row_amax", "col", "col_scale", "col_amax")
@@ -171,6 +176,7 @@ QUANTIZERS: dict[str, Callable[..., Outputs]] = {
     "mxfp8-2d": _mxfp8(True),
     "block-1d": _block(1),
     "block-2d": _block(2),
+    "rowwise": _rowwise,
     "nvfp4": _nvfp4(),
     "nvfp4-2d": _nvfp4(two_dimensional=True),
     "nvfp4-hadamard": _nvfp4(hadamard=True),
@@ -235,6 +241,13 @@ def dequantizers(name: str, out: Outputs) -> dict[str, Dequantize]:
             "col": lambda to: block_scaling.dequantize(
                 col, col_scale, E4M3, to, block_dim=dim, columnwise=True
             ),
+        }
+    if name == "rowwise":
+        return {
+            "row": lambda to: rowwise_scaling.dequantize(
+                row, row_scale, E4M3, to, columnwise=False
+            ),
+            "col": lambda to: rowwise_scaling.dequantize(col, col_scale, E4M3, to, columnwise=True),
         }
     row_amax, col_amax = out["row_amax"], out["col_amax"]
     return {

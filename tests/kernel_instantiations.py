@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.cuda import block_scaling, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.pointwise_instantiations import (
@@ -40,8 +40,8 @@ E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 def instantiations() -> dict[str, tuple[str, ...]]:
     """The symbols that launchers may ask for, sorted, by the name of the ``.cu``."""
     found: dict[str, set[str]] = {}
-    for launcher in pkgutil.iter_modules(fuser.cuda.__path__):
-        for kernel in kernels_of(importlib.import_module(f"fuser.cuda.{launcher.name}")):
+    for launcher in launchers():
+        for kernel in kernels_of(launcher):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
     for kernel in chains_into_stores() | norms_into_stores():
         found.setdefault(kernel.module, set()).add(kernel.symbol)
@@ -57,17 +57,17 @@ def single_stages() -> tuple[Stage, ...]:
     )
 
 
+def launchers() -> list[ModuleType]:
+    """The modules of fuser.cuda."""
+    names = sorted(launcher.name for launcher in pkgutil.iter_modules(fuser.cuda.__path__))
+    return [importlib.import_module(f"fuser.cuda.{name}") for name in names]
+
+
 def into_stores(producer: str, aligned: bool = True, to: DType = E4M3) -> set[Kernel]:
     """A producer into each store policy once; of NVFP4 into the plainest."""
     plainest = [k for k in nvfp4.stores(producer, aligned) if "Nvfp4Store<false, false" in k.symbol]
-    return {
-        *(
-            kernel
-            for f in (fp8_scaling, block_scaling, mxfp8)
-            for kernel in f.stores(producer, to, aligned)
-        ),
-        *plainest,
-    }
+    others = [f for f in launchers() if hasattr(f, "stores") and f is not nvfp4]
+    return {*(kernel for f in others for kernel in f.stores(producer, to, aligned)), *plainest}
 
 
 @functools.cache

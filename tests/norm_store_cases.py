@@ -29,7 +29,7 @@ from normalization_cases import (
 )
 from quantize_cases import E4M3
 
-from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4, rowwise_scaling
 from fuser.cuda import launch as launching
 from fuser.cuda.arguments import Producer, Struct, int32, int64
 from fuser.cuda.launch import Kernel, Launch, tiles
@@ -109,6 +109,24 @@ def blocks(like: torch.Tensor, dim: int) -> tuple[Outputs, Callable[[torch.Tenso
     return outputs, lambda x: block_scaling.quantize(x, E4M3, block_dim=dim, **outputs)
 
 
+def by_rows(like: torch.Tensor) -> tuple[Outputs, Callable[[torch.Tensor], None]]:
+    m, k = like.shape
+    outputs = {
+        **bytes_of(like),
+        "row_scale_inv": empty(like, m, dtype=F32),
+        "col_scale_inv": empty(like, k, dtype=F32),
+    }
+
+    def run(x: torch.Tensor) -> None:
+        amaxes = {
+            "row_amax": torch.full((m,), 3.0, device=like.device),
+            "col_amax": torch.full((k,), 5.0, device=like.device),
+        }
+        rowwise_scaling.quantize(x, E4M3, **amaxes, **outputs)
+
+    return outputs, run
+
+
 def mx(like: torch.Tensor, is_square: bool) -> tuple[Outputs, Callable[[torch.Tensor], None]]:
     outputs = {
         "row": empty(like, *like.shape),
@@ -137,6 +155,7 @@ ANY: dict[str, Store] = {
     "delayed": delayed,
     "1x128": lambda like: blocks(like, 1),
     "128x128": lambda like: blocks(like, 2),
+    "rowwise": by_rows,
 }
 STORES: dict[str, Store] = ANY | {
     "mxfp8": lambda like: mx(like, False),

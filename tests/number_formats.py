@@ -220,6 +220,17 @@ def fp8_block_buffers(
     return row, padded(row_scale.T, 1, 4), column.T, padded(column_scale, 1, 4)
 
 
+def fp8_rowwise_buffers(
+    x: Array, to: SmallFloat, pow2: bool = False, eps: float = 0.0
+) -> tuple[Array, Array, Array, Array]:
+    """Rowwise data and a ``scale_inv`` a row, columnwise data and one a column, as stored."""
+    copies: list[Array] = []
+    for values in (x, x.T):
+        codes, scale_inv = quantize_blocks(values, to, 1, max(values.shape[1], 1), pow2, eps)
+        copies += [codes, scale_inv.reshape(-1)]
+    return copies[0], copies[1], copies[2], copies[3]
+
+
 def delayed_scale_loop(
     steps: Iterable[float],
     length: int,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -20,12 +21,9 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.tensors import QuantizedTensor
 
 RECIPES = {
-    "current": recipes.Float8CurrentScaling,
+    **formats.STATELESS,
     "current-pow2": lambda **kw: recipes.Float8CurrentScaling(use_power_2_scales=True, **kw),
-    "mxfp8": recipes.MXFP8BlockScaling,
     "mxfp8-2D": lambda **kw: recipes.MXFP8BlockScaling(enable_2d_quantization=True, **kw),
-    "block": recipes.Float8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
 }
 OVERRIDES = ("high_precision", "dequantized")
 every_recipe = pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -331,11 +332,8 @@ class Rounded(fuser.BasicOperation):
 
 
 RECIPES = {
+    **{name: formats.deterministic(cls) for name, cls in formats.RECIPES.items()},
     "delayed": recipes.DelayedScaling(amax_history_len=2),
-    "current": recipes.Float8CurrentScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 

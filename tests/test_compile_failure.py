@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import every_format as formats
 import pytest
 import torch
 from oracles import leaf, random_tensor
@@ -245,11 +246,8 @@ def trained(model: fuser.Sequential, recipe: Any, steps: int = 2) -> list[torch.
 
 RECIPES = {
     "none": None,
+    **{name: formats.deterministic(cls) for name, cls in formats.RECIPES.items()},
     "delayed": recipes.DelayedScaling(amax_history_len=2),
-    "current": recipes.Float8CurrentScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 
 

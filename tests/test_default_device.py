@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -19,12 +20,8 @@ from fuser import recipe
 N = 64
 RECIPES = {
     "plain": None,
-    "current": recipe.Float8CurrentScaling(),
-    "delayed": recipe.DelayedScaling(),
-    "mxfp8": recipe.MXFP8BlockScaling(),
+    **{name: cls() for name, cls in formats.RECIPES.items()},
     "mxfp8 2D": recipe.MXFP8BlockScaling(enable_2d_quantization=True),
-    "block": recipe.Float8BlockScaling(),
-    "nvfp4": recipe.NVFP4BlockScaling(),
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")

@@ -47,6 +47,8 @@ def units(name: str, out: Outputs, copy: str, shape: tuple[int, int]) -> np.ndar
     stored = (k, m) if turned else (m, k)
     if name == "block-1d":
         unit = ref.spread(scale.T, 1, 128, stored)
+    elif name == "rowwise":
+        unit = ref.spread(scale[:, None], 1, stored[1], stored)
     elif name == "block-2d":
         unit = ref.spread(scale, 128, 128, stored)
     else:

@@ -89,6 +89,15 @@ def test_the_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= LINES_OF_README
 
 
+def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> None:
+    section = read("CONTRIBUTING.md").split("\n## Adding a number format\n")[1].split("\n## ")[0]
+    files = re.findall(r"^\| \d \| `([^`]+)`", section, flags=re.M)
+    own = [name for name in files if "rowwise_scaling" in name]
+    assert "five files of its own and a few lines in four others" in section
+    assert (len(own), len(files)) == (5, 9)
+    assert all((ROOT / "fuser" / name).is_file() for name in files)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
     tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md")

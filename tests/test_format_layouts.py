@@ -200,6 +200,10 @@ def test_an_empty_tensor_has_empty_data_and_scales_of_the_right_shape(
         assert (shapes["row"], shapes["col"]) == ((m, k), (k, m))
         assert shapes["row_scale"] == formats.fp8_block_scale_shape(m, k, False, dim)
         assert shapes["col_scale"] == formats.fp8_block_scale_shape(m, k, True, dim)
+    elif name == "rowwise":
+        assert (shapes["row"], shapes["col"]) == ((m, k), (k, m))
+        for key, count in (("row_scale", m), ("col_scale", k)):
+            assert same(out.pop(key), np.ones(count, np.float32))
     else:
         assert (shapes["row"], shapes["col"]) == ((m, k), (k, m))
         scale_inv = ref.quotient(1, 3.0 if name == "delayed" else 1.0).reshape(1)

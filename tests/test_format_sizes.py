@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import every_format
 import pytest
 import torch
 from format_cases import E2M1, E4M3, E5M2, QUANTIZERS
@@ -25,19 +28,37 @@ def test_the_constants_are_those_of_the_formats() -> None:
 
 
 def test_the_bytes_of_a_format_are_those_of_elements_and_scales_in_every_copy() -> None:
-    n = 128 * 256
+    shape, n, both = (2, 64, 256), 128 * 256, ("rowwise", "columnwise")
     for quantizer, scales in (
         (fuser.Float8CurrentScalingQuantizer(), 4),
         (fuser.Float8BlockQuantizer(block_scaling_dim=1), 4 * n // 128),
         (fuser.Float8BlockQuantizer(block_scaling_dim=2), 4 * n // 128**2),
         (fuser.MXFP8Quantizer(), n // 32),
     ):
-        assert [quantizer.format.nbytes(n, copies) for copies in (1, 2)] == [
-            n + scales,
-            2 * (n + scales),
-        ]
-    assert fuser.NVFP4Quantizer().format.nbytes(n, 2) == 2 * (n // 2 + n // 16)
-    assert fuser.NVFP4Quantizer().format.nbytes(5, 1) == 3 + 1
+        for copies in (both[:1], both[1:], both):
+            assert quantizer.format.nbytes(shape, copies) == len(copies) * (n + scales)
+    assert fuser.NVFP4Quantizer().format.nbytes(shape, both) == 2 * (n // 2 + n // 16)
+    assert fuser.NVFP4Quantizer().format.nbytes((5,), both[:1]) == 3 + 1
+
+
+def test_a_scale_a_row_is_one_of_each_row_in_one_copy_and_of_each_column_in_the_other() -> None:
+    number_format = fuser.Float8RowwiseQuantizer().format
+    shape, n = (2, 64, 256), 128 * 256
+    assert number_format.nbytes(shape, ("rowwise",)) == n + 4 * 128
+    assert number_format.nbytes(shape, ("columnwise",)) == n + 4 * 256
+    assert number_format.nbytes(shape, ("rowwise", "columnwise")) == 2 * n + 4 * (128 + 256)
+
+
+@pytest.mark.parametrize("quantizer", every_format.QUANTIZERS.values(), ids=every_format.QUANTIZERS)
+def test_the_bytes_of_a_format_are_those_of_its_buffers_where_nothing_is_padded(
+    quantizer: Any,
+) -> None:
+    shape = (512, 1024)
+    made = quantizer(torch.zeros(shape))
+    buffers = {n: b for n, b in made.buffers().items() if b is not None and "amax" not in n}
+    nbytes = sum(buffer.nbytes for buffer in buffers.values())
+    shared = 4 * ("_scale_inv" in buffers)  # counted with each copy
+    assert quantizer.format.nbytes(shape, ("rowwise", "columnwise")) == nbytes + shared
 
 
 @pytest.mark.parametrize(

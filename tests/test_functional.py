@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -16,25 +17,20 @@ from fuser.cuda.launch import kernels_support
 from fuser.formats import DType
 
 QUANTIZERS: dict[str, Any] = {
-    "current": fuser.Float8CurrentScalingQuantizer(),
+    **formats.QUANTIZERS,
     "current-pow2-E5M2": fuser.Float8CurrentScalingQuantizer(
         DType.kFloat8E5M2, force_pow_2_scales=True
     ),
-    "mxfp8": fuser.MXFP8Quantizer(),
     "mxfp8-2d": fuser.MXFP8Quantizer(with_2d_quantization=True),
     "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
     "block-2d": fuser.Float8BlockQuantizer(block_scaling_dim=2, force_pow_2_scales=False),
-    "nvfp4": fuser.NVFP4Quantizer(),
     "nvfp4-2d": fuser.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4-random": fuser.NVFP4Quantizer(with_rht=True, stochastic_rounding=True, seed=7),
 }
 COPIES = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
+    **{name: cls() for name, cls in formats.RECIPES.items()},
     "delayed": recipes.DelayedScaling(amax_history_len=2),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
     "mxfp8-dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
 }
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import every_format as formats
 import pytest
 import torch
 
@@ -13,11 +14,7 @@ import fuser
 from fuser import recipe as recipes
 
 RECIPES = {
-    "delayed": recipes.DelayedScaling(),
-    "current": recipes.Float8CurrentScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    **{name: formats.deterministic(cls) for name, cls in formats.RECIPES.items()},
     "mxfp8-dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
     "current-high_precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
 }

@@ -154,7 +154,7 @@ def test_bytes_of_a_row_are_those_read_and_those_of_the_format_that_is_written()
         ("NVFP4 row+col", 4, 2, NumberFormat("NVFP4", DType.kFloat4E2M1, 16, 1)),
     ):
         case = BY_NAME[name]
-        expected = reads * m * k + number_format.nbytes(m * k, copies)
+        expected = reads * m * k + number_format.nbytes((m, k), ("rowwise", "columnwise")[:copies])
         # A scale a tensor is left out of the formulas.
         assert m * k * case.per_element(case.moves, inputs) == pytest.approx(expected, abs=8), name
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -528,11 +529,8 @@ def test_a_chain_moves_its_input_its_operands_and_its_output() -> None:
 # -- quantized on the way -------------------------------------------------------
 
 RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
+    **{name: cls() for name, cls in formats.RECIPES.items()},
     "delayed": recipes.DelayedScaling(amax_history_len=2),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
     "mxfp8-dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
     "current-high_precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import every_format as formats
 import models
 import oracles
 import pytest
@@ -17,24 +18,14 @@ import fuser
 from fuser import recipe as recipes
 from fuser.precision.quantizer_for import make_quantizer
 
-FORMATS = {
-    "current": recipes.Float8CurrentScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "block": recipes.Float8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-}
+FORMATS = formats.STATELESS
 OVERRIDES = (None, "high_precision", "dequantized")
 every_format = pytest.mark.parametrize("make", FORMATS.values(), ids=FORMATS)
 every_override = pytest.mark.parametrize("override", OVERRIDES)
 
 # Relative error of one rounding to the format's mantissa, the worst element of
 # a block: 2^-4 for E4M3, 2^-2 for E2M1 (between 4 and 6).
-ROUNDING = {
-    recipes.Float8CurrentScaling: 2**-4,
-    recipes.MXFP8BlockScaling: 2**-4,
-    recipes.Float8BlockScaling: 2**-4,
-    recipes.NVFP4BlockScaling: 2**-2,
-}
+ROUNDING = dict.fromkeys(FORMATS.values(), 2**-4) | {recipes.NVFP4BlockScaling: 2**-2}
 
 
 def block(**options: Any) -> fuser.Sequential:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -14,12 +15,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.tensors import MXFP8Quantizer
 
-RECIPES = [
-    recipes.Float8CurrentScaling,
-    recipes.MXFP8BlockScaling,
-    recipes.Float8BlockScaling,
-    recipes.NVFP4BlockScaling,
-]
+RECIPES = list(formats.STATELESS.values())
 N = 64
 every_recipe = pytest.mark.parametrize("make", RECIPES)
 

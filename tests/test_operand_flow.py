@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -17,13 +18,7 @@ from fuser import recipe as recipes
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.tensors import MXFP8Quantizer, QuantizedTensor
 
-FORMATS = {
-    "current": recipes.Float8CurrentScaling(),
-    "delayed": recipes.DelayedScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
-}
+FORMATS = {name: formats.deterministic(cls) for name, cls in formats.RECIPES.items()}
 every_recipe = pytest.mark.parametrize("recipe", FORMATS.values(), ids=FORMATS)
 OVERRIDABLE = {name: recipe for name, recipe in FORMATS.items() if name != "delayed"}
 

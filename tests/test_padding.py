@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -26,7 +27,7 @@ from fuser.gemm import matmul as gemm
 from fuser.gemm import native as native_gemm
 from fuser.plan.plan import VectorNote
 from fuser.reference import mxfp8 as reference
-from fuser.tensors import quantizer
+from fuser.tensors import quantizer as quantizer_module
 from fuser.tensors.quantizer import whole_blocks
 
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -34,12 +35,7 @@ RECIPES: dict[str, Any] = {
     **{
         f"{name}-{override}": make(backward_override=override)
         for override in OVERRIDES
-        for name, make in {
-            "current": recipes.Float8CurrentScaling,
-            "mxfp8": recipes.MXFP8BlockScaling,
-            "block": recipes.Float8BlockScaling,
-            "nvfp4": recipes.NVFP4BlockScaling,
-        }.items()
+        for name, make in formats.STATELESS.items()
     },
     "mxfp8-2d": recipes.MXFP8BlockScaling(enable_2d_quantization=True),
     "delayed": recipes.DelayedScaling(),
@@ -58,7 +54,7 @@ QUANTIZERS: dict[str, Any] = {
     "nvfp4-stochastic": fuser.NVFP4Quantizer(with_rht=True, stochastic_rounding=True, seed=3),
 }
 EVERY_FORMAT: dict[str, Any] = {
-    "current": fuser.Float8CurrentScalingQuantizer(),
+    **formats.QUANTIZERS,
     "delayed": fuser.Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1)),
     "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
     "block-2d": fuser.Float8BlockQuantizer(),
@@ -370,7 +366,7 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], tuple
             seen.append((matrix_of(x), tuple(whole.shape)))
         return whole
 
-    monkeypatch.setattr(quantizer, "whole_blocks", noted)
+    monkeypatch.setattr(quantizer_module, "whole_blocks", noted)
     return seen
 
 

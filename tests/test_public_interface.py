@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import every_format
 import oracles
 import pytest
 import torch
 
 import fuser
 from fuser import recipe as recipes
+from fuser import tensors
+from fuser.tensors import Quantizer
+
+# The modules of formats; importing all of them is what finds one that nobody exports.
+SHIPPED = {f"fuser.tensors.{m.name}" for m in pkgutil.iter_modules(tensors.__path__)}
 
 # name -> its arguments as te.ops has them: a bare name is required, others have their default;
 # "*" begins those that go by keyword alone. What fuser takes beyond them is not listed.
@@ -305,6 +312,17 @@ def test_every_public_name_exists_and_te_ops_is_an_attribute() -> None:
     assert sorted(set(fuser.__all__)) == sorted(fuser.__all__)
     te = fuser
     assert te.ops.Linear is te.Linear
+
+
+def test_every_number_format_has_its_quantizer_and_tensor_at_the_top_level() -> None:
+    for cls in every_format.QUANTIZER_CLASSES:
+        for name in (cls.__name__, cls.tensor_class.__name__):
+            assert name in fuser.__all__
+    names = {cls.__name__ for cls in every_format.QUANTIZER_CLASSES}
+    for module in SHIPPED:
+        importlib.import_module(module)
+    shipped = {cls.__name__ for cls in Quantizer.__subclasses__() if cls.__module__ in SHIPPED}
+    assert names == shipped
 
 
 def test_nothing_but_the_top_level_imports_what_is_for_compatibility() -> None:

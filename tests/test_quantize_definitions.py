@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuser.formats import DType
-from fuser.reference import block_scaling, fp8_scaling, mxfp8, nvfp4
+from fuser.reference import block_scaling, fp8_scaling, mxfp8, nvfp4, rowwise_scaling
 
 
 def largest_of(dtype: torch.dtype) -> float:
@@ -95,6 +95,21 @@ def test_block_scaling_equals_the_numpy_definition(
     largest = largest_of(x.dtype)
     expected = ref.fp8_block_buffers(fp32_of(t), NUMPY[fmt], block_dim, pow2, eps, largest)
     assert all_same(got, expected)
+
+
+@given(
+    x=randoms(largest=300),
+    fmt=st.sampled_from((E4M3, E4M3, E5M2)),
+    pow2=st.booleans(),
+    eps=st.sampled_from([0.0, 0.0, 1e-3]),
+)
+@settings(max_examples=100, **deterministic)
+def test_rowwise_scaling_equals_the_numpy_definition(
+    x: Random, fmt: DType, pow2: bool, eps: float
+) -> None:
+    t = x.tensor()
+    got = rowwise_scaling.quantize(t, fmt, pow2=pow2, eps=eps)
+    assert all_same(got, ref.fp8_rowwise_buffers(fp32_of(t), NUMPY[fmt], pow2, eps))
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,8 @@ class StrictTensorCores:
         a_scale, kind_a = self.spread(scale_a, m, k)
         b_scale, kind_b = self.spread(scale_b.t(), n, k)
         assert (kind_a, kind_b) != ("128x128", "128x128")
-        assert (kind_a == "tensor") == (kind_b == "tensor")
+        for kind in ("tensor", "row"):
+            assert (kind_a == kind) == (kind_b == kind)
         self.calls.append((f"{kind_a} x {kind_b}", use_fast_accum))
         product = (a.double() * a_scale) @ (b.t().double() * b_scale).t()
         if bias is not None:
@@ -73,6 +74,10 @@ class StrictTensorCores:
         blocks = ceil_div(k, 128)
         if scale.numel() == 1 and scale.dim() < 2:
             return scale.double().expand(rows, k), "tensor"
+        if scale.shape == (rows, 1) and blocks != 1:  # of one block, it may be either
+            assert scale.is_contiguous()
+            assert scale.data_ptr() % 16 == 0
+            return scale.double().expand(rows, k), "row"
         if scale.shape == (rows, blocks):
             assert scale.stride(0) == 1
             assert scale.stride(1) == rows or blocks == 1
@@ -107,6 +112,7 @@ NATIVE = {
     "current": recipes.Float8CurrentScaling(),
     "current-E4M3": recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3),
     "delayed": recipes.DelayedScaling(),
+    "rowwise": recipes.Float8RowwiseScaling(),
     "block": recipes.Float8BlockScaling(),
     "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
@@ -518,6 +524,21 @@ def test_a_native_gemm_is_had_on_its_chips_from_its_first_cuda_version(
     assert not is_had(other, other, (9, 0))
     assert not is_had(squares, squares, (9, 0))
     assert not is_had(rows, one, (9, 0))
+
+
+def test_a_gemm_with_a_scale_a_row_is_had_of_e4m3_on_hopper(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_gemm, "torch_cuda", lambda: (12, 9))
+    native_gemm.native_gemm.cache_clear()
+    one, other = (fuser.Float8RowwiseQuantizer(t).format for t in DTYPES)
+    chips = ((8, 9), (9, 0), (10, 0), (12, 0))
+    found = [native_gemm.native_gemm(one, one, arch) is not None for arch in chips]
+    assert found == [False, True, False, False]
+    assert native_gemm.native_gemm(one, other, (9, 0)) is None
+    monkeypatch.setattr(native_gemm, "torch_cuda", lambda: (12, 8))
+    native_gemm.native_gemm.cache_clear()
+    assert native_gemm.native_gemm(one, one, (9, 0)) is None
     native_gemm.native_gemm.cache_clear()
 
 
@@ -528,7 +549,7 @@ def test_a_recipe_says_where_it_is_emulated_and_what_is_native(hopper: StrictTen
     sentence = emulation(recipes.MXFP8BlockScaling(), (9, 0))
     assert sentence is not None
     assert "emulated on compute capability 9.0" in sentence
-    native = "DelayedScaling, Float8CurrentScaling, Float8BlockScaling"
+    native = "DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Float8BlockScaling"
     assert sentence.endswith(f"Native there: {native}.")
     assert str(emulation(NATIVE["current"], None)).endswith("slower than unquantized.")
 

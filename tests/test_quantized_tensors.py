@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -18,15 +19,12 @@ from fuser import DType, tensors
 from fuser import recipe as recipes
 
 QUANTIZERS = {
-    "current": tensors.Float8CurrentScalingQuantizer(),
+    **formats.QUANTIZERS,
     "current-pow2": tensors.Float8CurrentScalingQuantizer(
         DType.kFloat8E5M2, force_pow_2_scales=True
     ),
-    "mxfp8": tensors.MXFP8Quantizer(),
     "mxfp8-2d": tensors.MXFP8Quantizer(with_2d_quantization=True),
     "block-1d": tensors.Float8BlockQuantizer(block_scaling_dim=1),
-    "block-2d": tensors.Float8BlockQuantizer(),
-    "nvfp4": tensors.NVFP4Quantizer(),
     "nvfp4-2d": tensors.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4-hadamard": tensors.NVFP4Quantizer(with_rht=True),
 }
@@ -261,13 +259,7 @@ def test_writing_in_place_quantizes_again(quantizer: Any) -> None:
 
 # -- parameters --------------------------------------------------------------------------
 
-MAKERS = {
-    "delayed": recipes.DelayedScaling,
-    "current": recipes.Float8CurrentScaling,
-    "mxfp8": recipes.MXFP8BlockScaling,
-    "block": recipes.Float8BlockScaling,
-    "nvfp4": recipes.NVFP4BlockScaling,
-}
+MAKERS = formats.RECIPES
 every_recipe = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -22,19 +23,17 @@ COPIES = ("rowwise", "columnwise")
 K = 160
 
 QUANTIZERS: dict[str, Any] = {
-    "current": fuser.Float8CurrentScalingQuantizer(),
+    **{name: q for name, q in formats.QUANTIZERS.items() if name != "block"},
     "delayed": fuser.Float8Quantizer(torch.full((1,), 8.0), torch.zeros(1)),
-    "mxfp8": fuser.MXFP8Quantizer(),
     "mxfp8-2d": fuser.MXFP8Quantizer(DType.kFloat8E5M2, with_2d_quantization=True),
     "block-1d": fuser.Float8BlockQuantizer(block_scaling_dim=1),
     "block-2d": fuser.Float8BlockQuantizer(force_pow_2_scales=False),
-    "nvfp4": fuser.NVFP4Quantizer(),
     "nvfp4-2d": fuser.NVFP4Quantizer(with_2d_quantization=True),
     "nvfp4-hadamard": fuser.NVFP4Quantizer(with_rht=True),
 }
 every_quantizer = pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 # Formats whose blocks need nothing else of the tensor.
-INDEPENDENT = ("mxfp8", "mxfp8-2d", "block-1d", "block-2d")
+INDEPENDENT = tuple(name for name, q in QUANTIZERS.items() if q.tensor_class.has_independent_blocks)
 
 
 def values(

@@ -10,6 +10,7 @@ from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
+    Float8RowwiseScaling,
     Format,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
@@ -18,6 +19,7 @@ from fuser.recipe import (
 from fuser.tensors import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8RowwiseQuantizer,
     MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -38,6 +40,10 @@ def current(dtype: DType, **options: bool) -> Quantizer:
     return Float8CurrentScalingQuantizer(dtype, **options)
 
 
+def rowwise(dtype: DType, **options: bool) -> Quantizer:
+    return Float8RowwiseQuantizer(dtype, **options)
+
+
 def block(dtype: DType, dim: int, pow2: bool = True) -> Quantizer:
     return Float8BlockQuantizer(dtype, block_scaling_dim=dim, force_pow_2_scales=pow2)
 
@@ -54,6 +60,12 @@ MX = MXFP8Quantizer(E4M3)
     [
         (Float8CurrentScaling(), [current(E4M3), current(E4M3), current(E5M2)]),
         (Float8CurrentScaling(fp8_format=Format.E4M3), [current(E4M3)] * 3),
+        (Float8RowwiseScaling(), [rowwise(E4M3)] * 3),
+        (Float8RowwiseScaling(fp8_format=Format.HYBRID), [*[rowwise(E4M3)] * 2, rowwise(E5M2)]),
+        (
+            Float8RowwiseScaling(use_power_2_scales=True),
+            [rowwise(E4M3, force_pow_2_scales=True)] * 3,
+        ),
         (
             Float8CurrentScaling(use_power_2_scales=True),
             [current(dtype, force_pow_2_scales=True) for dtype in (E4M3, E4M3, E5M2)],
@@ -117,3 +129,24 @@ def test_recipes_without_a_field_for_it_split_the_accumulators_of_backward_alone
     make: type[Recipe],
 ) -> None:
     assert make().split_accumulators == (False, True, True)
+
+
+def test_a_quantizer_class_that_names_a_recipe_is_what_the_recipe_means() -> None:
+    class Coarse(Float8RowwiseScaling):
+        pass
+
+    class CoarseQuantizer(Float8RowwiseQuantizer):
+        recipe_class = Coarse
+
+        @classmethod
+        def of_recipe(cls, recipe: Float8RowwiseScaling, role: str) -> Quantizer:
+            return cls(E5M2 if role == "weight" else E4M3)
+
+    found = quantizers(Coarse())
+    assert found == [CoarseQuantizer(dtype) for dtype in (E4M3, E5M2, E4M3)]
+    assert all(type(value_of(q)) is CoarseQuantizer for q in found)
+    assert quantizers(Float8RowwiseScaling()) == [rowwise(E4M3)] * 3
+
+
+def value_of(quantizer: Quantizer) -> Quantizer:
+    return quantizer.with_usage(rowwise=True, columnwise=True)

@@ -669,6 +669,7 @@ IN_BLOCKS = (
 RECIPES = (
     fuser.recipe.Float8CurrentScaling(),
     fuser.recipe.Float8CurrentScaling(use_power_2_scales=True),
+    fuser.recipe.Float8RowwiseScaling(),
     fuser.recipe.Float8BlockScaling(),
     fuser.recipe.Float8BlockScaling(
         use_f32_scales=True, w_block_scaling_dim=1, grad_block_scaling_dim=2

@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import every_format as formats
 import pytest
 import torch
 
@@ -47,11 +48,7 @@ class Custom(CustomRecipe):
 
 
 RECIPES = (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Float8BlockScaling,
-    NVFP4BlockScaling,
+    *formats.RECIPES.values(),
     Custom,
 )
 OVERRIDABLE = tuple(recipe for recipe in RECIPES if recipe is not DelayedScaling)
@@ -201,17 +198,17 @@ def test_defaults_are_the_documented_ones() -> None:
 
 
 def test_a_recipe_says_which_one_it_is() -> None:
-    questions = (
-        "delayed",
-        "float8_current_scaling",
-        "mxfp8",
-        "float8_block_scaling",
-        "nvfp4",
-        "custom",
-    )
-    for recipe, own in zip(RECIPES, questions, strict=True):
+    questions = {
+        "delayed": DelayedScaling,
+        "float8_current_scaling": Float8CurrentScaling,
+        "mxfp8": MXFP8BlockScaling,
+        "float8_block_scaling": Float8BlockScaling,
+        "nvfp4": NVFP4BlockScaling,
+        "custom": Custom,
+    }
+    for recipe in RECIPES:
         answers = {question: getattr(recipe(), question)() for question in questions}
-        assert answers == {question: question == own for question in questions}
+        assert answers == {question: recipe is own for question, own in questions.items()}
 
 
 # -- backward_override ------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -26,7 +27,7 @@ from fuser.recipe import (
 )
 
 ROLES = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
-RECIPES = (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Float8BlockScaling)
+RECIPES = tuple(cls for cls in formats.RECIPES.values() if cls is not NVFP4BlockScaling)
 every_role = pytest.mark.parametrize("role", ROLES)
 
 
@@ -34,7 +35,7 @@ every_role = pytest.mark.parametrize("role", ROLES)
 
 
 @every_role
-@pytest.mark.parametrize("make", [Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("make", [cls for cls in RECIPES if "amax_epsilon" in cls.taken_params])
 def test_an_amax_epsilon_holds_for_the_tensors_that_it_is_given_for(make: Any, role: str) -> None:
     recipe = make(**{f"fp8_quant_{ROLES[role]}": QParams(amax_epsilon=16.0, power_2_scale=True)})
     x, weight, dy = (oracles.random_tensor((128, 128), torch.float32, k) * 1e-2 for k in range(3))

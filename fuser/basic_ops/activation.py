@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,7 +81,7 @@ class Activation(BasicOperation):
         return not self.cache_quantized_input
 
     def saved_bytes(self, spec: TensorSpec) -> int:
-        return INPUT_CACHE.format.nbytes(math.prod(spec.shape), 1) if not self.saves_input else 0
+        return INPUT_CACHE.format.nbytes(spec.shape, ("rowwise",)) if not self.saves_input else 0
 
     def run(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor | LazyTensor:
         """The output. Saves the input for backward in ``ctx``."""

@@ -333,6 +333,14 @@ class NVFP4Quantizer(ChangeableQuantizer, tensors.NVFP4Quantizer):
         )
 
 
+# The other formats, which te.ops does not have: an op may be handed their quantizers too.
+for _value_class in Quantizer.__subclasses__():
+    if _value_class.__module__.startswith("fuser.tensors.") and _value_class not in _CHANGEABLE:
+        _own = {"__module__": __name__, "__qualname__": _value_class.__qualname__}
+        _made: Any = _CountsValues(_value_class.__name__, (ChangeableQuantizer, _value_class), _own)
+        globals()[_value_class.__name__] = _changeable(_value_class)(_made)
+
+
 # -- quantizers for scripts ----------------------------------------------------------
 
 

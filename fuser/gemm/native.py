@@ -43,6 +43,8 @@ class NativeGemm:
         is an epilogue in fp16 and bf16.
         If ``is_split``, partial sums are added to fp32 registers more often, which is slower and
         more accurate on Hopper.
+    takes_e5m2
+        Whether one of the operands may be E5M2; never both.
     """
 
     name: str
@@ -50,6 +52,7 @@ class NativeGemm:
     archs: tuple[int | tuple[int, int], ...]
     cuda: tuple[int, int]
     run: Callable[[Operand, Operand, torch.dtype, bool, torch.Tensor | None], torch.Tensor]
+    takes_e5m2: bool = True
 
     def serves(self, a: NumberFormat, b: NumberFormat, arch: tuple[int, int]) -> bool:
         """Whether it multiplies operands ``a`` and ``b`` on compute capability ``arch``."""
@@ -57,6 +60,7 @@ class NativeGemm:
             (a.name, b.name) in self.formats
             # Tensor cores multiply E5M2 with E4M3 only.
             and DType.kFloat8E4M3 in (a.element, b.element)
+            and (self.takes_e5m2 or a.element is b.element)
             and (arch in self.archs or arch[0] in self.archs)
             and torch_cuda() >= self.cuda
         )
@@ -72,18 +76,17 @@ def torch_cuda() -> tuple[int, int]:
 def tensorwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``a @ b.T (+ bias)`` of FP8 tensors with one scale each."""
-    (rows, inner), (columns, _) = a.data.shape, b.data.shape
-    padded_inner, padded_columns = round_up(inner, ALIGNMENT), round_up(columns, ALIGNMENT)
-    product = _multiply(
-        _elements(a, (rows, padded_inner)),
-        _elements(b, (padded_columns, padded_inner)),
-        (a.scale_inv, b.scale_inv),
-        out_dtype,
-        is_split,
-        None if bias is None else _padded(bias, (padded_columns,)),
-    )
-    return product if columns == padded_columns else product[:, :columns]
+    """``a @ b.T (+ bias)`` of FP8 with one scale a tensor."""
+    return _by_rows(a, b, (a.scale_inv, b.scale_inv), out_dtype, is_split, bias)
+
+
+def rowwise(
+    a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``a @ b.T (+ bias)`` of FP8 with one scale a row: ``[M, 1]`` of a, ``[1, N]`` of b."""
+    columns = round_up(b.data.shape[0], ALIGNMENT)
+    scales = (_at_16_bytes(a.scale_inv), _at_16_bytes(_padded(b.scale_inv, (columns,))))
+    return _by_rows(a, b, (scales[0][:, None], scales[1][None]), out_dtype, is_split, bias)
 
 
 def blockwise(
@@ -103,6 +106,28 @@ def blockwise(
     bias = None if bias is None else _padded(bias, (data[1].shape[0],))
     product = _multiply(data[0], data[1], pair, out_dtype, is_split, bias)
     return product[: a.data.shape[0], : b.data.shape[0]]
+
+
+def _by_rows(
+    a: Operand,
+    b: Operand,
+    scales: tuple[torch.Tensor, torch.Tensor],
+    out_dtype: torch.dtype,
+    is_split: bool,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """The product of data whose rows are padded to whole runs of 16."""
+    (rows, inner), (columns, _) = a.data.shape, b.data.shape
+    padded_inner, padded_columns = round_up(inner, ALIGNMENT), round_up(columns, ALIGNMENT)
+    product = _multiply(
+        _elements(a, (rows, padded_inner)),
+        _elements(b, (padded_columns, padded_inner)),
+        scales,
+        out_dtype,
+        is_split,
+        None if bias is None else _padded(bias, (padded_columns,)),
+    )
+    return product if columns == padded_columns else product[:, :columns]
 
 
 def _multiply(
@@ -125,6 +150,11 @@ def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
     return _padded(operand.data, shape).view(operand.format.element.torch_dtype)
 
 
+def _at_16_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """``scales`` where cuBLASLt reads vectors of them; those of some rows may begin anywhere."""
+    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
+
+
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """``tensor`` padded with zeros at its end to ``shape``; itself if it has that shape."""
     if tuple(tensor.shape) == shape:
@@ -140,6 +170,15 @@ NATIVE_GEMMS = (
         archs=((8, 9), 9, 10, 12),
         cuda=(12, 1),
         run=tensorwise,
+    ),
+    # Elsewhere torch calls CUTLASS, which has no fp32 output. torch tests E4M3 operands alone.
+    NativeGemm(
+        "FP8 rowwise mm",
+        formats=(("FP8 rowwise", "FP8 rowwise"),),
+        archs=(9,),
+        cuda=(12, 9),
+        run=rowwise,
+        takes_e5m2=False,
     ),
     NativeGemm(
         "FP8 128-block mm",

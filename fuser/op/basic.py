@@ -18,8 +18,8 @@ from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation, Grads
 from fuser.op.parameters import default_device
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
-from fuser.precision.quantizer_for import fp8_dtype, make_quantizer, role_format
-from fuser.recipe import CustomRecipe, DelayedScaling, Recipe
+from fuser.precision.quantizer_for import make_quantizer, role_format
+from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Quantizer
 

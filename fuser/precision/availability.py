@@ -12,7 +12,7 @@ from fuser.gemm.matmul import architecture
 from fuser.gemm.native import native_gemm
 from fuser.precision.quantizer_for import role_format
 from fuser.recipe import (
-    DelayedScaling,
+    RECIPES,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
@@ -22,14 +22,6 @@ from fuser.recipe import (
 
 # The roles of the two operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
-
-RECIPES = (
-    DelayedScaling,
-    Float8CurrentScaling,
-    Float8BlockScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-)
 
 
 def runs_natively(recipe: Recipe, arch: tuple[int, int] | None) -> bool:

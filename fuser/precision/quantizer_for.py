@@ -5,33 +5,10 @@ from __future__ import annotations
 import functools
 
 from fuser.errors import InputError
-from fuser.formats import DType, NumberFormat
-from fuser.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    QParams,
-    QuantizerRole,
-    Recipe,
-)
-from fuser.tensors import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    Quantizer,
-)
-
-
-def fp8_dtype(recipe_format: Format, role: str) -> DType:
-    """The FP8 format of a tensor with this role: under HYBRID, E5M2 for gradients."""
-    if recipe_format is Format.HYBRID:
-        return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3
-    return {Format.E4M3: DType.kFloat8E4M3, Format.E5M2: DType.kFloat8E5M2}[recipe_format]
+from fuser.formats import NumberFormat
+from fuser.recipe import CustomRecipe, DelayedScaling, QuantizerRole, Recipe, fp8_dtype
+from fuser.tensors import Quantizer
+from fuser.tensors.quantizer import quantizer_class
 
 
 def make_quantizer(
@@ -60,45 +37,10 @@ def make_quantizer(
 
 @functools.lru_cache(maxsize=1024)
 def _make_quantizer(recipe: Recipe, role: str) -> Quantizer:
-    if isinstance(recipe, MXFP8BlockScaling):
-        return MXFP8Quantizer(
-            fp8_dtype(recipe.fp8_format, role),
-            with_2d_quantization=recipe.enable_2d_quantization and role == "weight",
-        )
-    if isinstance(recipe, Float8CurrentScaling):
-        params = _params(recipe, role, "fp8")
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-        )
-    if isinstance(recipe, Float8BlockScaling):
-        params = _params(recipe, role, "fp8")
-        dims = {
-            "input": recipe.x_block_scaling_dim,
-            "weight": recipe.w_block_scaling_dim,
-            "grad_output": recipe.grad_block_scaling_dim,
-        }
-        return Float8BlockQuantizer(
-            fp8_dtype(recipe.fp8_format, role),
-            force_pow_2_scales=params.power_2_scale,
-            amax_epsilon=params.amax_epsilon,
-            block_scaling_dim=dims[role],
-        )
-    if isinstance(recipe, NVFP4BlockScaling):
-        params = _params(recipe, role, "fp4")
-        return NVFP4Quantizer(
-            with_2d_quantization=params.fp4_2d_quantization,
-            with_rht=params.random_hadamard_transform,
-            stochastic_rounding=params.stochastic_rounding,
-        )
-    raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
-
-
-def _params(recipe: Recipe, role: str, prefix: str) -> QParams:
-    names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
-    params: QParams = getattr(recipe, f"{prefix}_quant_{names[role]}")
-    return params
+    cls = quantizer_class(recipe)
+    if cls is None:
+        raise InputError(f"{recipe} names no quantizer for the role {role!r}.")
+    return cls.of_recipe(recipe, role)
 
 
 def role_format(recipe: Recipe, role: str) -> NumberFormat:

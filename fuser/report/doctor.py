@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.metadata
 import os
+import pkgutil
 import platform
 import re
 import shutil
@@ -18,20 +20,13 @@ import networkx
 import numpy
 import torch
 
-from fuser.cuda import (
-    block_scaling,
-    fp8_scaling,
-    module,
-    mxfp8,
-    normalization,
-    normalization_backward,
-    nvfp4,
-    pointwise_instantiations,
-)
+import fuser.cuda
+from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import KernelUnavailable
-from fuser.precision.availability import RECIPES, runs_natively
+from fuser.precision.availability import runs_natively
+from fuser.recipe import RECIPES
 from fuser.version import __version__
 
 MINIMUM_TORCH = (2, 11)
@@ -213,9 +208,9 @@ def diagnose() -> Diagnosis:
 def one_of_each_source() -> dict[str, str]:
     """The symbol of one kernel of each source that pipelines use, by the name of the ``.cu``."""
     found: dict[str, str] = {}
-    norms = (normalization, normalization_backward)
-    for family in (block_scaling, fp8_scaling, mxfp8, *norms, nvfp4, pointwise_instantiations):
-        for kernel in family.instantiations():
+    for name in sorted(info.name for info in pkgutil.iter_modules(fuser.cuda.__path__)):
+        launcher = importlib.import_module(f"fuser.cuda.{name}")
+        for kernel in getattr(launcher, "instantiations", tuple)():
             found.setdefault(kernel.module, kernel.symbol)
     return found
 

@@ -195,7 +195,7 @@ def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
         dtype = key.autocast_dtype or op.weight.dtype
     if made is None or made.format.pads(spec.shape):  # torch pads it
         return None
-    streams = not made.format.block_size and not made.columnwise
+    streams = made.format.has_one_scale and not made.columnwise
     return _Reading(_matrix(spec.shape[-1]), spec.shape[-1], dtype, TILE_RUN, streams=streams)
 
 

@@ -8,12 +8,15 @@ from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.operand import Operand
 from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.rowwise_scaling import Float8RowwiseQuantizer, Float8RowwiseTensor
 
 __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
+    "Float8RowwiseQuantizer",
+    "Float8RowwiseTensor",
     "Float8Tensor",
     "MXFP8Quantizer",
     "MXFP8Tensor",

@@ -12,6 +12,7 @@ import torch
 from fuser.cuda import block_scaling as kernels
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
@@ -87,10 +88,26 @@ class Float8BlockQuantizer(Quantizer):
     block_scaling_dim: int = field(default=2, kw_only=True)
 
     tensor_class = Float8BlockwiseQTensor
+    recipe_class = Float8BlockScaling
     accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8BlockQuantizer", self.fp8_dtype)
+
+    @classmethod
+    def of_recipe(cls, recipe: Float8BlockScaling, role: str) -> Quantizer:
+        params = role_params(recipe, role)
+        dims = {
+            "input": recipe.x_block_scaling_dim,
+            "weight": recipe.w_block_scaling_dim,
+            "grad_output": recipe.grad_block_scaling_dim,
+        }
+        return cls(
+            fp8_dtype(recipe.fp8_format, role),
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
+            block_scaling_dim=dims[role],
+        )
 
     @functools.cached_property
     def format(self) -> NumberFormat:

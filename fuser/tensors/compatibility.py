@@ -6,30 +6,26 @@ Importing this file adds them to the classes. The rest of the library does not u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import DType
-from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
+from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Tensor
-from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
-# The keywords of constructors, and the buffer that each sets.
-_BLOCKS = {name.removeprefix("_"): name for name in BlockScaledTensor.buffer_names}
+# The keywords of constructors, and the buffers that they set if the names differ.
 _KEYWORDS: dict[type[QuantizedTensor], dict[str, str]] = {
     Float8Tensor: {
         "data": "_rowwise_data",
         "data_transpose": "_columnwise_data",
         "fp8_scale_inv": "_scale_inv",
     },
-    MXFP8Tensor: _BLOCKS,
-    Float8BlockwiseQTensor: _BLOCKS,
-    NVFP4Tensor: {name.removeprefix("_"): name for name in NVFP4Tensor.buffer_names},
 }
 # The other keywords, each with the values that this library supports; None: any value.
 _OPTIONS: dict[str, tuple[Any, ...] | None] = {
@@ -42,7 +38,8 @@ _OPTIONS: dict[str, tuple[Any, ...] | None] = {
 
 
 def _buffers_by_keyword(cls: type[QuantizedTensor]) -> dict[str, str]:
-    return next((_KEYWORDS[base] for base in cls.__mro__ if base in _KEYWORDS), {})
+    own = next((_KEYWORDS[base] for base in cls.__mro__ if base in _KEYWORDS), None)
+    return own or {name.removeprefix("_"): name for name in cls.buffer_names}
 
 
 # -- constructors ----------------------------------------------------------------
@@ -130,13 +127,17 @@ def _quantizer_of(cls: type[QuantizedTensor], named: dict[str, Any]) -> Quantize
     element = named.get("fp8_dtype") or DType.kFloat8E4M3
     if issubclass(cls, Float8Tensor):
         return Float8CurrentScalingQuantizer(element)
-    if issubclass(cls, MXFP8Tensor):
-        return MXFP8Quantizer(element)
     if issubclass(cls, Float8BlockwiseQTensor):
         return Float8BlockQuantizer(
             element, block_scaling_dim=2 if named.get("is_2D_scaled", True) else 1
         )
-    return NVFP4Quantizer()
+    if issubclass(cls, NVFP4Tensor):
+        return NVFP4Quantizer()
+    makes: Any = next(
+        q for q in Quantizer.__subclasses__() if getattr(q, "tensor_class", None) in cls.__mro__
+    )
+    made: Quantizer = makes(element)
+    return made
 
 
 # -- methods of every quantized tensor -----------------------------------------------
@@ -275,10 +276,15 @@ _add(
     _from_keywords=staticmethod(_from_keywords),
 )
 _add(Float8Tensor, _reset_caches)
-_fp8_dtype = property(lambda tensor: tensor._quantizer.fp8_dtype)
-_add(MXFP8Tensor, _fp8_dtype=_fp8_dtype)
 _add(
     Float8BlockwiseQTensor,
-    _fp8_dtype=_fp8_dtype,
     _is_2D_scaled=property(lambda tensor: tensor._quantizer.block_scaling_dim == 2),
 )
+for _class in Quantizer.__subclasses__():
+    if "fp8_dtype" in {field.name for field in fields(_class)} and _class.tensor_class is not (
+        Float8Tensor
+    ):
+        _add(
+            _class.tensor_class,
+            _fp8_dtype=property(lambda tensor: tensor._quantizer.fp8_dtype),
+        )

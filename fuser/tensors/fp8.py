@@ -23,6 +23,7 @@ from fuser.functional.lazy import (
     rows_of,
     source_of,
 )
+from fuser.recipe import Float8CurrentScaling, fp8_dtype, role_params
 from fuser.reference import fp8
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
@@ -172,10 +173,20 @@ class Float8CurrentScalingQuantizer(Quantizer):
     group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8Tensor
+    recipe_class = Float8CurrentScaling
     accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8CurrentScalingQuantizer", self.fp8_dtype)
+
+    @classmethod
+    def of_recipe(cls, recipe: Float8CurrentScaling, role: str) -> Quantizer:
+        params = role_params(recipe, role)
+        return cls(
+            fp8_dtype(recipe.fp8_format, role),
+            force_pow_2_scales=params.power_2_scale,
+            amax_epsilon=params.amax_epsilon,
+        )
 
     @functools.cached_property
     def format(self) -> NumberFormat:

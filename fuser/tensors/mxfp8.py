@@ -19,6 +19,7 @@ from fuser.formats import (
     padded_shape,
 )
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.recipe import MXFP8BlockScaling, fp8_dtype
 from fuser.reference import mxfp8 as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
@@ -81,11 +82,19 @@ class MXFP8Quantizer(Quantizer):
     with_2d_quantization: bool = field(default=False, kw_only=True)
 
     tensor_class = MXFP8Tensor
+    recipe_class = MXFP8BlockScaling
     multiple = MXFP8_BLOCK
     accepts_lazy = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("MXFP8Quantizer", self.fp8_dtype)
+
+    @classmethod
+    def of_recipe(cls, recipe: MXFP8BlockScaling, role: str) -> Quantizer:
+        return cls(
+            fp8_dtype(recipe.fp8_format, role),
+            with_2d_quantization=recipe.enable_2d_quantization and role == "weight",
+        )
 
     @functools.cached_property
     def format(self) -> NumberFormat:

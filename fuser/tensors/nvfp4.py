@@ -14,6 +14,7 @@ from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
 from fuser.functional.amax import raise_amax
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, rows_of, source_of
+from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
@@ -127,6 +128,7 @@ class NVFP4Quantizer(Quantizer):
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
 
     tensor_class = NVFP4Tensor
+    recipe_class = NVFP4BlockScaling
     multiple = NVFP4_BLOCK
     accepts_lazy = True
 
@@ -151,6 +153,15 @@ class NVFP4Quantizer(Quantizer):
                 "NVFP4 got nvfp4_4over6=True; in this version the largest value of a block is "
                 "always scaled to 6, never to 4."
             )
+
+    @classmethod
+    def of_recipe(cls, recipe: NVFP4BlockScaling, role: str) -> Quantizer:
+        params = role_params(recipe, role, "fp4")
+        return cls(
+            with_2d_quantization=params.fp4_2d_quantization,
+            with_rht=params.random_hadamard_transform,
+            stochastic_rounding=params.stochastic_rounding,
+        )
 
     @functools.cached_property
     def format(self) -> NumberFormat:

@@ -16,6 +16,7 @@ from fuser.cuda.launch_cache import cached_launches
 from fuser.errors import InputError, KernelUnavailable
 from fuser.formats import NumberFormat, padded_shape
 from fuser.functional.lazy import LazyTensor, materialize, matrix_of
+from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -37,6 +38,8 @@ class Quantizer:
     columnwise: bool = True
 
     tensor_class: ClassVar[type[QuantizedTensor]]
+    recipe_class: ClassVar[type[Recipe] | None] = None
+    """The recipe whose quantizers :meth:`of_recipe` makes; None for a custom recipe's."""
     multiple: ClassVar[int] = 1
     """The matrix is padded with zeros to multiples of this number in both dimensions."""
     accepts_lazy: ClassVar[bool] = False
@@ -47,6 +50,8 @@ class Quantizer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        if (recipe_class := cls.__dict__.get("recipe_class")) is not None:
+            _OF_RECIPES[recipe_class] = cls
         # A subclass that redefines `buffers_of` does not inherit what its base promised about it.
         if "buffers_of" in cls.__dict__ and "accepts_lazy" not in cls.__dict__:
             cls.accepts_lazy = False
@@ -88,6 +93,14 @@ class Quantizer:
             )
         rows = source if source.dim() == 2 else _rows(source)
         return self._made(self.buffers_of(rows), source)
+
+    @classmethod
+    def of_recipe(cls, recipe: Any, role: str) -> Quantizer:
+        """The quantizer of an ``"input"``, ``"weight"`` or ``"grad_output"`` under a recipe.
+
+        The recipe is a ``recipe_class``.
+        """
+        raise NotImplementedError
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
@@ -194,6 +207,14 @@ class Quantizer:
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: without a process group."""
         return self
+
+
+_OF_RECIPES: dict[type[Recipe], type[Quantizer]] = {}
+
+
+def quantizer_class(recipe: Recipe) -> type[Quantizer] | None:
+    """The class whose ``recipe_class`` the recipe is; None if there is none."""
+    return next((_OF_RECIPES[c] for c in type(recipe).__mro__ if c in _OF_RECIPES), None)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -17,28 +17,15 @@ from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.dtypes import allow_float64
 from fuser.precision.contexts import autocast
-from fuser.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from fuser.recipe import RECIPES as RECIPE_CLASSES
+from fuser.recipe import Recipe
 from fuser.sequential import Sequential
 from fuser.specs import TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.testing.compare import Tolerance, difference, tolerance_of
 from fuser.testing.finite_differences import Slopes, wrong_slope
 
-RECIPES: tuple[Recipe | None, ...] = (
-    None,
-    DelayedScaling(),
-    Float8CurrentScaling(),
-    MXFP8BlockScaling(),
-    Float8BlockScaling(),
-    NVFP4BlockScaling(),
-)
+RECIPES: tuple[Recipe | None, ...] = (None, *(cls() for cls in RECIPE_CLASSES))
 """The recipes that ``check`` runs by default; None is no recipe."""
 
 BACKWARD_OVERRIDES: tuple[str | None, ...] = (None, "high_precision", "dequantized")

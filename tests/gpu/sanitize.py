@@ -37,6 +37,7 @@ FILES = (
     "test_nvfp4",
     "test_pointwise",
     "test_probe",
+    "test_rowwise_scaling",
 )
 # Tests of sizes that a tool would take hours for, of what it changes itself, and of what fails on
 # purpose: a symbol that is not there, kernels that do not compile (racecheck breaks torch's GEMMs).

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import every_format as formats
 import pytest
 import torch
 from launch_cache_cases import Pair, check, pairs
@@ -17,9 +18,7 @@ from fuser.formats import DType
 from fuser.functional import pointwise
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors import (
-    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
     NVFP4Quantizer,
     Quantizer,
 )
@@ -27,14 +26,8 @@ from fuser.tensors import (
 E4M3 = DType.kFloat8E4M3
 QUANTIZERS = pytest.mark.parametrize(
     "quantizer",
-    [
-        Float8CurrentScalingQuantizer(),
-        Float8BlockQuantizer(E4M3),
-        MXFP8Quantizer(),
-        NVFP4Quantizer(),
-        NVFP4Quantizer(with_rht=True),
-    ],
-    ids=["current", "block", "mxfp8", "nvfp4", "nvfp4-hadamard"],
+    [*formats.QUANTIZERS.values(), NVFP4Quantizer(with_rht=True)],
+    ids=[*formats.QUANTIZERS, "nvfp4-hadamard"],
 )
 SHAPES = pytest.mark.parametrize("shape", [(96, 128), (384, 512)], ids=["one tile", "more"])
 ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "whole"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import every_format as formats
 import oracles
 import pytest
 import torch
@@ -17,12 +18,10 @@ from fuser.gemm import native as native_gemm
 from fuser.precision.availability import runs_natively
 
 RECIPES = {
-    "current": recipes.Float8CurrentScaling(),
+    **{name: cls() for name, cls in formats.RECIPES.items()},
     "current-split": recipes.Float8CurrentScaling(
         fp8_gemm_fprop=recipes.MMParams(use_split_accumulator=True)
     ),
-    "delayed": recipes.DelayedScaling(),
-    "block": recipes.Float8BlockScaling(),
     "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
@@ -121,7 +120,7 @@ def test_a_scale_in_a_native_gemm_is_as_exact_as_one_that_is_rounded_first(
 def test_the_table_and_the_chip_agree() -> None:
     """Every row that serves this chip runs on it; every recipe runs, natively or not."""
     arch = torch.cuda.get_device_capability()
-    for recipe in (*RECIPES.values(), recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling()):
+    for recipe in RECIPES.values():
         plan = run(recipe, 64, (128, 128, 128), torch.bfloat16)["plan"]
         assert ("(emulated)" in plan) != runs_natively(recipe, arch), recipe
     assert native_gemm.torch_cuda() >= (12, 0)

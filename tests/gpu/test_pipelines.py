@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import every_format as formats
 import models
 import oracles
 import pytest
@@ -25,14 +26,7 @@ def linear_gelu_linear(dtype: torch.dtype, width: int = 64) -> fuser.Sequential:
     return models.mlp(width, 2 * width, device="cuda", dtype=dtype)
 
 
-RECIPES = {
-    "plain": None,
-    "current": fuser.recipe.Float8CurrentScaling(),
-    "delayed": fuser.recipe.DelayedScaling(),
-    "mxfp8": fuser.recipe.MXFP8BlockScaling(),
-    "block": fuser.recipe.Float8BlockScaling(),
-    "nvfp4": fuser.recipe.NVFP4BlockScaling(),
-}
+RECIPES = {"plain": None, **{name: cls() for name, cls in formats.RECIPES.items()}}
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")

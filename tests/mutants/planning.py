@@ -369,14 +369,14 @@ PLAN_KEYS = (
     ),
     Mutant(
         "HYBRID quantizes weights in E5M2 and gradients in E4M3",
-        "precision/quantizer_for.py",
+        "recipe.py",
         'return DType.kFloat8E5M2 if role == "grad_output" else DType.kFloat8E4M3',
         'return DType.kFloat8E5M2 if role == "weight" else DType.kFloat8E4M3',
         "test_quantizer_for.py",
     ),
     Mutant(
         "enable_2d_quantization reaches inputs and gradients",
-        "precision/quantizer_for.py",
+        "tensors/mxfp8.py",
         'with_2d_quantization=recipe.enable_2d_quantization and role == "weight",',
         "with_2d_quantization=recipe.enable_2d_quantization,",
         "test_quantizer_for.py",
@@ -404,14 +404,14 @@ PLAN_KEYS = (
     ),
     Mutant(
         "weights have the blocks of inputs",
-        "precision/quantizer_for.py",
+        "tensors/block_scaling.py",
         '"weight": recipe.w_block_scaling_dim,',
         '"weight": recipe.x_block_scaling_dim,',
         "test_quantizer_for.py",
     ),
     Mutant(
         "gradients have the parameters of inputs",
-        "precision/quantizer_for.py",
+        "recipe.py",
         '"grad_output": "bwd_grad"}',
         '"grad_output": "fwd_inp"}',
         "test_quantizer_for.py test_recipe_parameters.py",

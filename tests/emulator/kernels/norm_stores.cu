@@ -4,6 +4,7 @@
 #include <fuser/store/fp8_scaling.cuh>
 #include <fuser/store/mxfp8.cuh>
 #include <fuser/store/nvfp4.cuh>
+#include <fuser/store/rowwise_scaling.cuh>
 
 // On a multiprocessor: three leave 80 registers, two 128.
 template <class Producer>

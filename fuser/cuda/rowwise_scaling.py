@@ -1,0 +1,208 @@
+"""Launchers of FP8 with one scale a row: the functions of ``fuser.reference.rowwise_scaling``.
+
+Data is uint8 and holds E4M3 or E5M2; columnwise data is stored transposed, ``[K, M]``. Scales are
+fp32, one for each row of the data as it is stored: ``[M]`` and ``[K]``.
+The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
+from fuser.cuda.checks import (
+    FLOAT8,
+    bits_of,
+    boolean,
+    check_buffer,
+    check_copy,
+    check_element,
+    check_float8,
+    check_matrix,
+    is_aligned,
+)
+from fuser.cuda.launch import TILE, TILE_THREADS, Kernel, Launch
+from fuser.cuda.tiled import (
+    as_producer,
+    decoder_kernel,
+    decoder_types,
+    launch_decoder,
+    launch_store,
+    loads,
+    quantizing_kernels,
+    store_kernel,
+    transposes_aligned,
+)
+from fuser.errors import InputError
+from fuser.formats import DType, ceil_div
+
+
+def amaxes(
+    x: torch.Tensor | Producer,
+    *,
+    row_amax: torch.Tensor | None = None,
+    col_amax: torch.Tensor | None = None,
+) -> None:
+    """Raise the amaxes of rows and columns to ``max |x|``; a NaN is above all numbers.
+
+    Reads ``b`` bytes an element.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, or a producer of such values.
+    row_amax, col_amax
+        fp32 ``[M]`` and ``[K]``, zeroed by the caller; read and written.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match this.
+    """
+    what = "row-wise amaxes"
+    producer = as_producer(what, x)
+    check_buffer(what, "row_amax", row_amax, torch.float32, (producer.rows,))
+    check_buffer(what, "col_amax", col_amax, torch.float32, (producer.columns,))
+    if row_amax is None and col_amax is None:
+        return
+    launch_store(_amaxes(producer.type), producer, Struct((row_amax, col_amax)))
+
+
+def quantize(
+    x: torch.Tensor | Producer,
+    dtype: DType,
+    *,
+    pow2: bool = False,
+    eps: float = 0.0,
+    row_amax: torch.Tensor | None = None,
+    row: torch.Tensor | None = None,
+    row_scale_inv: torch.Tensor | None = None,
+    col_amax: torch.Tensor | None = None,
+    col: torch.Tensor | None = None,
+    col_scale_inv: torch.Tensor | None = None,
+) -> None:
+    """Quantize ``x`` with scales that follow from the amaxes of rows and columns.
+
+    Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both.
+
+    Parameters
+    ----------
+    x
+        Read; ``[M, K]``, or a producer of such values.
+    dtype
+        E4M3 or E5M2.
+    pow2, eps
+        As in the reference.
+    row_amax, col_amax
+        Read; fp32 ``[M]`` with ``row`` and ``[K]`` with ``col`` (:func:`amaxes`).
+    row, row_scale_inv
+        Written, both or neither; ``[M, K]`` and fp32 ``[M]``.
+    col, col_scale_inv
+        Written, both or neither; ``[K, M]`` and fp32 ``[K]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match this, or a copy comes without its amaxes.
+    """
+    what = "row-wise FP8 quantize"
+    producer, to = as_producer(what, x), check_float8(what, dtype)
+    m, k = producer.rows, producer.columns
+    check_copy(what, "row", row, (m, k), "row_scale_inv", row_scale_inv, torch.float32, (m,))
+    check_copy(what, "col", col, (k, m), "col_scale_inv", col_scale_inv, torch.float32, (k,))
+    for name, copy, amax, size in (("row", row, row_amax, m), ("col", col, col_amax, k)):
+        check_buffer(what, f"{name}_amax", amax, torch.float32, (size,))
+        if copy is not None and amax is None:
+            raise InputError(f"{what} got {name} without {name}_amax.")
+    if row is None and col is None:
+        return
+    fields = (row_amax, row, row_scale_inv, col_amax, col, col_scale_inv)
+    store = Struct((*fields, bits_of(eps), int32(pow2)))
+    if m * k:
+        aligned = transposes_aligned(producer, row, col)
+        launch_store(_quantize(producer.type, to, aligned), producer, store)
+        return
+    # Without elements there are scales still, and nothing for the producer to compute.
+    kernel = _quantize(loads(ELEMENTS[producer.dtype], False), to, False)
+    blocks = max(1, ceil_div(m, TILE)) * max(1, ceil_div(k, TILE))
+    nothing = Struct((None, int64(0)))
+    kernel(Launch((blocks * (m + k > 0),), (TILE_THREADS,)), nothing, store, int64(m), int32(k))
+
+
+def dequantize(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """Write ``data * scale_inv``, rounded once, to ``out``. Moves ``1 + b`` bytes an element.
+
+    Parameters
+    ----------
+    data, scale_inv
+        Read; a rowwise copy, or a columnwise copy, which is transposed back.
+    dtype
+        E4M3 or E5M2.
+    out_dtype, out
+        Written; ``[M, K]``, contiguous and of this dtype.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match this.
+    """
+    what = "row-wise FP8 dequantize"
+    rows, columns = check_matrix(what, data)
+    check_buffer(what, "data", data, torch.uint8, (rows, columns))
+    check_buffer(what, "scale_inv", scale_inv, torch.float32, (rows,))
+    shape = (columns, rows) if columnwise else (rows, columns)
+    check_buffer(what, "out", out, out_dtype, shape)
+    element, of = check_element(what, out), check_float8(what, dtype)
+    aligned = is_aligned(data, 8) and columns % 8 == 0 and is_aligned(out, 16)
+    if columnwise:
+        aligned = aligned and rows % 8 == 0
+    # Of each row there is one block, which its scale follows.
+    strides = (int32(0), int64(1), int64(0))
+    producer = Struct((data, scale_inv, int32(columns), *strides))
+    kernel = _dequantize(element, of, columnwise, aligned)
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
+
+
+# -- kernels ------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _amaxes(producer: str) -> Kernel:
+    return store_kernel("rowwise_scaling", producer, "RowwiseAmaxStore")
+
+
+@functools.lru_cache(maxsize=1024)
+def _quantize(producer: str, to: str, aligned: bool) -> Kernel:
+    store = f"RowwiseStore<{to}, {boolean(aligned)}>"
+    return store_kernel("rowwise_scaling", producer, store)
+
+
+@functools.cache
+def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
+    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
+    return decoder_kernel("rowwise_scaling", producer, element, aligned, columnwise)
+
+
+def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
+    """The kernels of a producer with the stores of row-wise scaling."""
+    return (_amaxes(producer), _quantize(producer, FLOAT8[to], aligned))
+
+
+def instantiations() -> tuple[Kernel, ...]:
+    """Every kernel whose input is a matrix."""
+    dequantizing = tuple(
+        _dequantize(element, of, columnwise, aligned)
+        for element, of, aligned in decoder_types()
+        for columnwise in (False, True)
+    )
+    return dequantizing + quantizing_kernels(stores)
