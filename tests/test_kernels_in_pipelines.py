@@ -534,13 +534,7 @@ RECIPES = {
     "mxfp8-dequantized": recipes.MXFP8BlockScaling(backward_override="dequantized"),
     "current-high_precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
 }
-QUANTIZERS = (
-    fuser.Float8Quantizer,
-    fuser.Float8CurrentScalingQuantizer,
-    fuser.MXFP8Quantizer,
-    fuser.Float8BlockQuantizer,
-    fuser.NVFP4Quantizer,
-)
+QUANTIZERS = formats.QUANTIZER_CLASSES
 
 
 # These add to a norm's gradient before they round it: other bits than those of the ops alone.
