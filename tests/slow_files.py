@@ -54,7 +54,7 @@ SLOW_FILES = frozenset(
         "test_quantized_views.py",
         "test_random_pipelines.py",
         "test_recomputation.py",
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         "test_slow_files.py",
         "test_state.py",
         "test_step_memory.py",

@@ -1,4 +1,4 @@
-"""examples/compare_recipes.py: every recipe and override is run, fairly, and told as measured."""
+"""examples/compare_recipes.py: every recipe and override is run fairly and reported as measured."""
 
 from __future__ import annotations
 
@@ -124,12 +124,12 @@ def test_every_run_learns(losses: dict[tuple[str, str], list[float]]) -> None:
 
 def test_the_table_is_printed_and_written(comparison: tuple[Path, str]) -> None:
     out, printed = comparison
-    told = (out / "recipes.md").read_text()
+    report = (out / "recipes.md").read_text()
     table = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(RUNS)
     assert len({len(line) for line in table}) == 1
-    assert "\n".join(table) in told
-    assert "every allocation and free of torch's CPU allocator" in told
+    assert "\n".join(table) in report
+    assert "every allocation and free of torch's CPU allocator" in report
     assert (out / "recipes.png").read_bytes().startswith(b"\x89PNG")
     assert "15/15 nvfp4 dequantized: validation loss " in printed
 
@@ -142,7 +142,7 @@ def test_a_subset_of_recipes_in_another_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_everything_but_the_picture_is_there(tmp_path: Path) -> None:
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--recipes", "delayed", "--steps", "1")
     assert "No recipes.png: drawing it needs matplotlib; pip install matplotlib." in printed
     written = {path.name for path in tmp_path.iterdir()}

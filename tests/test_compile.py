@@ -173,7 +173,9 @@ def test_spills_are_seen(tmp_path: Path) -> None:
         ("#include <vector>\n", "vector"),
     ],
 )
-def test_what_does_not_compile_is_said(tmp_path: Path, text: str, words: str) -> None:
+def test_a_compile_error_names_the_file_and_the_reason(
+    tmp_path: Path, text: str, words: str
+) -> None:
     (tmp_path / "x.cu").write_text(text)
     with pytest.raises(CompileError, match=words):
         compiled(tmp_path, "x", ("fuser_x",), (8, 0))
