@@ -120,7 +120,7 @@ def randoms(multiple: int = 1, largest: int = 160, finite: bool = False) -> st.S
     )
 
 
-# -- every way to quantize, by one signature ---------------------------------------------
+# -- every way to quantize, with the same arguments ---------------------------------------------
 
 
 def _current(x: torch.Tensor, **asked: bool) -> Outputs:

@@ -110,9 +110,9 @@ OF_QUANTIZERS: dict[str, tuple[Any, Any]] = {
 }
 STATE = ("scale", "amax")
 # A device is accepted and not looked at; with a group nothing is remembered.
-# Saturation makes a difference only beyond what the scale holds; without it nothing is replayed.
+# Saturation makes a difference only beyond what the scale holds; without it nothing is cached.
 WITHOUT_EFFECT = ("device", "group", "saturates")
-# Off, the first two leave nothing to compare, and the last nothing that is replayed.
+# Off, the first two leave nothing to compare, and the last nothing that is cached.
 ON = ("rowwise", "columnwise", "saturates")
 
 

@@ -46,15 +46,15 @@ Running = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 class Into(launching.LaunchBackend):
     """Runs kernels of tiles that load a matrix with a producer in the matrix's place."""
 
-    def __init__(self, machine: launching.LaunchBackend, made: Producer) -> None:
-        self.machine, self.made = machine, made
+    def __init__(self, inner: launching.LaunchBackend, made: Producer) -> None:
+        self.inner, self.made = inner, made
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         found = re.fullmatch(r"fuser_tiled<fuser::LoadProducer<[^>]*>, (.*)>", kernel.symbol)
         assert found, kernel.symbol
         store = found[1] if self.made.is_aligned else found[1].replace("true>", "false>")
         instead = Kernel(SOURCE, f"fuser_norm_store<{self.made.type}, {store}>")
-        self.machine.run(instead, launch, (self.made.argument, *args[1:]))
+        self.inner.run(instead, launch, (self.made.argument, *args[1:]))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""AdaptiveLayerNorm: values and gradients against its formula, its shapes, and where it stands."""
+"""AdaptiveLayerNorm: values and gradients against its formula, its shapes, its place in models."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_each_gradient_comes_alone(which: int) -> None:
 
 
 @pytest.mark.parametrize("recipe", [recipes.MXFP8BlockScaling(), recipes.Float8BlockScaling()])
-def test_in_a_pipeline_it_hands_on_what_the_linear_reads(recipe: Any) -> None:
+def test_in_a_pipeline_it_writes_the_format_that_the_linear_reads(recipe: Any) -> None:
     x, scale, shift = (random_tensor(s, torch.float32, k) for k, s in enumerate(
         [(4, 8, 64), (4, 64), (4, 64)]))  # fmt: skip
     op, linear = fuser.AdaptiveLayerNorm(64), fuser.Linear(64, 64)

@@ -1,4 +1,4 @@
-"""Delayed scaling over several ranks: amaxes are reduced once a step, and nobody waits for ever."""
+"""Delayed scaling over several ranks: one reduction of amaxes a step, without deadlocks."""
 
 from __future__ import annotations
 

@@ -808,7 +808,7 @@ def test_a_registered_fused_op_that_could_not_run_is_refused(side: str) -> None:
 
 @pytest.mark.usefixtures("_registry")
 @pytest.mark.parametrize("register", REGISTER, ids=lambda function: function.__name__)
-def test_what_is_no_function_is_not_registered(register: Any) -> None:
+def test_only_functions_are_registered(register: Any) -> None:
     before = fuser.runtime.pipeline._registered
     for what in (_Bad, _Bad([fuser.GELU()]), None):
         with pytest.raises(fuser.InputTypeError, match=r"a function of a list of ops"):
@@ -1004,7 +1004,7 @@ def test_an_op_without_a_method_says_which_one(missing: str, extras: int) -> Non
 
 
 class _FailsInBackward(Silent):
-    """Fails in backward while it is told to."""
+    """Fails in backward while it is asked to."""
 
     is_failing = True
 

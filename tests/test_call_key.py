@@ -1,4 +1,4 @@
-"""A running pipeline notices whatever its plan depends on: no signature of a call goes stale.
+"""The call key covers everything that a plan depends on: a running pipeline has no stale plan.
 
 The yardstick is a deep copy, which plans anew and so cannot know what ran before.
 """
@@ -326,19 +326,19 @@ def test_parameters_are_read_in_the_order_of_the_ops() -> None:
     assert all(one is other for one, other in zip(slots.tensors(), wanted, strict=True))
 
 
-def test_shapes_do_not_enter_the_signature() -> None:
+def test_shapes_are_not_part_of_the_call_key() -> None:
     slots = CallKeyReader(list(mlp()[0].basic_ops), 1)
-    signatures = {
+    keys = {
         slots.read(x_of(*shape), (x_of(*shape),), None)[1]
         for shape in [(3, SIZE), (2, 5, SIZE), (SIZE,), (0, SIZE)]
     }
-    assert len(signatures) == 1
+    assert len(keys) == 1
 
 
-def test_an_op_without_parameters_has_a_signature_too() -> None:
-    params, signature = CallKeyReader([fuser.GELU()], 0).read(x_of(3, 8), (), None)
+def test_an_op_without_parameters_has_a_call_key() -> None:
+    params, key = CallKeyReader([fuser.GELU()], 0).read(x_of(3, 8), (), None)
     assert params == ()
-    assert torch.float32 in signature
+    assert torch.float32 in key
 
 
 def test_a_parameter_that_two_ops_share_counts_for_each() -> None:
@@ -350,7 +350,7 @@ def test_a_parameter_that_two_ops_share_counts_for_each() -> None:
     assert_like_a_fresh_copy(model, x.requires_grad_())
 
 
-def test_a_dropped_model_leaves_no_source_behind() -> None:
+def test_a_dropped_model_frees_its_generated_source() -> None:
     def sources() -> int:
         return sum(str(name).startswith("<fuser ") for name in linecache.cache)
 
@@ -358,7 +358,7 @@ def test_a_dropped_model_leaves_no_source_behind() -> None:
     before = sources()
     model = mlp()
     model(x_of(3, SIZE))
-    assert sources() == before + 2  # the signature's, and one plan's
+    assert sources() == before + 2  # the call key's, and one plan's
     gc.disable()
     try:
         del model

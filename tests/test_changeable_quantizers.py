@@ -348,7 +348,7 @@ def trained(model: Any, recipe: Any) -> list[torch.Tensor]:
 
 
 @every_recipe
-def test_an_op_changes_what_it_is_handed_and_nobody_elses(recipe: Any) -> None:
+def test_an_op_changes_its_own_quantizer_and_no_other_ops(recipe: Any) -> None:
     op = Rounded()
     model = oracles.randomize(
         fuser.Sequential(fuser.BasicLinear(64, 64), op, fuser.Linear(64, 64), fuser.GELU())

@@ -129,7 +129,7 @@ def test_plan_takes_a_path_to_a_file_elsewhere(
     assert sys.modules["torch"] is torch
 
 
-def test_training_plans_the_backward_of_a_model_behind_another_layer(
+def test_training_plans_the_backward_of_a_model_after_another_layer(
     models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "backward: nothing needs a gradient" in printed(

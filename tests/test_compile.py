@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,40 +22,68 @@ needs_nvrtc = pytest.mark.skipif(
     nvrtc.why_unavailable() is not None, reason=f"needs NVRTC: {nvrtc.why_unavailable()}"
 )
 
-# For Hopper every kernel is compiled, for the other architectures as many as fit into this many
-# compilations in all: about 0.2 s each, so four minutes on two cores, or a second where the same
-# text was compiled before. Hopper's are compiled by the newest NVRTC that is here and the others'
-# by the oldest: what one takes another may refuse.
+# For Hopper every kernel is compiled. Each other architecture gets every kind of kernel, and of a
+# kind so many that about BUDGET compilations are made in all: 0.25 s each, or a second for all of
+# them where the same text was compiled before. Hopper's are compiled by the newest NVRTC that is
+# here and the others' by the oldest: what one takes another may refuse.
 ALL = (9, 0)
+OTHERS = tuple(other for other in CAPABILITIES if other != ALL)
 BUDGET = 1900
 
+# Kernels of one test, so that no process has minutes of work when the others have none.
+TOGETHER = 64
 
-def share(
-    known: dict[str, tuple[str, ...]], name: str, capability: tuple[int, int], budget: int = BUDGET
-) -> tuple[str, ...]:
-    """The symbols of a source to compile for an architecture.
 
-    Everything for Hopper; of the others' share each gets every n-th symbol, none the same.
+def kind(symbol: str) -> tuple[str, ...]:
+    """What stays of a symbol without its types: the kernel, its producer and its store."""
+    return tuple(re.findall(r"\w+(?:Producer|Store)\b|^\w+", symbol))
+
+
+def share(symbols: Sequence[str], capability: tuple[int, int], step: int) -> tuple[str, ...]:
+    """The symbols of a source to compile for an architecture: all for Hopper.
+
+    Each of the others gets every ``step``-th symbol of a kind, or one of them, each another one.
     """
     if capability == ALL:
-        return known[name]
-    others = [other for other in CAPABILITIES if other != ALL]
+        return tuple(symbols)
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for symbol in symbols:
+        kinds.setdefault(kind(symbol), []).append(symbol)
+    number = OTHERS.index(capability)
+    found: list[str] = []
+    for alike in kinds.values():
+        first = number * max(1, step // len(OTHERS))
+        found += alike[first % step :: step] or [alike[number % len(alike)]]
+    return tuple(found)
+
+
+def step_within(known: Mapping[str, Sequence[str]], budget: int = BUDGET) -> int:
+    """The step of :func:`share` with which all architectures take about ``budget`` compilations."""
     total = sum(map(len, known.values()))
-    step = max(1, -(-total * len(others) // max(1, budget - total)))
-    first = others.index(capability) % step
-    return known[name][first::step] or known[name][:1]
+    return max(1, -(-total * len(OTHERS) // max(1, budget - total)))
+
+
+def parts() -> list[Any]:
+    """Source, architecture and number of each part of the symbols that one test compiles."""
+    step = step_within(instantiations())
+    return [
+        pytest.param(name, capability, first, id=f"{name}-{module.arch_name(capability)}-{first}")
+        for name, symbols in instantiations().items()
+        for capability in CAPABILITIES
+        for first in range(0, len(share(symbols, capability, step)), TOGETHER)
+    ]
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=module.arch_name)
-@pytest.mark.parametrize("name", instantiations())
+@pytest.mark.parametrize(("name", "capability", "first"), parts())
 def test_kernels_compile_and_spill_nothing(
-    name: str, capability: tuple[int, int], record_property: pytest.RecordProperty
+    name: str, capability: tuple[int, int], first: int, record_property: pytest.RecordProperty
 ) -> None:
     start = time.perf_counter()
-    symbols = share(instantiations(), name, capability)
+    symbols = share(instantiations()[name], capability, step_within(instantiations()))
     library = nvrtc.libraries()[-1 if capability == ALL else 0]
-    kernels = compiled(module.KERNELS, name, symbols, capability, library)
+    part = symbols[first : first + TOGETHER]
+    kernels = compiled(module.KERNELS, name, part, capability, library)
     record_property("compiled", [(str(k), k.registers) for k in kernels])
     record_property("seconds", time.perf_counter() - start)
     in_memory = [str(k) for k in kernels if k.spill_bytes or k.stack_bytes]
@@ -82,15 +111,29 @@ def test_a_launcher_names_kernels_as_attributes_and_by_a_function() -> None:
 
 
 def test_many_kernels_are_shared_out_among_the_architectures() -> None:
-    known = {"x": tuple(f"fuser_{i}" for i in range(100)), "y": ("fuser_y",)}
+    known = {"x": tuple(f"fuser_x<{i}>" for i in range(100)), "y": ("fuser_y",)}
     for budget in (101, 200, 303, 505, 10_000):
-        shares = {c: share(known, "x", c, budget) for c in CAPABILITIES}
+        step = step_within(known, budget)
+        shares = {c: share(known["x"], c, step) for c in CAPABILITIES}
         assert shares[ALL] == known["x"]
-        assert all(share(known, "y", c, budget) == ("fuser_y",) for c in CAPABILITIES)
+        assert all(share(known["y"], c, step) == ("fuser_y",) for c in CAPABILITIES)
         assert sum(map(len, shares.values())) <= max(budget, 104)
-    assert all(share(known, "x", c, 505) == known["x"] for c in CAPABILITIES)
-    half = [set(share(known, "x", c, 303)) for c in CAPABILITIES if c != ALL]
-    assert half[0] | half[1] == set(known["x"])
+        others = [symbol for c in OTHERS for symbol in shares[c]]
+        assert len(others) == len(set(others)) or budget > 200
+    assert all(share(known["x"], c, step_within(known, 505)) == known["x"] for c in CAPABILITIES)
+    half = [set(share(known["x"], c, 2)) for c in OTHERS]
+    assert set().union(*half) == set(known["x"])
+
+
+def test_every_architecture_compiles_each_kind_of_kernel() -> None:
+    assert kind("fuser_tiled<fuser::LoadProducer<float, true>, fuser::Mxfp8Store<A, true>>") == (
+        *("fuser_tiled", "LoadProducer", "Mxfp8Store"),
+    )
+    for symbols in instantiations().values():
+        for capability in CAPABILITIES:
+            some = share(symbols, capability, step_within(instantiations()))
+            assert set(map(kind, some)) == set(map(kind, symbols))
+            assert len(set(some)) == len(some)
 
 
 # -- the check itself -----------------------------------------------------------
@@ -130,7 +173,9 @@ def test_spills_are_seen(tmp_path: Path) -> None:
         ("#include <vector>\n", "vector"),
     ],
 )
-def test_what_does_not_compile_is_said(tmp_path: Path, text: str, words: str) -> None:
+def test_a_compile_error_names_the_file_and_the_reason(
+    tmp_path: Path, text: str, words: str
+) -> None:
     (tmp_path / "x.cu").write_text(text)
     with pytest.raises(CompileError, match=words):
         compiled(tmp_path, "x", ("fuser_x",), (8, 0))

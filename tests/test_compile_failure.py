@@ -184,7 +184,7 @@ QUANTIZERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
 @pytest.mark.parametrize("make", VALUES.values(), ids=VALUES)
-def test_values_whose_kernel_does_not_compile_are_written_by_torch(
+def test_lazy_tensors_whose_kernel_does_not_compile_are_computed_by_torch(
     make: Callable[[], Any], quantizer: Any
 ) -> None:
     def run() -> list[Any]:

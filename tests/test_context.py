@@ -1,4 +1,4 @@
-"""What ops are told: which gradients are wanted, and what their forward used."""
+"""The context of an op: which gradients are needed, and what its forward used."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_an_input_that_is_quantized_for_a_users_op_says_it_too() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_a_users_op_was_handed_may_be_returned_to_the_caller(count: int) -> None:
+def test_the_input_of_a_users_op_may_be_returned_to_the_caller(count: int) -> None:
     model = fuser.Sequential(fuser.ConstantScale(2.0), *(Asking() for _ in range(count)))
     x = x_of(4, 8).requires_grad_()
     y = model(x)

@@ -74,7 +74,9 @@ def test_both_copies_are_dequantized(
         ({"dtype": DType.kFloat4E2M1}, "not E2M1"),
     ],
 )
-def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_launcher_refuses_tensors_that_it_does_not_support(
+    change: dict[str, Any], words: str
+) -> None:
     arguments = {
         "x": torch.zeros(5, 16),
         "dtype": E4M3,

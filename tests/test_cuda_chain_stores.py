@@ -70,7 +70,7 @@ def test_the_halves_of_dx_may_lie_in_any_tiles(columns: int, backward: bool) -> 
 
 
 @EVERY_SIDE
-def test_a_bias_in_front_of_two_lines_gets_sums_of_both(backward: bool) -> None:
+def test_a_bias_before_two_lines_gets_sums_of_both(backward: bool) -> None:
     check(sized(cases.TWO_HALVES, ONE_STORE), ONE_STORE, EMULATOR, backward=backward)
 
 
@@ -95,7 +95,7 @@ def test_a_chain_of_nothing_leaves_a_scale(shape: tuple[int, int]) -> None:
 # -- what is refused ----------------------------------------------------------
 
 
-def test_sums_are_of_a_bias_in_front_and_of_tiles() -> None:
+def test_sums_need_a_leading_bias_and_one_row_a_tile() -> None:
     case = replace(CHAINS["bias_gelu"], rows=300, columns=16)
     dy = x = torch.zeros(300, 16, dtype=case.dtype)
     assert pointwise.sums_shape(300, 16) == (3, 16)

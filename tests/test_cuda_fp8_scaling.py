@@ -108,7 +108,9 @@ def one() -> torch.Tensor:
         ({"amax_value": torch.zeros(1, dtype=torch.bfloat16)}, "amax_value .*torch.float32"),
     ],
 )
-def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_launcher_refuses_tensors_that_it_does_not_support(
+    change: dict[str, Any], words: str
+) -> None:
     arguments = {"x": torch.zeros(4, 8), "dtype": E4M3, "amax_value": one(), "scale_inv": one()}
     arguments.update(change)
     with pytest.raises(InputError, match=f"quantize_current .*{words}"):

@@ -136,7 +136,7 @@ def test_architectures_from_hopper_on_get_their_own_instructions(
 # -- why kernels are not available --------------------------------------------------
 
 
-def test_nothing_stands_in_the_way_of_a_matching_installation() -> None:
+def test_a_matching_installation_has_no_problems() -> None:
     assert obstacle(HERE) is None
     cuda12 = dataclasses.replace(
         HERE, torch_cuda="12.8", cupy_cuda=12090, cupy_packages=("cupy-cuda12x",)
@@ -580,7 +580,7 @@ def test_the_limits_and_the_special_values_fit() -> None:
         (torch.zeros(4), torch.zeros(4), "tensor on cpu"),
     ],
 )
-def test_the_probe_refuses_what_it_cannot_take(
+def test_the_probe_refuses_tensors_that_it_does_not_support(
     x: torch.Tensor, y: torch.Tensor, words: str
 ) -> None:
     with pytest.raises(InputError, match=words):

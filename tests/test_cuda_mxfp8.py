@@ -88,7 +88,9 @@ def test_every_exponent_is_dequantized(out_dtype: torch.dtype, columnwise: bool)
         ({"dtype": DType.kFloat4E2M1}, "MXFP8 .*not E2M1"),
     ],
 )
-def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_launcher_refuses_tensors_that_it_does_not_support(
+    change: dict[str, Any], words: str
+) -> None:
     arguments = {
         "x": torch.zeros(32, 64),
         "dtype": E4M3,

@@ -172,7 +172,7 @@ def test_sums_keep_subnormals_and_signed_zeros(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", WAYS, ids=str)
-def test_what_nobody_needs_is_not_written_and_changes_nothing(case: Case) -> None:
+def test_outputs_that_are_not_requested_are_not_written_and_change_nothing(case: Case) -> None:
     given = inputs_of(case)
     expected = forward(case, given, running)
     y = torch.empty_like(expected["y"])
@@ -187,7 +187,7 @@ def test_what_nobody_needs_is_not_written_and_changes_nothing(case: Case) -> Non
 
 
 @pytest.mark.parametrize("offset", [0, 1])
-def test_gradients_that_nobody_needs_are_not_written_and_change_nothing(offset: int) -> None:
+def test_gradients_that_are_not_requested_are_not_written_and_change_nothing(offset: int) -> None:
     case = replace(WAYS[1], adds=False, offset=offset)
     given = inputs_of(case)
     got = forward(case, given, running)

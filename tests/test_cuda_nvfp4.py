@@ -96,7 +96,9 @@ def test_every_byte_is_dequantized_under_every_scale(
         ({"row": torch.zeros(16, 32, dtype=torch.uint8)}, r"row .*shape \(16, 16\)"),
     ],
 )
-def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+def test_a_launcher_refuses_tensors_that_it_does_not_support(
+    change: dict[str, Any], words: str
+) -> None:
     arguments = {
         "x": torch.zeros(16, 32),
         "amax_value": torch.ones(1),

@@ -204,7 +204,7 @@ def test_steps_fit_into_the_seconds(
     assert again.losses == pytest.approx(run.losses[:5], abs=1e-5)
 
 
-def test_a_minute_unless_told_otherwise(tmp_path: Path) -> None:
+def test_the_demo_takes_a_minute_by_default(tmp_path: Path) -> None:
     out = ["--out", str(tmp_path)]
     assert train_lm.parse(out).seconds == 60.0
     assert train_lm.parse(["--seconds", "2.5", *out]).seconds == 2.5
@@ -231,7 +231,7 @@ def test_pictures_are_drawn(demo: tuple[Path, str]) -> None:
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_without_matplotlib_everything_but_the_pictures_is_there(tmp_path: Path) -> None:
+def test_without_matplotlib_only_the_pictures_are_missing(tmp_path: Path) -> None:
     printed = run_main(tmp_path, "--steps", "3", "--no-compare", "--sample-bytes", "0")
     assert re.search(r"No plan\.svg: .*matplotlib", printed)
     assert re.search(r"No loss\.png: .*pip install matplotlib", printed)

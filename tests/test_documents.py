@@ -1,4 +1,4 @@
-"""The documents: their snippets run as printed, their links lead somewhere, the README is short."""
+"""The documents: their snippets run as printed, their links have targets, the README is short."""
 
 from __future__ import annotations
 

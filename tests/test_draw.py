@@ -290,7 +290,7 @@ def op_boxes(picture):
     return found
 
 
-def test_backward_of_an_op_stands_under_its_forward():
+def test_the_backward_of_an_op_is_drawn_under_its_forward():
     found = op_boxes(lay_out(mlp_plan()))
     for name in ("MakeExtraOutput", "RMSNorm", "SwiGLU", "AddExtraInput"):
         forward, backward = found[name]

@@ -213,7 +213,7 @@ def test_without_grad_nothing_is_saved(mode: Any) -> None:
     assert_same(outputs, expected)
 
 
-def test_where_nothing_is_trainable_nothing_is_saved() -> None:
+def test_nothing_is_saved_if_nothing_is_trainable() -> None:
     model = block().requires_grad_(False)
     x, extra = inputs((3, 8), (3, 8), requires_grad=False)
     shapes, outputs = saved_by(lambda: model(x, extra))
@@ -678,7 +678,7 @@ def test_an_op_that_needs_a_dimension_is_named(ops: list[Any], named: str) -> No
             call(torch.tensor(1.0))
 
 
-def test_what_is_added_to_a_tensor_without_dimensions_has_none_either() -> None:
+def test_a_scalar_input_refuses_an_extra_input_with_dimensions() -> None:
     with pytest.raises(fuser.InputError, match="AddExtraInput got an extra input"):
         fuser.AddExtraInput()(torch.tensor(1.0), torch.ones(1))
     with pytest.raises(fuser.InputTypeError, match="float"):
@@ -971,7 +971,7 @@ def test_forward_mode_is_refused_or_right(wanted: bool) -> None:
     torch.testing.assert_close(with_tangent(model, x), with_tangent(plain, x))
 
 
-def test_where_kernels_run_no_transform_is_allowed_that_they_would_not_see() -> None:
+def test_transforms_that_kernels_would_not_see_are_refused() -> None:
     model, (x,) = mlp().requires_grad_(False), inputs((3, 8), requires_grad=False)
     with on_kernels():
         for call in (with_tangent, lambda model, x: torch.func.vmap(model)(x)):
@@ -1227,7 +1227,7 @@ def test_a_traceback_shows_the_source_of_the_plan_that_ran() -> None:
         assert sum("# GELU" in line for line in source) == 2 * count
 
 
-def test_a_dropped_plan_leaves_no_source_behind() -> None:
+def test_a_dropped_plan_frees_its_generated_source() -> None:
     def sources() -> int:
         return sum(str(name).startswith("<fuser plan") for name in linecache.cache)
 

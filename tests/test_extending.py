@@ -326,10 +326,10 @@ def test_an_extra_output_that_an_op_does_not_tell_of_is_a_warning_that_names_the
 
 def test_the_real_shape_of_an_extra_output_is_planned_if_the_op_tells_it() -> None:
     x = torch.randn(4, 16)
-    assumed, told = (
+    assumed, exact = (
         centering(op).plan(x).forward[0].bytes_per_token for op in (RowSums, TellingRowSums)
     )
-    assert assumed - told == (16 - 1) * 4
+    assert assumed - exact == (16 - 1) * 4
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(centering(TellingRowSums), x)

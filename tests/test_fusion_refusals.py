@@ -169,7 +169,7 @@ def test_refuses_with_a_reason_that_names_the_values_and_runs_unfused(case: Refu
     assert model.plans == (plan,)
 
 
-def test_of_two_overlapping_windows_the_one_that_was_not_chosen_says_so() -> None:
+def test_an_overlapping_window_that_was_not_chosen_says_so() -> None:
     model = fuser.Sequential(
         fuser.MakeExtraOutput(), fuser.BasicLinear(FEATURES, FEATURES), fuser.ConstantScale(2.0)
     )

@@ -352,7 +352,7 @@ def test_a_tensor_on_a_channel_that_a_module_writes_into_is_refused(changing: An
     assert later.eval()(x).shape == x.shape
 
 
-def test_a_tensor_on_a_channel_is_freed_behind_its_last_reader() -> None:
+def test_a_tensor_on_a_channel_is_freed_after_its_last_reader() -> None:
     alive: list[bool] = []
 
     class Watch(torch.nn.Module):
@@ -830,7 +830,7 @@ def no_collector() -> Iterator[None]:
     ids=["op", "composite", "sequential", "split"],
 )
 @pytest.mark.parametrize("hooked", [False, True])
-def test_what_was_called_is_freed_without_the_collector(
+def test_a_called_model_is_freed_without_the_garbage_collector(
     build: Any, grad: bool, hooked: bool, no_collector: None
 ) -> None:
     model = build()

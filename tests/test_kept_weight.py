@@ -1,4 +1,4 @@
-"""The quantized weight that is kept from a first microbatch: what it is, and for how long."""
+"""The quantized weight of the first microbatch: which weight is kept, and for how long."""
 
 from __future__ import annotations
 

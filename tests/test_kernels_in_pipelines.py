@@ -452,7 +452,7 @@ class Means(BasicOperation):
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_what_comes_through_a_channel_gets_its_gradient(is_fused: bool) -> None:
+def test_a_tensor_from_a_channel_gets_its_gradient(is_fused: bool) -> None:
     ops = (
         Means().set_extra_output_channel(0, "means", output_to_caller=False),
         fuser.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False),
@@ -570,7 +570,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", [*RECIPES, "mxfp8 unfused"])
-def test_what_is_quantized_as_it_is_made_has_the_bits_of_a_plain_tensor_quantized(
+def test_quantizing_a_lazy_tensor_gives_the_bytes_of_quantizing_the_stored_tensor(
     name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = RECIPES[name.removesuffix(" unfused")]
@@ -627,7 +627,7 @@ def test_the_extra_input_of_a_chain_gets_the_plain_gradient_where_the_main_one_i
 def test_shapes_that_no_block_divides_have_the_bits_of_a_plain_tensor_quantized(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On kernels, in calls that are launched, recorded and replayed."""
+    """On kernels, in calls that are launched, recorded and taken from the launch cache."""
     recipe, shape = RECIPES[name], (3, 7, 24)
     with on_kernels():
         model = layer(fuser.FUSIONS, 24)
@@ -644,7 +644,7 @@ def test_shapes_that_no_block_divides_have_the_bits_of_a_plain_tensor_quantized(
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation(
+def test_no_plan_on_kernels_has_a_quantize_kernel_after_a_norm_or_an_activation(
     recipe: Any,
 ) -> None:
     x, extra = (leaf(torch.empty(32, 32, dtype=BF16)) for _ in range(2))
@@ -659,7 +659,7 @@ def test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation
     assert any(k.endswith(", quantize") for k in on_cpu) == is_emitted
 
 
-def test_a_group_reduces_the_amax_of_what_is_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_reduces_the_amax_of_a_lazy_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: t.mul_(2))
     quantizer = fuser.Float8CurrentScalingQuantizer().bound_to("a group")
     stage = Stage("swiglu")

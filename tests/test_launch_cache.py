@@ -1,4 +1,4 @@
-"""Launches made again: the same kernels over the new tensors, and the same results."""
+"""The launch cache: cached launches run the same kernels over new tensors."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Noting(launch.LaunchBackend):
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kernel, Launch, tuple[Any, ...]]]:
-    machine = Noting()
-    monkeypatch.setattr(launch, "backend", machine)
-    return machine.launches
+    backend = Noting()
+    monkeypatch.setattr(launch, "backend", backend)
+    return backend.launches
 
 
 class Work:
@@ -109,7 +109,7 @@ def test_the_third_call_of_a_layout_launches_without_the_function(noted: list[An
     ],
     ids=["shape", "dtype", "strides", "alignment"],
 )
-def test_another_layout_is_asked_anew(other: torch.Tensor, noted: list[Any]) -> None:
+def test_a_tensor_of_another_layout_is_recorded_anew(other: torch.Tensor, noted: list[Any]) -> None:
     work = Work()
     for _ in range(3):
         work(torch.ones(4, 8, dtype=BF16))
@@ -154,7 +154,7 @@ def test_another_name_of_a_tensor_is_nothing_more(
     assert work.calls == 2
 
 
-def test_a_part_of_what_was_made_comes_back_as_that_part(noted: list[Any]) -> None:
+def test_a_cached_launch_returns_the_same_view_of_its_allocation(noted: list[Any]) -> None:
     def run(x: torch.Tensor) -> dict[str, torch.Tensor]:
         out = torch.empty(x.shape)
         KERNEL(GRID, x, out)
@@ -165,7 +165,7 @@ def test_a_part_of_what_was_made_comes_back_as_that_part(noted: list[Any]) -> No
         assert cached_launches("part", (x,), lambda x=x: run(x))["out"].shape == (1, 8)
 
 
-def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
+def test_launches_over_tensor_subclasses_are_not_cached(noted: list[Any]) -> None:
     class Mine(torch.Tensor):
         pass
 
@@ -176,7 +176,7 @@ def test_tensors_of_other_classes_are_never_replayed(noted: list[Any]) -> None:
     assert not launch.backend.sequences
 
 
-def test_one_tensor_in_two_places_is_not_taken_for_two(noted: list[Any]) -> None:
+def test_one_tensor_as_two_arguments_has_an_entry_of_its_own(noted: list[Any]) -> None:
     def add(x: torch.Tensor, y: torch.Tensor) -> None:
         cached_launches("add", (x, y), lambda: KERNEL(GRID, x, y))
 
@@ -245,7 +245,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return given
 
 
-def test_a_tape_gives_the_driver_the_bytes_of_a_launch(driver: list[Any]) -> None:
+def test_a_launch_sequence_gives_the_driver_the_bytes_of_a_launch(driver: list[Any]) -> None:
     work = Work()
     for _ in range(2):
         work(torch.ones(4, 8, dtype=BF16))
@@ -261,7 +261,7 @@ def test_a_tape_gives_the_driver_the_bytes_of_a_launch(driver: list[Any]) -> Non
         assert second == struct.pack("@PPiP0PP", result["out"].data_ptr(), 0, 3, amax, x.data_ptr())
 
 
-def test_a_tape_keeps_numbers_that_have_no_literal(driver: list[Any]) -> None:
+def test_a_launch_sequence_keeps_numbers_that_have_no_literal(driver: list[Any]) -> None:
     values = [np.float32(v) for v in (float("inf"), float("-inf"), 0.1)] + [np.bool_(True)]
 
     def work(x: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def counted(quantizer: Quantizer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", [(20, 40), (136, 40)], ids=["one tile", "more"])
-def test_replayed_quantizing_gives_the_references_bytes(
+def test_cached_launches_of_a_quantizer_give_the_references_bytes(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantizer = Float8CurrentScalingQuantizer()
@@ -311,7 +311,7 @@ def test_replayed_quantizing_gives_the_references_bytes(
     assert len(calls) == 2
 
 
-def test_replayed_delayed_scaling_reads_and_writes_its_own_state(
+def test_cached_launches_of_delayed_scaling_use_the_state_of_each_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = counted(Float8Quantizer(), monkeypatch)
@@ -326,7 +326,7 @@ def test_replayed_delayed_scaling_reads_and_writes_its_own_state(
     assert len(calls) == 2
 
 
-def test_replayed_updates_of_delayed_scales_are_told_by_margin_and_algorithm() -> None:
+def test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm() -> None:
     with emulated():
         for margin, algorithm in [(0, "max"), (3, "max"), (0, "most_recent")] * 3:
             history = torch.tensor([[2.0], [0.0], [8.0]])
@@ -353,7 +353,7 @@ NVFP4: dict[str, Any] = {
 @pytest.mark.parametrize("options", NVFP4.values(), ids=NVFP4)
 @pytest.mark.parametrize("shape", [(32, 48), (5, 40)], ids=["whole", "padded"])
 @pytest.mark.parametrize("source", ["tensor", "values"])
-def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
+def test_cached_launches_of_nvfp4_give_the_references_bytes_and_new_amaxes(
     options: dict[str, Any], shape: tuple[int, int], source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantizer = NVFP4Quantizer(**options)
@@ -380,7 +380,7 @@ def test_replayed_nvfp4_gives_the_references_bytes_and_amaxes_of_its_own(
 
 @pytest.mark.parametrize("what", ["forward", "backward", "rmsnorm", "rmsnorm backward"])
 @pytest.mark.parametrize("rows", [16, 144])
-def test_replayed_values_are_what_they_were(
+def test_cached_launches_over_lazy_tensors_give_the_uncached_bytes(
     what: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantizer = Float8CurrentScalingQuantizer()
@@ -416,7 +416,7 @@ def test_replayed_values_are_what_they_were(
         assert all(map(torch.equal, one, other))
 
 
-def test_a_quantizer_that_draws_numbers_draws_anew() -> None:
+def test_a_stochastic_quantizer_draws_new_numbers_at_each_call() -> None:
     x = torch.linspace(-3, 3, 32 * 32).view(32, 32).to(BF16)
     quantizer = fuser.NVFP4Quantizer(stochastic_rounding=True)
     with on_kernels():
@@ -424,7 +424,7 @@ def test_a_quantizer_that_draws_numbers_draws_anew() -> None:
     assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-def test_quantizers_that_launch_the_same_share_tapes() -> None:
+def test_quantizers_that_launch_the_same_share_launch_sequences() -> None:
     quantizer = Float8CurrentScalingQuantizer()
     assert quantizer.launch_key == Float8CurrentScalingQuantizer().launch_key is not None
     for other in (
@@ -466,7 +466,7 @@ def test_a_users_own_quantizer_is_called_every_time() -> None:
     assert len(quantizer.seen) == 8
 
 
-def test_a_replay_inside_a_recording_is_part_of_it(noted: list[Any]) -> None:
+def test_cached_launches_inside_a_recording_are_recorded(noted: list[Any]) -> None:
     inner = Work()
 
     def outer(x: torch.Tensor) -> Any:

@@ -23,7 +23,7 @@ import memory_meter
 
 TINY = ["--layers", "1", "--tokens", "32", "--width", "32", "--hidden", "64"]
 # Blocks enough that what they hold outweighs the temporary copies that one of them makes.
-SEVERAL_BLOCKS = memory.Sizes(layers=24, tokens=256, width=64, hidden=256)
+SEVERAL_BLOCKS = memory.Sizes(layers=20, tokens=256, width=64, hidden=256)
 
 
 @functools.cache

@@ -317,7 +317,7 @@ def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:
     assert clamped.ops[2].function.scalars[0] == 2.0
 
 
-def test_a_factory_is_told_the_layers_name() -> None:
+def test_a_factory_gets_the_layers_name() -> None:
     roles: set[tuple[str, str]] = set()
 
     def factory(role: Any) -> Any:

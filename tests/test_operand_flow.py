@@ -1,4 +1,4 @@
-"""Quantized tensors on the way between ops: who asks, who emits, what is kept for backward."""
+"""Quantized tensors between ops: the consumer chooses the format, the producer quantizes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def extras_of(name: str, rows: int) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", EMITTERS)
-def test_an_op_hands_on_what_its_neighbours_ask_for(name: str) -> None:
+def test_an_op_writes_the_formats_that_its_neighbours_ask_for(name: str) -> None:
     """Under a recipe a custom op gets its input and its gradient quantized by the op beside it."""
     op = oracles.randomize(EMITTERS[name]())
     width = 128 if name == "SwiGLU" else 64
@@ -190,8 +190,10 @@ def test_adjacent_ops_work_under_every_recipe(name: str, recipe: Any) -> None:
 
 
 @every_recipe
-def test_a_linear_gives_the_same_bits_whoever_quantizes_its_operands(recipe: Any) -> None:
-    """A norm that emits, and an Identity between the two so that the linear quantizes itself."""
+def test_a_linear_gives_the_same_bits_from_operands_that_the_producer_or_itself_quantized(
+    recipe: Any,
+) -> None:
+    """By a norm, and by the linear itself after an Identity."""
     norm, linear = fuser.RMSNorm(64), fuser.Linear(64, 96)
     emitted = oracles.randomize(fuser.Sequential(norm, linear, fuser.GELU()))
     apart = fuser.Sequential(norm, fuser.Identity(), linear, fuser.Identity(), fuser.GELU())
@@ -215,7 +217,7 @@ def test_a_gradient_has_the_same_bits_in_one_pipeline_and_across_two() -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_a_plan_says_what_every_step_emits() -> None:
+def test_a_plan_names_the_format_that_each_step_writes() -> None:
     model = fuser.Sequential(fuser.RMSNorm(64), fuser.Linear(64, 64, bias=False), fuser.GELU())
     x = torch.empty(32, 64, requires_grad=True)
 

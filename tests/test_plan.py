@@ -601,7 +601,7 @@ def test_keys_of_equal_pipelines_are_equal_and_hash_alike() -> None:
     assert {key_of(): "plan"}[key_of(x=torch.empty(3, 4, 5, 8, device="meta"))] == "plan"
 
 
-def test_what_a_plan_depends_on_changes_the_key() -> None:
+def test_each_dependency_of_a_plan_changes_its_key() -> None:
     frozen = mlp()
     frozen[2].weight.requires_grad_(False)
     half = mlp().to(torch.bfloat16)

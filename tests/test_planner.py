@@ -372,7 +372,7 @@ def test_a_window_that_lost_to_a_joint_fusion_is_not_said_to_cost_the_same() -> 
     assert "the same" not in refusal.reason
 
 
-def test_where_no_backward_comes_a_joint_fusion_costs_nothing_there() -> None:
+def test_a_joint_fusion_costs_nothing_in_backward_if_there_is_none() -> None:
     class Pair(_Joint):
         @classmethod
         def kernels(cls, *ops: Any, side: str, key: fuser.PlanKey) -> tuple[tuple[str, int], ...]:
@@ -475,7 +475,7 @@ def test_a_bias_in_backward_reads_its_gradient_once_and_passes_it_on() -> None:
     assert graph.window_bytes(1, 2, "backward")[0] == Y
 
 
-def test_gradients_that_nobody_wants_are_not_moved() -> None:
+def test_gradients_that_are_not_needed_cost_no_bytes() -> None:
     graph = graph_of(linear_bias_gelu(), torch.empty(T, 4))
     assert graph.window_bytes(0, 1, "backward") == (Y + X, 2 * WEIGHT)
     ops = linear_bias_gelu()

@@ -1,4 +1,4 @@
-"""Quantized parameters in modules, optimizers and checkpoints, and what hangs on their tensors."""
+"""Quantized parameters in modules, optimizers and checkpoints, and attributes of their tensors."""
 
 from __future__ import annotations
 

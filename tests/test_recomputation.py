@@ -703,7 +703,7 @@ def test_a_kept_weight_survives_checkpointing_under_delayed_scaling() -> None:
     assert equal(train(use_reentrant=False), train())
 
 
-def test_a_backward_that_fails_leaves_nothing_behind_for_ever() -> None:
+def test_a_failed_backward_leaks_nothing() -> None:
     from fuser.precision.delayed_scaling import MAX_BACKWARDS, _backwards
 
     class Failing(torch.autograd.Function):

@@ -238,7 +238,7 @@ def test_fusions_that_are_none_are_refused(fusions: Any) -> None:
 # -- registered fusions --------------------------------------------------------------------
 
 
-def test_a_registered_fusion_of_a_shared_op_stands_where_it_was_put(
+def test_a_registered_fusion_of_a_shared_op_stays_at_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Pair(fuser.FusedOperation):

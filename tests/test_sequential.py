@@ -491,7 +491,7 @@ def test_channels_take_no_extra_input_from_the_caller_and_stand_in_the_plan() ->
         model(tensor(), tensor())
 
 
-def test_a_channel_that_nobody_reads_is_a_plain_extra_output() -> None:
+def test_a_channel_without_readers_is_a_plain_extra_output() -> None:
     x = tensor()
     kept = fuser.Sequential(fuser.MakeExtraOutput().set_extra_output_channel(0, "r"), scale(2.0))
     y, made = kept(x)

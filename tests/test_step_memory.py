@@ -49,7 +49,7 @@ def idle() -> Iterator[None]:
     with stand_in_for_hopper(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "_scaled_mm", scaled_mm)
         patch.setattr(launch, "backend", _Idle())
-        # What is listened to is launched one by one, and never replayed.
+        # What is listened to is launched one by one, and never cached.
         patch.setattr(launch.recording, "listener", lambda *launched: None)
         yield
 
@@ -131,7 +131,7 @@ class _Residuals(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_training", [False, True])
-def test_channels_hold_nothing_behind_their_last_reader(is_training: bool) -> None:
+def test_channels_hold_nothing_after_their_last_reader(is_training: bool) -> None:
     width, count = 64, 12
     ops: list[torch.nn.Module] = []
     for i in range(count):

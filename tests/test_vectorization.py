@@ -246,7 +246,7 @@ def test_a_plan_says_what_kernels_then_do_with_an_extra_input(
 
 @pytest.mark.parametrize("layout", [_clean, _odd_offset, _channels_of_batches])
 @pytest.mark.parametrize("make", [lambda: fuser.Dropout(0.5), lambda: fuser.RMSNorm(COLUMNS)])
-def test_a_plan_says_what_kernels_then_do_behind_a_reshape(
+def test_a_plan_says_what_kernels_then_do_after_a_reshape(
     make: Callable[[], fuser.BasicOperation],
     layout: Callable[[torch.dtype], torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,

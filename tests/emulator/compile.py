@@ -39,8 +39,9 @@ HERE = Path(__file__).parent
 REPOSITORY = Path(fuser.__file__).parent.parent
 
 SANITIZERS = "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
+# -Og compiles in three quarters of the time of -O1, and tests spend more on that than on running.
 FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-fPIC", "-w", "-fno-exceptions", "-fno-threadsafe-statics"),
+    *("-std=c++17", "-Og", "-g1", "-fPIC", "-w", "-fno-exceptions", "-fno-threadsafe-statics"),
     *("-fno-strict-aliasing", "-ffp-contract=off", "-fno-omit-frame-pointer"),
     *(f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all"),
 )

@@ -34,9 +34,9 @@ ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "wh
 
 
 def cached_launches() -> int:
-    """Tapes of this process that were written out."""
-    tapes = launch.backend.sequences.values()
-    return sum(tape is not None and tape.written is not None for tape in tapes)
+    """How many launch sequences of this process have generated code."""
+    sequences = launch.backend.sequences.values()
+    return sum(one is not None and one.written is not None for one in sequences)
 
 
 def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
@@ -85,7 +85,9 @@ def test_every_call_gives_the_same_bytes_in_memory_of_its_own(
 
 @QUANTIZERS
 @ODD
-def test_replays_are_captured_in_cuda_graphs(quantizer: Quantizer, shape: tuple[int, int]) -> None:
+def test_cached_launches_are_captured_in_cuda_graphs(
+    quantizer: Quantizer, shape: tuple[int, int]
+) -> None:
     case = Input(*shape)
     for _ in range(3):
         quantized(quantizer, case.on(GPU))
@@ -93,7 +95,7 @@ def test_replays_are_captured_in_cuda_graphs(quantizer: Quantizer, shape: tuple[
 
 
 @QUANTIZERS
-def test_replays_are_on_torchs_current_stream(quantizer: Quantizer) -> None:
+def test_cached_launches_run_on_torchs_current_stream(quantizer: Quantizer) -> None:
     case = Input(384, 512)
     for _ in range(3):
         quantized(quantizer, case.on(GPU))
@@ -102,7 +104,7 @@ def test_replays_are_on_torchs_current_stream(quantizer: Quantizer) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 @QUANTIZERS
-def test_replays_are_on_the_tensors_device(quantizer: Quantizer) -> None:
+def test_cached_launches_run_on_the_tensors_device(quantizer: Quantizer) -> None:
     x = torch.randn(384, 512, device="cuda:1").bfloat16()
     expected = quantized(quantizer, x.to("cuda:0"))
     for _ in range(4):

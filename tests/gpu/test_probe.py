@@ -74,7 +74,7 @@ def test_elements_outside_the_output_are_left_alone() -> None:
 
 
 def test_a_wrong_number_of_threads_shows_in_the_values() -> None:
-    """The probe proves that grid and block arrive: told of more threads, it leaves gaps."""
+    """The probe proves that grid and block arrive: given more threads, it leaves gaps."""
     x = torch.randn(1024, device="cuda")
     y = torch.full_like(x, float("nan"))
     kernel = Kernel("probe", "fuser_probe")

@@ -232,7 +232,7 @@ ARITHMETIC = (
         "cuda/fp8_scaling.py",
         "return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
         "return 0 < rows <= 2 * TILE and 0 < columns <= TILE and columns % TILE_RUN == 0",
-        "test_launch_cache.py::test_replayed_quantizing_gives_the_references_bytes "
+        "test_launch_cache.py::test_cached_launches_of_a_quantizer_give_the_references_bytes "
         "test_functional.py test_cuda_fp8_scaling.py",
         select="bytes or amax or tile",
     ),

@@ -8,14 +8,14 @@ LAUNCH_CACHE = (
         "cuda/launch_cache.py",
         "key.append(tensor.data_ptr() & 15)",
         "key.append(0)",
-        "test_launch_cache.py::test_another_layout_is_asked_anew",
+        "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
         "the strides of a tensor are left out of a launch's key",
         "cuda/launch_cache.py",
         "tensor.shape, tensor.stride(), tensor.get_device()",
         "tensor.shape, tensor.get_device()",
-        "test_launch_cache.py::test_another_layout_is_asked_anew",
+        "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
         "an absent tensor leaves no place in a launch's key",
@@ -29,7 +29,7 @@ LAUNCH_CACHE = (
         "cuda/launch_cache.py",
         "if len(set(given)) < len(given):",
         "if not given:",
-        "test_launch_cache.py::test_one_tensor_in_two_places_is_not_taken_for_two",
+        "test_launch_cache.py::test_one_tensor_as_two_arguments_has_an_entry_of_its_own",
     ),
     Mutant(
         "what torch computes beside the launches is not made again",
@@ -37,7 +37,7 @@ LAUNCH_CACHE = (
         "        elif not func.is_view:\n",
         "        elif not func.is_view and func._schema.is_mutable:\n",
         "test_launch_cache.py::test_a_function_that_does_more_is_called_every_time "
-        "test_launch_cache.py::test_a_quantizer_that_draws_numbers_draws_anew",
+        "test_launch_cache.py::test_a_stochastic_quantizer_draws_new_numbers_at_each_call",
     ),
     Mutant(
         "memory that was zeroed is not zeroed again",
@@ -59,14 +59,14 @@ LAUNCH_CACHE = (
         "        and (one.dtype, one.shape, one.stride())"
         " == (other.dtype, other.shape, other.stride())\n",
         "",
-        "test_launch_cache.py::test_a_part_of_what_was_made_comes_back_as_that_part",
+        "test_launch_cache.py::test_a_cached_launch_returns_the_same_view_of_its_allocation",
     ),
     Mutant(
         "the 2D flag is left out of MXFP8's key",
         "tensors/mxfp8.py",
         'return "mx", self.fp8_dtype, self.rowwise, self.columnwise, self.with_2d_quantization',
         'return "mx", self.fp8_dtype, self.rowwise, self.columnwise',
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="MXFP8Quantizer.with_2d",
     ),
     Mutant(
@@ -74,7 +74,7 @@ LAUNCH_CACHE = (
         "tensors/fp8.py",
         "*copies, self.force_pow_2_scales, self.amax_epsilon)",
         "*copies, self.amax_epsilon)",
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="CurrentScalingQuantizer.force_pow",
     ),
     Mutant(
@@ -82,7 +82,7 @@ LAUNCH_CACHE = (
         "tensors/block_scaling.py",
         "scales = (self.block_scaling_dim, self.force_pow_2_scales, self.amax_epsilon)",
         "scales = (self.block_scaling_dim, self.force_pow_2_scales)",
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="BlockQuantizer.amax_epsilon",
     ),
     Mutant(
@@ -90,7 +90,7 @@ LAUNCH_CACHE = (
         "tensors/fp8.py",
         'return "delayed", self.fp8_dtype, self.rowwise, self.columnwise',
         'return "delayed", self.fp8_dtype',
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="Float8Quantizer.rowwise or Float8Quantizer.columnwise",
     ),
     Mutant(
@@ -98,7 +98,7 @@ LAUNCH_CACHE = (
         "functional/normalization.py",
         'what = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)',
         'what = ("norm", self.dtype, self.zero_centered, count, is_measured)',
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="_Norm.eps",
     ),
     Mutant(
@@ -106,7 +106,7 @@ LAUNCH_CACHE = (
         "functional/pointwise.py",
         "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)",
         "return self.stages, (self.dy, self.x, *self.operands, *self.grads)",
-        "test_replay_keys.py",
+        "test_launch_keys.py",
         select="_Backward.saved",
     ),
     Mutant(
@@ -114,6 +114,6 @@ LAUNCH_CACHE = (
         "functional/delayed_scaling.py",
         '("update_delayed", margin, algorithm, len(scales)),',
         '("update_delayed", algorithm, len(scales)),',
-        "test_launch_cache.py::test_replayed_updates_of_delayed_scales_are_told_by_margin_and_algorithm",
+        "test_launch_cache.py::test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm",
     ),
 )

@@ -83,7 +83,7 @@ CHANNELS = (
         "runtime/grouping.py",
         "                del carried[end]\n",
         "                pass\n",
-        "test_grouping.py::test_a_tensor_on_a_channel_is_freed_behind_its_last_reader",
+        "test_grouping.py::test_a_tensor_on_a_channel_is_freed_after_its_last_reader",
     ),
     Mutant(
         "a module may write into a tensor on a channel",
@@ -226,7 +226,7 @@ PLANNER = (
         "plan/planner.py",
         "            if window.stop <= self.first:\n                backward = Candidate(",
         "            if window.stop < 0:\n                backward = Candidate(",
-        "test_planner.py::test_where_no_backward_comes_a_joint_fusion_costs_nothing_there",
+        "test_planner.py::test_a_joint_fusion_costs_nothing_in_backward_if_there_is_none",
     ),
     Mutant(
         "of several candidates for a window the dearest is taken",
@@ -283,7 +283,7 @@ PLANNER = (
         "if after is not None and not fuses_quantize:",
         "if after is not None:",
         "test_kernels_in_pipelines.py::"
-        "test_no_plan_on_kernels_has_a_quantize_kernel_behind_a_norm_or_an_activation",
+        "test_no_plan_on_kernels_has_a_quantize_kernel_after_a_norm_or_an_activation",
         select="not delayed",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""What is remembered of a launch is told from every other one: each field, two values in turn."""
+"""Calls that differ in one field of the launch key never share cached launches."""
 
 from __future__ import annotations
 
