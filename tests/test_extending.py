@@ -412,6 +412,29 @@ def test_a_users_ops_are_stages_of_a_chain_where_kernels_run(stages: Path) -> No
     torch.testing.assert_close(bias.bias.grad, expected.grad.sum(0))
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("return fuser::tanh_at(x).value;", "return 1.5f * fuser::tanh_at(x).value;"),
+        ("return fuser::tanh_at(x);", "return {fuser::tanh_at(x).value, 1.0f};"),
+    ],
+    ids=["value", "slope"],
+)
+def test_a_wrong_struct_is_found_alone_and_in_a_sequential(
+    stages: Path, right: str, wrong: str
+) -> None:
+    """Fused and unfused ops run the same struct, so that they agree on the wrong values."""
+    assert TANH.count(right) == 1
+    (stages / "tanh.cuh").write_text(TANH.replace(right, wrong))
+    x = torch.randn(4, 16)
+    for model in (Tanh(), fuser.Sequential(fuser.Bias(16), Tanh())):
+        with emulated(), pytest.raises(AssertionError, match="differs by up to"):
+            check(model, x, recipes=(None,))
+    (stages / "tanh.cuh").write_text(TANH)
+    with emulated():
+        check(fuser.Sequential(fuser.Bias(16), Tanh()), x, recipes=(None,))
+
+
 def test_a_stage_of_a_user_is_in_a_store_of_the_library(stages: Path) -> None:
     model = fuser.Sequential(Shrink(4.0), Tanh(), fuser.Quantize())
     x = torch.randn(32, 64)
