@@ -33,6 +33,7 @@ RECIPE_TARGETS = {"forward, no grad": 250, "forward + backward": 800}
 RECIPES = {
     "current": recipe.Float8CurrentScaling,
     "delayed": recipe.DelayedScaling,
+    "rowwise": recipe.Float8RowwiseScaling,
     "block": recipe.Float8BlockScaling,
     "mxfp8": recipe.MXFP8BlockScaling,
     "nvfp4": recipe.NVFP4BlockScaling,

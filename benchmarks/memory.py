@@ -32,6 +32,7 @@ from fuser.tensors import QuantizedTensor
 RECIPES = {
     "delayed": recipe.DelayedScaling,
     "current": recipe.Float8CurrentScaling,
+    "rowwise": recipe.Float8RowwiseScaling,
     "block": recipe.Float8BlockScaling,
     "mxfp8": recipe.MXFP8BlockScaling,
     "nvfp4": recipe.NVFP4BlockScaling,

@@ -135,7 +135,7 @@ def test_views_are_read_in_a_graph(backend: str, view: Any) -> None:
     assert torch.equal(compiled(lambda t: view(t).dequantize() + 1, backend)(tensor), expected)
 
 
-@pytest.mark.parametrize("name", ["current", "mxfp8", "block-2d", "nvfp4"])
+@pytest.mark.parametrize("name", ["current", "rowwise", "mxfp8", "block", "nvfp4"])
 @every_backend
 def test_columns_are_read_and_written_in_a_graph(backend: str, name: str) -> None:
     def double_columns(tensor: torch.Tensor) -> Any:

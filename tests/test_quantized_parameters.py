@@ -511,8 +511,11 @@ def test_a_model_in_shared_memory_is_written_to_by_another_process(make: Any) ->
     assert weight[3:5].is_shared()
     assert weight[:, 3].is_shared()
     assert weight.mark == "by the caller"
-    expected = -weight.dequantize().detach()
-    expected[:, 0] = 0
+    twin, before = copy.deepcopy(model), weight.dequantize().detach().clone()
+    negate(twin)  # in a format with a scale a row, column 0 may have the largest value of a row
+    expected = twin[0].weight.dequantize()
+    assert not expected[:, 0].any()
+    assert (expected + before)[:, 1:].norm() <= 0.1 * before.norm()
     process = torch.multiprocessing.get_context("fork").Process(target=negate, args=(model,))
     process.start()
     process.join()
