@@ -147,7 +147,7 @@ def test_a_table_a_csv_and_a_chart_come_out(
     assert "with quantized parameters the peak is below that of bf16: " in printed
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == len(memory.cases(list(memory.RECIPES)))
+    assert len(rows) == len(list(memory.cases(list(memory.RECIPES))))
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     for row in rows:
         names = f"{row['recipe']:<8}{row['override']:<16}{row['parameters']}"
