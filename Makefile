@@ -26,7 +26,7 @@ mutants: $(VENV)/.ready
 
 # worksteal: a worker keeps a file's tests together, and with them what their fixtures made.
 test: lint
-	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files -m "not slow" tests --ignore tests/gpu

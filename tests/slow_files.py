@@ -24,10 +24,12 @@ SLOW_FILES = frozenset(
         "test_cuda_block_scaling.py",
         "test_cuda_chain_stores.py",
         "test_cuda_fp8_scaling.py",
+        "test_cuda_mxfp8.py",
         "test_cuda_norm_stores.py",
         "test_cuda_normalization.py",
         "test_cuda_nvfp4.py",
         "test_cuda_pointwise.py",
+        "test_cuda_rowwise_scaling.py",
         "test_default_device.py",
         "test_delayed_parameters.py",
         "test_delayed_scaling.py",
@@ -36,6 +38,7 @@ SLOW_FILES = frozenset(
         "test_draw.py",
         "test_emulator.py",
         "test_executor.py",
+        "test_extending.py",
         "test_fusions.py",
         "test_grouping.py",
         "test_kept_weight.py",
@@ -58,6 +61,7 @@ SLOW_FILES = frozenset(
         "test_slow_files.py",
         "test_state.py",
         "test_step_memory.py",
+        "test_testing.py",
         "test_vectorization.py",
     )
 )
