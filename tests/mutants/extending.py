@@ -35,8 +35,8 @@ EXTENDING = (
     Mutant(
         "check compares fused ops with themselves",
         "testing/check.py",
-        "expected = run(inputs, fusions=())",
-        "expected = run(inputs, fusions=subject.fusions)",
+        "unfused = run(inputs, fusions=())",
+        "unfused = run(inputs, fusions=subject.fusions)",
         "test_testing.py::test_a_fusion_that_forgets_its_bias_is_found",
     ),
     Mutant(
