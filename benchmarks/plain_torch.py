@@ -86,7 +86,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_blocks(x: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 with a power-of-two scale per block; stands for all block formats in torch."""
+    """FP8 with a power-of-two scale for each block: torch's side of every block format."""
     blocks = x.float().view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
     most = blocks.abs().amax((1, 3), keepdim=True).clamp_min(1e-30)
     scale = torch.exp2(torch.floor(torch.log2(E4M3.max / most)))

@@ -378,7 +378,7 @@ class BasicLinear(BasicOperation):
             ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
             ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
             ctx.grad_output_quantizer = grad_output_quantizer
-            # A quantizer with a launch key returns new tensors, which nobody else holds.
+            # A quantizer with a launch key returns new tensors: no other code refers to them.
             x_is_own = qx is not input_ and input_quantizer.launch_key is not None
             weight_is_own = (
                 is_first_microbatch is None

@@ -143,7 +143,7 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
-        A gradient that nobody needs is None.
+        A gradient that is not needed is None.
         """
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)

@@ -70,7 +70,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
+        If a tensor does not match its description, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -111,7 +111,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match this, or ``block_dim`` is neither 1 nor 2.
+        If a tensor does not match its description, or ``block_dim`` is neither 1 nor 2.
     """
     what = "FP8 block dequantize"
     rows, columns = check_matrix(what, data)

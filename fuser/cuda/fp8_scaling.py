@@ -55,7 +55,7 @@ def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     check_buffer("amax", "out", out, torch.float32, (1,))
     if isinstance(x, torch.Tensor) and x.is_contiguous():
@@ -98,7 +98,8 @@ def quantize_current(
     Raises
     ------
     InputError
-        If a tensor does not match this, or ``amax_value`` is None and ``x`` is not one tile.
+        If a tensor does not match its description, or ``amax_value`` is None and ``x`` is not one
+        tile.
     """
     check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
     check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
@@ -144,7 +145,7 @@ def quantize_delayed(
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     for name, tensor in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
         check_buffer("quantize_delayed", name, tensor, torch.float32, (1,))
@@ -158,7 +159,7 @@ def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     m, k = check_matrix("transpose", data)
     check_buffer("transpose", "data", data, torch.uint8, (m, k))
@@ -191,7 +192,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     check_buffer("dequantize", "data", data, torch.uint8, data.shape)
     check_buffer("dequantize", "scale_inv", scale_inv, torch.float32, (1,))
@@ -228,7 +229,7 @@ def update_delayed(
     Raises
     ------
     InputError
-        If a tensor does not match this, or ``algorithm`` is neither ``"max"`` nor
+        If a tensor does not match its description, or ``algorithm`` is neither ``"max"`` nor
         ``"most_recent"``.
     """
     if algorithm not in ("max", "most_recent"):

@@ -58,7 +58,7 @@ def hadamard_amax(
     Raises
     ------
     InputError
-        If a tensor does not match this, or M or K is no multiple of 16.
+        If a tensor does not match its description, or M or K is no multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
@@ -110,7 +110,8 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor does not match this, ``offset`` is negative, or M or K is no multiple of 16.
+        If a tensor does not match its description, ``offset`` is negative, or M or K is no
+        multiple of 16.
     """
     what = "NVFP4 quantize"
     producer = as_producer(what, x)
@@ -164,7 +165,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match this, or M or K is no multiple of 16.
+        If a tensor does not match its description, or M or K is no multiple of 16.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)

@@ -272,7 +272,7 @@ def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     count, size = check_matrix("sum_parts", parts)
     check_buffer("sum_parts", "parts", parts, torch.float32, (count, size))

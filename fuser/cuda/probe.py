@@ -36,7 +36,7 @@ def probe(x: torch.Tensor, y: torch.Tensor, scale: float) -> None:
     Raises
     ------
     InputError
-        If the dtype, layout, size or device of a tensor does not match this.
+        If the dtype, layout, size or device of a tensor does not match its description.
     """
     for name, tensor in (("x", x), ("y", y)):
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():

@@ -59,7 +59,7 @@ def amaxes(
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     what = "row-wise amaxes"
     producer = as_producer(what, x)
@@ -105,7 +105,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor does not match this, or a copy comes without its amaxes.
+        If a tensor does not match its description, or a copy comes without its amaxes.
     """
     what = "row-wise FP8 quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -154,7 +154,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match this.
+        If a tensor does not match its description.
     """
     what = "row-wise FP8 dequantize"
     rows, columns = check_matrix(what, data)
