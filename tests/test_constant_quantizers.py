@@ -165,6 +165,30 @@ def test_without_a_backward_nothing_asks_for_its_quantizer() -> None:
     assert list(delayed[0]._delayed) == ["forward"]
 
 
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_the_op_quantize_looks_up_no_constant_quantizer(
+    recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_constant = not (recipe.delayed() or recipe.custom())
+    model = fuser.Sequential(fuser.Quantize(backward=True), fuser.ReLU())
+    x = torch.randn(32, 32, requires_grad=True)
+    with fuser.autocast(recipe=recipe):
+        first = model(x)
+    first.sum().backward()
+    looked_up = []
+    value = fuser.Quantize.quantizer_value
+
+    def counted(self: Any, mode: str, *args: Any) -> Any:
+        looked_up.append(mode)
+        return value(self, mode, *args)
+
+    monkeypatch.setattr(fuser.Quantize, "quantizer_value", counted)
+    with fuser.autocast(recipe=recipe):
+        second = model(x)
+    assert recipe.delayed() or torch.equal(first, second)
+    assert looked_up == ([] if is_constant else ["backward", "forward"])
+
+
 def test_contexts_of_many_recipes_share_a_class() -> None:
     model = fuser.Sequential(fuser.BasicLinear(32, 32))
     counts = []

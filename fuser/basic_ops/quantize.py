@@ -74,6 +74,19 @@ class Quantize(BasicOperation):
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         return True
 
+    def context_values(self, key: PlanKey) -> dict[str, Any]:
+        """The op, and its quantizers of values and of gradients; as those of a linear.
+
+        Empty for quantizers that must be looked up at each call.
+        """
+        if key.recipe is None:
+            return {}
+        found = [
+            self.constant_quantizer(key.recipe, side, 0) if self.num_quantizers(side) else None
+            for side in ("forward", "backward")
+        ]
+        return {"operand_quantizers": (self, found[0], None, found[1])} if any(found) else {}
+
     def op_forward(
         self,
         ctx: OperationContext,
@@ -84,10 +97,10 @@ class Quantize(BasicOperation):
         if not ctx.has_recipe:
             return input_
         if self._quantize_backward and ctx.backward_override is None:
-            ctx.grad_output_quantizer = self.quantizer_value("backward", 0, input_.device)
+            ctx.grad_output_quantizer = self._quantizer("backward", ctx, input_.device)
         if not self._quantize_forward or isinstance(input_, QuantizedTensor):
             return input_
-        quantizer = self.quantizer_value("forward", 0, input_.device)
+        quantizer = self._quantizer("forward", ctx, input_.device)
         assert quantizer is not None
         output = _for_reader(quantizer, next_op_input_quantizer)(input_)
         if ctx.backward_override == "high_precision":
@@ -101,6 +114,16 @@ class Quantize(BasicOperation):
         if quantizer is None or isinstance(grad_output, QuantizedTensor):
             return grad_output, ()
         return _for_reader(quantizer, ctx.grad_input_quantizer)(grad_output), ()
+
+    def _quantizer(
+        self, mode: str, ctx: OperationContext, device: torch.device
+    ) -> Quantizer | None:
+        """The plan's constant if there is one; else the op's current quantizer."""
+        constant = ctx.operand_quantizers
+        if constant is None or constant[0] is not self:
+            return self.quantizer_value(mode, 0, device)
+        found: Quantizer | None = constant[3 if mode == "backward" else 1]
+        return found
 
 
 def _for_reader(quantizer: Quantizer, reader: Quantizer | None) -> Quantizer:

@@ -47,7 +47,8 @@ class OperationContext:
     grad_output_quantizer: Any | None = None
     """The quantizer for the gradient of the op's output, if this op quantizes it."""
     operand_quantizers: Any | None = None
-    """Of a linear: its quantizers where they are constants of the plan."""
+    """The op, and its quantizers of input, weight and output gradient, if they are constants of the
+    plan."""
     main_grad_owner: torch.Tensor | None = None
     """In backward: the weight whose ``main_grad`` the op adds the gradient of its first parameter
     to; None if the op returns that gradient, or need not compute it."""
