@@ -65,8 +65,8 @@ class Sizes:
 # -- blocks -------------------------------------------------------------------
 
 
-def gelu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
-    """Linear-GELU-Linear with biases; ``ops`` is fuser or te.ops."""
+def gelu_ops(ops: Any, sizes: Sizes, options: dict[str, Any], channel: str = "") -> torch.nn.Module:
+    """Linear-GELU-Linear with biases; ``ops`` is fuser or te.ops. It has no channel."""
     return ops.Sequential(
         ops.Linear(sizes.hidden, sizes.intermediate, **options),
         ops.GELU(),
@@ -74,11 +74,13 @@ def gelu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module
     )
 
 
-def swiglu_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
+def swiglu_ops(
+    ops: Any, sizes: Sizes, options: dict[str, Any], channel: str = "residual"
+) -> torch.nn.Module:
     """RMSNorm-Linear-SwiGLU-Linear-add without biases; ``ops`` is fuser or te.ops."""
     residual, add = ops.MakeExtraOutput(), ops.AddExtraInput()
-    residual.set_extra_output_channel(0, "residual", output_to_caller=False)
-    add.set_extra_input_channel(0, "residual")
+    residual.set_extra_output_channel(0, channel, output_to_caller=False)
+    add.set_extra_input_channel(0, channel)
     return ops.Sequential(
         residual,
         ops.RMSNorm(sizes.hidden, **options),
@@ -114,10 +116,13 @@ class SwiGLUBlock(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Block:
-    """A block as ops and in torch.nn, and the number of its H x F weight matrices."""
+    """A block as ops and in torch.nn, and the number of its H x F weight matrices.
+
+    ``as_ops`` takes the library, sizes, options, and optionally the name of a channel.
+    """
 
     title: str
-    as_ops: Callable[[Any, Sizes, dict[str, Any]], torch.nn.Module]
+    as_ops: Callable[..., torch.nn.Module]
     as_torch: Callable[[Sizes, dict[str, Any]], torch.nn.Module]
     matrices: int
 

@@ -17,7 +17,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser.chain import Stage
-from fuser.cuda import launch, launch_cache, module
+from fuser.cuda import launch, launch_cache, module, sequence
 from fuser.cuda.arguments import Struct, encode, int32, int64
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.launch_cache import cached_launches
@@ -232,13 +232,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ready = launch.Prepared(77, GRID.sizes, 0, struct.Struct("i"))
     monkeypatch.setattr(launch, "backend", launch.LaunchBackend())
     monkeypatch.setattr(launch.LaunchBackend, "run", lambda *_: None)
-    monkeypatch.setattr(launch_cache, "begin", lambda device: (launches, buffer, size, 55, 66))
+    monkeypatch.setattr(sequence, "begin", lambda device: (launches, buffer, size, 55, 66))
     monkeypatch.setattr(
-        launch_cache,
+        sequence,
         "prepared",
         lambda kernel, grid, format_, device: ready._replace(packer=struct.Struct(format_)),
     )
-    monkeypatch.setattr(launch_cache, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
+    monkeypatch.setattr(sequence, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
     monkeypatch.setattr(module, "driver_memset", lambda: memset)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -255,7 +255,7 @@ def test_a_launch_sequence_gives_the_driver_the_bytes_of_a_launch(driver: list[A
         result = work(x)
         (_, amax, byte, count, stream), (function, where, first), (_, _, second) = driver
         driver.clear()
-        assert (byte, count, stream) == (0, 4, 55)
+        assert (byte, count, stream) == (0, 16, 55)
         assert (function, where) == (77, (2, 3, 1, 32, 1, 1, 0, 55, 0, 66))
         assert first == struct.pack("@PPq", x.data_ptr(), amax, 32)
         assert second == struct.pack("@PPiP0PP", result["out"].data_ptr(), 0, 3, amax, x.data_ptr())

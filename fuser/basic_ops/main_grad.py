@@ -34,6 +34,26 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     return main_grad
 
 
+def accumulation(weight: Any) -> tuple[torch.Tensor | None, tuple[bool, ...]]:
+    """The ``main_grad`` of a weight, and the options of its accumulation.
+
+    None for a weight whose ``main_grad`` is found anew in each backward.
+    """
+    options = (
+        getattr(weight, "overwrite_main_grad", False),
+        hasattr(weight, "grad_added_to_main_grad"),
+        getattr(weight, "zero_out_wgrad", False),
+    )
+    is_sharded = hasattr(weight, "__fsdp_param__")
+    return None if is_sharded else getattr(weight, "main_grad", None), options
+
+
+def note_accumulation(weight: Any) -> None:
+    """Tell Megatron-LM that the gradient went into ``main_grad``, if it asks."""
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
+
+
 def stand_in_gradient(weight: Any) -> torch.Tensor | None:
     """The gradient that autograd gets for a weight whose gradient went into ``main_grad``.
 
@@ -42,7 +62,7 @@ def stand_in_gradient(weight: Any) -> torch.Tensor | None:
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
+    note_accumulation(weight)
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     stand_in: torch.Tensor = make(weight)
     return stand_in

@@ -48,6 +48,9 @@ def _no_init(cls: type) -> StateError:
     )
 
 
+_ABSENT = object()
+
+
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
@@ -70,12 +73,15 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     _backward_hooks: Any = _SetByInit()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_change = self.__dict__.get(name, _ABSENT) is not value
         try:
             super().__setattr__(name, value)
         except AttributeError:
             if "_parameters" not in self.__dict__:
                 raise _no_init(type(self)) from None
             raise
+        if is_change and not isinstance(value, torch.Tensor):
+            self._count_change()
         if name in METHODS:
             module_calls.change()
 
@@ -87,12 +93,21 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
+        self._count_change()
         if name in METHODS:
             module_calls.change()
 
     def implementation(self) -> tuple[Any, ...]:
         """The code that runs this op: its class, and methods that were set on the object."""
         return (type(self), *(self.__dict__.get(name) for name in METHODS))
+
+    def _count_change(self) -> None:
+        # Recorded passes are valid as long as the count is the same.
+        self.__dict__["_changes"] = self.__dict__.get("_changes", 0) + 1
+
+    def has_own_methods(self) -> bool:
+        """Whether methods that run this op were set on the object."""
+        return not self.__dict__.keys().isdisjoint(METHODS)
 
     @property
     @abc.abstractmethod

@@ -41,6 +41,48 @@ def evaluation() -> Iterator[None]:
         _is_evaluating.reset(token)
 
 
+class _Uses(threading.local):
+    """The states that this thread adds to the current step, in order, if something notes them."""
+
+    noted: list[DelayedScales] | None = None
+
+
+_uses = _Uses()
+
+
+@contextlib.contextmanager
+def noting_uses() -> Iterator[list[DelayedScales]]:
+    """Context that returns a list, and adds the states that a forward inside records in."""
+    outer, _uses.noted = _uses.noted, []
+    try:
+        yield _uses.noted
+    finally:
+        _uses.noted = outer
+
+
+def delayed_quantizers(
+    recipe: DelayedScaling, states: Iterable[Mapping[str, DelayedScales]]
+) -> list[list[Float8Quantizer]] | None:
+    """The quantizers of ops' states, if the forward that runs now uses no other scales.
+
+    None for a recomputation, whose scales are those of its forward, and for a state that must be
+    made for ``recipe`` first.
+    """
+    if recomputed_state() is not None:
+        return None
+    found = [
+        state.quantizers_under(recipe)
+        for of_op in states
+        for state in of_op.values()
+        if state.mode == "forward" or state.scale.numel()
+    ]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+is_evaluating = _is_evaluating.get
+"""Whether the forward that runs now records no amax."""
+
+
 class _Identity:
     """Identifies an op's states, old and new, so that a step can keep past scales for them."""
 
@@ -91,12 +133,23 @@ class DelayedScales:
             return quantizer
         if is_reading:
             return quantizer.unbound()
+        self.note_use()
+        if _uses.noted is not None:
+            _uses.noted.append(self)
+        return quantizer
+
+    def note_use(self) -> None:
+        """Add this state to the current step: the forward that runs now records amaxes in it."""
         _, region, group = current_state()
         if region is not None:
             region.recorded[self] = group
             if region.may_be_recomputed:
                 self._regions.add(region)
-        return quantizer
+
+    def quantizers_under(self, recipe: DelayedScaling) -> list[Float8Quantizer] | None:
+        """The quantizers, the same list as long as they are the same; None before they are made."""
+        is_same = recipe is self._recipe or recipe == self._recipe
+        return self._quantizers if is_same and self._quantizers else None
 
     def parameter_quantizer(self, index: int) -> Float8Quantizer | None:
         """The quantizer that parameter ``index`` keeps; None until the state is made for a recipe.

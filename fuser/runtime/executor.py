@@ -15,7 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fuser.errors import StateError
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, FusibleOperation
 from fuser.plan.graph import Source
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
@@ -36,6 +36,7 @@ from fuser.runtime.diagnose import (
     refuse_output,
     refuse_transform,
 )
+from fuser.runtime.recorded import RecordedPasses, is_recordable
 from fuser.source import compiled
 from fuser.specs import PlanKey
 from fuser.tensors import QuantizedTensor
@@ -87,6 +88,9 @@ class CompiledPlan:
         self.source, self._forward, self._backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
         self._last_forward = writer.methods["forward"][-1]
+        self.recorded = self._recorded([op for op, _ in (*forward, *backward)])
+        # The attributes of the ops that store the recipe of their last forward.
+        self.recipe_states = [ops[i].__dict__ for i in sorted(writer.constant_ops)]
 
     def forward(self, input_: Any, extra_inputs: Any, kwargs: Any) -> Any:
         """The first call of the generated forward: it checks the output, and stores shapes.
@@ -132,6 +136,30 @@ class CompiledPlan:
         self.backward = self._backward  # type: ignore[method-assign]
         return grads
 
+    def _recorded(self, steps: Iterable[FusibleOperation]) -> RecordedPasses | None:
+        """Where recorded passes are kept; None if the steps must run at each call."""
+        recipe = self.key.recipe
+        if not self.runs_kernels:
+            return None
+        if (recipe is not None and recipe.custom()) or not is_recordable([*self.ops, *steps]):
+            return None
+        return RecordedPasses(self.ops, recipe if isinstance(recipe, DelayedScaling) else None)
+
+    def run(
+        self, input_: torch.Tensor, others: Sequence[torch.Tensor], extra_inputs: Any, kwargs: Any
+    ) -> Any:
+        """The results of forward; ``others`` are the parameters and the extra inputs."""
+        if _is_profiled():
+            return self.in_ranges[0](input_, extra_inputs, kwargs)
+        if self.recorded is not None and not kwargs:
+            tensors = (input_, *others)
+            found = self.recorded.find(tensors)
+            if found is not None:
+                for state in self.recipe_states:
+                    state["_last_recipe"] = self.key.recipe
+                return found.run(tensors, self.forward, input_, extra_inputs, kwargs)
+        return self.forward(input_, extra_inputs, kwargs)
+
     @functools.cached_property
     def in_ranges(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         """``forward`` and ``backward`` with every step in a range of torch's profiler."""
@@ -162,12 +190,12 @@ class CompiledPlan:
             return result
         if self.runs_kernels and (_is_functorch_active() or forward_ad._current_level >= 0):
             refuse_transform()
-        forward = self.in_ranges[0] if _is_profiled() else self.forward
+        others = (*params, *extra_inputs)
         if self.is_delayed and not _is_grad_enabled() and not is_checkpointed_forward():
             with evaluation():
-                output, produced = forward(input_, extra_inputs, kwargs)
+                output, produced = self.run(input_, others, extra_inputs, kwargs)
         else:
-            output, produced = forward(input_, extra_inputs, kwargs)
+            output, produced = self.run(input_, others, extra_inputs, kwargs)
         result = (output, *(produced[n] for n in self.returned)) if self.returned else output
         return result
 
@@ -213,13 +241,15 @@ class _PipelineFunction(torch.autograd.Function):
         *params_and_extra_inputs: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         run, extra_inputs, kwargs = call
-        forward = run.in_ranges[0] if _is_profiled() else run.forward
-        output, produced, op_ctxs, saved, ends, specs = forward(input_, extra_inputs, kwargs)
+        results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs)
+        output, produced, op_ctxs, saved, ends, specs = results
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
         conditions, kept = UNQUANTIZED, None
         states: Sequence[DelayedScales] = ()
         if contexts.is_autocast_used:
-            conditions, kept = current_state(), _kinds(saved)
+            conditions = current_state()
+            if ends is not None:
+                kept = _kinds(saved)
             if run.is_delayed:
                 # The current states: loading a checkpoint before the backward replaces them.
                 states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
@@ -270,19 +300,34 @@ class _PipelineFunction(torch.autograd.Function):
             found = _kinds(saved)
             if found != kept:
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
-        for i, position in run.accumulating:
-            op_ctxs[i].main_grad_owner = _accumulating_leaf(ctx.next_functions[position])
+        owners = {
+            i: _accumulating_leaf(ctx.next_functions[position]) for i, position in run.accumulating
+        }
         # From here on only the generated code holds them, unless the graph is retained.
-        held = [saved]
+        held = [saved] if ends is not None else list(saved)
         del saved
         ctx.maybe_clear_saved_tensors()
+        is_profiled = _is_profiled()
+        backward = run.in_ranges[1] if is_profiled else run.backward
+        result: tuple[torch.Tensor | None, ...]
         try:
             # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
-            backward = run.in_ranges[1] if _is_profiled() else run.backward
-            result: tuple[torch.Tensor | None, ...] = backward(
-                op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
-            )
+            if ends is None:
+                result = op_ctxs.backward(
+                    backward,
+                    held,
+                    grad_outputs[0].contiguous(),
+                    grad_extras,
+                    owners,
+                    is_observed=is_profiled,
+                )
+            else:
+                for i, owner in owners.items():
+                    op_ctxs[i].main_grad_owner = owner
+                result = backward(
+                    op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
+                )
             for state in states:
                 record_until_backward_ends(state, conditions.group)
             if conditions.region is not None and conditions.region.recorded:
@@ -290,7 +335,7 @@ class _PipelineFunction(torch.autograd.Function):
             return result
         except BaseException:
             # Finished steps have dropped their tensors; this drops those of the others.
-            for op_ctx in op_ctxs:
+            for op_ctx in op_ctxs if ends is not None else ():
                 op_ctx.saved_tensors = None
             raise
 

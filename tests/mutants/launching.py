@@ -5,16 +5,16 @@ from mutants.mutant import Mutant
 LAUNCH_CACHE = (
     Mutant(
         "the alignment of a tensor is left out of a launch's key",
-        "cuda/launch_cache.py",
-        "key.append(tensor.data_ptr() & 15)",
-        "key.append(0)",
+        "cuda/sequence.py",
+        "        tensor.data_ptr() & 15,\n",
+        "",
         "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
         "the strides of a tensor are left out of a launch's key",
-        "cuda/launch_cache.py",
-        "tensor.shape, tensor.stride(), tensor.get_device()",
-        "tensor.shape, tensor.get_device()",
+        "cuda/sequence.py",
+        "        tensor.stride(),\n",
+        "",
         "test_launch_cache.py::test_a_tensor_of_another_layout_is_recorded_anew",
     ),
     Mutant(
@@ -33,7 +33,7 @@ LAUNCH_CACHE = (
     ),
     Mutant(
         "what torch computes beside the launches is not made again",
-        "cuda/launch_cache.py",
+        "cuda/sequence.py",
         "        elif not func.is_view:\n",
         "        elif not func.is_view and func._schema.is_mutable:\n",
         "test_launch_cache.py::test_a_function_that_does_more_is_called_every_time "
@@ -41,21 +41,50 @@ LAUNCH_CACHE = (
     ),
     Mutant(
         "memory that was zeroed is not zeroed again",
-        "cuda/launch_cache.py",
+        "cuda/sequence.py",
         "made.dtype, made.device, func in _ZEROING)",
         "made.dtype, made.device, False)",
         "test_launch_cache.py",
     ),
     Mutant(
         "on a GPU, memory that was zeroed is not zeroed again",
-        "cuda/launch_cache.py",
-        "if is_zeroed and 0 not in shape:",
-        "if not is_zeroed and 0 in shape:",
+        "cuda/sequence.py",
+        'f"memset(zeros_at, 0, {self.zeros}, stream)",',
+        'f"memset(zeros_at, 0, 0, stream)",',
         "test_launch_cache.py",
     ),
     Mutant(
+        "a change of an op's attribute does not count",
+        "runtime/recorded.py",
+        """*(f"{state}.get('_changes')," for state in states)""",
+        '*("None," for state in states)',
+        "test_recorded.py::test_an_attribute_that_changes_counts_from_the_next_call",
+    ),
+    Mutant(
+        "a recorded backward keeps the saved tensors until it ends",
+        "cuda/sequence.py",
+        'src.add("inputs.clear()")',
+        "pass",
+        "test_recorded.py::test_a_recorded_backward_frees_what_it_has_read",
+    ),
+    Mutant(
+        "a recorded forward of delayed scaling adds nothing to the step",
+        "runtime/recorded.py",
+        "                state.note_use()\n",
+        "                pass\n",
+        "test_recorded.py::test_recorded_steps_have_the_bits_of_the_plans_own_code",
+        select="delayed",
+    ),
+    Mutant(
+        "saved-tensor hooks do not get the tensors of a recorded forward",
+        "runtime/recorded.py",
+        " or _has_saved_tensor_hooks(False) is not None",
+        "",
+        "test_recorded.py::test_saved_tensor_hooks_get_the_quantized_tensors",
+    ),
+    Mutant(
         "a view of a part of a tensor passes for the tensor",
-        "cuda/launch_cache.py",
+        "cuda/sequence.py",
         "        and (one.dtype, one.shape, one.stride())"
         " == (other.dtype, other.shape, other.stride())\n",
         "",

@@ -156,8 +156,10 @@ CHANNELS = (
     Mutant(
         "a method that is deleted from an op runs on",
         "op/fusible.py",
-        "        super().__delattr__(name)\n        if name in METHODS:\n",
-        "        super().__delattr__(name)\n        if name in ():\n",
+        "        self._count_change()\n        if name in METHODS:\n"
+        "            module_calls.change()\n\n    def impl",
+        "        self._count_change()\n        if name in ():\n"
+        "            module_calls.change()\n\n    def impl",
         "test_grouping.py::test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted",
     ),
     Mutant(

@@ -1,0 +1,522 @@
+"""Launch sequences: what a function does with tensors, recorded once and written as plain code.
+
+A function that is called with tensors of one layout makes the same allocations, launches and calls
+of torch each time; only the addresses differ. :func:`record` observes one call of it, and
+:class:`LaunchSequence` repeats what it did, as generated straight-line Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
+
+from fuser.cuda import launch, module
+from fuser.cuda.arguments import Slot, Struct, encode, filled
+from fuser.cuda.launch import Kernel, Launch, begin, prepared
+from fuser.source import SourceCode
+from fuser.wrapper_tensor import WrapperTensor
+
+Result = TypeVar("Result")
+
+# Tensors whose layout says everything: other classes have contents of their own.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+# Buffers of zeros begin at multiples of this many bytes in the memory that they share.
+ZEROS_ALIGNMENT = 16
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Everything about a plain tensor that a launch depends on, except its address."""
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.get_device(),
+        tensor.data_ptr() & 15,
+    )
+
+
+# -- actions ----------------------------------------------------------------------
+
+
+class Allocation(NamedTuple):
+    """A new tensor."""
+
+    place: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    is_zeroed: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class KernelLaunch(NamedTuple):
+    """A launch, with slots in place of tensors."""
+
+    kernel: Kernel
+    shape: Launch
+    args: tuple[Any, ...]
+
+
+class TorchCall(NamedTuple):
+    """A call of torch, with slots in place of tensors; ``places`` of its results, None for None."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    places: tuple[int | None, ...]
+    returns_tuple: bool
+
+
+Action = Allocation | KernelLaunch | TorchCall
+
+
+class LaunchSequence:
+    """The actions of a function in their order, and the slots of its result.
+
+    Places count the inputs first, then the tensors that the actions make.
+
+    Parameters
+    ----------
+    count
+        The number of inputs.
+    constants
+        Tensors of the function that are the same at each call, and live as long as the sequence.
+        Their places come after those of the inputs.
+    owns_inputs
+        Whether :meth:`play` takes a list, and empties it, so that an input is freed as soon as
+        nothing reads it.
+    """
+
+    def __init__(
+        self, count: int, constants: Sequence[torch.Tensor] = (), *, owns_inputs: bool = False
+    ) -> None:
+        self.count = count
+        self.constants = constants
+        self.owns_inputs = owns_inputs
+        self.actions: list[Action] = []
+        self.result: Any = None
+        self.refusal: str | None = None
+        """Why the actions cannot be repeated; None if they can."""
+        # The generated function of the inputs, and the index of the GPU that it runs on.
+        self._written: Callable[[Sequence[torch.Tensor | None]], Any] | None = None
+        self._device: int | None = None
+
+    @property
+    def made_from(self) -> int:
+        """The place of the first tensor that the actions make."""
+        return self.count + len(self.constants)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the function did nothing else, so that its actions can be repeated."""
+        return self.refusal is None
+
+    def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
+        """Repeat the actions over other inputs of the same layout; the result has new tensors."""
+        if self._written is None:
+            self._write(inputs)
+        assert self._written is not None
+        if self._device is None or self._device == torch._C._cuda_getDevice():
+            return self._written(inputs)
+        with torch.cuda.device(self._device):
+            return self._written(inputs)
+
+    # -- generated code -------------------------------------------------------
+
+    def _write(self, inputs: Sequence[torch.Tensor | None]) -> None:
+        """Generate straight-line Python, with all constants inserted."""
+        actions = self._needed()
+        is_driver = type(launch.backend) is launch.LaunchBackend
+        if is_driver:
+            self._device = next(t.get_device() for t in inputs if t is not None)
+            with torch.cuda.device(self._device):
+                src = self._source(actions, _DriverCode(self._device, actions, self.result))
+        else:
+            src = self._source(actions, _BackendCode())
+        self._written = src.functions("launches")["play"]
+
+    def _source(self, actions: list[Action], code: _DriverCode | _BackendCode) -> SourceCode:
+        src = SourceCode(**code.names)
+        kept = set(_places(self.result))
+        kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
+        freed = _last_uses(actions, kept)
+        for place, constant in enumerate(self.constants, self.count):
+            src.bind(f"t{place}", constant)
+        with src.block("def play(inputs):"):
+            src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
+            if self.owns_inputs:
+                src.add("inputs.clear()")
+            code.begin(src)
+            for number, action in enumerate(actions):
+                if type(action) is Allocation:
+                    code.allocate(src, action)
+                elif type(action) is KernelLaunch:
+                    code.launch(src, number, action)
+                else:
+                    assert type(action) is TorchCall
+                    _call(src, number, action)
+                if number in freed:
+                    src.add(f"{''.join(f't{place} = ' for place in freed[number])}None")
+            src.add(f"return {_expression(src, self.result)}")
+        return src
+
+    def _needed(self) -> list[Action]:
+        """The actions without views and allocations that nothing reads."""
+        read = set(_places(self.result))
+        kept: list[Action] = []
+        for action in reversed(self.actions):
+            if type(action) is Allocation:
+                if action.place not in read:
+                    continue
+            elif type(action) is TorchCall:
+                is_view = getattr(action.function, "is_view", False)
+                if is_view and read.isdisjoint(action.places):
+                    continue
+                read.update(_places((action.args, action.kwargs)))
+            else:
+                read.update(_places(action.args))
+            kept.append(action)
+        return kept[::-1]
+
+
+class _DriverCode:
+    """Writes launches as calls of CUDA's driver, over addresses."""
+
+    def __init__(self, device: int, actions: Sequence[Action], result: Any) -> None:
+        self.device = device
+        self.names: dict[str, Any] = {"begin": begin, "memset": module.driver_memset()}
+        # Zeroed buffers that only launches read are parts of one, which one call clears.
+        seen = set(_places(result))
+        for action in actions:
+            if type(action) is TorchCall:
+                seen.update(_places((action.args, action.kwargs)))
+        self.offsets: dict[int, int] = {}
+        self.zeros = 0
+        self.where: torch.device | None = None
+        for action in actions:
+            if type(action) is Allocation and action.is_zeroed and action.place not in seen:
+                self.offsets[action.place], self.where = self.zeros, action.device
+                self.zeros += -(-action.nbytes // ZEROS_ALIGNMENT) * ZEROS_ALIGNMENT
+
+    def begin(self, src: SourceCode) -> None:
+        """Write what comes before the first action."""
+        src.add(f"launch, buffer, size, stream, extra = begin({self.device})")
+        if self.zeros:
+            new = partial(torch.empty, self.zeros, dtype=torch.uint8, device=self.where)
+            src.add(
+                f"zeros = {src.bind('new_zeros', new)}()  # {self.zeros} bytes",
+                "zeros_at = zeros.data_ptr()",
+                f"memset(zeros_at, 0, {self.zeros}, stream)",
+            )
+
+    def allocate(self, src: SourceCode, action: Allocation) -> None:
+        if action.place in self.offsets:
+            return
+        place, shape, dtype, device, is_zeroed = action
+        new = src.bind(f"new_{place}", partial(torch.empty, shape, dtype=dtype, device=device))
+        src.add(f"t{place} = {new}()  # {shape}, {dtype}")
+        if is_zeroed and action.nbytes:
+            src.add(f"memset(t{place}.data_ptr(), 0, {action.nbytes}, stream)")
+
+    def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
+        kernel, grid, args = action
+        encoded = encode(kernel.symbol, args)
+        ready = prepared(kernel, grid, encoded.format, self.device)
+        function, sizes, shared_bytes, packer = ready
+        values = ", ".join(map(self._value, encoded.values))
+        where = ", ".join(map(str, (function, *sizes, shared_bytes)))
+        src.add(
+            f"# {kernel.symbol}",
+            f"{src.bind(f'pack_{number}', packer.pack_into)}(buffer, 0, {values})",
+            f"size.value = {packer.size}",
+            f"launch({where}, stream, 0, extra)",
+        )
+
+    def _value(self, value: Any) -> str:
+        """The expression of a value; Python's numbers are packed faster than numpy's."""
+        if type(value) is Slot:
+            offset = self.offsets.get(value.place)
+            return f"t{value.place}.data_ptr()" if offset is None else f"zeros_at + {offset}"
+        number = value.item() if isinstance(value, np.generic) else value
+        return repr(number) if math.isfinite(number) else f"float('{number}')"
+
+
+class _BackendCode:
+    """Writes launches as calls of another backend, over tensors."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"filled": filled, "run": launch.backend.run}
+
+    def begin(self, src: SourceCode) -> None:
+        """Nothing to prepare."""
+
+    def allocate(self, src: SourceCode, action: Allocation) -> None:
+        place, shape, dtype, device, is_zeroed = action
+        make = torch.zeros if is_zeroed else torch.empty
+        new = src.bind(f"new_{place}", partial(make, shape, dtype=dtype, device=device))
+        src.add(f"t{place} = {new}()  # {shape}, {dtype}")
+
+    def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
+        kernel, grid, args = action
+        used = sorted(set(_places(args)))
+        moved = _moved(args, {place: i for i, place in enumerate(used)})
+        tensors = f"({''.join(f't{place}, ' for place in used)})"
+        src.bind(f"args_{number}", moved)
+        src.add(
+            f"# {kernel.symbol}",
+            f"run({src.bind(f'kernel_{number}', kernel)}, {src.bind(f'grid_{number}', grid)}, "
+            f"tuple([filled(arg, {tensors}) for arg in args_{number}]))",
+        )
+
+
+def _call(src: SourceCode, number: int, action: TorchCall) -> None:
+    """Write a call of torch, by the fastest of its names."""
+    function, args, kwargs, places, returns_tuple = action
+    results = [f"t{place}" if place is not None else "_" for place in places]
+    target = f"{''.join(f'{result}, ' for result in results)}" if returns_tuple else results[0]
+    given = [_expression(src, arg) for arg in args]
+    method = _METHODS.get(function)
+    if method is not None:
+        callee, given = f"{given[0]}.{method}", given[1:]
+    else:
+        callee = src.bind(f"call_{number}", _FUNCTIONS.get(function, function))
+    given += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
+    src.add(f"{target} = {callee}({', '.join(given)})  # {function}")
+
+
+def _expression(src: SourceCode, value: Any) -> str:
+    """The expression of a value with slots in it."""
+    if type(value) is Slot:
+        return f"t{value.place}"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{k!r}: {_expression(src, v)}' for k, v in value.items())}}}"
+    if type(value) is tuple:
+        return f"({''.join(f'{_expression(src, item)}, ' for item in value)})"
+    if type(value) is list:
+        return f"[{', '.join(_expression(src, item) for item in value)}]"
+    if value is None or type(value) in (int, bool, str):
+        return repr(value)
+    return src.bind(f"constant_{len(src.names)}", value)
+
+
+def _places(value: Any) -> Iterable[int]:
+    """The places of the slots in a value."""
+    if type(value) is Slot:
+        yield value.place
+    elif type(value) is Struct:
+        yield from _places(value.fields)
+    elif type(value) is dict:
+        yield from _places(tuple(value.values()))
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from _places(item)
+
+
+def _moved(value: Any, to: dict[int, int]) -> Any:
+    """A value with other places in its slots."""
+    if type(value) is Slot:
+        return Slot(to[value.place])
+    if type(value) is Struct:
+        return Struct(tuple(_moved(field, to) for field in value.fields))
+    if type(value) is tuple:
+        return tuple(_moved(item, to) for item in value)
+    return value
+
+
+def _touched(action: Action) -> Iterable[int]:
+    """The places that an action reads or writes."""
+    if type(action) is KernelLaunch:
+        yield from _places(action.args)
+    elif type(action) is TorchCall:
+        yield from _places((action.args, action.kwargs))
+        yield from (place for place in action.places if place is not None)
+
+
+def _last_uses(actions: Sequence[Action], kept: set[int]) -> dict[int, list[int]]:
+    """The places to free after each action: of tensors that nothing reads after it."""
+    last = {place: number for number, action in enumerate(actions) for place in _touched(action)}
+    freed: dict[int, list[int]] = {}
+    for place, number in last.items():
+        if place not in kept:
+            freed.setdefault(number, []).append(place)
+    return freed
+
+
+# -- recording ----------------------------------------------------------------
+
+
+def record(
+    tensors: Sequence[torch.Tensor | None],
+    function: Callable[[], Result],
+    *,
+    constants: Sequence[torch.Tensor] = (),
+    with_calls: bool = False,
+    owns_inputs: bool = False,
+) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
+    """Call ``function``, and record its actions.
+
+    Parameters
+    ----------
+    tensors
+        The inputs of the sequence.
+    function
+        Called once.
+    constants, owns_inputs
+        As of :class:`LaunchSequence`.
+    with_calls
+        Whether the sequence may call torch, besides allocating.
+
+    Returns
+    -------
+    tuple
+        The sequence, whose ``result`` is not set; the result; and a function that puts slots in
+        place of the tensors in a value.
+    """
+    sequence = LaunchSequence(len(tensors), constants, owns_inputs=owns_inputs)
+    recorder = _Recorder([*tensors, *constants], sequence, with_calls)
+    outer, failure = launch.recording.listener, module.compile_failure
+    launch.recording.listener = recorder.launched
+    try:
+        with recorder:
+            result = function()
+    finally:
+        launch.recording.listener = outer
+    if module.compile_failure is not failure:
+        recorder.refuse("a kernel did not compile")
+    return sequence, result, recorder.slotted
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Observes the calls of torch and every launch."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor | None], sequence: LaunchSequence, with_calls: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sequence = sequence
+        self.with_calls = with_calls
+        self.count = len(tensors)
+        # Weak, so that recording keeps no memory; an id can be used again after a tensor is gone.
+        self.places: dict[int, tuple[TensorWeakRef, int]] = {}
+        for place, tensor in enumerate(tensors):
+            if tensor is not None:
+                self._put(tensor, place)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
+            with self:  # the operations on its buffers are recorded
+                return types[0].__torch_dispatch__(func, types, args, kwargs)
+        made = func(*args, **kwargs)
+        if func in _ALLOCATING and made.is_contiguous():
+            what = (tuple(made.shape), made.dtype, made.device, func in _ZEROING)
+            self.sequence.actions.append(Allocation(self._new(made), *what))
+        elif self.with_calls:
+            self._called(func, args, kwargs, made)
+        elif not func.is_view:
+            self.refuse(f"{func} is called")
+        elif _are_alike(made, args[0]) and (place := self._place(args[0])) is not None:
+            self._put(made, place)
+        return made
+
+    def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
+        """Record a launch."""
+        self.sequence.actions.append(KernelLaunch(kernel, shape, tuple(map(self.slotted, args))))
+
+    def _called(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
+        if not _REJECTED.isdisjoint(func.tags):
+            self.refuse(f"{func} reads values")
+            return
+        given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        places: list[int | None] = []
+        for result in results:
+            if isinstance(result, torch.Tensor):
+                if type(result) not in PLAIN or result.device.type != launch.backend.device_type:
+                    self.refuse(f"{func} returns a {type(result).__name__} on {result.device}")
+                place = self._place(result)
+                places.append(self._new(result) if place is None else place)
+            elif result is None:
+                places.append(None)
+            else:
+                self.refuse(f"{func} returns a {type(result).__name__}")
+        self.sequence.actions.append(
+            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)))
+        )
+
+    def slotted(self, value: Any) -> Any:
+        """``value`` with slots in place of tensors."""
+        if isinstance(value, torch.Tensor):
+            place = self._place(value)
+            if place is None:
+                self.refuse("it reads or returns a tensor that is neither an input nor its own")
+                return None
+            return Slot(place)
+        if type(value) is Struct:
+            return Struct(tuple(map(self.slotted, value.fields)))
+        if type(value) is dict:
+            return {name: self.slotted(item) for name, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(map(self.slotted, value))
+        return value
+
+    def _place(self, tensor: torch.Tensor) -> int | None:
+        known = self.places.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _new(self, tensor: torch.Tensor) -> int:
+        place, self.count = self.count, self.count + 1
+        self._put(tensor, place)
+        return place
+
+    def _put(self, tensor: torch.Tensor, place: int) -> None:
+        self.places[id(tensor)] = (TensorWeakRef(tensor), place)
+
+    def refuse(self, reason: str) -> None:
+        """Note that the actions cannot be repeated."""
+        self.sequence.refusal = self.sequence.refusal or reason
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether a view is another name of the whole tensor, such as the view that users get."""
+    return (
+        isinstance(one, torch.Tensor)
+        and one.data_ptr() == other.data_ptr()
+        and (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+    )
+
+
+_aten = torch.ops.aten
+_ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
+_ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
+# Their results depend on values, and so may what follows.
+_REJECTED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+# Python's own names of operations, which are called faster than an operation itself.
+_METHODS = {
+    _aten.view.default: "view",
+    _aten.view.dtype: "view",
+    _aten.t.default: "t",
+    _aten.detach.default: "detach",
+    _aten.transpose.int: "transpose",
+}
+_FUNCTIONS = {
+    _aten.mm.default: torch.mm,
+    _aten.addmm.default: torch.addmm,
+    _aten._scaled_mm.default: torch._scaled_mm,
+    _aten.add.Tensor: torch.add,
+    _aten.mul.Tensor: torch.mul,
+}

@@ -1,0 +1,350 @@
+"""Recorded passes: the forward and backward of a plan as one function of tensors.
+
+A plan's generated code calls its ops, and an op decides, checks and allocates. If the tensors of a
+call have the layouts of an earlier call, the ops decide the same. The second call of a layout is
+recorded (:mod:`fuser.cuda.sequence`), and later calls only allocate, launch and call torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser.basic_ops.main_grad import accumulation, note_accumulation
+from fuser.cuda import launch
+from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
+from fuser.functional.lazy import LazyTensor
+from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
+from fuser.precision.delayed_scaling import (
+    DelayedScales,
+    delayed_quantizers,
+    is_evaluating,
+    noting_uses,
+)
+from fuser.recipe import DelayedScaling
+from fuser.source import SourceCode
+from fuser.tensors import Float8Quantizer, QuantizedTensor
+
+# A process whose shapes never repeat must not fill the memory.
+MOST_LAYOUTS = 64
+
+Tensors = Sequence[torch.Tensor | None]
+Forward = Callable[..., tuple[Any, ...]]
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
+    """Whether the steps of a plan are this library's own code, which the layouts determine."""
+    return all(
+        type(op).__module__.partition(".")[0] == "fuser" and not op.has_own_methods() for op in ops
+    )
+
+
+class RecordedPasses:
+    """The recorded forwards of a compiled plan, by the layouts of their tensors.
+
+    Parameters
+    ----------
+    ops
+        The basic ops of the plan. A change of an attribute of one is a new layout.
+    recipe
+        The plan's recipe, if it is delayed scaling. New quantizers of a state are a new layout.
+    """
+
+    def __init__(self, ops: Sequence[BasicOperation], recipe: DelayedScaling | None) -> None:
+        self._ops = ops
+        self._recipe = recipe
+        modes = ("forward", "backward") if recipe is not None else ()
+        self._quantizing = [op for op in ops if any(map(op.num_quantizers, modes))]
+        self._forwards: dict[Any, RecordedForward | None] = {}
+        self._readers: dict[int, Callable[[Tensors], Any]] = {}
+
+    def find(self, tensors: Tensors) -> RecordedForward | None:
+        """The recorded forward for such tensors.
+
+        New for the second call of a layout: :meth:`RecordedForward.run` records then. None if there
+        is none, and the plan's own code must run.
+        """
+        if launch.recording.listener is not None or _has_saved_tensor_hooks(False) is not None:
+            return None
+        reader = self._readers.get(len(tensors))
+        if reader is None:
+            reader = self._readers[len(tensors)] = _reader(self._ops, len(tensors))
+        layout = reader(tensors)
+        if layout is None:
+            return None
+        quantizers: list[list[Float8Quantizer]] = []
+        if self._recipe is not None:
+            states = [op._delayed for op in self._quantizing]
+            given = delayed_quantizers(self._recipe, states)
+            if given is None:
+                return None
+            quantizers = given
+            layout = (layout, is_evaluating(), *map(id, quantizers))
+        found = self._forwards.get(layout, self)
+        if found is self:
+            while len(self._forwards) >= MOST_LAYOUTS:
+                self._forwards.pop(next(iter(self._forwards)), None)
+            self._forwards[layout] = None
+            return None
+        if found is None:
+            if not _are_distinct(tensors):
+                return None
+            found = self._forwards[layout] = RecordedForward(quantizers)
+        assert isinstance(found, RecordedForward)
+        return found if found.refusal is None else None
+
+
+def _reader(ops: Sequence[BasicOperation], count: int) -> Callable[[Tensors], Any]:
+    """A function of tensors that returns everything that their forward depends on.
+
+    It returns None for tensors whose memory does not hold their values.
+    """
+    names = [f"t{i}" for i in range(count)]
+    src = SourceCode(launch=launch, PLAIN=PLAIN)
+    states = [src.bind(f"state{i}", op.__dict__) for i, op in enumerate(ops)]
+    with src.block("def read(tensors):"):
+        src.add(f"{''.join(f'{name}, ' for name in names)}= tensors")
+        for t in names:
+            src.add(f"if type({t}) not in PLAIN or {t}.is_neg(): return None")
+        with src.block("return ("):
+            src.add("id(launch.backend),", *(f"{state}.get('_changes')," for state in states))
+            for t in names:
+                src.add(
+                    f"{t}.dtype, {t}.shape, {t}.stride(), {t}.get_device(), {t}.data_ptr() & 15,"
+                )
+        src.add(")")
+    return src.functions("layout")["read"]
+
+
+def _are_distinct(tensors: Tensors) -> bool:
+    """Whether no tensor is there twice: a recording could not tell which one is read."""
+    return len(set(map(id, tensors))) == len(tensors)
+
+
+class _Saved(NamedTuple):
+    """A saved quantized tensor: everything but its buffers, which have these places."""
+
+    kind: type[QuantizedTensor]
+    buffers: dict[str, int]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    quantizer: Any
+    is_read_only: bool
+
+    def tensor(self, held: Sequence[torch.Tensor]) -> QuantizedTensor:
+        """The tensor over other buffers."""
+        buffers: dict[str, torch.Tensor | None] = {n: held[at] for n, at in self.buffers.items()}
+        made = self.kind(buffers, self.shape, self.dtype, self.device, self.quantizer)
+        made._is_read_only = self.is_read_only
+        return made
+
+
+class RecordedForward:
+    """A recorded forward, and the backwards that were recorded after it.
+
+    It saves the buffers of quantized tensors, and makes the tensors only for a backward that is not
+    recorded. Recordings are below torch's autocast: they run without it.
+    """
+
+    def __init__(self, quantizers: list[list[Float8Quantizer]]) -> None:
+        self.refusal: str | None = None
+        """Why the forward cannot be repeated; None if it can."""
+        self._quantizers = quantizers  # held, so that no other list has its id
+        self._constants = [
+            tensor
+            for quantizer in itertools.chain(*quantizers)
+            for tensor in quantizer.state_tensors()
+            if tensor is not None
+        ]
+        self._used: list[DelayedScales] = []
+        self._sequence: LaunchSequence | None = None
+        self._contexts: list[tuple[type[OperationContext], dict[str, Any]]] = []
+        self._saved: list[_Saved | int | None] = []
+        self._ends: tuple[int, ...] = ()
+        self.specs: tuple[Any, ...] = ()
+        """Shape and dtype of every extra output."""
+        self._backwards: dict[Any, LaunchSequence | None] = {}
+
+    def run(self, tensors: Tensors, forward: Forward, *args: Any) -> tuple[Any, ...]:
+        """The results of ``forward(*args)``, which reads ``tensors``.
+
+        If it needs a backward, these are the output, the extra outputs, this object, the tensors to
+        save, None, and the shapes and dtypes of the extra outputs. The first call records; if the
+        forward cannot be repeated, it returns what ``forward`` returned.
+        """
+        if self._sequence is not None:
+            for state in self._used:
+                state.note_use()
+            results: tuple[Any, ...] = _played(self._sequence, tensors)
+            if len(results) == 2:
+                return results
+            output, produced, saved = results
+            return output, produced, self, saved, None, self.specs
+        with noting_uses() as used:
+            sequence, results, slotted = record(
+                tensors, lambda: forward(*args), constants=self._constants, with_calls=True
+            )
+        self._used = list(dict.fromkeys(used))
+        kept = self._result(results, sequence)
+        sequence.result = slotted(kept)
+        self.refusal = sequence.refusal
+        if self.refusal is not None:
+            return results
+        self._sequence = sequence
+        if len(results) == 2:
+            return results
+        return *kept[:2], self, kept[2], None, self.specs
+
+    def _result(self, results: tuple[Any, ...], sequence: LaunchSequence) -> tuple[Any, ...]:
+        """The part of a forward's results that has tensors; the rest is stored in this object."""
+        output, produced, *rest = results
+        if type(output) is not torch.Tensor:
+            sequence.refusal = f"the output is a {type(output).__name__}"
+        if not rest:
+            return output, produced
+        contexts, saved, self._ends, self.specs = rest
+        for context in contexts:
+            attributes = dict(context.__dict__)
+            if any(map(_holds_tensors, attributes.values())):
+                sequence.refusal = sequence.refusal or "a context holds a tensor"
+            self._contexts.append((type(context), attributes))
+        held: list[torch.Tensor] = []
+        for tensor in saved:
+            self._saved.append(self._saved_as(tensor, held, sequence))
+        return output, produced, tuple(held)
+
+    def _saved_as(
+        self, tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
+    ) -> _Saved | int | None:
+        """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
+        if tensor is None:
+            return None
+        if not isinstance(tensor, QuantizedTensor):
+            return _index(tensor, held)
+        if tensor._view_of is not None or tensor._source is not None:
+            sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
+        buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
+        what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
+        return _Saved(type(tensor), buffers, *what, tensor._is_read_only)
+
+    # -- backward -------------------------------------------------------------
+
+    def backward(
+        self,
+        backward: Backward,
+        saved: list[torch.Tensor],
+        dx: torch.Tensor,
+        grad_extras: list[torch.Tensor | None] | None,
+        owners: dict[int, torch.Tensor | None],
+        *,
+        is_observed: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
+
+        Parameters
+        ----------
+        backward
+            The plan's generated code.
+        saved
+            The tensors that :meth:`run` returned for saving.
+        dx, grad_extras
+            The gradients of the output and of the extra outputs.
+        owners
+            By op, the weight whose ``main_grad`` it adds its gradient to.
+        is_observed
+            Something watches the steps, so that they must run.
+        """
+        extras = grad_extras or []
+        grads: list[Any] = [dx, *(grad for grad in extras if grad is not None)]
+        is_observed = is_observed or not all(type(grad) in PLAIN for grad in grads)
+        weights = [weight for weight in owners.values() if weight is not None]
+        options = []
+        for weight in weights:
+            main_grad, given = accumulation(weight)
+            is_observed = is_observed or type(main_grad) not in PLAIN
+            options.append(given)
+            grads.append(main_grad)
+        layout = (
+            id(launch.backend),
+            _is_autocast() and autocast_dtype(dx.device.type),
+            tuple(grad is None for grad in extras),
+            tuple(weight is None for weight in owners.values()),
+            tuple(options),
+            *(() if is_observed else map(layout_of, grads)),
+        )
+        is_observed = is_observed or launch.recording.listener is not None
+        found = None if is_observed else self._backwards.get(layout)
+        if found is not None and found.is_complete:
+            saved += grads
+            del grads, dx, extras, grad_extras
+            result: tuple[torch.Tensor | None, ...] = _played(found, saved)
+            for weight in weights:
+                note_accumulation(weight)
+            return result
+        contexts = [_context(*each) for each in self._contexts]
+        for i, owner in owners.items():
+            contexts[i].main_grad_owner = owner
+        inputs = [*saved, *grads]
+        held = [tuple(self._tensor(each, saved) for each in self._saved)]
+        saved.clear()
+        args = (contexts, held, self._ends, dx, grad_extras, self.specs)
+        if is_observed or layout in self._backwards or not _are_distinct(inputs):
+            del inputs
+            return backward(*args)
+        sequence, result, slotted = record(
+            inputs,
+            lambda: backward(*args),
+            constants=self._constants,
+            with_calls=True,
+            owns_inputs=True,
+        )
+        sequence.result = slotted(result)
+        while len(self._backwards) >= MOST_LAYOUTS:
+            self._backwards.pop(next(iter(self._backwards)), None)
+        self._backwards[layout] = sequence
+        return result
+
+    def _tensor(
+        self, saved: _Saved | int | None, held: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
+        if saved is None or isinstance(saved, int):
+            return None if saved is None else held[saved]
+        return saved.tensor(held)
+
+
+def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
+    if not _is_autocast():
+        return sequence.play(tensors)
+    with torch._C._DisableAutocast():
+        return sequence.play(tensors)
+
+
+def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:
+    """The place of ``tensor`` in ``held``, to which it is added if it is not there."""
+    for place, other in enumerate(held):
+        if other is tensor:
+            return place
+    held.append(tensor)
+    return len(held) - 1
+
+
+def _context(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
+    context = kind()
+    context.to_save = context.saved_tensors = None
+    context.__dict__.update(attributes)
+    return context
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, (torch.Tensor, LazyTensor))
+
+
+_is_autocast = torch._C._is_any_autocast_enabled
+_has_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -1,0 +1,473 @@
+"""Recorded passes of a plan: the same bits as the plan's own code, and when they are not used."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import every_format as formats
+import models
+import pytest
+import torch
+from pipeline_kernels import on_kernels
+
+import fuser
+from fuser import recipe as recipes
+from fuser.cuda import sequence
+from fuser.runtime import recorded
+from fuser.runtime.recorded import RecordedPasses
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+BF16 = torch.bfloat16
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> Iterator[None]:
+    with on_kernels():
+        yield
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The sequences of recorded passes that were repeated."""
+    found: list[Any] = []
+    play = recorded._played
+
+    def noted(which: sequence.LaunchSequence, tensors: Any) -> Any:
+        found.append(which)
+        return play(which, tensors)
+
+    monkeypatch.setattr(recorded, "_played", noted)
+    return found
+
+
+def in_normal() -> fuser.Sequential:
+    linear = functools.partial(fuser.Linear, dtype=BF16)
+    return fuser.Sequential(
+        fuser.LayerNorm(32, dtype=BF16), linear(32, 32), fuser.Dropout(0.3), linear(32, 32)
+    )
+
+
+def with_quantize() -> fuser.Sequential:
+    linear = fuser.Linear(32, 32, dtype=BF16)
+    return fuser.Sequential(fuser.Quantize(backward=True), linear, fuser.SiLU())
+
+
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "gelu": (lambda: models.mlp(32, 64, dtype=BF16), (64, 32)),
+    "gelu 3d": (lambda: models.mlp(32, 64, dtype=BF16), (2, 32, 32)),
+    "swiglu": (lambda: models.residual_block(32, 64, dtype=BF16), (64, 32)),
+    "dropout": (in_normal, (64, 32)),
+    "quantize": (with_quantize, (64, 32)),
+}
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "delayed": recipes.DelayedScaling(amax_history_len=3),
+    **{
+        f"{name} {override}": formats.deterministic(recipe, backward_override=override)
+        for name, recipe in formats.STATELESS.items()
+        for override in (None, "high_precision", "dequantized")
+    },
+}
+
+
+def under(recipe: Any) -> Any:
+    return contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe)
+
+
+def step(model: torch.nn.Module, x: torch.Tensor, recipe: Any = None) -> list[Any]:
+    """Output and gradients of one step."""
+    x = x.clone().requires_grad_()
+    with under(recipe):
+        y = model(x)
+    dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
+    y.backward(dy)
+    found = [y.detach().clone(), x.grad, *(p.grad for p in model.parameters())]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordedPasses, "find", lambda self, tensors: None)
+
+
+def assert_equal(some: list[Any], others: list[Any]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+# -- bits ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_steps_have_the_bits_of_the_plans_own_code(
+    name: str, recipe: Any, played: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    other = copy.deepcopy(model)
+    inputs = [torch.randn(shape, dtype=BF16) for _ in range(STEPS)]
+    torch.manual_seed(0)
+    found = [step(model, x, recipe) for x in inputs]
+    repeated = 3 if recipe is None or not recipe.delayed() else 2
+    assert len(played) >= 2 * repeated, "forward and backward"
+    unrecorded(monkeypatch)
+    torch.manual_seed(0)
+    for one, x in zip(found, inputs, strict=True):
+        assert_equal(one, step(other, x, recipe))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling()], ids=["none", "delayed"])
+def test_evaluation_is_recorded_apart_from_training(recipe: Any, played: list[Any]) -> None:
+    model = MODELS["gelu"][0]()
+    xs = [torch.randn(64, 32, dtype=BF16) for _ in range(12)]
+    other = copy.deepcopy(model)
+    for i, x in enumerate(xs):
+        trained = step(model, x, recipe)
+        with torch.no_grad(), under(recipe):
+            evaluated = model(x)
+        expected = step(other, x, recipe)
+        assert_equal(trained, expected)
+        assert recipe is not None or torch.equal(evaluated, trained[0]), i
+    assert len(played) > len(xs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("asked", ["", "added", "zeros", "overwrite"])
+@pytest.mark.parametrize("name", ["none", "current None", "delayed"])
+def test_recorded_backwards_add_to_main_grad(
+    name: str, asked: str, dtype: torch.dtype, played: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = fuser.BasicLinear(32, 64, dtype=BF16, accumulate_into_main_grad=True)
+    model = fuser.Sequential(fuser.RMSNorm(32, dtype=BF16), linear, fuser.SiLU())
+    inputs = [torch.randn(64, 32, dtype=BF16) for _ in range(STEPS)]
+
+    def run(model: Any) -> list[list[Any]]:
+        weight = model[1].weight
+        weight.main_grad = torch.zeros(64, 32, dtype=dtype)
+        weight.overwrite_main_grad = asked == "overwrite"
+        weight.zero_out_wgrad = asked == "zeros"
+        found = []
+        for x in inputs:
+            if asked in ("added", "zeros"):
+                weight.grad_added_to_main_grad = False
+            made = step(model, x, RECIPES[name])
+            assert getattr(weight, "grad_added_to_main_grad", None) in (True, None)
+            if asked in ("", "overwrite", "added"):
+                made = [*made[:2], weight.main_grad.clone()]  # the stand-in has no values
+            found.append([*made, weight.main_grad.clone()])
+        return found
+
+    other = copy.deepcopy(model)
+    found = run(model)
+    assert played
+    unrecorded(monkeypatch)
+    for one, expected in zip(found, run(other), strict=True):
+        assert_equal(one, expected)
+
+
+# -- what a recording depends on --------------------------------------------------
+
+
+def test_an_attribute_that_changes_counts_from_the_next_call(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.RMSNorm(32, dtype=BF16), fuser.GELU())
+    x = torch.randn(64, 32, dtype=BF16)
+    before = [step(model, x) for _ in range(4)][-1]
+    assert played
+    model[0].eps = 10.0
+    changed = [step(model, x) for _ in range(4)]
+    assert not torch.equal(before[0], changed[0][0])
+    for other in changed:
+        assert_equal(other, changed[0])
+
+
+def test_setting_an_attribute_to_what_it_is_records_nothing_anew(played: list[Any]) -> None:
+    model = MODELS["dropout"][0]()
+    for _ in range(3):
+        step(model, torch.randn(64, 32, dtype=BF16))
+    count = len(played)
+    for _ in range(3):
+        model.train()
+        step(model, torch.randn(64, 32, dtype=BF16))
+    assert len(played) == count + 6
+
+
+def test_dropout_draws_a_new_mask_in_each_recorded_step_and_none_in_evaluation() -> None:
+    model = MODELS["dropout"][0]()
+    x = torch.randn(64, 32, dtype=BF16)
+    trained = [step(model, x)[0] for _ in range(5)]
+    assert len({tuple(y.flatten().tolist()) for y in trained}) == 5
+    model.eval()
+    evaluated = [step(model, x)[0] for _ in range(5)]
+    assert all(torch.equal(y, evaluated[0]) for y in evaluated)
+
+
+def test_other_shapes_strides_and_addresses_are_other_recordings() -> None:
+    model = models.mlp(32, 64, dtype=BF16)
+    wide = torch.randn(64, 64, dtype=BF16)
+    shifted = torch.randn(64 * 32 + 1, dtype=BF16)[1:].view(64, 32)
+    inputs = [wide[:, :32], wide[:, 32:], shifted, wide[:40, :32], wide[::2, :32]]
+    expected = [torch.nn.functional.linear(x, model[0].weight, model[0].bias) for x in inputs]
+    first = fuser.Sequential(model[0])
+    for _ in range(4):
+        for x, y in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(first(x), y, rtol=2e-2, atol=2e-2)
+
+
+def test_an_input_that_is_also_an_extra_input_is_read_in_both_places(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.AddExtraInput(), fuser.Bias(32, dtype=BF16))
+    expected = []
+    for _ in range(4):  # recorded with two tensors, and then called with one twice
+        x = torch.randn(64, 32, dtype=BF16)
+        extra = torch.randn(64, 32, dtype=BF16)
+        model(x, extra)
+    for _ in range(2):
+        x = torch.randn(64, 32, dtype=BF16)
+        expected = model(x, x.clone())
+        assert torch.equal(model(x, x), expected)
+    assert played
+
+
+def test_a_parameter_that_is_replaced_or_resized_is_read_anew() -> None:
+    model = fuser.Sequential(fuser.RMSNorm(32, dtype=BF16), fuser.Linear(32, 32, dtype=BF16))
+    x = torch.randn(64, 32, dtype=BF16)
+    for _ in range(4):
+        step(model, x)
+    weight = torch.randn(32, 32, dtype=BF16)
+    model[1].weight.data = weight.t()  # the same address later, other strides
+    expected = step(copy.deepcopy(model), x)
+    assert_equal(step(model, x), expected)
+    model[1].weight.data = weight.t().contiguous()
+    assert_equal(step(model, x), expected)
+    model[1].weight = torch.nn.Parameter(weight.t().contiguous())
+    assert_equal(step(model, x), expected)
+
+
+def test_a_loaded_state_of_delayed_scaling_is_used_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = RECIPES["delayed"]
+    model = models.mlp(32, 64, dtype=BF16)
+    xs = [torch.randn(64, 32, dtype=BF16) * 2**i for i in range(12)]
+    for x in xs[:5]:
+        step(model, x, recipe)
+    state = copy.deepcopy(model.state_dict())
+    for x in xs[5:10]:
+        step(model, x, recipe)
+    model.load_state_dict(state)
+    found = [step(model, x, recipe) for x in xs]
+    unrecorded(monkeypatch)
+    other = models.mlp(32, 64, dtype=BF16)
+    other(xs[0])
+    other.load_state_dict(state)
+    for one, x in zip(found, xs, strict=True):
+        assert_equal(one, step(other, x, recipe))
+
+
+def test_autocast_of_torch_is_not_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.mlp(32, 64)
+    x = torch.randn(64, 32)
+
+    def run(model: Any) -> list[Any]:
+        with torch.autocast("cpu", dtype=BF16):
+            y = model(x)
+        outside = torch.autograd.grad(y.float().sum(), list(model.parameters()), retain_graph=True)
+        with torch.autocast("cpu", dtype=BF16):
+            inside = torch.autograd.grad(y.float().sum(), list(model.parameters()))
+        return [y.detach(), *outside, *inside]
+
+    other = copy.deepcopy(model)
+    found = [run(model) for _ in range(5)]
+    unrecorded(monkeypatch)
+    for one in found:
+        assert_equal(one, run(other))
+
+
+# -- backward -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["none", "current None", "block None"])
+def test_a_retained_graph_gives_the_same_gradients_twice(name: str) -> None:
+    model = MODELS["swiglu"][0]()
+    for _ in range(5):
+        x = torch.randn(64, 32, dtype=BF16, requires_grad=True)
+        with under(RECIPES[name]):
+            y = model(x)
+        first = torch.autograd.grad(y.sum(), [x, *model.parameters()], retain_graph=True)
+        second = torch.autograd.grad(y.sum(), [x, *model.parameters()])
+        assert_equal(list(first), list(second))
+
+
+def test_a_gradient_of_another_layout_runs_the_plans_own_backward_first() -> None:
+    model = MODELS["gelu"][0]()
+    for _ in range(4):
+        step(model, torch.randn(64, 32, dtype=BF16))
+    for make in (lambda y: y.sum(), lambda y: y.t().contiguous().sum(), lambda y: y[::2].sum()):
+        for _ in range(3):
+            x = torch.randn(64, 32, dtype=BF16, requires_grad=True)
+            (grad,) = torch.autograd.grad(make(model(x)), x)
+            (expected,) = torch.autograd.grad(make(copy.deepcopy(model)(x)), x)
+            assert torch.equal(grad, expected)
+
+
+def test_an_extra_output_without_a_gradient_is_another_backward() -> None:
+    model = fuser.Sequential(
+        fuser.MakeExtraOutput(), fuser.RMSNorm(32, dtype=BF16), fuser.Linear(32, 32, dtype=BF16)
+    )
+    for i in range(8):
+        x = torch.randn(64, 32, dtype=BF16, requires_grad=True)
+        other = copy.deepcopy(model)
+        y, extra = model(x)
+        z, same = other(x)
+        losses = (y.sum(), z.sum()) if i % 2 else ((y + extra).sum(), (z + same).sum())
+        assert_equal(*([torch.autograd.grad(loss, x)[0]] for loss in losses))
+
+
+def test_saved_tensor_hooks_get_the_quantized_tensors(played: list[Any]) -> None:
+    model, recipe = MODELS["gelu"][0](), RECIPES["current None"]
+    for _ in range(4):
+        expected = step(model, torch.ones(64, 32, dtype=BF16), recipe)
+    count, packed = len(played), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(type(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = step(model, torch.ones(64, 32, dtype=BF16), recipe)
+    assert_equal(found, expected)
+    assert len(played) == count
+    assert fuser.Float8Tensor in packed
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["none", "current None", "delayed"])
+def test_checkpointed_blocks_have_the_bits_of_plain_ones(name: str, use_reentrant: bool) -> None:
+    model, recipe = MODELS["swiglu"][0](), RECIPES[name]
+    other = copy.deepcopy(model)
+
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        made = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+        assert isinstance(made, torch.Tensor)
+        return made
+
+    for _ in range(STEPS):
+        x = torch.randn(64, 32, dtype=BF16)
+        results = []
+        for run, owner in ((checkpointed, model), (other, other)):
+            leaf = x.clone().requires_grad_()
+            with under(recipe):
+                y = run(leaf)
+            y.backward(torch.ones_like(y))
+            results.append([y.detach(), leaf.grad, *(p.grad for p in owner.parameters())])
+            owner.zero_grad(set_to_none=True)
+        assert_equal(*results)
+
+
+def test_a_recorded_backward_frees_what_it_has_read(
+    played: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS["swiglu"][0]()
+    for _ in range(4):
+        step(model, torch.randn(64, 32, dtype=BF16))
+    saved: list[Any] = []
+    alive: list[int] = []
+    play, mm = recorded._played, torch.mm
+
+    def watched(which: Any, tensors: Any) -> Any:
+        if isinstance(tensors, list):  # a backward, whose last tensor is the gradient
+            plain = (t for t in tensors[:-1] if not isinstance(t, torch.nn.Parameter))
+            saved.extend(map(weakref.ref, plain))
+        return play(which, tensors)
+
+    def product(*args: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(ref() is not None for ref in saved))
+        return mm(*args)
+
+    for names in (which._written.__globals__ for which in played):
+        names |= {name: product for name, value in names.items() if value is mm}
+    monkeypatch.setattr(recorded, "_played", watched)
+    step(model, torch.randn(64, 32, dtype=BF16))
+    assert alive[-1] < alive[-4], alive
+
+
+# -- what is not recorded ---------------------------------------------------------
+
+
+class Doubled(fuser.GELU):
+    """A user's op that counts its calls."""
+
+    calls = 0
+
+    def op_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        type(self).calls += 1
+        made: torch.Tensor = 2 * super().op_forward(*args, **kwargs)
+        return made
+
+
+def test_a_users_op_runs_at_each_call(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.Linear(32, 32, dtype=BF16), Doubled())
+    for _ in range(5):
+        model(torch.randn(64, 32, dtype=BF16))
+    assert Doubled.calls == 5
+    assert not played
+
+
+def test_a_method_that_is_set_on_an_op_runs_at_each_call(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.GELU())
+    for _ in range(4):
+        model(torch.randn(64, 32, dtype=BF16))
+    assert played
+    calls = []
+    inner = model[0].op_forward
+
+    def op_forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        made: torch.Tensor = inner(*args, **kwargs)
+        return made
+
+    model[0].op_forward = op_forward
+    for _ in range(4):
+        model(torch.randn(64, 32, dtype=BF16))
+    assert len(calls) == 4
+
+
+def test_a_profiled_step_runs_the_ops(played: list[Any]) -> None:
+    model = MODELS["gelu"][0]()
+    x = torch.randn(64, 32, dtype=BF16)
+    expected = [step(model, x) for _ in range(4)][-1]
+    count = len(played)
+    with torch.profiler.profile() as profiler:
+        found = step(model, x)
+    assert_equal(found, expected)
+    assert len(played) == count
+    assert any(event.name.startswith("fuser forward") for event in profiler.events())
+
+
+def test_a_process_whose_shapes_never_repeat_keeps_few_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorded, "MOST_LAYOUTS", 4)
+    passes = RecordedPasses([], None)
+    for rows in range(1, 10):
+        assert passes.find([torch.randn(rows, 32)]) is None
+    assert len(passes._forwards) == 4
+    assert passes.find([torch.randn(9, 32)]) is not None
+    assert passes.find([torch.randn(1, 32)]) is None
+
+
+def test_a_recording_that_cannot_be_repeated_says_why() -> None:
+    x = torch.randn(4)
+    made, _, _ = sequence.record([x], lambda: (x + 1).sum().item(), with_calls=True)
+    assert made.refusal == "aten._local_scalar_dense.default reads values"
+    other = torch.randn(4)
+    made, _, _ = sequence.record([x], lambda: x + other, with_calls=True)
+    assert "neither an input nor its own" in str(made.refusal)
