@@ -327,16 +327,32 @@ def test_cached_launches_of_delayed_scaling_use_the_state_of_each_call(
 
 
 def test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm() -> None:
+    cache: dict[Any, Any] = {}
+    history, scale, largest = torch.zeros(3, 1), torch.ones(1), torch.tensor([448.0])
     with emulated():
-        for margin, algorithm in [(0, "max"), (3, "max"), (0, "most_recent")] * 3:
-            history = torch.tensor([[2.0], [0.0], [8.0]])
-            scale = torch.ones(1)
+        for margin, algorithm in [(0, "max"), (3, "max"), (0, "most_recent")] * 4:
+            history.copy_(torch.tensor([[2.0], [0.0], [8.0]]))
+            scale.fill_(1)
             expected = (history.clone(), scale.clone())
             reference.update_delayed(*expected, 448.0, margin=margin, algorithm=algorithm)
             options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
-            update_delayed([history], [scale], [torch.tensor([448.0])], **options)
+            update_delayed([history], [scale], [largest], **options, cache=cache)
             assert torch.equal(history, expected[0])
             assert torch.equal(scale, expected[1])
+    assert len(cache) == 3
+    assert all(sequence.is_complete for sequence in cache.values())
+
+
+def test_a_cached_update_of_other_states_is_recorded_anew_and_few_are_kept() -> None:
+    cache: dict[Any, Any] = {}
+    with emulated():
+        for i in [*range(7), *range(7), *range(7)]:
+            states = [torch.full((2, 1), 1.0 + i), torch.ones(1), torch.tensor([448.0])]
+            for _ in range(3):
+                states[0][0] = 2.0 + i
+                update_delayed(*([state] for state in states), cache=cache)
+                assert states[1].item() == 448.0 / (2.0 + i)
+    assert len(cache) == launch_cache.MOST_CONSTANT
 
 
 NVFP4: dict[str, Any] = {

@@ -140,7 +140,8 @@ class LaunchSequence:
         actions = self._needed()
         is_driver = type(launch.backend) is launch.LaunchBackend
         if is_driver:
-            self._device = next(t.get_device() for t in inputs if t is not None)
+            tensors = (*inputs, *self.constants)
+            self._device = next(t.get_device() for t in tensors if t is not None)
             with torch.cuda.device(self._device):
                 src = self._source(actions, _DriverCode(self._device, actions, self.result))
         else:
@@ -155,7 +156,8 @@ class LaunchSequence:
         for place, constant in enumerate(self.constants, self.count):
             src.bind(f"t{place}", constant)
         with src.block("def play(inputs):"):
-            src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
+            if self.count:
+                src.add(f"{''.join(f't{i}, ' for i in range(self.count))}= inputs")
             if self.owns_inputs:
                 src.add("inputs.clear()")
             code.begin(src)
@@ -442,6 +444,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"{func} reads values")
             return
         given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
+        if func.is_view and _are_alike(made, args[0]) and self._place(args[0]) is not None:
+            self._put(made, self._place(args[0]))  # another name of it
+            return
         results = made if isinstance(made, (tuple, list)) else (made,)
         places: list[int | None] = []
         for result in results:
@@ -483,7 +488,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._put(tensor, place)
         return place
 
-    def _put(self, tensor: torch.Tensor, place: int) -> None:
+    def _put(self, tensor: torch.Tensor, place: int | None) -> None:
+        assert place is not None
         self.places[id(tensor)] = (TensorWeakRef(tensor), place)
 
     def refuse(self, reason: str) -> None:
@@ -517,6 +523,7 @@ _FUNCTIONS = {
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten._scaled_mm.default: torch._scaled_mm,
+    _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten.add.Tensor: torch.add,
     _aten.mul.Tensor: torch.mul,
 }

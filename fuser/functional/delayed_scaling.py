@@ -9,7 +9,7 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.launch_cache import cached_launches
+from fuser.cuda.launch_cache import constant_launches
 from fuser.errors import KernelUnavailable
 from fuser.reference import fp8_scaling as reference
 
@@ -21,13 +21,18 @@ def update_delayed(
     *,
     margin: int = 0,
     algorithm: str = "max",
+    cache: dict[Any, Any] | None = None,
 ) -> None:
-    """Update many states of delayed scaling, all on one device; see the reference."""
+    """Update many states of delayed scaling, all on one device; see the reference.
+
+    ``cache``, of the caller, keeps recorded launches over these tensors.
+    """
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
         try:
-            cached_launches(
-                ("update_delayed", margin, algorithm, len(scales)),
+            constant_launches(
+                {} if cache is None else cache,
+                (margin, algorithm),
                 (*amax_histories, *scales, *max_fp8),
                 lambda: kernels.update_delayed(amax_histories, scales, max_fp8, **options),
             )

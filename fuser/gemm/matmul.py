@@ -74,7 +74,7 @@ def wgrad_accumulate(
     if a.dtype == main_grad.dtype:
         main_grad.addmm_(a, b, alpha=scale)
     elif a.is_cuda and main_grad.dtype == torch.float32:
-        main_grad.add_(torch.mm(a, b, out_dtype=torch.float32), alpha=scale)
+        torch.addmm(main_grad, a, b, alpha=scale, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.add_(torch.mm(a.to(main_grad.dtype), b.to(main_grad.dtype)), alpha=scale)
 

@@ -79,6 +79,17 @@ def delayed_quantizers(
     return None if None in found else found  # type: ignore[return-value]
 
 
+def note_uses(states: Iterable[DelayedScales]) -> None:
+    """Add states to the current step: the forward that runs now records amaxes in them."""
+    _, region, group = current_state()
+    if region is None:
+        return
+    for state in states:
+        region.recorded[state] = group
+        if region.may_be_recomputed:
+            state._regions.add(region)
+
+
 is_evaluating = _is_evaluating.get
 """Whether the forward that runs now records no amax."""
 
@@ -103,6 +114,8 @@ class DelayedScales:
         self._recipe: DelayedScaling | None = None
         self._quantizers: list[Float8Quantizer] = []
         self._of_parameters: dict[int, Float8Quantizer] = {}
+        # The recorded updates of this state with others.
+        self._updates: dict[Any, Any] = {}
         self._identity = _Identity()
         # Steps that used the current scales and whose forward may be recomputed.
         self._regions: weakref.WeakSet[AmaxStep] = weakref.WeakSet()
@@ -133,18 +146,10 @@ class DelayedScales:
             return quantizer
         if is_reading:
             return quantizer.unbound()
-        self.note_use()
+        note_uses((self,))
         if _uses.noted is not None:
             _uses.noted.append(self)
         return quantizer
-
-    def note_use(self) -> None:
-        """Add this state to the current step: the forward that runs now records amaxes in it."""
-        _, region, group = current_state()
-        if region is not None:
-            region.recorded[self] = group
-            if region.may_be_recomputed:
-                self._regions.add(region)
 
     def quantizers_under(self, recipe: DelayedScaling) -> list[Float8Quantizer] | None:
         """The quantizers, the same list as long as they are the same; None before they are made."""
@@ -256,7 +261,7 @@ class DelayedScales:
         states = {state: group for state, group in states.items() if state._recipe is not None}
         for state in states:
             state._leave_past_scale()
-        reduced = [state for state in states if state._is_reduced()]
+        reduced = [state for state in states if state._is_reduced()] if _has_ranks() else []
         for some in _alike(reduced, lambda state: (id(states[state]), state.scale.device)):
             _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
         for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
@@ -268,6 +273,7 @@ class DelayedScales:
                 [state._max for state in some],
                 margin=recipe.margin,
                 algorithm=recipe.amax_compute_algo,
+                cache=some[0]._updates,
             )
 
     def _is_reduced(self) -> bool:
@@ -394,9 +400,13 @@ def _alike(
     return list(groups.values())
 
 
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:
     """Replace each tensor by its maximum over the ranks of ``group``, in one reduction."""
-    if not amaxes or not torch.distributed.is_initialized():
+    if not amaxes:
         return
     if torch.distributed.get_world_size(group) == 1:
         return

@@ -15,6 +15,7 @@ import torch
 
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.cuda import launch
+from fuser.cuda.arguments import Slot
 from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
 from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
@@ -22,6 +23,7 @@ from fuser.precision.delayed_scaling import (
     DelayedScales,
     delayed_quantizers,
     is_evaluating,
+    note_uses,
     noting_uses,
 )
 from fuser.recipe import DelayedScaling
@@ -178,8 +180,8 @@ class RecordedForward:
         forward cannot be repeated, it returns what ``forward`` returned.
         """
         if self._sequence is not None:
-            for state in self._used:
-                state.note_use()
+            if self._used:
+                note_uses(self._used)
             results: tuple[Any, ...] = _played(self._sequence, tensors)
             if len(results) == 2:
                 return results
@@ -192,6 +194,8 @@ class RecordedForward:
         self._used = list(dict.fromkeys(used))
         kept = self._result(results, sequence)
         sequence.result = slotted(kept)
+        if _renames(kept[:2], sequence.result[:2], tensors):
+            sequence.refusal = sequence.refusal or "it returns a view of an input"
         self.refusal = sequence.refusal
         if self.refusal is not None:
             return results
@@ -322,6 +326,16 @@ def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
         return sequence.play(tensors)
     with torch._C._DisableAutocast():
         return sequence.play(tensors)
+
+
+def _renames(results: Any, slots: Any, tensors: Tensors) -> bool:
+    """Whether a result is another tensor object than the input that its slot stands for."""
+    if type(slots) is tuple:
+        return any(
+            _renames(result, slot, tensors) for result, slot in zip(results, slots, strict=True)
+        )
+    is_input = type(slots) is Slot and slots.place < len(tensors)
+    return is_input and results is not tensors[slots.place]
 
 
 def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:

@@ -70,7 +70,7 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded forward of delayed scaling adds nothing to the step",
         "runtime/recorded.py",
-        "                state.note_use()\n",
+        "                note_uses(self._used)\n",
         "                pass\n",
         "test_recorded.py::test_recorded_steps_have_the_bits_of_the_plans_own_code",
         select="delayed",
@@ -141,8 +141,8 @@ LAUNCH_CACHE = (
     Mutant(
         "the margin is left out of the key of delayed scaling's update",
         "functional/delayed_scaling.py",
-        '("update_delayed", margin, algorithm, len(scales)),',
-        '("update_delayed", algorithm, len(scales)),',
+        "                (margin, algorithm),\n",
+        "                algorithm,\n",
         "test_launch_cache.py::test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm",
     ),
 )

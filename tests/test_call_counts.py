@@ -1,0 +1,176 @@
+"""Python calls and calls of torch in a warm step: a change that adds calls to a step fails here.
+
+A small step takes as long as its calls on the host. Times vary with the machine; counts do not. The
+launch backend does nothing, so the counts are those of a step on a GPU: the code that is generated
+for the driver runs, over addresses of the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fuser
+from fuser import recipe as recipes
+from fuser.cuda import launch, module, sequence
+from fuser.cuda.arguments import encode
+from fuser.functional import pointwise
+from fuser.gemm import native
+from fuser.runtime import pipeline
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+BF16 = torch.bfloat16
+T, H, F = 64, 128, 256
+WARM_STEPS = 5
+# Files of this library, generated code, and torch's operations where they have no faster name.
+COUNTED = (str(Path(fuser.__file__).parent), "<fuser", torch._ops.__file__)
+
+
+@pytest.fixture(autouse=True)
+def hopper_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Launches and native products do nothing, as on a GPU, where they run later."""
+    backend = launch.LaunchBackend()
+    for name, value in {
+        "device_type": "cpu",
+        "refusal": lambda: None,
+        "run": lambda *_: None,
+        "multiprocessors": lambda _: 132,
+        "shared_bytes": lambda _: 227 * 1024,
+    }.items():
+        setattr(backend, name, value)
+    monkeypatch.setattr(launch, "backend", backend)
+    size = type("Size", (), {"value": 0})()
+    given = (lambda *_: None, bytearray(launch.MAX_ARGUMENT_BYTES), size, 0, 0)
+    monkeypatch.setattr(sequence, "begin", lambda device: given)
+    monkeypatch.setattr(
+        sequence,
+        "prepared",
+        lambda kernel, grid, format_, device: launch.Prepared(
+            1, grid.sizes, grid.shared_bytes, struct.Struct(format_)
+        ),
+    )
+    monkeypatch.setattr(sequence, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
+    monkeypatch.setattr(module, "driver_memset", lambda: lambda *_: None)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(pointwise, "FEW_ELEMENTS", 0)  # as for blocks of real size
+
+    def scaled_mm(a: Any, b: Any, *_: Any, out_dtype: Any, **__: Any) -> torch.Tensor:
+        return torch.empty(a.shape[0], b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(native, "torch_cuda", lambda: (13, 0))
+    native.native_gemm.cache_clear()
+    monkeypatch.setattr("fuser.gemm.matmul.architecture", lambda device: (9, 0))
+    monkeypatch.setattr(pipeline, "architecture", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    yield
+    native.native_gemm.cache_clear()
+
+
+def gelu() -> torch.nn.Module:
+    return fuser.Sequential(
+        fuser.Linear(H, F, dtype=BF16), fuser.GELU(), fuser.Linear(F, H, dtype=BF16)
+    )
+
+
+def swiglu() -> torch.nn.Module:
+    residual, add = fuser.MakeExtraOutput(), fuser.AddExtraInput()
+    residual.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    return fuser.Sequential(
+        residual,
+        fuser.RMSNorm(H, dtype=BF16),
+        fuser.Linear(H, 2 * F, bias=False, dtype=BF16),
+        fuser.SwiGLU(),
+        fuser.Linear(F, H, bias=False, dtype=BF16),
+        add,
+    )
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def python_calls(call: Callable[[], Any]) -> Counter[str]:
+    """How often each function of this library was called, and operations by torch's slow names."""
+    calls: Counter[str] = Counter()
+
+    def noted(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(COUNTED):
+            calls[f"{code.co_filename.rpartition('/')[2]}:{code.co_name}"] += 1
+
+    outer = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        call()
+    finally:
+        sys.setprofile(outer)
+    return calls
+
+
+RECIPES: dict[str, Any] = {
+    "none": None,
+    "current": recipes.Float8CurrentScaling(),
+    "delayed": recipes.DelayedScaling(),
+    "block": recipes.Float8BlockScaling(),
+}
+# Python calls of forward and backward, and operations of torch in both.
+MOST = {
+    ("gelu", "none"): (12, 15, 20),
+    ("gelu", "current"): (23, 14, 35),
+    ("gelu", "delayed"): (52, 39, 33),
+    ("gelu", "block"): (23, 14, 55),
+    ("swiglu", "none"): (15, 15, 21),
+    ("swiglu", "current"): (23, 15, 35),
+    ("swiglu", "delayed"): (52, 40, 33),
+    ("swiglu", "block"): (23, 15, 52),
+}
+
+
+@pytest.mark.parametrize(("name", "recipe"), MOST)
+def test_a_warm_step_makes_few_calls(name: str, recipe: str) -> None:
+    model = {"gelu": gelu, "swiglu": swiglu}[name]()
+    x = torch.randn(T, H, dtype=BF16, requires_grad=True)
+    dy = torch.randn(T, H, dtype=BF16)
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        under: Any = contextlib.nullcontext()
+        if RECIPES[recipe] is not None:
+            under = fuser.autocast(recipe=RECIPES[recipe])
+        with under:
+            made[:] = [model(x)]
+
+    def backward() -> None:
+        made.pop().backward(dy)
+
+    for _ in range(WARM_STEPS):
+        forward()
+        backward()
+    there, back = python_calls(forward), python_calls(backward)
+    with Counted() as operations:
+        forward()
+        backward()
+    found = (there.total(), back.total(), operations.count)
+    assert all(one <= most for one, most in zip(found, MOST[name, recipe], strict=True)), (
+        f"{found}; forward {there.most_common(15)}, backward {back.most_common(15)}"
+    )
