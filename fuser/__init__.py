@@ -71,6 +71,7 @@ from fuser.precision.availability import (
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
 from fuser.report import draw as _draw  # noqa: F401 - registers the renderers of plans
+from fuser.runtime.graphs import make_graphed_callables
 from fuser.runtime.pipeline import (
     OperationFuser,
     register_backward_fusion,
@@ -178,6 +179,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "modules",
     "ops",
     "quantized_model_init",

@@ -123,6 +123,11 @@ class LaunchSequence:
         """Whether the function did nothing else, so that its actions can be repeated."""
         return self.refusal is None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether its code has been generated, at its first repetition."""
+        return self._written is not None
+
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Repeat the actions over other inputs of the same layout; the result has new tensors."""
         if self._written is None:

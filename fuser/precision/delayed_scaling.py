@@ -79,15 +79,33 @@ def delayed_quantizers(
     return None if None in found else found  # type: ignore[return-value]
 
 
-def note_uses(states: Iterable[DelayedScales]) -> None:
+def note_uses(states: Sequence[DelayedScales]) -> None:
     """Add states to the current step: the forward that runs now records amaxes in them."""
+    if _uses.noted is not None:
+        _uses.noted.extend(states)
     _, region, group = current_state()
-    if region is None:
+    if region is None or _held is not None:
         return
     for state in states:
         region.recorded[state] = group
         if region.may_be_recomputed:
             state._regions.add(region)
+
+
+# The states whose gradients were recorded in it, if steps are held; of the whole process, because
+# autograd's threads record gradients.
+_held: list[DelayedScales] | None = None
+
+
+@contextlib.contextmanager
+def holding_steps() -> Iterator[list[DelayedScales]]:
+    """Context in which no step ends; returns the states of gradients that are recorded in it."""
+    global _held
+    outer, _held = _held, []
+    try:
+        yield _held
+    finally:
+        _held = outer
 
 
 is_evaluating = _is_evaluating.get
@@ -147,8 +165,6 @@ class DelayedScales:
         if is_reading:
             return quantizer.unbound()
         note_uses((self,))
-        if _uses.noted is not None:
-            _uses.noted.append(self)
         return quantizer
 
     def quantizers_under(self, recipe: DelayedScaling) -> list[Float8Quantizer] | None:
@@ -341,12 +357,17 @@ MAX_BACKWARDS = 64
 
 def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
     """Make the step of ``state`` end when the current backward ends."""
+    if _held is not None:
+        _held.append(state)
+        return
     with _backwards_lock:  # a backward over several devices has a thread for each
         _running_backward().states[state] = group
 
 
 def end_with_backward(region: AmaxStep) -> None:
     """Make ``region`` end when the current backward ends."""
+    if _held is not None:
+        return
     with _backwards_lock:
         _running_backward().regions[region] = None
 

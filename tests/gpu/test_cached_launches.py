@@ -36,7 +36,7 @@ ODD = pytest.mark.parametrize("shape", [(5, 40), (384, 512)], ids=["padded", "wh
 def cached_launches() -> int:
     """How many launch sequences of this process have generated code."""
     sequences = launch.backend.sequences.values()
-    return sum(one is not None and one.written is not None for one in sequences)
+    return sum(one is not None and one.is_written for one in sequences)
 
 
 def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:

@@ -1,0 +1,373 @@
+"""Graphed callables: modules whose forward and backward are CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fuser.errors import InputError, InputTypeError, StateError
+from fuser.op import BasicOperation
+from fuser.precision.contexts import AutocastState, autocast, current_recipe, current_state
+from fuser.precision.delayed_scaling import (
+    DelayedScales,
+    end_with_backward,
+    holding_steps,
+    note_uses,
+    noting_uses,
+    record_until_backward_ends,
+)
+from fuser.recipe import Recipe
+
+Module = torch.nn.Module
+
+
+def make_graphed_callables(
+    modules: Module | Sequence[Module],
+    sample_args: Sequence[Any],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    *,
+    enabled: bool | None = None,
+    recipe: Recipe | None = None,
+    amax_reduction_group: Any | None = None,
+    pool: Any | None = None,
+) -> Any:
+    """Capture forward and backward of modules in CUDA graphs, which later calls replay.
+
+    A replay launches the whole forward, or backward, of a module at once, so a small step takes as
+    long as its kernels. The conventions are those of :func:`torch.cuda.make_graphed_callables`,
+    which captures: a module's ``forward`` is replaced in place, the sample arguments become the
+    memory that a graph reads, and an output is overwritten by the next call of its module. A module
+    in another mode (``train``, ``eval``) than at the capture runs without a graph.
+
+    Parameters
+    ----------
+    modules
+        Pipelines, or modules that contain some, on one GPU: one, or several in the order in which
+        they run.
+    sample_args
+        The tensors of a call, with the shapes, dtypes and ``requires_grad`` of all later calls: a
+        tuple, or for several modules one for each. Values do not matter.
+    num_warmup_iters
+        How often each module runs before the capture.
+    allow_unused_input
+        Whether an input or parameter may get no gradient.
+    enabled, recipe, amax_reduction_group
+        As of :class:`fuser.autocast`: the modules run under it in the capture, so their graphs are
+        quantized. By default under the recipe of the autocast around this call. Delayed scaling's
+        scales are read and its steps end as without a graph; the runs before the capture leave no
+        amax.
+    pool
+        Memory of another graph to share, from :func:`torch.cuda.graph_pool_handle`.
+
+    Returns
+    -------
+    torch.nn.Module or tuple of these
+        The modules themselves.
+
+    Raises
+    ------
+    InputError, InputTypeError
+        If the arguments do not fit each other. A call of a graphed module raises it for tensors
+        unlike the sample's.
+    StateError
+        If there is no GPU; if a module has hooks, or waits for the GPU in its forward or backward,
+        as a capture cannot; if a graphed module is called under another recipe.
+    """
+    is_one = not isinstance(modules, (tuple, list))
+    chosen: tuple[Any, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type]
+    args = _checked_args(chosen, (sample_args,) if is_one else sample_args)
+    if enabled is None:
+        enabled, recipe = _default(recipe)
+    if not torch.cuda.is_available():
+        raise StateError("A CUDA graph needs a GPU, and torch sees no CUDA device.")
+    for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
+        _check_module(number, module, given)
+
+    context = autocast(enabled, recipe=recipe, amax_reduction_group=amax_reduction_group)
+    # An older graph that garbage collection frees inside a capture breaks that capture.
+    gc.collect()
+    kept = _states(chosen)
+    try:
+        with holding_steps() as steps, context:
+            graphed = [
+                _probed(number, module, given, context, steps, allow_unused_input)
+                for number, (module, given) in enumerate(zip(chosen, args, strict=True))
+            ]
+            torch.cuda.make_graphed_callables(
+                chosen, args, num_warmup_iters, allow_unused_input, pool
+            )
+    finally:
+        _restore(kept, chosen)
+    for module, one in zip(chosen, graphed, strict=True):
+        one.bind(module)
+    return chosen[0] if is_one else chosen
+
+
+# -- arguments ------------------------------------------------------------------
+
+
+def _default(recipe: Recipe | None) -> tuple[bool, Recipe | None]:
+    """Without ``enabled``: whether to quantize, and the recipe."""
+    recipe = recipe or current_recipe()
+    return recipe is not None, recipe
+
+
+def _checked_args(modules: tuple[Any, ...], sample_args: Any) -> tuple[tuple[Any, ...], ...]:
+    for module in modules:
+        if not isinstance(module, Module):
+            raise InputTypeError(
+                f"make_graphed_callables takes modules; got a {type(module).__name__}."
+            )
+    if len(set(map(id, modules))) < len(modules):
+        raise InputError("make_graphed_callables got one module twice; a graph runs in one place.")
+    if not isinstance(sample_args, (tuple, list)) or len(sample_args) != len(modules):
+        count = len(sample_args) if isinstance(sample_args, (tuple, list)) else "no"
+        raise InputError(
+            f"make_graphed_callables got {len(modules)} modules and {count} tuples of sample "
+            "arguments; it takes one for each."
+        )
+    args = []
+    for number, given in enumerate(sample_args):
+        given = (given,) if isinstance(given, torch.Tensor) else given
+        if not isinstance(given, (tuple, list)):
+            raise InputTypeError(
+                f"The sample arguments of module {number} are a tuple of tensors; got a "
+                f"{type(given).__name__}."
+            )
+        for place, tensor in enumerate(pytree.tree_leaves(tuple(given))):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputTypeError(
+                    f"Sample argument {place} of module {number} is a {type(tensor).__name__}; a "
+                    "graph takes tensors."
+                )
+        args.append(tuple(given))
+    return tuple(args)
+
+
+def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
+    name = f"Module {number} ({type(module).__name__})"
+    for kind in ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks"):
+        if getattr(module, kind):
+            raise StateError(
+                f"{name} has hooks, which a CUDA graph does not call: register them afterwards."
+            )
+    tensors = [*pytree.tree_leaves(args), *module.parameters(), *module.buffers()]
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise InputError(
+                f"{name} got or holds a tensor of shape {tuple(tensor.shape)} on {tensor.device}; "
+                "a CUDA graph reads memory of the GPU."
+            )
+
+
+# -- capture --------------------------------------------------------------------
+
+
+def _probed(
+    number: int,
+    module: Module,
+    args: tuple[Any, ...],
+    context: autocast,
+    steps: list[DelayedScales],
+    allow_unused_input: bool,
+) -> _Graphed:
+    """Run a module as the capture will, and note what a replay must do beside the graph."""
+    step = functools.partial(_step, module, args, allow_unused_input)
+    step()  # compiles kernels and makes parameters
+    steps.clear()
+    torch.cuda.synchronize()
+    try:
+        with noting_uses() as used, _refusing_to_wait():
+            step()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise StateError(
+            f"Module {number} ({type(module).__name__}) cannot be captured in a CUDA graph: its "
+            f"forward or backward waits for the GPU, {_place(error)}. A graph has no values while "
+            "it is captured; keep such decisions on the GPU or outside the module."
+        ) from error
+    specs = tuple(_Spec.of(tensor) for tensor in pytree.tree_leaves(args))
+    forward, backward = dict.fromkeys(used), dict.fromkeys(steps)
+    made = _Graphed(number, context, module.training, specs, tuple(forward), tuple(backward))
+    steps.clear()
+    return made
+
+
+def _step(module: Module, args: tuple[Any, ...], allow_unused_input: bool) -> None:
+    """One forward and, if anything needs a gradient, backward."""
+    outputs = [t for t in pytree.tree_leaves(module(*args)) if isinstance(t, torch.Tensor)]
+    outputs = [output for output in outputs if output.requires_grad]
+    inputs = [*pytree.tree_leaves(args), *module.parameters()]
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    if outputs and wanted:
+        torch.autograd.grad(
+            outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=allow_unused_input
+        )
+
+
+@contextlib.contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Context in which torch raises an error where the host would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls the mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch._C._cuda_set_sync_debug_mode(before)
+
+
+def _place(error: BaseException) -> str:
+    """Where an error was raised, outside of torch, for a message."""
+    place = "in torch"
+    frame = error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if f"{torch.__name__}/" not in code.co_filename:
+            place = f"in {code.co_name} ({code.co_filename}:{frame.tb_lineno})"
+        frame = frame.tb_next
+    return place
+
+
+def _states(modules: Sequence[Module]) -> dict[DelayedScales, tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of scales and histories of all states in the modules."""
+    return {
+        state: (state.scale.clone(), state.amax_history.clone())
+        for module in modules
+        for op in module.modules()
+        if isinstance(op, BasicOperation)
+        for state in op._delayed.values()
+        if state.scale.numel()
+    }
+
+
+def _restore(
+    kept: dict[DelayedScales, tuple[torch.Tensor, torch.Tensor]], modules: Sequence[Module]
+) -> None:
+    """Give all states in the modules what they had; a new state what it begins with."""
+    for state in _states(modules):
+        before = kept.get(state)
+        if before is None or before[1].shape != state.amax_history.shape:
+            state.scale.fill_(1)
+            state.amax_history.zero_()
+        else:
+            state.scale.copy_(before[0])
+            state.amax_history.copy_(before[1])
+
+
+# -- calls ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What later arguments have in common with the sample's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = " with a gradient" if self.requires_grad else ""
+        return f"{self.dtype} {self.shape} on {self.device}{grad}"
+
+
+@dataclass
+class _Graphed:
+    """A graphed module: its checks, and what its replays do outside of the graph."""
+
+    number: int
+    context: autocast
+    training: bool
+    specs: tuple[_Spec, ...]
+    forward_states: tuple[DelayedScales, ...]
+    backward_states: tuple[DelayedScales, ...]
+    replay: Callable[..., Any] = field(init=False)
+
+    def bind(self, module: Module) -> None:
+        """Put the checks before the ``forward`` that torch has set on the module."""
+        self.replay = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if module.training != self.training:
+                return self.replay(*args, **kwargs)  # torch runs the module itself
+            if kwargs:
+                raise InputError(
+                    f"Graphed module {self.number} takes the positional arguments of its sample; "
+                    f"got {', '.join(kwargs)}."
+                )
+            self._check(args)
+            with self._autocast():
+                return self._replay(args)
+
+        module.forward = forward
+
+    def _check(self, args: tuple[Any, ...]) -> None:
+        given = pytree.tree_leaves(args)
+        if len(given) != len(self.specs):
+            raise InputError(
+                f"Graphed module {self.number} was captured with {len(self.specs)} tensors, and "
+                f"got {len(given)}."
+            )
+        is_differentiated = torch.is_grad_enabled()
+        for place, (tensor, spec) in enumerate(zip(given, self.specs, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputTypeError(
+                    f"Argument {place} of graphed module {self.number} is a "
+                    f"{type(tensor).__name__}; a graph takes tensors."
+                )
+            if (tensor.shape, tensor.dtype, tensor.device) != (spec.shape, spec.dtype, spec.device):
+                raise InputError(
+                    f"Argument {place} of graphed module {self.number} is {_Spec.of(tensor)}; it "
+                    f"was captured as {spec}. Other shapes need a capture of their own."
+                )
+            if is_differentiated and tensor.requires_grad and not spec.requires_grad:
+                raise InputError(
+                    f"Argument {place} of graphed module {self.number} needs a gradient, and the "
+                    "sample did not: its graph computes none."
+                )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The autocast of the capture, unless the call is already under such a one."""
+        current, captured = current_recipe(), self.context.recipe
+        if current == captured:
+            return contextlib.nullcontext()
+        if current is None and current_state().region is None:
+            return autocast(recipe=captured, amax_reduction_group=self.context.amax_reduction_group)
+        raise StateError(
+            f"Graphed module {self.number} was captured under {captured or 'no recipe'}, and is "
+            f"called under {current or 'no recipe'}: a graph cannot change its recipe."
+        )
+
+    def _replay(self, args: tuple[Any, ...]) -> Any:
+        if self.forward_states:
+            note_uses(self.forward_states)
+        outputs = self.replay(*args)
+        if self.backward_states or self.forward_states:
+            hook = functools.partial(self._end_steps, current_state())
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(hook)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _end_steps(self, conditions: AutocastState, _: torch.Tensor) -> None:
+        """In backward: its end ends the steps of the gradients, and of the forward."""
+        for state in self.backward_states:
+            record_until_backward_ends(state, conditions.group)
+        if conditions.region is not None and conditions.region.recorded:
+            end_with_backward(conditions.region)
