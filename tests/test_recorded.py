@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
-from fuser.cuda import sequence
+from fuser.cuda import launch, sequence
 from fuser.runtime import recorded
 from fuser.runtime.recorded import RecordedPasses
 
@@ -189,6 +190,73 @@ def test_an_attribute_that_changes_counts_from_the_next_call(played: list[Any]) 
         assert_equal(other, changed[0])
 
 
+def test_an_attribute_that_becomes_a_tensor_counts_from_the_next_call(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.ConstantScale(2.0), fuser.GELU())
+    x = torch.randn(64, 32, dtype=BF16)
+    for _ in range(4):
+        model(x)
+    assert played
+    model[0].scale = torch.tensor(5.0)
+    for _ in range(4):
+        torch.testing.assert_close(
+            model(x), torch.nn.functional.gelu(5 * x, approximate="tanh"), rtol=2e-2, atol=2e-2
+        )
+
+
+def test_a_state_that_is_set_counts_from_the_next_call() -> None:
+    models_ = [fuser.Sequential(fuser.RMSNorm(32, dtype=BF16), fuser.GELU()) for _ in range(2)]
+    x = torch.randn(64, 32, dtype=BF16)
+    for model in models_:
+        for _ in range(4):
+            model(x)
+    models_[0][0].__setstate__({**models_[1][0].__getstate__(), "eps": 10.0})
+    assert not torch.equal(models_[0](x), models_[1](x))
+
+
+def test_threads_that_record_one_layout_at_once_get_the_same_bits() -> None:
+    model = MODELS["gelu"][0]()
+    x = torch.randn(64, 32, dtype=BF16)
+    expected = step(copy.deepcopy(model), x)
+    step(model, x)
+    backend, started = launch.backend, []
+    run = backend.run
+
+    def meanwhile(*args: Any) -> None:
+        if not started:  # the second call is being recorded: another thread calls too
+            started.append(threading.Thread(target=lambda: others.append(call())))
+            started[0].start()
+            started[0].join()
+        run(*args)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        return leaf, model(leaf)
+
+    others: list[Any] = []
+    backend.run = meanwhile
+    try:
+        pairs = [call()]
+    finally:
+        del backend.run
+    pairs += [*others, call(), call()]
+    assert len(pairs) == 4
+    dy = torch.randn(64, 32, dtype=BF16, generator=torch.Generator().manual_seed(3))
+    for leaf, y in pairs:
+        y.backward(dy)
+        assert torch.equal(y, expected[0])
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, expected[1])
+
+
+def test_the_recipe_of_the_last_forward_is_known_after_recorded_ones() -> None:
+    model = MODELS["gelu"][0]()
+    op = model[0].basic_ops[0]
+    for _ in range(5):
+        for name, kind in (("current None", "Float8Current"), ("delayed", "Float8Quantizer")):
+            step(model, torch.ones(64, 32, dtype=BF16), RECIPES[name])
+            assert kind in type(op.get_quantizer("forward", 0)).__name__
+
+
 def test_setting_an_attribute_to_what_it_is_records_nothing_anew(played: list[Any]) -> None:
     model = MODELS["dropout"][0]()
     for _ in range(3):
@@ -346,6 +414,37 @@ def test_saved_tensor_hooks_get_the_quantized_tensors(played: list[Any]) -> None
     assert_equal(found, expected)
     assert len(played) == count
     assert fuser.Float8Tensor in packed
+
+
+def test_a_gradient_that_torch_negates_lazily_is_negated() -> None:
+    model = MODELS["gelu"][0]()
+    grads = []
+    for i in range(6):
+        x = torch.ones(64, 32, dtype=BF16).requires_grad_()
+        dy = torch.ones(64, 32, dtype=BF16)
+        model(x).backward(torch._neg_view(dy) if i % 2 else dy)
+        assert x.grad is not None
+        grads.append(-x.grad if i % 2 else x.grad)
+    assert_equal(grads[1:], grads[:-1])
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (-1, 32)])
+def test_the_output_is_a_view_as_often_as_that_of_the_plans_own_code(shape: Any) -> None:
+    residual = fuser.MakeExtraOutput()
+    for ops in ([], [residual]):
+        model = fuser.Sequential(*ops, fuser.BasicLinear(32, 32, dtype=BF16), fuser.Reshape(shape))
+        are_views = []
+        for _ in range(4):
+            y = model(torch.randn(64, 32, dtype=BF16, requires_grad=True))
+            are_views.append((y[0] if ops else y)._is_view())
+        assert len(set(are_views)) == 1
+
+
+def test_a_tensor_without_memory_has_the_error_of_the_plans_own_code() -> None:
+    model = fuser.Sequential(fuser.GELU())
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="memory format"):
+            model(torch.randn(64, 32).to_sparse())
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -106,6 +106,8 @@ class LaunchSequence:
         self.constants = constants
         self.owns_inputs = owns_inputs
         self.actions: list[Action] = []
+        self.names: dict[int, int] = {}
+        """By place, the place of the tensor that it is a view of, if the view is all of it."""
         self.result: Any = None
         self.refusal: str | None = None
         """Why the actions cannot be repeated; None if they can."""
@@ -137,6 +139,30 @@ class LaunchSequence:
             return self._written(inputs)
         with torch.cuda.device(self._device):
             return self._written(inputs)
+
+    def drop_names(self, kept: Any = (), output: Any = ()) -> None:
+        """Leave out views of whole tensors, so that the tensors themselves are read.
+
+        Not those of the slots in ``kept``, nor views of inputs in ``output``.
+        """
+        named, returned = set(_places(kept)), set(_places(output))
+        to: dict[int, int] = {}
+        for place, view_of in self.names.items():  # a tensor comes before its views
+            base = to.get(view_of, view_of)
+            if place not in named and not (place in returned and base < self.count):
+                to[place] = base
+        self.names = {}
+        actions, self.actions = self.actions, []
+        for action in actions:
+            if type(action) is TorchCall:
+                if action.places[0] in to:
+                    continue
+                args, kwargs = _moved(action.args, to), _moved(action.kwargs, to)
+                action = action._replace(args=args, kwargs=kwargs)
+            elif type(action) is KernelLaunch:
+                action = action._replace(args=_moved(action.args, to))
+            self.actions.append(action)
+        self.result = _moved(self.result, to)
 
     # -- generated code -------------------------------------------------------
 
@@ -298,7 +324,8 @@ def _call(src: SourceCode, number: int, action: TorchCall) -> None:
     if method is not None:
         callee, given = f"{given[0]}.{method}", given[1:]
     else:
-        callee = src.bind(f"call_{number}", _FUNCTIONS.get(function, function))
+        # ``_op`` is the call without Python's wrapper around it.
+        callee = src.bind(f"call_{number}", _FUNCTIONS.get(function, function._op))
     given += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
     src.add(f"{target} = {callee}({', '.join(given)})  # {function}")
 
@@ -314,6 +341,8 @@ def _expression(src: SourceCode, value: Any) -> str:
     if type(value) is list:
         return f"[{', '.join(_expression(src, item) for item in value)}]"
     if value is None or type(value) in (int, bool, str):
+        return repr(value)
+    if type(value) is float and math.isfinite(value):
         return repr(value)
     return src.bind(f"constant_{len(src.names)}", value)
 
@@ -332,13 +361,15 @@ def _places(value: Any) -> Iterable[int]:
 
 
 def _moved(value: Any, to: dict[int, int]) -> Any:
-    """A value with other places in its slots."""
+    """A value with other places in its slots, where ``to`` has one."""
     if type(value) is Slot:
-        return Slot(to[value.place])
+        return Slot(to.get(value.place, value.place))
     if type(value) is Struct:
         return Struct(tuple(_moved(field, to) for field in value.fields))
-    if type(value) is tuple:
-        return tuple(_moved(item, to) for item in value)
+    if type(value) is dict:
+        return {name: _moved(item, to) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_moved(item, to) for item in value)
     return value
 
 
@@ -449,9 +480,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(f"{func} reads values")
             return
         given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
-        if func.is_view and _are_alike(made, args[0]) and self._place(args[0]) is not None:
-            self._put(made, self._place(args[0]))  # another name of it
-            return
         results = made if isinstance(made, (tuple, list)) else (made,)
         places: list[int | None] = []
         for result in results:
@@ -467,6 +495,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sequence.actions.append(
             TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)))
         )
+        base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
+        if base is not None and places[0] is not None:
+            self.sequence.names[places[0]] = base
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in place of tensors."""
@@ -493,8 +524,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._put(tensor, place)
         return place
 
-    def _put(self, tensor: torch.Tensor, place: int | None) -> None:
-        assert place is not None
+    def _put(self, tensor: torch.Tensor, place: int) -> None:
         self.places[id(tensor)] = (TensorWeakRef(tensor), place)
 
     def refuse(self, reason: str) -> None:
@@ -530,5 +560,7 @@ _FUNCTIONS = {
     _aten._scaled_mm.default: torch._scaled_mm,
     _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten.add.Tensor: torch.add,
+    _aten.gelu.default: torch._C._nn.gelu,
     _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
 }

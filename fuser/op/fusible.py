@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -49,6 +50,7 @@ def _no_init(cls: type) -> StateError:
 
 
 _ABSENT = object()
+_changes = itertools.count(1)
 
 
 class FusibleOperation(torch.nn.Module, abc.ABC):
@@ -80,7 +82,8 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
             if "_parameters" not in self.__dict__:
                 raise _no_init(type(self)) from None
             raise
-        if is_change and not isinstance(value, torch.Tensor):
+        tensors = (self.__dict__.get(kept, ()) for kept in ("_parameters", "_buffers"))
+        if is_change and not any(name in kept for kept in tensors):
             self._count_change()
         if name in METHODS:
             module_calls.change()
@@ -102,8 +105,8 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         return (type(self), *(self.__dict__.get(name) for name in METHODS))
 
     def _count_change(self) -> None:
-        # Recorded passes are valid as long as the count is the same.
-        self.__dict__["_changes"] = self.__dict__.get("_changes", 0) + 1
+        # Recorded passes are valid as long as this is the same.
+        self.__dict__["_changes"] = next(_changes)
 
     def has_own_methods(self) -> bool:
         """Whether methods that run this op were set on the object."""
@@ -161,3 +164,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         # Without the slot.
         return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._count_change()

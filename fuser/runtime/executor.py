@@ -90,7 +90,12 @@ class CompiledPlan:
         self._last_forward = writer.methods["forward"][-1]
         self.recorded = self._recorded([op for op, _ in (*forward, *backward)])
         # The attributes of the ops that store the recipe of their last forward.
-        self.recipe_states = [ops[i].__dict__ for i in sorted(writer.constant_ops)]
+        modes = ("forward", "backward") if self.is_delayed else ()
+        self.recipe_states = [
+            op.__dict__
+            for i, op in enumerate(ops)
+            if i in writer.constant_ops or any(map(op.num_quantizers, modes))
+        ]
 
     def forward(self, input_: Any, extra_inputs: Any, kwargs: Any) -> Any:
         """The first call of the generated forward: it checks the output, and stores shapes.

@@ -15,7 +15,6 @@ import torch
 
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.cuda import launch
-from fuser.cuda.arguments import Slot
 from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
 from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
@@ -75,7 +74,10 @@ class RecordedPasses:
         reader = self._readers.get(len(tensors))
         if reader is None:
             reader = self._readers[len(tensors)] = _reader(self._ops, len(tensors))
-        layout = reader(tensors)
+        try:
+            layout = reader(tensors)
+        except RuntimeError:  # a tensor without memory of its own
+            return None
         if layout is None:
             return None
         quantizers: list[list[Float8Quantizer]] = []
@@ -146,6 +148,20 @@ class _Saved(NamedTuple):
         return made
 
 
+class _Recording(NamedTuple):
+    """A recorded forward."""
+
+    sequence: LaunchSequence
+    used: list[DelayedScales]
+    """The states of delayed scaling that record in it, in their order."""
+    contexts: list[tuple[type[OperationContext], dict[str, Any]]]
+    saved: list[_Saved | int | None]
+    """How to make each saved tensor from those that the sequence returns."""
+    ends: tuple[int, ...]
+    specs: tuple[Any, ...]
+    """Shape and dtype of every extra output."""
+
+
 class RecordedForward:
     """A recorded forward, and the backwards that were recorded after it.
 
@@ -163,14 +179,9 @@ class RecordedForward:
             for tensor in quantizer.state_tensors()
             if tensor is not None
         ]
-        self._used: list[DelayedScales] = []
-        self._sequence: LaunchSequence | None = None
-        self._contexts: list[tuple[type[OperationContext], dict[str, Any]]] = []
-        self._saved: list[_Saved | int | None] = []
-        self._ends: tuple[int, ...] = ()
-        self.specs: tuple[Any, ...] = ()
-        """Shape and dtype of every extra output."""
-        self._backwards: dict[Any, LaunchSequence | None] = {}
+        # Set once, when complete: another thread may record or run it at the same time.
+        self._recording: _Recording | None = None
+        self._backwards: dict[Any, LaunchSequence] = {}
 
     def run(self, tensors: Tensors, forward: Forward, *args: Any) -> tuple[Any, ...]:
         """The results of ``forward(*args)``, which reads ``tensors``.
@@ -179,62 +190,46 @@ class RecordedForward:
         save, None, and the shapes and dtypes of the extra outputs. The first call records; if the
         forward cannot be repeated, it returns what ``forward`` returned.
         """
-        if self._sequence is not None:
-            if self._used:
-                note_uses(self._used)
-            results: tuple[Any, ...] = _played(self._sequence, tensors)
+        known = self._recording
+        if known is not None:
+            if known.used:
+                note_uses(known.used)
+            results: tuple[Any, ...] = _played(known.sequence, tensors)
             if len(results) == 2:
                 return results
             output, produced, saved = results
-            return output, produced, self, saved, None, self.specs
+            return output, produced, self, saved, None, known.specs
         with noting_uses() as used:
             sequence, results, slotted = record(
                 tensors, lambda: forward(*args), constants=self._constants, with_calls=True
             )
-        self._used = list(dict.fromkeys(used))
-        kept = self._result(results, sequence)
+        output, produced, *rest = results
+        kept: tuple[Any, ...] = (output, produced)
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), ())
+        if type(output) is not torch.Tensor:
+            sequence.refusal = f"the output is a {type(output).__name__}"
+        if rest:
+            contexts, to_save, ends, specs = rest
+            held: list[torch.Tensor] = []
+            recording = recording._replace(
+                contexts=[(type(context), dict(context.__dict__)) for context in contexts],
+                saved=[_saved_as(tensor, held, sequence) for tensor in to_save],
+                ends=ends,
+                specs=specs,
+            )
+            if any(_holds_tensors(list(values.values())) for _, values in recording.contexts):
+                sequence.refusal = sequence.refusal or "a context holds a tensor"
+            kept = (output, produced, tuple(held))
         sequence.result = slotted(kept)
-        if _renames(kept[:2], sequence.result[:2], tensors):
-            sequence.refusal = sequence.refusal or "it returns a view of an input"
         self.refusal = sequence.refusal
         if self.refusal is not None:
             return results
-        self._sequence = sequence
-        if len(results) == 2:
-            return results
-        return *kept[:2], self, kept[2], None, self.specs
-
-    def _result(self, results: tuple[Any, ...], sequence: LaunchSequence) -> tuple[Any, ...]:
-        """The part of a forward's results that has tensors; the rest is stored in this object."""
-        output, produced, *rest = results
-        if type(output) is not torch.Tensor:
-            sequence.refusal = f"the output is a {type(output).__name__}"
-        if not rest:
-            return output, produced
-        contexts, saved, self._ends, self.specs = rest
-        for context in contexts:
-            attributes = dict(context.__dict__)
-            if any(map(_holds_tensors, attributes.values())):
-                sequence.refusal = sequence.refusal or "a context holds a tensor"
-            self._contexts.append((type(context), attributes))
-        held: list[torch.Tensor] = []
-        for tensor in saved:
-            self._saved.append(self._saved_as(tensor, held, sequence))
-        return output, produced, tuple(held)
-
-    def _saved_as(
-        self, tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
-    ) -> _Saved | int | None:
-        """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
-        if tensor is None:
-            return None
-        if not isinstance(tensor, QuantizedTensor):
-            return _index(tensor, held)
-        if tensor._view_of is not None or tensor._source is not None:
-            sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
-        buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
-        what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
-        return _Saved(type(tensor), buffers, *what, tensor._is_read_only)
+        # With extra outputs, a caller gets the views that the ops return (executor.py).
+        sequence.drop_names(
+            sequence.result[:2] if any(sequence.result[1]) else (), sequence.result[0]
+        )
+        self._recording = recording
+        return results if not rest else (*kept[:2], self, kept[2], None, recording.specs)
 
     # -- backward -------------------------------------------------------------
 
@@ -265,12 +260,12 @@ class RecordedForward:
         """
         extras = grad_extras or []
         grads: list[Any] = [dx, *(grad for grad in extras if grad is not None)]
-        is_observed = is_observed or not all(type(grad) in PLAIN for grad in grads)
+        is_observed = is_observed or not all(map(_has_its_values, grads))
         weights = [weight for weight in owners.values() if weight is not None]
         options = []
         for weight in weights:
             main_grad, given = accumulation(weight)
-            is_observed = is_observed or type(main_grad) not in PLAIN
+            is_observed = is_observed or main_grad is None or not _has_its_values(main_grad)
             options.append(given)
             grads.append(main_grad)
         layout = (
@@ -290,13 +285,15 @@ class RecordedForward:
             for weight in weights:
                 note_accumulation(weight)
             return result
-        contexts = [_context(*each) for each in self._contexts]
+        recording = self._recording
+        assert recording is not None
+        contexts = [_context(*each) for each in recording.contexts]
         for i, owner in owners.items():
             contexts[i].main_grad_owner = owner
         inputs = [*saved, *grads]
-        held = [tuple(self._tensor(each, saved) for each in self._saved)]
+        held = [tuple(_tensor(each, saved) for each in recording.saved)]
         saved.clear()
-        args = (contexts, held, self._ends, dx, grad_extras, self.specs)
+        args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
         if is_observed or layout in self._backwards or not _are_distinct(inputs):
             del inputs
             return backward(*args)
@@ -308,17 +305,38 @@ class RecordedForward:
             owns_inputs=True,
         )
         sequence.result = slotted(result)
+        sequence.drop_names()
         while len(self._backwards) >= MOST_LAYOUTS:
             self._backwards.pop(next(iter(self._backwards)), None)
         self._backwards[layout] = sequence
         return result
 
-    def _tensor(
-        self, saved: _Saved | int | None, held: Sequence[torch.Tensor]
-    ) -> torch.Tensor | None:
-        if saved is None or isinstance(saved, int):
-            return None if saved is None else held[saved]
-        return saved.tensor(held)
+
+def _saved_as(
+    tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
+) -> _Saved | int | None:
+    """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, QuantizedTensor):
+        return _index(tensor, held)
+    if tensor._view_of is not None or tensor._source is not None:
+        sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
+    buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
+    what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
+    return _Saved(type(tensor), buffers, *what, tensor._is_read_only)
+
+
+def _tensor(saved: _Saved | int | None, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A saved tensor, over other buffers."""
+    if saved is None or isinstance(saved, int):
+        return None if saved is None else held[saved]
+    return saved.tensor(held)
+
+
+def _has_its_values(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds its values."""
+    return type(tensor) in PLAIN and not tensor.is_neg()
 
 
 def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
@@ -326,16 +344,6 @@ def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
         return sequence.play(tensors)
     with torch._C._DisableAutocast():
         return sequence.play(tensors)
-
-
-def _renames(results: Any, slots: Any, tensors: Tensors) -> bool:
-    """Whether a result is another tensor object than the input that its slot stands for."""
-    if type(slots) is tuple:
-        return any(
-            _renames(result, slot, tensors) for result, slot in zip(results, slots, strict=True)
-        )
-    is_input = type(slots) is Slot and slots.place < len(tensors)
-    return is_input and results is not tensors[slots.place]
 
 
 def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:
