@@ -31,6 +31,7 @@ from oracles import (
 )
 
 import fuser
+from fuser.reference import activation
 
 LEADING = {"2-D": (6,), "3-D": (2, 3), "one-row": (1,), "1-D": (), "odd": (13,)}
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -186,6 +187,19 @@ def test_sixteen_bit_results_are_fp32_results_rounded_once(
         inside = 64 * torch.finfo(torch.float32).eps * truth.abs().max()
         excess = (value.double() - truth).abs() - half_ulp - inside
         assert (excess <= 0).all(), f"{name} exceeds one rounding by {float(excess.max()):.3g}"
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=short)
+@pytest.mark.parametrize("op_case", ACTIVATIONS, ids=str)
+def test_an_activation_that_is_computed_some_rows_at_a_time_has_the_same_bits(
+    op_case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op, x = made(op_case, dtype), main_input(op_case, dtype, (3, 7))
+    whole = run_module(op, leaf(x))
+    monkeypatch.setattr(activation, "CACHED_ELEMENTS", 4 * x.shape[-1])  # 21 rows, 4 at a time
+    split = run_module(op, leaf(x))
+    for name, value in whole.items():
+        assert torch.equal(value, split[name]), name
 
 
 @pytest.mark.parametrize("name", ["BasicLinear", "Linear", "Bias", "LayerNorm", "RMSNorm"])

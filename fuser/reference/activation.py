@@ -19,6 +19,8 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 Backward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 QGELU_ALPHA = 1.702
+# SwiGLU of 2048 x 5632 bf16 on two cores takes half the time with 2**17 to 2**19 elements a step.
+CACHED_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,8 @@ def activation(stage: Stage, x: torch.Tensor) -> torch.Tensor:
     native = NATIVE.get(stage.name)
     if native is not None:
         return native.forward(x)
-    return _forward_fp32(stage, x).to(x.dtype)
+    features = stage.output_features(x.shape[-1])
+    return _rounded(lambda x: _forward_fp32(stage, x), features, x)
 
 
 def activation_backward(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +158,8 @@ def activation_backward(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torc
     native = NATIVE.get(stage.name)
     if native is not None and dy.dtype is x.dtype:
         return native.backward(dy, x)
-    return _backward_fp32(stage, dy.float(), x).to(x.dtype)
+    stage.output_features(x.shape[-1])
+    return _rounded(lambda x, dy: _backward_fp32(stage, dy.float(), x), x.shape[-1], x, dy)
 
 
 def scaled_activation(stage: Stage, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -181,6 +185,33 @@ def scaled_activation_backward(
         dscales = (dy * _forward_fp32(stage, x)).sum(-1).to(scales.dtype)
     dx = _backward_fp32(stage, dy * scales.float().unsqueeze(-1), x).to(x.dtype)
     return dx, dscales
+
+
+def _rounded(
+    function: Callable[..., torch.Tensor], features: int, x: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """``function`` of rows, which returns rows of ``features`` in fp32, rounded to x's dtype.
+
+    On a CPU large tensors are computed some rows at a time: all fp32 values of one step would not
+    stay in the caches.
+    """
+    tensors = (x, *others)
+    is_split = (
+        x.device.type == "cpu"
+        and x.dtype is not torch.float32
+        and x.numel() > CACHED_ELEMENTS
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and not torch.compiler.is_compiling()
+    )
+    if not is_split:
+        return function(*tensors).to(x.dtype)
+    rows = [tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    y = torch.empty(len(rows[0]), features, dtype=x.dtype)
+    step = max(1, CACHED_ELEMENTS // x.shape[-1])
+    for begin in range(0, len(y), step):
+        some = slice(begin, begin + step)
+        y[some] = function(*(tensor[some] for tensor in rows))
+    return y.view(*x.shape[:-1], features)
 
 
 def _forward_fp32(stage: Stage, x: torch.Tensor) -> torch.Tensor:
