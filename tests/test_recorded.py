@@ -563,6 +563,28 @@ def test_a_process_whose_shapes_never_repeat_keeps_few_layouts(
     assert passes.find([torch.randn(1, 32)]) is None
 
 
+def test_a_write_through_a_view_of_a_whole_tensor_is_repeated() -> None:
+    def add_one(x: torch.Tensor) -> torch.Tensor:
+        made = x * 2
+        whole = made.view(made.shape)
+        whole.add_(1)
+        return made
+
+    x = torch.randn(4, 3)
+    made, result, slotted = sequence.record([x], lambda: add_one(x), with_calls=True)
+    made.result = slotted(result)
+    made.drop_names()
+    other = torch.randn(4, 3)
+    assert made.is_complete
+    assert torch.equal(made.play((other,)), add_one(other))
+
+
+def test_memory_of_another_device_is_not_recorded() -> None:
+    x = torch.randn(4)
+    made, _, _ = sequence.record([x], lambda: torch.zeros(3, device="meta"), with_calls=True)
+    assert not made.is_complete
+
+
 def test_a_recording_that_cannot_be_repeated_says_why() -> None:
     x = torch.randn(4)
     made, _, _ = sequence.record([x], lambda: (x + 1).sum().item(), with_calls=True)

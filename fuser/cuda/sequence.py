@@ -155,10 +155,11 @@ class LaunchSequence:
         actions, self.actions = self.actions, []
         for action in actions:
             if type(action) is TorchCall:
-                if action.places[0] in to:
+                if action.function.is_view and action.places[0] in to:
                     continue
                 args, kwargs = _moved(action.args, to), _moved(action.kwargs, to)
-                action = action._replace(args=args, kwargs=kwargs)
+                places = tuple(None if at is None else to.get(at, at) for at in action.places)
+                action = action._replace(args=args, kwargs=kwargs, places=places)
             elif type(action) is KernelLaunch:
                 action = action._replace(args=_moved(action.args, to))
             self.actions.append(action)
@@ -214,8 +215,7 @@ class LaunchSequence:
                 if action.place not in read:
                     continue
             elif type(action) is TorchCall:
-                is_view = getattr(action.function, "is_view", False)
-                if is_view and read.isdisjoint(action.places):
+                if action.function.is_view and read.isdisjoint(action.places):
                     continue
                 read.update(_places((action.args, action.kwargs)))
             else:
@@ -460,7 +460,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
         made = func(*args, **kwargs)
-        if func in _ALLOCATING and made.is_contiguous():
+        is_here = isinstance(made, torch.Tensor) and made.device.type == launch.backend.device_type
+        if func in _ALLOCATING and is_here and made.is_contiguous():
             what = (tuple(made.shape), made.dtype, made.device, func in _ZEROING)
             self.sequence.actions.append(Allocation(self._new(made), *what))
         elif self.with_calls:
