@@ -258,32 +258,25 @@ class RecordedForward:
         is_observed
             Something watches the steps, so that they must run.
         """
-        extras = grad_extras or []
-        grads: list[Any] = [dx, *(grad for grad in extras if grad is not None)]
-        is_observed = is_observed or not all(map(_has_its_values, grads))
-        weights = [weight for weight in owners.values() if weight is not None]
-        options = []
-        for weight in weights:
-            main_grad, given = accumulation(weight)
-            is_observed = is_observed or main_grad is None or not _has_its_values(main_grad)
-            options.append(given)
-            grads.append(main_grad)
-        layout = (
-            id(launch.backend),
-            _is_autocast() and autocast_dtype(dx.device.type),
-            tuple(grad is None for grad in extras),
-            tuple(weight is None for weight in owners.values()),
-            tuple(options),
-            *(() if is_observed else map(layout_of, grads)),
-        )
+        grads: list[Any] = [dx]
+        others: tuple[Any, ...] = ()
+        if grad_extras is not None or owners:
+            more, others = _other_tensors(grad_extras or (), owners)
+            grads += more
         is_observed = is_observed or launch.recording.listener is not None
-        found = None if is_observed else self._backwards.get(layout)
+        is_observed = is_observed or not all(map(_has_its_values, grads))
+        found = None
+        if not is_observed:
+            autocast = _is_autocast() and autocast_dtype(dx.device.type)
+            layout = (id(launch.backend), autocast, others, *map(layout_of, grads))
+            found = self._backwards.get(layout)
         if found is not None and found.is_complete:
             saved += grads
-            del grads, dx, extras, grad_extras
+            del grads, dx, grad_extras
             result: tuple[torch.Tensor | None, ...] = _played(found, saved)
-            for weight in weights:
-                note_accumulation(weight)
+            for weight in owners.values():
+                if weight is not None:
+                    note_accumulation(weight)
             return result
         recording = self._recording
         assert recording is not None
@@ -294,7 +287,7 @@ class RecordedForward:
         held = [tuple(_tensor(each, saved) for each in recording.saved)]
         saved.clear()
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
-        if is_observed or layout in self._backwards or not _are_distinct(inputs):
+        if is_observed or found is not None or not _are_distinct(inputs):
             del inputs
             return backward(*args)
         sequence, result, slotted = record(
@@ -334,9 +327,30 @@ def _tensor(saved: _Saved | int | None, held: Sequence[torch.Tensor]) -> torch.T
     return saved.tensor(held)
 
 
-def _has_its_values(tensor: torch.Tensor) -> bool:
+def _other_tensors(
+    extras: Sequence[torch.Tensor | None], owners: dict[int, torch.Tensor | None]
+) -> tuple[list[Any], tuple[Any, ...]]:
+    """The tensors besides dx that a backward reads: gradients of extra outputs, and ``main_grad``.
+
+    And what it depends on besides them. A buffer that is not there is None.
+    """
+    tensors: list[Any] = []
+    key: list[Any] = []
+    for grad in extras:
+        key.append(grad is None)
+        if grad is not None:
+            tensors.append(grad)
+    for owner in owners.values():
+        buffer, options = (None, None) if owner is None else accumulation(owner)
+        key.append(options)
+        if owner is not None:
+            tensors.append(buffer)
+    return tensors, tuple(key)
+
+
+def _has_its_values(tensor: torch.Tensor | None) -> bool:
     """Whether the memory of a tensor holds its values."""
-    return type(tensor) in PLAIN and not tensor.is_neg()
+    return type(tensor) in PLAIN and not tensor.is_neg()  # type: ignore[union-attr]
 
 
 def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
