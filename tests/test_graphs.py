@@ -127,6 +127,34 @@ def test_a_graphed_module_runs_under_its_recipe_and_refuses_another() -> None:
         graphed(None)(x)
 
 
+def test_gradients_in_memory_of_the_graph_are_moved_before_it_is_overwritten() -> None:
+    module = Replayed()
+    module.weight = torch.nn.Parameter(torch.ones(3))
+    module.other = torch.nn.Parameter(torch.ones(3))
+    one = _Graphed(0, fuser.autocast(enabled=False), True, (), (), ())
+    one.bind(module)
+    of_graph = torch.full((3,), 5.0)  # what a replay overwrites
+
+    def replay() -> None:
+        one._before_backward(AutocastState(), (), of_graph)
+        of_graph.fill_(of_graph[0].item() + 1)
+        for parameter in (module.weight, module.other):
+            if parameter.grad is None:
+                parameter.grad = of_graph
+            else:
+                parameter.grad += of_graph
+
+    own = module.other.grad = torch.zeros(3)
+    for _ in range(3):
+        replay()
+    assert module.weight.grad is not None
+    assert module.weight.grad[0] == module.other.grad[0] == 6 + 7 + 8
+    assert module.other.grad is own
+    module.weight.grad = None
+    replay()
+    assert module.weight.grad is of_graph
+
+
 def test_in_another_mode_the_module_itself_runs() -> None:
     module = graphed(recipes.Float8CurrentScaling())
     module.eval()
@@ -154,6 +182,6 @@ def test_an_output_ends_the_steps_in_its_backward() -> None:
     assert forward.amax_history[-1].tolist() == [7.0, 7.0]
     assert backward.amax_history[-1].tolist() != [3.0]
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: one._end_steps(AutocastState(recipe), grad))
+    x.register_hook(lambda grad: one._before_backward(AutocastState(recipe), (), grad))
     x.sum().backward()
     assert backward.amax_history[-1].tolist() == [3.0]

@@ -45,8 +45,10 @@ def make_graphed_callables(
     A replay launches the whole forward, or backward, of a module at once, so a small step takes as
     long as its kernels. The conventions are those of :func:`torch.cuda.make_graphed_callables`,
     which captures: a module's ``forward`` is replaced in place, the sample arguments become the
-    memory that a graph reads, and an output is overwritten by the next call of its module. A module
-    in another mode (``train``, ``eval``) than at the capture runs without a graph.
+    memory that a graph reads, and outputs and gradients are overwritten by the next call of their
+    module: clone what must stay. Gradients that are accumulated over several backwards are moved to
+    memory of their own. A module in another mode (``train``, ``eval``) than at the capture runs
+    without a graph.
 
     Parameters
     ----------
@@ -298,10 +300,14 @@ class _Graphed:
     forward_states: tuple[DelayedScales, ...]
     backward_states: tuple[DelayedScales, ...]
     replay: Callable[..., Any] = field(init=False)
+    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
+    # Those whose ``grad`` may be memory of the graph.
+    lent: set[int] = field(init=False, default_factory=set)
 
     def bind(self, module: Module) -> None:
         """Put the checks before the ``forward`` that torch has set on the module."""
         self.replay = module.forward
+        self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if module.training != self.training:
@@ -358,16 +364,27 @@ class _Graphed:
         if self.forward_states:
             note_uses(self.forward_states)
         outputs = self.replay(*args)
-        if self.backward_states or self.forward_states:
-            hook = functools.partial(self._end_steps, current_state())
-            for output in pytree.tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
-                    output.register_hook(hook)  # type: ignore[no-untyped-call]
+        hook = functools.partial(self._before_backward, current_state(), args)
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(hook)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _end_steps(self, conditions: AutocastState, _: torch.Tensor) -> None:
-        """In backward: its end ends the steps of the gradients, and of the forward."""
+    def _before_backward(
+        self, conditions: AutocastState, args: tuple[Any, ...], _: torch.Tensor
+    ) -> None:
+        """Make the backward end delayed scaling's steps, and keep gradients that it adds to."""
         for state in self.backward_states:
             record_until_backward_ends(state, conditions.group)
         if conditions.region is not None and conditions.region.recorded:
             end_with_backward(conditions.region)
+        # torch gives a leaf without a gradient the graph's own memory, which the replay overwrites.
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                self.lent.add(index)
+            elif index in self.lent:
+                self.lent.discard(index)
+                parameter.grad = parameter.grad.clone()
+        for tensor in pytree.tree_leaves(args):
+            if tensor.is_leaf and tensor.grad is not None:
+                tensor.grad = tensor.grad.clone()

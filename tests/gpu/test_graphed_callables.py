@@ -52,7 +52,7 @@ def steps(model: torch.nn.Module, recipe: Any, inputs: list[torch.Tensor]) -> li
         with under(recipe):
             y = model(x)
         (y * y).mean().backward()
-        found += [y.detach().clone(), x.grad]
+        found += [y.detach().clone(), x.grad.clone()]
         found += [p.grad.clone() for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
@@ -110,6 +110,23 @@ def test_delayed_scaling_is_unchanged_by_the_capture_and_its_steps_end_by_themse
         model(inputs[5])  # outside every autocast: under that of the capture
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_accumulated_over_microbatches(set_to_none: bool) -> None:
+    model = gelu()
+    other = copy.deepcopy(model)
+    fuser.make_graphed_callables(model, (sample(requires_grad=True),))
+    for _ in range(3):
+        kept = sample(requires_grad=True)  # a leaf of two microbatches
+        same = kept.detach().clone().requires_grad_()
+        for x, y in ((kept, same), (sample(), None), (kept, same)):
+            model(x).square().mean().backward()
+            other(x.detach() if y is None else y).square().mean().backward()
+        assert_equal([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+        assert_equal([kept.grad], [same.grad])
+        for one in (model, other):
+            one.zero_grad(set_to_none=set_to_none)
+
+
 def test_extra_inputs_and_outputs_are_part_of_a_graph() -> None:
     model = fuser.Sequential(
         fuser.MakeExtraOutput(), fuser.RMSNorm(128, **LIKE), fuser.AddExtraInput()
@@ -124,7 +141,8 @@ def test_extra_inputs_and_outputs_are_part_of_a_graph() -> None:
             x, extra = sample(requires_grad=True), sample(requires_grad=True)
             y, made = run(x, extra)
             (y.sum() + (made * made).sum()).backward()
-            found.append([y.detach().clone(), made.detach().clone(), x.grad, extra.grad])
+            grads = [x.grad.clone(), extra.grad.clone()]
+            found.append([y.detach().clone(), made.detach().clone(), *grads])
         assert_equal(*found)
 
 
