@@ -34,7 +34,8 @@ class Case:
     """One call forward and one backward.
 
     ``parameter`` is the dtype of gamma and beta. ``spacing`` elements lie between rows of the
-    inputs, and all tensors begin ``offset`` elements after an aligned address.
+    inputs, and all tensors begin ``offset`` elements after an aligned address. ``extra`` is the
+    dtype of the tensor that the forward adds; None is that of x.
     """
 
     norm: str
@@ -48,12 +49,15 @@ class Case:
     eps: float = 1e-5
     spacing: int = 0
     offset: int = 0
+    extra: torch.dtype | None = None
 
     def __str__(self) -> str:
         names = [str(d).removeprefix("torch.") for d in (self.x, self.y, self.parameter)]
         said = f"{self.norm}-{self.rows}x{self.columns}-{'-'.join(names)}"
         flags = (("add", self.adds), ("zero_centered", self.is_zero_centered))
         said += "".join(f"-{name}" for name, is_on in flags if is_on)
+        if self.extra is not None:
+            said += f"-{str(self.extra).removeprefix('torch.')}"
         places = (("spacing", self.spacing), ("offset", self.offset))
         return said + "".join(f"-{name}{n}" for name, n in places if n)
 
@@ -81,6 +85,13 @@ CASES = (
     Case("layernorm", F32, BF16, F32, 3, 4 * BACKWARD_FEW + 4, adds=True),
     Case("layernorm", F32, BF16, F16, 2, 4 * BACKWARD_MANY + 4, adds=True),
     Case("layernorm", F32, BF16, F32, 5, 64, adds=True, spacing=3),
+    Case("rmsnorm", F32, BF16, F32, 6, 516, adds=True, extra=BF16),
+    Case("rmsnorm", F32, F16, F16, 4, 77, adds=True, extra=F16, is_zero_centered=True),
+    Case("rmsnorm", F32, BF16, F32, 3, 64, adds=True, extra=BF16, offset=1),
+    Case("rmsnorm", F32, F16, F32, 2, 4 * 4096 + 4, adds=True, extra=F16),
+    Case("layernorm", F32, F16, F32, 7, 1028, adds=True, extra=F16, spacing=4),
+    Case("layernorm", F32, BF16, F32, 5, 31, adds=True, extra=BF16),
+    Case("layernorm", F32, BF16, BF16, 1, 4, adds=True, extra=BF16),
     Case("l2norm", BF16, BF16, F32, 9, 128, eps=1e-6),
     Case("l2norm", F32, F32, F32, 5, 9, eps=0.5),
 )
@@ -102,6 +113,12 @@ GPU_CASES = (
         for norm in ("rmsnorm", "layernorm")
         for parameter in (F32, BF16)
         for columns in (64, 128, 1024, 3072, 4096, 8192, 16384)
+    ),
+    *(
+        Case(norm, F32, y, F32, rows, columns, adds=True, offset=offset, extra=y)
+        for norm in ("rmsnorm", "layernorm")
+        for y in (BF16, F16)
+        for rows, columns, offset in ((333, 1536, 0), (50, 16388, 0), (77, 300, 1), (3001, 4096, 0))
     ),
     Case("rmsnorm", F32, BF16, F32, 700, 16384, adds=True),
     Case("layernorm", F32, F32, F32, 300, 12288, adds=True),
@@ -170,7 +187,7 @@ def inputs_of(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     if case.norm == "layernorm":
         made["beta"] = random((case.columns,), case.parameter, 0)
     if case.adds:
-        made["extra"] = random(shape, case.x, case.spacing)
+        made["extra"] = random(shape, case.extra or case.x, case.spacing)
         made["d_extra"] = random(shape, case.x, case.spacing)
     return made
 

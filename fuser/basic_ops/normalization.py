@@ -170,6 +170,16 @@ class _Normalization(BasicOperation):
             and all(other is dtype for other in others)
         )
 
+    def sum_refusal(self, extra: torch.dtype, x: torch.dtype, key: PlanKey) -> str | None:
+        """The reason why no kernel adds ``extra`` to ``x`` and normalizes; None if one does.
+
+        ``key`` is the norm's, whose input is the sum. Without kernels there is no reason either.
+        """
+        y = key.autocast_dtype or key.ops[0].params[0].dtype
+        if x is extra or key.no_kernels is not None or functional.takes_sum_dtypes(x, extra, y):
+            return None
+        return f"no kernel adds {extra} to {x} and normalizes the sum to {y}."
+
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         one_dimension = len(self.normalized_shape) == 1
         return one_dimension and self.runs_in_kernel(key) and quantizes_values(side, key)

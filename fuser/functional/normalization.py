@@ -17,7 +17,7 @@ from fuser.cuda import normalization as kernels
 from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.norm_common import takes
+from fuser.cuda.norm_common import takes, takes_addend
 from fuser.functional.lazy import LazyTensor, as_stored, fallback_to_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.wrapper_tensor import WrapperTensor
@@ -41,9 +41,10 @@ def rmsnorm(
 ) -> tuple[Result, torch.Tensor, Wanted]:
     """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; returns ``y, rstd, z``.
 
-    z is None without ``wants_sum``, which needs an ``extra``.
+    z is None without ``wants_sum``, which needs an ``extra``. It has the dtype that torch promotes
+    x and extra to.
     """
-    if not _takes(dtype, x, extra):
+    if not _takes_sum(dtype, x, extra):
         z = x if extra is None else x + extra
         y, rstd = reference.rmsnorm(z, _gain(gamma, zero_centered), eps, dtype)
         return y, rstd, z if wants_sum else None
@@ -63,7 +64,7 @@ def layernorm(
     wants_sum: bool = False,
 ) -> tuple[Result, torch.Tensor, torch.Tensor, Wanted]:
     """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as in :func:`rmsnorm`."""
-    if not _takes(dtype, x, extra) or gamma.dtype is not beta.dtype:
+    if not _takes_sum(dtype, x, extra) or gamma.dtype is not beta.dtype:
         z = x if extra is None else x + extra
         y, mean, rstd = reference.layernorm(z, _gain(gamma, zero_centered), beta, eps, dtype)
         return y, mean, rstd, z if wants_sum else None
@@ -143,6 +144,18 @@ def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
     return takes(x, y)
 
 
+def takes_sum_dtypes(x: torch.dtype, extra: torch.dtype, y: torch.dtype) -> bool:
+    """Whether there are kernels that add tensors of two dtypes and normalize the sum."""
+    return takes_addend(x, extra, y)
+
+
+def _takes_sum(y: torch.dtype, x: torch.Tensor, extra: Wanted) -> bool:
+    """Whether kernels make an output of dtype ``y`` from ``x + extra``."""
+    if extra is None or extra.dtype is x.dtype:
+        return _takes(y, x, extra)
+    return kernels_support(x) and takes_addend(x.dtype, extra.dtype, y) and x.shape[1] > 0
+
+
 def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
     """Whether kernels support this x, an output of dtype ``y``, and the tensor added to x."""
     return (
@@ -185,6 +198,8 @@ class _Norm(LazyTensor):
         extra: Wanted = None,
         wants_sum: bool = False,
     ) -> None:
+        if extra is not None and extra.dtype.itemsize > x.dtype.itemsize:
+            x, extra = extra, x  # a kernel's x has the dtype of the sum
         self.x = _rows(x)
         self.extra = None if extra is None else _rows(extra)
         self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
