@@ -237,10 +237,13 @@ def backward(
     amax: torch.Tensor | None = None,
     has_dx: bool = True,
     has_means: bool = False,
+    has_rounded_dx: bool = False,
 ) -> Tensors:
     """What the kernel writes from the statistics of a forward; x is the forward's z."""
     x, dy, rstd = given["x"], given["dy"], statistics["rstd"]
     made = {"dx": empty(case, x.shape, case.x, x)} if has_dx else {}
+    if has_rounded_dx:
+        made["rounded_dx"] = empty(case, x.shape, case.y, x)
     if has_means:
         made["means"] = empty(case, (case.rows, 1 + (case.norm == "layernorm")), F32, x)
     if case.norm != "l2norm":
@@ -255,6 +258,7 @@ def backward(
         shape = backward_launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
         workspace = torch.full(shape, float("nan"), device=x.device)
         options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
+        options["rounded_dx"] = made.get("rounded_dx")
         if case.norm == "rmsnorm":
             outputs = (made.get("dx"), made["dgamma"], workspace)
             backward_launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
@@ -362,6 +366,17 @@ def check_dx_is_rounded_once(case: Case, running: Running, device: str = "cpu") 
     # fp32 moves a few sums over the middle between two numbers.
     assert error(fused) <= 1.01 * once
     assert error(in_steps) > 1.1 * once
+
+
+def check_dx_is_written_in_16_bits_too(case: Case, running: Running, device: str = "cpu") -> None:
+    """The rounded dx has the bits of torch's cast of dx, and changes no other output."""
+    given = inputs_of(case, device)
+    statistics = forward(case, given, running)
+    given["x"] = placed(statistics.get("z", given["x"]), case.spacing, case.offset)
+    expected = backward(case, given, statistics, running)
+    got = backward(case, given, statistics, running, has_rounded_dx=True)
+    assert same_bits(got.pop("rounded_dx"), expected["dx"].to(case.y))
+    assert all(same_bits(got[name], expected[name]) for name in expected)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

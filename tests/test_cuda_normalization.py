@@ -23,6 +23,7 @@ from normalization_cases import (
     assert_close_as_torch,
     backward,
     check_dx_is_rounded_once,
+    check_dx_is_written_in_16_bits_too,
     exact,
     forward,
     inputs_of,
@@ -142,6 +143,15 @@ def test_a_sum_that_is_normalized_is_the_one_of_torch(case: Case) -> None:
 @pytest.mark.parametrize("case", ADDING, ids=str)
 def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
     check_dx_is_rounded_once(case, running)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.norm != "l2norm" and case.x is not case.y],
+    ids=str,
+)
+def test_dx_is_written_in_16_bits_too(case: Case) -> None:
+    check_dx_is_written_in_16_bits_too(case, running)
 
 
 def test_a_gradient_that_is_added_changes_no_bit_in_fp32_nor_of_the_parameters() -> None:
@@ -573,6 +583,16 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
         ({"rstd": torch.zeros(3)}, "rstd in float32, 4 elements"),
         ({"means": torch.zeros(4)}, r"means in float32, of shape \(4, 2\)"),
         ({"amax": torch.zeros(1).half()}, "amax in float32, .* got float16"),
+        ({"rounded_dx": torch.zeros(4, 16).half()}, "rounded_dx in float32, .* got float16"),
+        ({"rounded_dx": torch.zeros(4, 16)}, "it got dx in float32 and dy in float32"),
+        (
+            {
+                "dy": torch.zeros(4, 16).half(),
+                "rounded_dx": torch.zeros(4, 16).half(),
+                "dx": None,
+            },
+            "it got no dx",
+        ),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:

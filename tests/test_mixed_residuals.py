@@ -48,12 +48,15 @@ def autocast(dtype: torch.dtype, recipe: Any = None) -> Iterator[None]:
         yield
 
 
-def trained(model: Any, dtype: torch.dtype, recipe: Any = None) -> dict[str, torch.Tensor]:
-    """The output and every gradient of a step on a residual in fp32."""
-    x = leaf(random_tensor((ROWS, WIDTH), F32, 1))
+def trained(
+    model: Any, dtype: torch.dtype, recipe: Any = None, steps: int = 1
+) -> dict[str, torch.Tensor]:
+    """The last output and every gradient of steps on a residual in fp32."""
     with autocast(dtype, recipe):
-        y = model(x)
-        y.backward(random_tensor((ROWS, WIDTH), F32, 2))
+        for step in range(steps):
+            x = leaf(random_tensor((ROWS, WIDTH), F32, 2 * step + 1))
+            y = model(x)
+            y.backward(random_tensor((ROWS, WIDTH), F32, 2 * step + 2))
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"y": y.detach(), "x": x.grad, **grads}
 
@@ -79,6 +82,53 @@ def test_the_sum_between_two_blocks_is_in_the_kernel_of_the_next_norm(
     assert step.bytes_per_token == WIDTH * (2 + 4 + 4 + 2) + 4 * count + parameters
     last = plan.forward[-1]
     assert (last.ops, last.fusion, last.kernel) == ((11,), None, "add")
+
+
+@pytest.mark.parametrize("norm", [fuser.RMSNorm, fuser.LayerNorm])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_the_gradient_of_the_sum_is_written_in_both_dtypes_by_one_kernel(
+    norm: Any, dtype: torch.dtype
+) -> None:
+    """It reads 2 + 4 + 4 bytes an element, and writes 4 for the residual and 2 for the linear."""
+    x = torch.empty(ROWS, WIDTH, requires_grad=True)
+    with autocast(dtype):
+        plan = two_blocks(norm).plan(x)
+    name = norm.__name__
+    (step,) = [step for step in plan.backward if 7 in step.ops]
+    assert (step.ops, step.fusion) == ((5, 6, 7), f"BackwardAdd{name}")
+    assert step.kernel == f"{name.lower()}_backward_add_cast"
+    count = norm.num_statistics
+    parameters = 2 * 4 * WIDTH * count / plan.nominal_tokens
+    assert step.bytes_per_token == WIDTH * (2 + 4 + 4 + 4 + 2) + 4 * count + parameters
+    last = plan.backward[0]
+    assert (last.ops, last.fusion, last.kernel) == ((11,), None, "cast")
+    assert last.bytes_per_token == WIDTH * (4 + 2)
+
+
+def test_the_gradient_of_a_sum_of_one_dtype_is_that_of_its_terms() -> None:
+    with on_kernels():
+        plan = two_blocks(fuser.RMSNorm).plan(torch.empty(ROWS, WIDTH, requires_grad=True))
+    (step,) = [step for step in plan.backward if 7 in step.ops]
+    assert (step.ops, step.kernel) == ((6, 7), "rmsnorm_backward_add")
+    assert all(r.fusion != "BackwardAddRMSNorm" for r in plan.refusals)
+    assert [s.kernel for s in plan.backward if s.ops in ((5,), (11,))] == ["", ""]
+
+
+@pytest.mark.parametrize(("is_on_kernels", "reason"), [(True, "the norm rounds"), (False, "")])
+def test_a_gradient_that_the_norms_kernel_does_not_round_is_cast_alone(
+    is_on_kernels: bool, reason: str
+) -> None:
+    ops = fuser.AddExtraInput(), fuser.MakeExtraOutput(), fuser.RMSNorm(WIDTH)
+    tensors = [torch.empty(ROWS, WIDTH, dtype=d, requires_grad=True) for d in (F16, F32)]
+    context = on_kernels() if is_on_kernels else contextlib.nullcontext()
+    with context, torch.autocast("cpu", dtype=BF16):
+        plan = fuser.Sequential(*ops).plan(*tensors)
+    found = refusal(plan, "BackwardAddRMSNorm", (0, 1, 2))
+    assert found == (
+        plan.key.no_kernels or f"{reason} its gradient to {BF16}, and the main input is {F16}."
+    )
+    assert [step.ops for step in plan.backward] == [(1, 2), (0,)]
+    assert plan.backward[-1].kernel == "cast"
 
 
 @pytest.mark.parametrize(("dtype", "element"), [(BF16, "fuser::bf16"), (F16, "fuser::fp16")])
@@ -131,6 +181,15 @@ def test_fused_blocks_have_the_bits_of_the_ops_one_by_one(
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert found[name].dtype is F32
+        assert torch.equal(found[name], value), name
+
+
+def test_repeated_steps_have_the_bits_of_the_ops_one_by_one() -> None:
+    """Later steps are recorded, and repeat cached launches."""
+    expected = trained(two_blocks(fuser.LayerNorm, ()), BF16, steps=5)
+    fusions = tuple(fusion for fusion in fuser.FUSIONS if "Norm" in fusion.__name__)
+    found = trained(two_blocks(fuser.LayerNorm, fusions), BF16, steps=5)
+    for name, value in expected.items():
         assert torch.equal(found[name], value), name
 
 

@@ -140,10 +140,12 @@ class _Normalization(BasicOperation):
         ctx: OperationContext,
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
+        rounded_dx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
-        A gradient that is not needed is None.
+        A gradient that is not needed is None. ``rounded_dx``, contiguous, in the dtype of
+        ``grad_output`` and of fewer bits than the input, is written together with the first.
         """
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)
@@ -155,6 +157,7 @@ class _Normalization(BasicOperation):
             (ctx.input_requires_grad, *ctx.params_require_grad),
             zero_centered=ctx.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
+            rounded_dx=None if rounded_dx is None else rounded_dx.view(x.shape),
         )
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
         return dx, tuple(map(self._param_grad, grads))
