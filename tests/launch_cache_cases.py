@@ -207,6 +207,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         "wanted": ({}, {"wanted": (False,)}),
         "zero_centered": ({}, {"zero_centered": True}),
         "d_extra": ({}, {"d_extra": EXTRA}),
+        "rounded_dx": ({}, {"rounded_dx": drawn(2)}),
     },
     pointwise._Forward: {
         "x": ({}, {"x": drawn(5)}),
@@ -303,6 +304,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
             beside += [*getattr(values, "statistics", ()), getattr(values, "z", None)]
             if quantizer is None:
                 results.append(values.tensor())
+                beside.append(getattr(values, "rounded_dx", None))
             else:
                 results += quantizer(values).buffers().values()
             results += beside

@@ -34,7 +34,8 @@ class Case:
     """One call forward and one backward.
 
     ``parameter`` is the dtype of gamma and beta. ``spacing`` elements lie between rows of the
-    inputs, and all tensors begin ``offset`` elements after an aligned address.
+    inputs, and all tensors begin ``offset`` elements after an aligned address. ``extra`` is the
+    dtype of the tensor that the forward adds; None is that of x.
     """
 
     norm: str
@@ -48,12 +49,15 @@ class Case:
     eps: float = 1e-5
     spacing: int = 0
     offset: int = 0
+    extra: torch.dtype | None = None
 
     def __str__(self) -> str:
         names = [str(d).removeprefix("torch.") for d in (self.x, self.y, self.parameter)]
         said = f"{self.norm}-{self.rows}x{self.columns}-{'-'.join(names)}"
         flags = (("add", self.adds), ("zero_centered", self.is_zero_centered))
         said += "".join(f"-{name}" for name, is_on in flags if is_on)
+        if self.extra is not None:
+            said += f"-{str(self.extra).removeprefix('torch.')}"
         places = (("spacing", self.spacing), ("offset", self.offset))
         return said + "".join(f"-{name}{n}" for name, n in places if n)
 
@@ -81,6 +85,13 @@ CASES = (
     Case("layernorm", F32, BF16, F32, 3, 4 * BACKWARD_FEW + 4, adds=True),
     Case("layernorm", F32, BF16, F16, 2, 4 * BACKWARD_MANY + 4, adds=True),
     Case("layernorm", F32, BF16, F32, 5, 64, adds=True, spacing=3),
+    Case("rmsnorm", F32, BF16, F32, 6, 516, adds=True, extra=BF16),
+    Case("rmsnorm", F32, F16, F16, 4, 77, adds=True, extra=F16, is_zero_centered=True),
+    Case("rmsnorm", F32, BF16, F32, 3, 64, adds=True, extra=BF16, offset=1),
+    Case("rmsnorm", F32, F16, F32, 2, 4 * 4096 + 4, adds=True, extra=F16),
+    Case("layernorm", F32, F16, F32, 7, 1028, adds=True, extra=F16, spacing=4),
+    Case("layernorm", F32, BF16, F32, 5, 31, adds=True, extra=BF16),
+    Case("layernorm", F32, BF16, BF16, 1, 4, adds=True, extra=BF16),
     Case("l2norm", BF16, BF16, F32, 9, 128, eps=1e-6),
     Case("l2norm", F32, F32, F32, 5, 9, eps=0.5),
 )
@@ -102,6 +113,12 @@ GPU_CASES = (
         for norm in ("rmsnorm", "layernorm")
         for parameter in (F32, BF16)
         for columns in (64, 128, 1024, 3072, 4096, 8192, 16384)
+    ),
+    *(
+        Case(norm, F32, y, F32, rows, columns, adds=True, offset=offset, extra=y)
+        for norm in ("rmsnorm", "layernorm")
+        for y in (BF16, F16)
+        for rows, columns, offset in ((333, 1536, 0), (50, 16388, 0), (77, 300, 1), (3001, 4096, 0))
     ),
     Case("rmsnorm", F32, BF16, F32, 700, 16384, adds=True),
     Case("layernorm", F32, F32, F32, 300, 12288, adds=True),
@@ -170,7 +187,7 @@ def inputs_of(case: Case, device: str = "cpu", seed: int = 0) -> Tensors:
     if case.norm == "layernorm":
         made["beta"] = random((case.columns,), case.parameter, 0)
     if case.adds:
-        made["extra"] = random(shape, case.x, case.spacing)
+        made["extra"] = random(shape, case.extra or case.x, case.spacing)
         made["d_extra"] = random(shape, case.x, case.spacing)
     return made
 
@@ -220,10 +237,13 @@ def backward(
     amax: torch.Tensor | None = None,
     has_dx: bool = True,
     has_means: bool = False,
+    has_rounded_dx: bool = False,
 ) -> Tensors:
     """What the kernel writes from the statistics of a forward; x is the forward's z."""
     x, dy, rstd = given["x"], given["dy"], statistics["rstd"]
     made = {"dx": empty(case, x.shape, case.x, x)} if has_dx else {}
+    if has_rounded_dx:
+        made["rounded_dx"] = empty(case, x.shape, case.y, x)
     if has_means:
         made["means"] = empty(case, (case.rows, 1 + (case.norm == "layernorm")), F32, x)
     if case.norm != "l2norm":
@@ -238,6 +258,7 @@ def backward(
         shape = backward_launchers.workspace_shape(x, has_beta=case.norm == "layernorm")
         workspace = torch.full(shape, float("nan"), device=x.device)
         options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
+        options["rounded_dx"] = made.get("rounded_dx")
         if case.norm == "rmsnorm":
             outputs = (made.get("dx"), made["dgamma"], workspace)
             backward_launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
@@ -345,6 +366,17 @@ def check_dx_is_rounded_once(case: Case, running: Running, device: str = "cpu") 
     # fp32 moves a few sums over the middle between two numbers.
     assert error(fused) <= 1.01 * once
     assert error(in_steps) > 1.1 * once
+
+
+def check_dx_is_written_in_16_bits_too(case: Case, running: Running, device: str = "cpu") -> None:
+    """The rounded dx has the bits of torch's cast of dx, and changes no other output."""
+    given = inputs_of(case, device)
+    statistics = forward(case, given, running)
+    given["x"] = placed(statistics.get("z", given["x"]), case.spacing, case.offset)
+    expected = backward(case, given, statistics, running)
+    got = backward(case, given, statistics, running, has_rounded_dx=True)
+    assert same_bits(got.pop("rounded_dx"), expected["dx"].to(case.y))
+    assert all(same_bits(got[name], expected[name]) for name in expected)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from normalization_cases import (
     assert_close_as_torch,
     backward,
     check_dx_is_rounded_once,
+    check_dx_is_written_in_16_bits_too,
     exact,
     forward,
     inputs_of,
@@ -34,8 +35,10 @@ from normalization_cases import (
 from fuser.cuda import normalization as launchers
 from fuser.cuda import normalization_backward as backward_launchers
 from fuser.cuda.launch import Kernel
-from fuser.cuda.norm_common import takes
+from fuser.cuda.norm_common import takes, takes_addend
 from fuser.errors import InputError
+from fuser.functional import normalization as functional
+from fuser.functional.lazy import materialize
 
 
 def running(
@@ -100,6 +103,7 @@ def test_a_mean_far_from_zero_leaves_the_variance_exact() -> None:
 WAYS = (
     Case("rmsnorm", BF16, BF16, BF16, 5, 1040, adds=True, is_zero_centered=True),
     Case("layernorm", F32, BF16, F16, 5, 516, adds=True),
+    Case("rmsnorm", F32, F16, F16, 5, 516, adds=True, extra=F16),
 )
 # Rows in registers, from shared memory, and in chunks.
 ADDING = (
@@ -139,6 +143,15 @@ def test_a_sum_that_is_normalized_is_the_one_of_torch(case: Case) -> None:
 @pytest.mark.parametrize("case", ADDING, ids=str)
 def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
     check_dx_is_rounded_once(case, running)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.norm != "l2norm" and case.x is not case.y],
+    ids=str,
+)
+def test_dx_is_written_in_16_bits_too(case: Case) -> None:
+    check_dx_is_written_in_16_bits_too(case, running)
 
 
 def test_a_gradient_that_is_added_changes_no_bit_in_fp32_nor_of_the_parameters() -> None:
@@ -361,6 +374,48 @@ def test_kernels_take_an_x_and_a_y_of_one_dtype_or_an_fp32_x(
             launchers.rmsnorm(*tensors, eps=1e-5)
 
 
+@pytest.mark.parametrize("y", [F32, F16, BF16])
+@pytest.mark.parametrize("extra", [F32, F16, BF16])
+@pytest.mark.parametrize("x", [F32, F16, BF16])
+def test_a_sum_of_two_dtypes_is_normalized_to_the_one_of_16_bits(
+    x: torch.dtype, extra: torch.dtype, y: torch.dtype
+) -> None:
+    """The table of what is added: one dtype, or fp32 and the dtype of y, in either order."""
+    one_dtype = x is extra and x in (y, F32)
+    mixed = (x is F32) != (extra is F32) and y in (x, extra) and y is not F32
+    assert takes_addend(x, extra, y) == (one_dtype or mixed)
+
+
+@pytest.mark.parametrize("half", [BF16, F16])
+@pytest.mark.parametrize("columns", [64, 77])
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("fp32_is", ["extra", "x"])
+def test_an_fp32_residual_and_an_output_of_16_bits_are_added_as_torch_adds_them(
+    norm: str, columns: int, half: torch.dtype, fp32_is: str
+) -> None:
+    """z has torch's bits, and y, rstd and mean those of the norm of z."""
+    case = Case(norm, F32, half, F32, 5, columns, adds=True, extra=half)
+    given = inputs_of(case)
+    x, extra = given["x"], given["extra"]
+    if fp32_is == "extra":
+        x, extra = extra, x
+    parameters = [given[name] for name in ("gamma", "beta") if name in given]
+    function: Any = getattr(functional, norm)
+    with running(()):
+        expected = function(x + extra, *parameters, 1e-5, half)
+        expected = (materialize(expected[0]), *expected[1:-1], x + extra)
+        found = function(x, *parameters, 1e-5, half, extra=extra, wants_sum=True)
+        found = (materialize(found[0]), *found[1:])
+        without_sum = function(x, *parameters, 1e-5, half, extra=extra)
+        assert without_sum[-1] is None
+        assert same_bits(materialize(without_sum[0]), expected[0])
+    assert len(found) == len(expected)
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    plain_torch = function(x, *parameters, 1e-5, half, extra=extra, wants_sum=True)
+    assert plain_torch[-1].dtype is F32
+    assert same_bits(plain_torch[-1], found[-1])
+
+
 # -- what is not finite, and what is empty ------------------------------------
 
 
@@ -491,6 +546,14 @@ def test_good_arguments_are_taken() -> None:
         ({"y": torch.zeros(4, 32)[:, :16]}, r"y .* contiguous; .* strides \(32, 1\)"),
         ({"x": torch.zeros(4, 16).half(), "extra": None, "z": None}, "y in float16, .* float32"),
         ({"extra": torch.zeros(4, 16).half()}, "extra in float32, .* got float16"),
+        (
+            {"y": torch.zeros(4, 16).half(), "extra": torch.zeros(4, 16).bfloat16()},
+            "extra in flo.* or",
+        ),
+        (
+            {"x": torch.zeros(4, 16).half(), "y": torch.zeros(4, 16).half(), "z": None},
+            "extra in float16, .* got float32",
+        ),
         ({"extra": None}, "z where it adds an extra"),
         ({"gamma": torch.zeros(15)}, r"gamma in .* of shape \(16,\), .* \(15,\)"),
         ({"gamma": torch.zeros(16).half()}, "gamma in float16 and beta in float32"),
@@ -520,6 +583,16 @@ def test_a_forward_with_other_tensors_is_refused(changes: dict[str, Any], words:
         ({"rstd": torch.zeros(3)}, "rstd in float32, 4 elements"),
         ({"means": torch.zeros(4)}, r"means in float32, of shape \(4, 2\)"),
         ({"amax": torch.zeros(1).half()}, "amax in float32, .* got float16"),
+        ({"rounded_dx": torch.zeros(4, 16).half()}, "rounded_dx in float32, .* got float16"),
+        ({"rounded_dx": torch.zeros(4, 16)}, "it got dx in float32 and dy in float32"),
+        (
+            {
+                "dy": torch.zeros(4, 16).half(),
+                "rounded_dx": torch.zeros(4, 16).half(),
+                "dx": None,
+            },
+            "it got no dx",
+        ),
     ],
 )
 def test_a_backward_with_other_tensors_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -39,6 +39,7 @@ class AddExtraInput(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     saves_input = False
+    passes_gradient_to_extras = True
     can_quantize_output = ("forward", "backward")
 
     def __init__(self, *, in_place: bool = False) -> None:
@@ -53,10 +54,14 @@ class AddExtraInput(BasicOperation):
         return TensorSpec(spec.shape, torch.promote_types(spec.dtype, extra.dtype))
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ("add",) if side == "forward" else ()
+        if side == "forward":
+            return ("add",)
+        (op,) = key.ops
+        dtype = torch.promote_types(op.input_dtype, op.extra_inputs[0].dtype)
+        return ("cast",) if op.input_requires_grad and op.input_dtype is not dtype else ()
 
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
-        return bool(self.kernels(side, key)) and quantizes_values(side, key)
+        return side == "forward" and quantizes_values(side, key)
 
     def check_extra(self, main: tuple[int, ...], extra: tuple[int, ...]) -> None:
         """Raise InputError if the shapes of the main and the extra input differ."""
@@ -99,4 +104,10 @@ class AddExtraInput(BasicOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        return write_grad_input(grad_output, basic_op_ctxs[0]), [()], [(grad_output,)]
+        ctx = basic_op_ctxs[0]
+        dx = grad_output
+        if ctx.input_requires_grad:
+            if dx.dtype.itemsize > ctx.input_dtype.itemsize:
+                dx = dx.to(ctx.input_dtype)
+            dx = write_grad_input(dx, ctx)
+        return dx, [()], [(grad_output,)]

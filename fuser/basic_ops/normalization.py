@@ -140,10 +140,12 @@ class _Normalization(BasicOperation):
         ctx: OperationContext,
         grad_output: torch.Tensor,
         d_extra: torch.Tensor | None = None,
+        rounded_dx: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | LazyTensor | None, Grads]:
         """The gradient of the input, plus ``d_extra``, in its dtype, and those of the parameters.
 
-        A gradient that is not needed is None.
+        A gradient that is not needed is None. ``rounded_dx``, contiguous, in the dtype of
+        ``grad_output`` and of fewer bits than the input, is written together with the first.
         """
         x, *saved = ctx.saved_tensors
         count = len(self.parameter_names)
@@ -155,6 +157,7 @@ class _Normalization(BasicOperation):
             (ctx.input_requires_grad, *ctx.params_require_grad),
             zero_centered=ctx.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
+            rounded_dx=None if rounded_dx is None else rounded_dx.view(x.shape),
         )
         dx = None if dx is None else self._shaped(dx, grad_output.shape)
         return dx, tuple(map(self._param_grad, grads))
@@ -169,6 +172,16 @@ class _Normalization(BasicOperation):
             and functional.takes_dtypes(op_key.input_dtype, y)
             and all(other is dtype for other in others)
         )
+
+    def sum_refusal(self, extra: torch.dtype, x: torch.dtype, key: PlanKey) -> str | None:
+        """The reason why no kernel adds ``extra`` to ``x`` and normalizes; None if one does.
+
+        ``key`` is the norm's, whose input is the sum. Without kernels there is no reason either.
+        """
+        y = key.autocast_dtype or key.ops[0].params[0].dtype
+        if x is extra or key.no_kernels is not None or functional.takes_sum_dtypes(x, extra, y):
+            return None
+        return f"no kernel adds {extra} to {x} and normalizes the sum to {y}."
 
     def fuses_quantize(self, side: str, key: PlanKey) -> bool:
         one_dimension = len(self.normalized_shape) == 1

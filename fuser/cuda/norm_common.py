@@ -43,6 +43,17 @@ def takes(x_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
     return (x_dtype, y_dtype) in DTYPE_PAIRS
 
 
+def takes_addend(x_dtype: torch.dtype, addend_dtype: torch.dtype, y_dtype: torch.dtype) -> bool:
+    """Whether the forward makes y from the sum of tensors of these two dtypes, in either order.
+
+    Two of one dtype; or one in fp32, and one of 16 bits in the dtype of y, as autocast gives: the
+    sum is then fp32.
+    """
+    z_dtype = torch.promote_types(x_dtype, addend_dtype)
+    is_mixed = {x_dtype, addend_dtype} == {torch.float32, y_dtype}
+    return takes(z_dtype, y_dtype) and (x_dtype is addend_dtype or is_mixed)
+
+
 def partners_of(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """The dtypes that y can have for an x of ``dtype``."""
     return tuple(y for x, y in DTYPE_PAIRS if x == dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fuser.cuda.arguments import Producer
+from fuser.cuda.arguments import ELEMENTS, Producer
 from fuser.cuda.checks import boolean
 from fuser.cuda.launch import Kernel, Launch, multiprocessors
 from fuser.cuda.norm_common import (
@@ -69,8 +69,9 @@ def rmsnorm(
 
     Computes in fp32 from z, rounded to its dtype. Reads x and extra once and writes z and y once:
     for elements of 16 bits that is 2 bytes read and 2 written, with ``extra`` 4 and 4, and without
-    y 2 less. The kernel reads rows of more than 16384 elements, and rows that are not aligned to 16
-    bytes, again for y or its amax, and a LayerNorm also for its variance.
+    y 2 less; a sum of fp32 and 16 bits reads 6 and writes 6. The kernel reads rows of more than
+    16384 elements, and rows that are not aligned to 16 bytes, again for y or its amax, and a
+    LayerNorm also for its variance.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ def rmsnorm(
     zero_centered_gamma
         Whether the gain is ``1 + gamma``.
     extra
-        Read; like ``x``. None adds nothing.
+        Read; like ``x``, or, if x is fp32, in the dtype of y, as under autocast. None adds nothing.
     z
         Written, only together with ``extra``; like ``x``, contiguous. None does not write it.
     amax
@@ -234,15 +235,26 @@ def instantiations() -> tuple[Kernel, ...]:
     """Every kernel of these launchers."""
     pairs = itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS)
     flags = list(itertools.product((False, True), repeat=2))
-    return tuple(_forward_kernel(n, *p, *flag) for n, p in pairs for flag in flags)
+    return tuple(
+        _forward_kernel(n, x, y, *flag, extra)
+        for n, (x, y) in pairs
+        for flag in flags
+        for extra in dict.fromkeys((x, y))
+    )
 
 
 @functools.cache
 def _forward_kernel(
-    norm: str, x: torch.dtype, y: torch.dtype, in_registers: bool, writes: bool
+    norm: str,
+    x: torch.dtype,
+    y: torch.dtype,
+    in_registers: bool,
+    writes: bool,
+    extra: torch.dtype,
 ) -> Kernel:
     flags = f"{boolean(in_registers)}, {boolean(writes)}"
-    return Kernel("normalization", f"fuser_norm<{norm_types(norm, x, y)}, {flags}>")
+    added = "" if extra is x else f", {ELEMENTS[extra]}"
+    return Kernel("normalization", f"fuser_norm<{norm_types(norm, x, y)}, {flags}{added}>")
 
 
 # -- launches -----------------------------------------------------------------
@@ -287,10 +299,11 @@ def _forward_choice(
     columns: int,
     is_aligned: bool,
     writes: bool,
+    extra: torch.dtype,
     most_blocks: int,
 ) -> tuple[Kernel, Launch]:
     plan = forward_plan(columns, x.itemsize)
-    kernel = _forward_kernel(norm, x, y, is_aligned and plan.fits_registers, writes)
+    kernel = _forward_kernel(norm, x, y, is_aligned and plan.fits_registers, writes, extra)
     blocks = min(-(-rows // plan.rows), most_blocks)
     return kernel, Launch((blocks,), (plan.lanes, plan.rows))
 
@@ -312,13 +325,14 @@ def _forward(
     zero_centered_gamma: bool,
 ) -> None:
     rows, columns = checked_shape(function, x)
-    check_tensor(function, "extra", extra, (x.dtype,), x.shape, is_spaced=True)
     if y_dtype is None:
         check_tensor(function, "y", y, partners_of(x.dtype), x.shape)
         y_dtype = x.dtype if y is None else y.dtype
     else:
         check_y_dtype(function, x.dtype, y_dtype)
         check_tensor(function, "y", y, (y_dtype,), x.shape)
+    addends = tuple(dict.fromkeys((x.dtype, y_dtype)))
+    check_tensor(function, "extra", extra, addends, x.shape, is_spaced=True)
     check_tensor(function, "z", z, (x.dtype,), x.shape)
     check_parameters(function, columns, (("gamma", gamma), ("beta", beta)))
     check_statistics(function, rows, mean, rstd, amax)
@@ -334,8 +348,10 @@ def _forward(
     most_blocks = MAX_SIZE
     if y is None and amax is not None:
         most_blocks = MEASURING_BLOCKS_PER_MULTIPROCESSOR * multiprocessors(x.device)
+    extra_dtype = x.dtype if extra is None else extra.dtype
     kernel, launch = _forward_choice(
-        norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, most_blocks
+        *(norm, x.dtype, y_dtype, rows, columns, is_aligned, y is not None, extra_dtype),
+        most_blocks,
     )
     launch_norm(
         *(kernel, launch, (x, extra, gamma, beta, y, z, mean, rstd, amax), x, gamma, strides),

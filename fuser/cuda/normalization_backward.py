@@ -64,6 +64,7 @@ def rmsnorm_backward(
     d_extra: torch.Tensor | None = None,
     means: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    rounded_dx: torch.Tensor | None = None,
 ) -> None:
     """The gradients of ``rmsnorm``: with ``x_hat = x * rstd`` and ``d_hat = dy * gamma``,
 
@@ -104,13 +105,16 @@ def rmsnorm_backward(
     amax
         Read and written: one fp32, not negative, raised to ``max |dx|``, also if dx is None. NaN
         counts as larger than infinity. None measures nothing.
+    rounded_dx
+        Written, only together with ``dx``: like it, rounded to the dtype of ``dy``, which has 16
+        bits where x is fp32. 2 bytes an element. None does not write it.
 
     Raises
     ------
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, None, rstd, d_extra, dx, workspace, means, amax)
+    tensors = (dy, x, gamma, None, rstd, d_extra, dx, rounded_dx, workspace, means, amax)
     _backward("rmsnorm_backward", "RMSNorm", *tensors, zero_centered_gamma, (dgamma,))
 
 
@@ -129,6 +133,7 @@ def layernorm_backward(
     d_extra: torch.Tensor | None = None,
     means: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
+    rounded_dx: torch.Tensor | None = None,
 ) -> None:
     """The gradients of ``layernorm``: ``x_hat = (x - mean) * rstd``, ``d_hat = dy * gamma``,
 
@@ -137,7 +142,7 @@ def layernorm_backward(
 
     Parameters
     ----------
-    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax
+    dy, x, gamma, rstd, dx, dgamma, workspace, zero_centered_gamma, d_extra, amax, rounded_dx
         As in :func:`rmsnorm_backward`.
     mean
         Read; as the forward wrote it.
@@ -152,7 +157,7 @@ def layernorm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, workspace, means, amax)
+    tensors = (dy, x, gamma, mean, rstd, d_extra, dx, rounded_dx, workspace, means, amax)
     _backward("layernorm_backward", "LayerNorm", *tensors, zero_centered_gamma, (dgamma, dbeta))
 
 
@@ -181,7 +186,7 @@ def l2norm_backward(
     InputError
         If a dtype, shape or layout is wrong.
     """
-    tensors = (dy, x, None, None, rnorm, None, dx, None, means, amax)
+    tensors = (dy, x, None, None, rnorm, None, dx, None, None, means, amax)
     _backward("l2norm_backward", "RMSNorm", *tensors, False, ())
 
 
@@ -368,6 +373,7 @@ def _backward(
     rstd: torch.Tensor,
     d_extra: torch.Tensor | None,
     dx: torch.Tensor | None,
+    rounded_dx: torch.Tensor | None,
     workspace: torch.Tensor | None,
     means: torch.Tensor | None,
     amax: torch.Tensor | None,
@@ -378,6 +384,13 @@ def _backward(
     check_tensor(function, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
     check_tensor(function, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
     check_tensor(function, "dx", dx, (x.dtype,), x.shape)
+    check_tensor(function, "rounded_dx", rounded_dx, (dy.dtype,), x.shape)
+    if rounded_dx is not None and (dx is None or dy.dtype is x.dtype):
+        said = [str(dtype).removeprefix("torch.") for dtype in (x.dtype, dy.dtype)]
+        had = "no dx" if dx is None else f"dx in {said[0]} and dy in {said[1]}"
+        raise InputError(
+            f"{function} writes rounded_dx beside a dx of more bits than dy has; it got {had}."
+        )
     check_parameters(function, columns, (("gamma", gamma),))
     check_parameters(function, columns, tuple(zip(("dgamma", "dbeta"), grads, strict=False)))
     check_statistics(function, rows, mean, rstd, amax)
@@ -396,12 +409,12 @@ def _backward(
         d_extra = None
     if rows > 0 and (wanted or any(output is not None for output in (dx, means, amax))):
         strides = row_strides(x, d_extra, dy)
-        is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx)
+        is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx, rounded_dx)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
         kernel, launch, depth = _backward_choice(
             norm, *dtypes, *sizes, is_aligned, d_extra is not None, *device
         )
-        tensors = (dy, x, gamma, mean, rstd, d_extra, dx, partials, means, amax)
+        tensors = (dy, x, gamma, mean, rstd, d_extra, dx, rounded_dx, partials, means, amax)
         launch_norm(
             *(kernel, launch, tensors, x, gamma, strides),
             is_aligned=is_aligned,

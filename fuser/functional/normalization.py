@@ -17,7 +17,7 @@ from fuser.cuda import normalization as kernels
 from fuser.cuda import normalization_backward as backward_kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
-from fuser.cuda.norm_common import takes
+from fuser.cuda.norm_common import takes, takes_addend
 from fuser.functional.lazy import LazyTensor, as_stored, fallback_to_torch, rows_of
 from fuser.reference import normalization as reference
 from fuser.wrapper_tensor import WrapperTensor
@@ -41,9 +41,10 @@ def rmsnorm(
 ) -> tuple[Result, torch.Tensor, Wanted]:
     """``y = z * rstd * gain`` in ``dtype``, with ``z = x + extra``; returns ``y, rstd, z``.
 
-    z is None without ``wants_sum``, which needs an ``extra``.
+    z is None without ``wants_sum``, which needs an ``extra``. It has the dtype that torch promotes
+    x and extra to.
     """
-    if not _takes(dtype, x, extra):
+    if not _takes_sum(dtype, x, extra):
         z = x if extra is None else x + extra
         y, rstd = reference.rmsnorm(z, _gain(gamma, zero_centered), eps, dtype)
         return y, rstd, z if wants_sum else None
@@ -63,7 +64,7 @@ def layernorm(
     wants_sum: bool = False,
 ) -> tuple[Result, torch.Tensor, torch.Tensor, Wanted]:
     """``y = (z - mean) * rstd * gain + beta``; ``y, mean, rstd, z``, as in :func:`rmsnorm`."""
-    if not _takes(dtype, x, extra) or gamma.dtype is not beta.dtype:
+    if not _takes_sum(dtype, x, extra) or gamma.dtype is not beta.dtype:
         z = x if extra is None else x + extra
         y, mean, rstd = reference.layernorm(z, _gain(gamma, zero_centered), beta, eps, dtype)
         return y, mean, rstd, z if wants_sum else None
@@ -93,13 +94,19 @@ def rmsnorm_backward(
     *,
     zero_centered: bool = False,
     d_extra: Wanted = None,
+    rounded_dx: Wanted = None,
 ) -> tuple[Result | None, Wanted]:
-    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None if not ``wanted``."""
+    """Gradients of ``x``, plus ``d_extra``, and of ``gamma``; None if not ``wanted``.
+
+    ``rounded_dx``, contiguous, in the dtype of dy and of fewer bits than x, is written together
+    with the first when that is stored.
+    """
     if not _takes(dy.dtype, x, d_extra):
         gain = _gain(gamma, zero_centered)
         dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted, d_extra)
-        return dx, _cast(dgamma, gamma)
-    norm = _NormBackward(dy, x, (gamma,), (rstd,), wanted[1:], zero_centered, d_extra)
+        return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma)
+    parameters, options = (gamma,), (zero_centered, d_extra, rounded_dx)
+    norm = _NormBackward(dy, x, parameters, (rstd,), wanted[1:], *options)
     return norm.where(wanted[0]), norm.grads[0]
 
 
@@ -115,15 +122,17 @@ def layernorm_backward(
     *,
     zero_centered: bool = False,
     d_extra: Wanted = None,
+    rounded_dx: Wanted = None,
 ) -> tuple[Result | None, Wanted, Wanted]:
-    """Gradients of ``x``, plus ``d_extra``, of ``gamma`` and of ``beta``; None if not wanted."""
+    """Gradients of ``x``, of ``gamma`` and of ``beta``, as in :func:`rmsnorm_backward`."""
     if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
         gain = _gain(gamma, zero_centered)
         grads = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted, d_extra)
         dx, dgamma, dbeta = grads
-        return dx, _cast(dgamma, gamma), _cast(dbeta, beta)
+        return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma), _cast(dbeta, beta)
     parameters, statistics = (gamma, beta), (mean, rstd)
-    norm = _NormBackward(dy, x, parameters, statistics, wanted[1:], zero_centered, d_extra)
+    options = (zero_centered, d_extra, rounded_dx)
+    norm = _NormBackward(dy, x, parameters, statistics, wanted[1:], *options)
     dgamma, dbeta = norm.grads
     return norm.where(wanted[0]), dgamma, dbeta
 
@@ -141,6 +150,18 @@ def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> R
 def takes_dtypes(x: torch.dtype, y: torch.dtype) -> bool:
     """Whether there are kernels for an input and output of these dtypes."""
     return takes(x, y)
+
+
+def takes_sum_dtypes(x: torch.dtype, extra: torch.dtype, y: torch.dtype) -> bool:
+    """Whether there are kernels that add tensors of two dtypes and normalize the sum."""
+    return takes_addend(x, extra, y)
+
+
+def _takes_sum(y: torch.dtype, x: torch.Tensor, extra: Wanted) -> bool:
+    """Whether kernels make an output of dtype ``y`` from ``x + extra``."""
+    if extra is None or extra.dtype is x.dtype:
+        return _takes(y, x, extra)
+    return kernels_support(x) and takes_addend(x.dtype, extra.dtype, y) and x.shape[1] > 0
 
 
 def _takes(y: torch.dtype, x: torch.Tensor, added: Wanted = None) -> bool:
@@ -166,6 +187,13 @@ def _cast(grad: Wanted, parameter: torch.Tensor) -> Wanted:
     return None if grad is None else grad.to(parameter.dtype)
 
 
+def _rounded_too(dx: Wanted, rounded_dx: Wanted) -> Wanted:
+    """``dx``, which is also written to ``rounded_dx``."""
+    if dx is not None and rounded_dx is not None:
+        rounded_dx.copy_(dx)
+    return dx
+
+
 def _like(tensor: torch.Tensor, is_wanted: bool) -> Wanted:
     if not is_wanted:
         return None
@@ -185,6 +213,8 @@ class _Norm(LazyTensor):
         extra: Wanted = None,
         wants_sum: bool = False,
     ) -> None:
+        if extra is not None and extra.dtype.itemsize > x.dtype.itemsize:
+            x, extra = extra, x  # a kernel's x has the dtype of the sum
         self.x = _rows(x)
         self.extra = None if extra is None else _rows(extra)
         self.parameters = tuple(as_stored(parameter).contiguous() for parameter in parameters)
@@ -261,7 +291,10 @@ class _Norm(LazyTensor):
 
 
 class _NormBackward(LazyTensor):
-    """The gradient of a norm's input; ``grads`` of its parameters are written together with it."""
+    """The gradient of a norm's input; ``grads`` of its parameters are written together with it.
+
+    ``rounded_dx`` is written when the gradient is stored, and not by a quantizer that computes it.
+    """
 
     def __init__(
         self,
@@ -272,6 +305,7 @@ class _NormBackward(LazyTensor):
         wanted: tuple[bool, ...],
         zero_centered: bool = False,
         d_extra: Wanted = None,
+        rounded_dx: Wanted = None,
     ) -> None:
         self.dy, self.x = _rows(dy), _rows(x)
         self.d_extra = None if d_extra is None else _rows(d_extra)
@@ -280,6 +314,7 @@ class _NormBackward(LazyTensor):
         self.zero_centered = zero_centered
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, wanted, strict=True)]
+        self.rounded_dx = rounded_dx
         self.means: Wanted = None
 
     def where(self, is_wanted: bool) -> LazyTensor | None:
@@ -310,6 +345,7 @@ class _NormBackward(LazyTensor):
         for out, found in zip(self.grads, grads, strict=True):
             if out is not None and found is not None:
                 out.copy_(found)
+        _rounded_too(dx, self.rounded_dx)
         return dx.view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
@@ -318,7 +354,7 @@ class _NormBackward(LazyTensor):
     def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         what = ("norm backward", self.zero_centered, len(self.parameters))
         read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
-        return what, (*read, *self.grads)
+        return what, (*read, *self.grads, self.rounded_dx)
 
     def producer(self) -> Producer:
         if self.means is None:
@@ -357,5 +393,6 @@ class _NormBackward(LazyTensor):
             *(self.dy, self.x, self.parameters[0], *self.statistics, dx, *self.grads, workspace),
             zero_centered_gamma=self.zero_centered,
             d_extra=self.d_extra,
+            rounded_dx=None if dx is None else self.rounded_dx,
             **measured,
         )

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops import LayerNorm, MakeExtraOutput, RMSNorm
+from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
+from fuser.functional.lazy import materialize
 from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
+from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
 
@@ -16,25 +18,59 @@ class _BackwardAddNorm(FusedOperation):
     """``dx = norm_backward(dy) + d_extra``, added in fp32 and rounded once.
 
     Unfused, the ops round the norm's gradient first, and the sum has 1.4 times this error.
+    If the input is an fp32 sum with a main input of 16 bits, dx is also written in 16 bits.
     """
 
     side = "backward"
 
     @classmethod
+    def refuses(
+        cls, add: AddExtraInput | None, make: MakeExtraOutput, norm: Any, *, key: PlanKey
+    ) -> str | None:
+        if add is None:
+            return None
+        main, of_norm = key.ops[0], key.window(2, 3)
+        if not main.input_requires_grad or main.input_dtype is of_norm.ops[0].input_dtype:
+            return ""  # the gradient of the sum is that of its terms
+        if not norm.runs_in_kernel(of_norm):
+            return key.no_kernels or f"{type(norm).__name__} has no kernel for these dtypes."
+        y = key.autocast_dtype or of_norm.ops[0].params[0].dtype
+        if main.input_dtype is not y:
+            return f"the norm rounds its gradient to {y}, and the main input is {main.input_dtype}."
+        return None
+
+    @classmethod
     def kernels(
-        cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey
+        cls,
+        add: AddExtraInput | None,
+        make: MakeExtraOutput,
+        norm: Any,
+        *,
+        side: str,
+        key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
+        count = len(key.ops)
         name = f"{type(norm).__name__.lower()}_backward"
+        if add is not None:
+            return ((f"{name}_add_cast", count),)
         if not norm.runs_in_kernel(key.window(1, 2)):
             return ((name, 1), ("add_", 1))
-        if key.ops[0].grad_input is None or not cls.fuses_quantize(make, norm, side=side, key=key):
+        emits = cls.fuses_quantize(add, make, norm, side=side, key=key)
+        if key.ops[0].grad_input is None or not emits:
             return ((f"{name}_add", 2),)
         return ((f"{name}_rows", 0), (f"{name}_add", 2))
 
     @classmethod
-    def fuses_quantize(cls, make: MakeExtraOutput, norm: Any, *, side: str, key: PlanKey) -> bool:
-        emits: bool = norm.fuses_quantize(side, key.window(1, 2))
-        return emits
+    def fuses_quantize(
+        cls,
+        add: AddExtraInput | None,
+        make: MakeExtraOutput,
+        norm: Any,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> bool:
+        return add is None and norm.fuses_quantize(side, key.window(1, 2))
 
     def fuser_backward(
         self,
@@ -43,19 +79,32 @@ class _BackwardAddNorm(FusedOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        norm = self.members[1]
-        (grad_extra,) = basic_op_grad_extra_outputs[0]
-        dx, param_grads = norm.input_grad_and_param_grads(basic_op_ctxs[1], grad_output, grad_extra)
-        return write_grad_input(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]
+        norm, ctx = self.members[-1], basic_op_ctxs[0]
+        (grad_extra,) = basic_op_grad_extra_outputs[-2]
+        if len(self.members) == 2:
+            dx, param_grads = norm.input_grad_and_param_grads(
+                basic_op_ctxs[1], grad_output, grad_extra
+            )
+            return write_grad_input(dx, ctx), [(), param_grads], [(), ()]
+        dtype = ctx.input_dtype
+        rounded = None
+        if grad_output.dtype is dtype:
+            rounded = torch.empty(grad_output.shape, dtype=dtype, device=grad_output.device)
+        dx, param_grads = norm.input_grad_and_param_grads(
+            basic_op_ctxs[2], grad_output, grad_extra, rounded
+        )
+        d_sum = materialize(dx)
+        main = d_sum.to(dtype) if rounded is None else rounded
+        return write_grad_input(main, ctx), [(), (), param_grads], [(d_sum,), (), ()]
 
 
 class BackwardAddRMSNorm(_BackwardAddNorm):
-    """``dx = rmsnorm_backward(dy) + d_extra``."""
+    """``dx = rmsnorm_backward(dy) + d_extra``, also in 16 bits before an AddExtraInput."""
 
-    window = (MakeExtraOutput, RMSNorm)
+    window = (Optional(AddExtraInput), MakeExtraOutput, RMSNorm)
 
 
 class BackwardAddLayerNorm(_BackwardAddNorm):
-    """``dx = layernorm_backward(dy) + d_extra``."""
+    """``dx = layernorm_backward(dy) + d_extra``, also in 16 bits before an AddExtraInput."""
 
-    window = (MakeExtraOutput, LayerNorm)
+    window = (Optional(AddExtraInput), MakeExtraOutput, LayerNorm)

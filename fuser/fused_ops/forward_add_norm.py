@@ -15,9 +15,21 @@ from fuser.specs import PlanKey
 
 
 class _ForwardAddNorm(FusedOperation):
-    """``z = x + extra; y = norm(z)``, with z as an extra output if there is a MakeExtraOutput."""
+    """``z = x + extra; y = norm(z)``, with z as an extra output if there is a MakeExtraOutput.
+
+    z has the dtype that torch promotes x and extra to.
+    """
 
     side = "forward"
+
+    @classmethod
+    def refuses(
+        cls, add: Any, make: MakeExtraOutput | None, norm: Any, *, key: PlanKey
+    ) -> str | None:
+        first, count = key.ops[0], len(key.ops)
+        extra, x = first.extra_inputs[0].dtype, first.input_dtype
+        refusal: str | None = norm.sum_refusal(extra, x, key.window(count - 1, count))
+        return refusal
 
     @classmethod
     def kernels(
@@ -40,9 +52,9 @@ class _ForwardAddNorm(FusedOperation):
 
     @classmethod
     def _adds_in_kernel(cls, norm: Any, key: PlanKey) -> bool:
-        first, count = key.ops[0], len(key.ops)
-        has_one_dtype = first.extra_inputs[0].dtype is first.input_dtype
-        return has_one_dtype and norm.runs_in_kernel(key.window(count - 1, count))
+        count = len(key.ops)
+        runs: bool = norm.runs_in_kernel(key.window(count - 1, count))
+        return runs
 
     def fuser_forward(
         self,

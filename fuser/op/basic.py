@@ -55,6 +55,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is the gradient of the output, unchanged."""
+    passes_gradient_to_extras: bool = False
+    """Whether the gradient of every extra input is the gradient of the output, unchanged."""
     parameter_names: Sequence[str] | None = None
     """Names of the op's parameters, in the order in which backward returns their gradients.
 

@@ -98,6 +98,7 @@ class FusedOperation(FusibleOperation):
     def refuses(cls, *ops: Any, **key: Any) -> str | None:
         """The reason why this fusion cannot run these ops, as a sentence; None if it can.
 
+        An empty reason leaves no line in the plan, where the fusion would do no work of an op.
         Called as ``refuses(*ops, key=key)``. ``ops`` has an entry for each
         element of ``window``: the op that it matched, None for an absent
         ``Optional``, a tuple for ``Many``. ``key`` is the plan key narrowed to

@@ -287,7 +287,8 @@ class OpGraph:
             gradient["line", i] = here if passes else ("gradient", i)
             for k in range(self.ops[i].num_extra_inputs):
                 own = ("gradient of extra input", i, k)
-                gradient["extra input", i, k] = here if passes else own
+                is_shared = passes or self.ops[i].passes_gradient_to_extras
+                gradient["extra input", i, k] = here if is_shared else own
         return value, gradient
 
     def channels_inside(self, start: int, stop: int) -> str | None:

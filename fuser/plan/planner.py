@@ -187,7 +187,8 @@ class _Search:
         if reason is None and sum(covered for _, covered in kernels) != len(window):
             reason = f"its kernels {kernels} do not cover the {len(window)} ops of the window."
         if reason is not None:
-            self._refuse(fusion, window, reason)
+            if reason:
+                self._refuse(fusion, window, reason)
             return None
         return self.costs.candidate(window, side, fusion, kernels, fuses_quantize)
 

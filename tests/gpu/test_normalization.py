@@ -19,6 +19,7 @@ from normalization_cases import (
     assert_close_as_torch,
     backward,
     check_dx_is_rounded_once,
+    check_dx_is_written_in_16_bits_too,
     exact,
     forward,
     inputs_of,
@@ -63,6 +64,15 @@ def test_forward_and_backward_are_as_exact_as_torch(case: Case) -> None:
 )
 def test_a_gradient_that_is_added_is_rounded_with_the_sum(case: Case) -> None:
     check_dx_is_rounded_once(case, running, "cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES + GPU_CASES if case.norm != "l2norm" and case.x is not case.y],
+    ids=str,
+)
+def test_dx_is_written_in_16_bits_too(case: Case) -> None:
+    check_dx_is_written_in_16_bits_too(case, running, "cuda")
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])

@@ -360,10 +360,25 @@ FUSED_OPS = (
     Mutant(
         "a norm's gradient with another added is quantized as the op between wants it",
         "fused_ops/backward_add_norm.py",
-        "return write_grad_input(dx, basic_op_ctxs[0]), [(), param_grads], [(), ()]",
+        "return write_grad_input(dx, ctx), [(), param_grads], [(), ()]",
         "return write_grad_input(dx, basic_op_ctxs[1]), [(), param_grads], [(), ()]",
         "test_operand_flow.py::"
         "test_the_gradient_of_a_norm_and_of_a_residual_arrives_as_the_plan_says",
+    ),
+    Mutant(
+        "the residual gets the gradient that was rounded for the linear",
+        "fused_ops/backward_add_norm.py",
+        "[(), (), param_grads], [(d_sum,), (), ()]",
+        "[(), (), param_grads], [(main.to(d_sum.dtype),), (), ()]",
+        "test_mixed_residuals.py::test_fused_blocks_have_the_bits_of_the_ops_one_by_one",
+        select="bfloat16 or dtype0",
+    ),
+    Mutant(
+        "a norm's kernel gets the 16-bit term of a sum as its x",
+        "functional/normalization.py",
+        "            x, extra = extra, x  # a kernel's x has the dtype of the sum\n",
+        "            pass\n",
+        "test_mixed_residuals.py::test_either_term_of_a_sum_may_be_the_one_in_fp32",
     ),
     Mutant(
         "an extra input behind an activation in a chain gets the gradient of the main input",

@@ -6,10 +6,11 @@
 
 namespace fuser {
 
-template <class T, class Out>
+// z has type T: x is an fp32 tensor if the extra has another type.
+template <class T, class Out, class Extra>
 struct Forward {
     const T* x;
-    const T* extra;  // null: z is x
+    const Extra* extra;  // null: z is x
     const void* gamma;
     const void* beta;
     Out* y;
@@ -45,7 +46,7 @@ struct Bound {
 // The part of one row in a thread, processed in passes over its chunks. An aligned row of one chunk
 // stays in registers. Other rows are read again in each pass, one vector at a time, and added in
 // the same order.
-template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
+template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites, class Extra>
 struct ForwardRow {
     static constexpr int kVectors = kIsInRegisters ? 4 : 1;
     static constexpr int kCount = kWidest<T>;
@@ -53,7 +54,7 @@ struct ForwardRow {
     static constexpr bool kStreams = Norm::kCentered;
     using ChunkColumns = Columns<kCount, kVectors>;
 
-    const Forward<T, Out>& a;
+    const Forward<T, Out, Extra>& a;
     const Sizes& sizes;
     const int row;
     const int end;
@@ -61,8 +62,8 @@ struct ForwardRow {
     const bool is_aligned;
     Packed<T, kCount> z[kVectors];
 
-    __device__ __forceinline__ ForwardRow(const Forward<T, Out>& tensors, const Sizes& sizes_,
-                                          int row_)
+    __device__ __forceinline__ ForwardRow(const Forward<T, Out, Extra>& tensors,
+                                          const Sizes& sizes_, int row_)
         : a(tensors),
           sizes(sizes_),
           row(row_),
@@ -80,7 +81,7 @@ struct ForwardRow {
         if (a.extra == nullptr) {
             return;
         }
-        Packed<T, kCount> extra[kVectors];
+        Packed<Extra, kCount> extra[kVectors];
         load_chunk(start_of(a.extra, row, sizes.extra_stride), columns, is_aligned, extra);
         T* target = start_of(a.z, row, sizes.columns) + columns.first;
 #pragma unroll
@@ -223,13 +224,13 @@ struct ForwardRow {
 
 // z = x + extra, y = (z - mean) * rstd * gain + beta. Without kWrites, only the amax of y is
 // computed. kWrites is not a run-time argument because LayerNorm has no registers for that.
-template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites>
+template <class Norm, class T, class Out, bool kIsInRegisters, bool kWrites, class Extra = T>
 __global__ void __launch_bounds__(sizeof(T) == 4 ? 1024 : 512, sizeof(T) == 4 ? 1 : 2)
-    fuser_norm(const fuser::Forward<T, Out> a, const fuser::Sizes sizes) {
+    fuser_norm(const fuser::Forward<T, Out, Extra> a, const fuser::Sizes sizes) {
     using namespace fuser;
     __shared__ float scratch[RowSums<1>::kScratch];
     RowSums<1> row_sums{scratch};
-    using Row = ForwardRow<Norm, T, Out, kIsInRegisters, kWrites>;
+    using Row = ForwardRow<Norm, T, Out, kIsInRegisters, kWrites, Extra>;
     constexpr bool kHasBound = kIsInRegisters && !kWrites;
     Bound<Norm, Out> bound(0u, 0u);
     if (kHasBound && a.amax != nullptr) {

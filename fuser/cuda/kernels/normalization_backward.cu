@@ -15,6 +15,7 @@ struct Backward {
     const float* rstd;
     const T* d_extra;  // null: nothing is added
     T* dx;  // null: not written; so are all below
+    Dy* rounded_dx;  // dx in fewer bits, beside it; null if T and Dy are one type
     float* partials;  // [1, or 2 for LayerNorm][blocks][columns]
     float* means;  // [rows][1, or 2 for LayerNorm]: the means that dx needs
     unsigned* amax;  // of dx, the bits of a float
@@ -256,6 +257,12 @@ struct BackwardColumns {
             if (a.dx != nullptr) {
                 store_packed(target + v * columns.step, dx);
             }
+            if constexpr (sizeof(Dy) < sizeof(T)) {
+                if (a.rounded_dx != nullptr) {
+                    Dy* rounded = start_of(a.rounded_dx, row, sizes.columns) + columns.first;
+                    store_packed(rounded + v * columns.step, packed<Dy>(values));
+                }
+            }
             if (a.amax != nullptr) {
                 largest = max(largest, largest_magnitude(dx, kCount));
             }
@@ -415,6 +422,12 @@ __global__ void __launch_bounds__(512, 2)
                 if (a.dx != nullptr) {
                     T* target = start_of(a.dx, row, sizes.columns) + columns.first;
                     store_vector(target, left, sizes.is_aligned, dx);
+                }
+                if constexpr (sizeof(Dy) < sizeof(T)) {
+                    if (a.rounded_dx != nullptr) {
+                        Dy* target = start_of(a.rounded_dx, row, sizes.columns) + columns.first;
+                        store_vector(target, left, sizes.is_aligned, packed<Dy>(values));
+                    }
                 }
                 if (a.amax != nullptr) {
                     largest = max(largest, largest_magnitude(dx, left));

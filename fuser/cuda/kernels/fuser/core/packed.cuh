@@ -90,14 +90,22 @@ __device__ __forceinline__ unsigned added_words<bf16>(unsigned a, unsigned b) {
     return add_bf16x2(a, b);
 }
 
-// The sums of the elements, with the bits of torch: rounded once, subnormals kept.
-template <class T, int kCount>
+// The sums of the elements, with the bits of torch: rounded once, subnormals kept. U is T, or has 16
+// bits and T is fp32, to which torch promotes it.
+template <class T, class U, int kCount>
 __device__ __forceinline__ Packed<T, kCount> added(const Packed<T, kCount>& a,
-                                                   const Packed<T, kCount>& b) {
+                                                   const Packed<U, kCount>& b) {
     Packed<T, kCount> sum;
+    if constexpr (sizeof(T) == sizeof(U)) {
 #pragma unroll
-    for (int i = 0; i < sum.kWords; ++i) {
-        sum.words[i] = added_words<T>(a.words[i], b.words[i]);
+        for (int i = 0; i < sum.kWords; ++i) {
+            sum.words[i] = added_words<T>(a.words[i], b.words[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < sum.kWords; ++i) {
+            sum.words[i] = __float_as_uint(add_rn(a[i], b[i]));
+        }
     }
     return sum;
 }
