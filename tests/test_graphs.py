@@ -11,7 +11,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.precision.contexts import AutocastState, current_recipe
 from fuser.precision.delayed_scaling import holding_steps, noting_uses
-from fuser.runtime.graphs import _Graphed, _Spec
+from fuser.runtime.graphs import _Graphed, _Memory, _Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -91,7 +91,7 @@ def graphed(recipe: Any) -> Replayed:
     module = Replayed()
     context = fuser.autocast(recipe is not None, recipe=recipe)
     spec = _Spec.of(torch.ones(2, 8))
-    _Graphed(0, context, True, (spec,), (), ()).bind(module)
+    _Graphed(0, context, True, (spec,), (), (), _Memory()).bind(module)
     return module
 
 
@@ -127,32 +127,51 @@ def test_a_graphed_module_runs_under_its_recipe_and_refuses_another() -> None:
         graphed(None)(x)
 
 
-def test_gradients_in_memory_of_the_graph_are_moved_before_it_is_overwritten() -> None:
-    module = Replayed()
-    module.weight = torch.nn.Parameter(torch.ones(3))
-    module.other = torch.nn.Parameter(torch.ones(3))
-    one = _Graphed(0, fuser.autocast(enabled=False), True, (), (), ())
-    one.bind(module)
-    of_graph = torch.full((3,), 5.0)  # what a replay overwrites
+class Lending(torch.nn.Module):
+    """Two modules of one pool: a replay writes everywhere in the memory of the pool."""
 
-    def replay() -> None:
-        one._before_backward(AutocastState(), (), of_graph)
-        of_graph.fill_(of_graph[0].item() + 1)
-        for parameter in (module.weight, module.other):
-            if parameter.grad is None:
-                parameter.grad = of_graph
+    def __init__(self, memory: _Memory, pool: torch.Tensor, place: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.pool, self.place = pool, place
+        spec = _Spec.of(torch.ones(3))
+        self.graphed = _Graphed(0, fuser.autocast(False), True, (spec,), (), (), memory)
+        self.graphed.bind(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.pool.fill_(float("nan"))  # temporary tensors of the graph
+        return x
+
+    def backward(self, grad: float, x: torch.Tensor) -> None:
+        self.graphed._before_backward(AutocastState(), (x,), x)
+        for place, leaf in ((self.place, self.weight), (self.place + 1, x)):
+            made = self.pool[place].fill_(grad)
+            if leaf.grad is None:
+                leaf.grad = made  # as torch does
             else:
-                parameter.grad += of_graph
+                leaf.grad += made
 
-    own = module.other.grad = torch.zeros(3)
-    for _ in range(3):
-        replay()
-    assert module.weight.grad is not None
-    assert module.weight.grad[0] == module.other.grad[0] == 6 + 7 + 8
-    assert module.other.grad is own
-    module.weight.grad = None
-    replay()
-    assert module.weight.grad is of_graph
+
+def test_gradients_in_memory_of_the_graphs_are_moved_before_a_replay_overwrites_them() -> None:
+    memory, pool = _Memory(), torch.zeros(4, 3)
+    modules = [Lending(memory, pool, place) for place in (0, 2)]
+    inputs = [torch.ones(3, requires_grad=True) for _ in modules]
+    for step in range(3):
+        for grad in (1.0, 2.0, 4.0):  # microbatches
+            for module, x in zip(modules, inputs, strict=True):
+                with torch.no_grad():
+                    module(x)
+            for module, x in zip(modules[::-1], inputs[::-1], strict=True):
+                with torch.no_grad():
+                    module.backward(grad, x)
+        for leaf in (*(module.weight for module in modules), *inputs):
+            assert leaf.grad is not None
+            assert leaf.grad.tolist() == [7.0] * 3
+            if step:
+                leaf.grad.zero_()
+            else:
+                leaf.grad = None
+    assert not memory._lent
 
 
 def test_in_another_mode_the_module_itself_runs() -> None:
@@ -172,7 +191,9 @@ def test_an_output_ends_the_steps_in_its_backward() -> None:
     op = model[0].basic_ops[0]
     forward, backward = op._delayed["forward"], op._delayed["backward"]
     spec = _Spec.of(torch.ones(2, 8))
-    one = _Graphed(0, fuser.autocast(recipe=recipe), True, (spec,), (forward,), (backward,))
+    one = _Graphed(
+        0, fuser.autocast(recipe=recipe), True, (spec,), (forward,), (backward,), _Memory()
+    )
     module = Replayed()
     one.bind(module)
     forward.amax_history[0] = 7.0

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,10 @@ def make_graphed_callables(
     A replay launches the whole forward, or backward, of a module at once, so a small step takes as
     long as its kernels. The conventions are those of :func:`torch.cuda.make_graphed_callables`,
     which captures: a module's ``forward`` is replaced in place, the sample arguments become the
-    memory that a graph reads, and outputs and gradients are overwritten by the next call of their
-    module: clone what must stay. Gradients that are accumulated over several backwards are moved to
-    memory of their own. A module in another mode (``train``, ``eval``) than at the capture runs
-    without a graph.
+    memory that a graph reads, and outputs are overwritten by the next call of a module that was
+    captured with theirs: clone what must stay. Gradients of leaves that are still there at that
+    call are moved to memory of their own. A module in another mode (``train``, ``eval``) than at
+    the capture runs without a graph.
 
     Parameters
     ----------
@@ -94,6 +94,7 @@ def make_graphed_callables(
     for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
         _check_module(number, module, given)
 
+    memory = _Memory() if pool is None else _memory_of_pool.setdefault(pool, _Memory())
     context = autocast(enabled, recipe=recipe, amax_reduction_group=amax_reduction_group)
     # An older graph that garbage collection frees inside a capture breaks that capture.
     gc.collect()
@@ -101,7 +102,7 @@ def make_graphed_callables(
     try:
         with holding_steps() as steps, context:
             graphed = [
-                _probed(number, module, given, context, steps, allow_unused_input)
+                _probed(number, module, given, context, memory, steps, allow_unused_input)
                 for number, (module, given) in enumerate(zip(chosen, args, strict=True))
             ]
             torch.cuda.make_graphed_callables(
@@ -179,6 +180,7 @@ def _probed(
     module: Module,
     args: tuple[Any, ...],
     context: autocast,
+    memory: _Memory,
     steps: list[DelayedScales],
     allow_unused_input: bool,
 ) -> _Graphed:
@@ -200,9 +202,9 @@ def _probed(
         ) from error
     specs = tuple(_Spec.of(tensor) for tensor in pytree.tree_leaves(args))
     forward, backward = dict.fromkeys(used), dict.fromkeys(steps)
-    made = _Graphed(number, context, module.training, specs, tuple(forward), tuple(backward))
+    states = tuple(forward), tuple(backward)
     steps.clear()
-    return made
+    return _Graphed(number, context, module.training, specs, *states, memory)
 
 
 def _step(module: Module, args: tuple[Any, ...], allow_unused_input: bool) -> None:
@@ -289,6 +291,35 @@ class _Spec:
         return f"{self.dtype} {self.shape} on {self.device}{grad}"
 
 
+class _Memory:
+    """The memory of the graphs of one pool, which torch lends to leaves as their gradients.
+
+    A leaf without a gradient gets the graph's own memory. The next forward of any graph of the pool
+    may write there, so before that, gradients that are still in use get memory of their own.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[int, torch.Tensor] = {}
+
+    def lend(self, leaves: Iterable[torch.Tensor]) -> None:
+        """Note the leaves to which a backward gives its memory: those without a gradient."""
+        for leaf in leaves:
+            if leaf.grad is None:
+                self._lent[id(leaf)] = leaf
+
+    def take_back(self) -> None:
+        """Move the gradients that are in this memory."""
+        if self._lent:
+            lent, self._lent = self._lent, {}
+            for leaf in lent.values():
+                if leaf.grad is not None:
+                    leaf.grad = leaf.grad.clone()
+
+
+# By the pools that callers share between captures.
+_memory_of_pool: dict[Any, _Memory] = {}
+
+
 @dataclass
 class _Graphed:
     """A graphed module: its checks, and what its replays do outside of the graph."""
@@ -299,10 +330,9 @@ class _Graphed:
     specs: tuple[_Spec, ...]
     forward_states: tuple[DelayedScales, ...]
     backward_states: tuple[DelayedScales, ...]
+    memory: _Memory
     replay: Callable[..., Any] = field(init=False)
     parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-    # Those whose ``grad`` may be memory of the graph.
-    lent: set[int] = field(init=False, default_factory=set)
 
     def bind(self, module: Module) -> None:
         """Put the checks before the ``forward`` that torch has set on the module."""
@@ -363,6 +393,7 @@ class _Graphed:
     def _replay(self, args: tuple[Any, ...]) -> Any:
         if self.forward_states:
             note_uses(self.forward_states)
+        self.memory.take_back()
         outputs = self.replay(*args)
         hook = functools.partial(self._before_backward, current_state(), args)
         for output in pytree.tree_leaves(outputs):
@@ -373,18 +404,10 @@ class _Graphed:
     def _before_backward(
         self, conditions: AutocastState, args: tuple[Any, ...], _: torch.Tensor
     ) -> None:
-        """Make the backward end delayed scaling's steps, and keep gradients that it adds to."""
+        """Make the backward end delayed scaling's steps, and note which gradients it may lend."""
         for state in self.backward_states:
             record_until_backward_ends(state, conditions.group)
         if conditions.region is not None and conditions.region.recorded:
             end_with_backward(conditions.region)
-        # torch gives a leaf without a gradient the graph's own memory, which the replay overwrites.
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
-                self.lent.add(index)
-            elif index in self.lent:
-                self.lent.discard(index)
-                parameter.grad = parameter.grad.clone()
-        for tensor in pytree.tree_leaves(args):
-            if tensor.is_leaf and tensor.grad is not None:
-                tensor.grad = tensor.grad.clone()
+        leaves = [*self.parameters, *(tensor for tensor in pytree.tree_leaves(args))]
+        self.memory.lend(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
