@@ -446,6 +446,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sequence = sequence
         self.with_calls = with_calls
         self.count = len(tensors)
+        # A sequence makes tensors where its inputs are.
+        self.devices = {tensor.device for tensor in tensors if tensor is not None}
         # Weak, so that recording keeps no memory; an id can be used again after a tensor is gone.
         self.places: dict[int, tuple[TensorWeakRef, int]] = {}
         for place, tensor in enumerate(tensors):
@@ -460,8 +462,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
         made = func(*args, **kwargs)
-        is_here = isinstance(made, torch.Tensor) and made.device.type == launch.backend.device_type
-        if func in _ALLOCATING and is_here and made.is_contiguous():
+        if func in _ALLOCATING and made.device in self.devices and made.is_contiguous():
             what = (tuple(made.shape), made.dtype, made.device, func in _ZEROING)
             self.sequence.actions.append(Allocation(self._new(made), *what))
         elif self.with_calls:
@@ -485,7 +486,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places: list[int | None] = []
         for result in results:
             if isinstance(result, torch.Tensor):
-                if type(result) not in PLAIN or result.device.type != launch.backend.device_type:
+                if type(result) not in PLAIN or result.device not in self.devices:
                     self.refuse(f"{func} returns a {type(result).__name__} on {result.device}")
                 place = self._place(result)
                 places.append(self._new(result) if place is None else place)
