@@ -25,7 +25,10 @@ from fuser.runtime.recorded import RecordedPasses
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
 BF16 = torch.bfloat16
-STEPS = 6
+# Launched, recorded, and repeated twice.
+STEPS = 4
+# Delayed scaling makes its states first, and needs some steps until scales change.
+DELAYED_STEPS = 6
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +64,13 @@ def with_quantize() -> fuser.Sequential:
 
 
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
-    "gelu": (lambda: models.mlp(32, 64, dtype=BF16), (64, 32)),
-    "gelu 3d": (lambda: models.mlp(32, 64, dtype=BF16), (2, 32, 32)),
-    "swiglu": (lambda: models.residual_block(32, 64, dtype=BF16), (64, 32)),
-    "dropout": (in_normal, (64, 32)),
-    "quantize": (with_quantize, (64, 32)),
+    "gelu": (lambda: models.mlp(32, 32, dtype=BF16), (32, 32)),
+    "gelu 3d": (lambda: models.mlp(32, 32, dtype=BF16), (2, 16, 32)),
+    "swiglu": (lambda: models.residual_block(32, 32, dtype=BF16), (32, 32)),
+    "dropout": (in_normal, (32, 32)),
+    "quantize": (with_quantize, (32, 32)),
 }
+BLOCKS = ("gelu", "swiglu")
 RECIPES: dict[str, Any] = {
     "none": None,
     "delayed": recipes.DelayedScaling(amax_history_len=3),
@@ -107,19 +111,25 @@ def assert_equal(some: list[Any], others: list[Any]) -> None:
 # -- bits ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("name", MODELS)
+# Every recipe with the two blocks; the others with some recipes.
+SOME = ("none", "delayed", "current None", "mxfp8 None")
+PAIRS = [
+    (name, recipe) for name in MODELS for recipe in RECIPES if name in BLOCKS or recipe in SOME
+]
+
+
+@pytest.mark.parametrize(("name", "recipe_name"), PAIRS)
 def test_recorded_steps_have_the_bits_of_the_plans_own_code(
-    name: str, recipe: Any, played: list[Any], monkeypatch: pytest.MonkeyPatch
+    name: str, recipe_name: str, played: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, shape = MODELS[name]
+    (make, shape), recipe = MODELS[name], RECIPES[recipe_name]
     model = make()
     other = copy.deepcopy(model)
-    inputs = [torch.randn(shape, dtype=BF16) for _ in range(STEPS)]
+    count = DELAYED_STEPS if recipe is not None and recipe.delayed() else STEPS
+    inputs = [torch.randn(shape, dtype=BF16) for _ in range(count)]
     torch.manual_seed(0)
     found = [step(model, x, recipe) for x in inputs]
-    repeated = 3 if recipe is None or not recipe.delayed() else 2
-    assert len(played) >= 2 * repeated, "forward and backward"
+    assert len(played) >= 4, "forward and backward, twice"
     unrecorded(monkeypatch)
     torch.manual_seed(0)
     for one, x in zip(found, inputs, strict=True):
@@ -129,7 +139,7 @@ def test_recorded_steps_have_the_bits_of_the_plans_own_code(
 @pytest.mark.parametrize("recipe", [None, recipes.DelayedScaling()], ids=["none", "delayed"])
 def test_evaluation_is_recorded_apart_from_training(recipe: Any, played: list[Any]) -> None:
     model = MODELS["gelu"][0]()
-    xs = [torch.randn(64, 32, dtype=BF16) for _ in range(12)]
+    xs = [torch.randn(64, 32, dtype=BF16) for _ in range(6)]
     other = copy.deepcopy(model)
     for i, x in enumerate(xs):
         trained = step(model, x, recipe)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.weak import TensorWeakRef
 
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation
@@ -299,21 +300,19 @@ class _Memory:
     """
 
     def __init__(self) -> None:
-        self._lent: dict[int, torch.Tensor] = {}
+        self._lent: list[Callable[[], torch.Tensor | None]] = []
 
     def lend(self, leaves: Iterable[torch.Tensor]) -> None:
         """Note the leaves to which a backward gives its memory: those without a gradient."""
-        for leaf in leaves:
-            if leaf.grad is None:
-                self._lent[id(leaf)] = leaf
+        self._lent += [TensorWeakRef(leaf) for leaf in leaves if leaf.grad is None]
 
     def take_back(self) -> None:
-        """Move the gradients that are in this memory."""
-        if self._lent:
-            lent, self._lent = self._lent, {}
-            for leaf in lent.values():
-                if leaf.grad is not None:
-                    leaf.grad = leaf.grad.clone()
+        """Move the gradients that are in this memory, of leaves that are still in use."""
+        lent, self._lent = self._lent, []
+        for ref in lent:
+            leaf = ref()
+            if leaf is not None and leaf.grad is not None:
+                leaf.grad = leaf.grad.clone()
 
 
 # By the pools that callers share between captures.
@@ -409,5 +408,5 @@ class _Graphed:
             record_until_backward_ends(state, conditions.group)
         if conditions.region is not None and conditions.region.recorded:
             end_with_backward(conditions.region)
-        leaves = [*self.parameters, *(tensor for tensor in pytree.tree_leaves(args))]
+        leaves = [*self.parameters, *pytree.tree_leaves(args)]
         self.memory.lend(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
