@@ -1004,7 +1004,7 @@ def test_an_op_without_a_method_says_which_one(missing: str, extras: int) -> Non
 
 
 class _FailsInBackward(Silent):
-    """Fails in backward while it is asked to."""
+    """Fails in backward as long as its flag is set."""
 
     is_failing = True
 

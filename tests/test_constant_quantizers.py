@@ -66,7 +66,7 @@ def test_two_linears_that_share_a_context_have_quantizers_of_their_own(recipe: A
 
 
 class Composite(fuser.BasicOperation):
-    """An op that is no linear, and runs one with its own context."""
+    """An op that is not a linear, and runs one with its own context."""
 
     parameter_names = ("inner.weight",)
 

@@ -37,7 +37,7 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
 def accumulation(weight: Any) -> tuple[torch.Tensor | None, tuple[bool, ...]]:
     """The ``main_grad`` of a weight, and the options of its accumulation.
 
-    None for a weight whose ``main_grad`` is found anew in each backward.
+    The first is None for a sharded weight, which has another ``main_grad`` in each backward.
     """
     options = (
         getattr(weight, "overwrite_main_grad", False),

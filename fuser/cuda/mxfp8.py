@@ -68,7 +68,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor does not match its description, or M or K is no multiple of 32.
+        If a tensor does not match its description, or M or K is not a multiple of 32.
     """
     what = "MXFP8 quantize"
     producer, to = as_producer(what, x), check_float8(what, dtype)
@@ -108,7 +108,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match its description, or M or K is no multiple of 32.
+        If a tensor does not match its description, or M or K is not a multiple of 32.
     """
     what = "MXFP8 dequantize"
     m, k = check_matrix(what, data)

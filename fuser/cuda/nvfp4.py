@@ -58,7 +58,7 @@ def hadamard_amax(
     Raises
     ------
     InputError
-        If a tensor does not match its description, or M or K is no multiple of 16.
+        If a tensor does not match its description, or M or K is not a multiple of 16.
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
@@ -165,7 +165,7 @@ def dequantize(
     Raises
     ------
     InputError
-        If a tensor does not match its description, or M or K is no multiple of 16.
+        If a tensor does not match its description, or M or K is not a multiple of 16.
     """
     what = "NVFP4 dequantize"
     rows, bytes_of_row = check_matrix(what, data)
