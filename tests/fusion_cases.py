@@ -145,7 +145,7 @@ WINDOWS = [
     ],
     Window("ForwardLinearBiasActivation", "forward", (_linear(5), _bias(5)), "addmm"),
     Window("ForwardLinearBiasAdd", "forward", (_linear(5), ADD), "addmm"),
-    Window("ForwardLinearBiasAdd", "forward", (_linear(5), _bias(5), ADD), "addmm, add_"),
+    Window("ForwardLinearBiasAdd", "forward", (_linear(5), _bias(5), ADD), "addmm, add"),
     Window("ForwardLinearScaleAdd", "forward", (_linear(5), SCALE, ADD), "addmm"),
     Window("ForwardAddRMSNorm", "forward", (ADD, RMSNORM), "add, rmsnorm"),
     Window("ForwardAddRMSNorm", "forward", (ADD, MAKE, RMSNORM), "add, rmsnorm"),

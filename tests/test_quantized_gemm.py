@@ -426,7 +426,7 @@ def test_an_epilogue_that_a_quantized_gemm_lacks_is_named(hopper: StrictTensorCo
     custom = recipes.CustomRecipe(qfactory=lambda role: fuser.Float8CurrentScalingQuantizer())
     emulated = "the quantized GEMM is emulated here, and has no epilogue."
     for name, row in (("current", "FP8 mm"), ("delayed", "FP8 mm"), ("block", "FP8 128-block mm")):
-        sentence = f"{row} takes no addend: torch._scaled_mm adds a bias and nothing else."
+        sentence = f"{row} takes no addend: torch has it, and no cuBLASLt could be loaded."
         for ops, fusion in (
             ([linear, add], "ForwardLinearBiasAdd"),
             ([linear, scale, add], "ForwardLinearScaleAdd"),

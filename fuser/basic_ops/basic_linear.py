@@ -23,6 +23,7 @@ from fuser.basic_ops.linear_operands import (
     saved_operand,
 )
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.cuda import cublaslt
 from fuser.errors import InputError
 from fuser.op import (
     BasicOperation,
@@ -269,7 +270,26 @@ class BasicLinear(BasicOperation):
         row = native_row(role, "weight", key, self.quantizer_format)
         if row is None:
             return EMULATED_GEMM
-        return f"{row.name} takes no addend: torch._scaled_mm adds a bias and nothing else."
+        if cublaslt.library() is None:
+            return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
+        return None
+
+    def added_gemm(self, side: str, key: PlanKey) -> str:
+        """The name of the forward GEMM, or dgrad, which also adds a tensor.
+
+        ``key`` begins with this op.
+        """
+        prefix = "" if side == "forward" else "dgrad "
+        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
+            return f"{prefix}addmm"
+        role = "input" if side == "forward" else "grad_output"
+        return self._gemm_name(f"{prefix}mm", role, "weight", key).replace("mm (", "addmm (")
+
+    def adds_with_bias(self, key: PlanKey) -> bool:
+        """Whether the forward GEMM adds a bias and a tensor; ``key`` begins with this op."""
+        is_narrow = self._compute_dtype(key) in (torch.float16, torch.bfloat16)
+        has_library = key.arch is not None and cublaslt.library() is not None
+        return is_narrow and has_library and self.addend_refusal("forward", key) is None
 
     def grad_scale_refusal(self, key: PlanKey) -> str | None:
         """The reason why the backward GEMMs cannot scale the output's gradient; None if they can.
@@ -317,15 +337,22 @@ class BasicLinear(BasicOperation):
         input_: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
+        addend: torch.Tensor | None = None,
+        scale: float = 1.0,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T (+ bias)``, quantized under a recipe; saves the operands of backward."""
+        """``x @ weight.T (+ bias)``, quantized under a recipe; saves the operands of backward.
+
+        With an ``addend``, ``scale * (x @ weight.T) (+ bias) + addend``.
+        """
         if ctx.has_recipe:
             qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
             dtype = ctx.compute_dtype
             assert dtype is not None
             is_split = ctx.split_accumulators[0]
-            y = gemm.quantized_linear(qx, qw, dtype, is_split=is_split, bias=bias)
+            y = gemm.quantized_linear(
+                qx, qw, dtype, is_split=is_split, bias=bias, scale=scale, addend=addend
+            )
             if ctx.requires_grad and ctx.backward_override is None:
                 assert ctx.to_save is not None
                 for operand, kept in zip((qx, qw), ctx.to_save, strict=True):
@@ -333,7 +360,9 @@ class BasicLinear(BasicOperation):
                         operand.release("rowwise")
             return y
         x, weight = self.operands(ctx, input_)
-        return gemm.linear(x, weight, bias)
+        if addend is None:
+            return gemm.linear(x, weight, bias)
+        return gemm.linear_add(x, weight, addend, scale=scale, bias=bias)
 
     # -- quantized ------------------------------------------------------------
 
@@ -544,10 +573,8 @@ class BasicLinear(BasicOperation):
         if isinstance(weight, QuantizedTensor):
             rows = readable(dy, "rowwise", quantizer)
             grad_input = gemm.quantized_dgrad(
-                rows, weight, dtype, is_split=dgrad_is_split, scale=scale
+                rows, weight, dtype, is_split=dgrad_is_split, scale=scale, addend=addend
             )
-            if addend is not None:
-                grad_input = grad_input + addend
             grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)

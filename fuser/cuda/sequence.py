@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
-from fuser.cuda import launch, module
+from fuser.cuda import cublaslt, launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.source import SourceCode
@@ -557,6 +557,7 @@ _METHODS = {
     _aten.transpose.int: "transpose",
 }
 _FUNCTIONS = {
+    torch.ops.fuser.multiply.default: cublaslt.run,
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten._scaled_mm.default: torch._scaled_mm,

@@ -29,8 +29,9 @@ class BackwardLinearAdd(FusedOperation):
     def kernels(
         cls, make: MakeExtraOutput, linear: BasicLinear, *, side: str, key: PlanKey
     ) -> tuple[tuple[str, int], ...]:
-        wgrad = (("wgrad mm", 0),) if key.ops[1].params[0].requires_grad else ()
-        return (*wgrad, ("dgrad addmm", 2))
+        own = key.window(1, 2)
+        wgrad = [(name, 0) for name in linear.kernels(side, own) if name.startswith("wgrad")]
+        return (*wgrad, (linear.added_gemm(side, own), 2))
 
     def fuser_backward(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import BasicLinear, ConstantScale
+from fuser.cuda import cublaslt
 from fuser.op import FusedOperation, Grads, OperationContext
 from fuser.specs import PlanKey
 
@@ -14,7 +15,8 @@ from fuser.specs import PlanKey
 class BackwardLinearScale(FusedOperation):
     """``dx = scale * dy @ weight; dw = scale * dy.T @ x``: the scale is the GEMMs' ``alpha``.
 
-    In native quantized GEMMs it multiplies the scales of ``dy``, which is quantized without it.
+    ``dy`` is quantized without it. Where torch makes the quantized GEMMs, which have no ``alpha``,
+    it multiplies the scales of ``dy``.
     """
 
     window = (BasicLinear, ConstantScale)
@@ -30,7 +32,8 @@ class BackwardLinearScale(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         names = linear.kernels(side, key.window(0, 1))
         gemms = [(name, 2 * (i + 1 == len(names))) for i, name in enumerate(names)]
-        if key.recipe is not None and key.recipe.quantizes_backward:
+        is_quantized = key.recipe is not None and key.recipe.quantizes_backward
+        if is_quantized and cublaslt.library() is None:
             return tuple(step for gemm in gemms for step in (("mul scale_inv", 0), gemm))
         return tuple(gemms)
 

@@ -7,20 +7,16 @@ from typing import Any
 
 import torch
 
-from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
 from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
-_count_dispatch_modes = torch._C._len_torch_dispatch_stack
-
 
 class ForwardLinearBiasAdd(FusedOperation):
-    """``y = x @ weight.T + bias + extra``: without a bias one GEMM with ``beta = 1``.
+    """``y = x @ weight.T + bias + extra``: one GEMM with ``beta = 1`` and a bias as its epilogue.
 
-    With a bias, the bias is the GEMM's epilogue, and the extra input is added to
-    the GEMM's output; in place, unless something else may hold that output.
+    Where no GEMM takes both, the bias is the epilogue, and a second kernel adds the extra input.
     """
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)
@@ -49,8 +45,10 @@ class ForwardLinearBiasAdd(FusedOperation):
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
         if bias is None:
-            return (("addmm", 2),)
-        return ((linear.biased_gemm(key), 2), ("add_", 1))
+            return ((linear.added_gemm(side, key), 2),)
+        if linear.adds_with_bias(key):
+            return ((linear.added_gemm(side, key), 3),)
+        return ((linear.biased_gemm(key), 2), ("add", 1))
 
     def fuser_forward(
         self,
@@ -66,12 +64,6 @@ class ForwardLinearBiasAdd(FusedOperation):
         add = self.members[-1]
         (extra,) = basic_op_extra_inputs[-1]
         add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
-        if len(self.members) == 2:
-            x, weight = linear.operands(basic_op_ctxs[0], input_)
-            y = gemm.linear_add(x, weight, extra)
-            return write_output(y, next_op_input_quantizer), ((), ())
-        bias = self.members[1].addend(basic_op_ctxs[1])
-        y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
-        # A dispatch mode may have kept the GEMM's result, as selective checkpointing does.
-        y = y + extra if _count_dispatch_modes() else y.add_(extra)
-        return write_output(y, next_op_input_quantizer), ((), (), ())
+        bias = None if len(self.members) == 2 else self.members[1].addend(basic_op_ctxs[1])
+        y = linear.matmul(basic_op_ctxs[0], input_, bias, addend=extra, **basic_op_kwargs[0])
+        return write_output(y, next_op_input_quantizer), ((),) * len(self.members)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from fuser import gemm
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
 from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.specs import PlanKey
@@ -30,8 +29,16 @@ class ForwardLinearScaleAdd(FusedOperation):
         return linear.addend_refusal("forward", key)
 
     @classmethod
-    def kernels(cls, *ops: Any, side: str, key: PlanKey) -> tuple[tuple[str, int], ...]:
-        return (("addmm", 3),)
+    def kernels(
+        cls,
+        linear: BasicLinear,
+        scale: ConstantScale,
+        add: AddExtraInput,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
+        return ((linear.added_gemm(side, key), 3),)
 
     def fuser_forward(
         self,
@@ -45,7 +52,8 @@ class ForwardLinearScaleAdd(FusedOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         linear, scale, add = self.members
         ((extra,),) = basic_op_extra_inputs[2:]
-        x, weight = linear.operands(basic_op_ctxs[0], input_)
-        add.check_extra((*x.shape[:-1], weight.shape[0]), extra.shape)
-        y = gemm.linear_add(x, weight, extra, scale.scale)
+        add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
+        y = linear.matmul(
+            basic_op_ctxs[0], input_, addend=extra, scale=scale.scale, **basic_op_kwargs[0]
+        )
         return write_output(y, next_op_input_quantizer), ((), (), ())

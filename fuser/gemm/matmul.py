@@ -13,8 +13,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from fuser.gemm.native import NativeGemm, native_gemm
-from fuser.tensors import Operand, QuantizedTensor
+from fuser.cuda import cublaslt
+from fuser.gemm.native import NativeGemm, by_cublaslt, native_gemm, product
+from fuser.tensors import QuantizedTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
 # bias is a GEMM epilogue. An alias of torch's function: a wrapper would cost 0.1 us.
@@ -28,10 +29,18 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
 
 
 def linear_add(
-    x: torch.Tensor, weight: torch.Tensor, addend: torch.Tensor, scale: float = 1.0
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    addend: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale * (x @ weight.T) + addend``: one GEMM with ``alpha`` and ``beta = 1``."""
-    y = torch.addmm(_rows(addend), _rows(x), weight.t(), alpha=scale)
+    """``scale * (x @ weight.T) (+ bias) + addend``: one GEMM where cuBLASLt takes a bias.
+
+    Only a product without a bias has a ``scale``.
+    """
+    y = _add_product(_rows(addend), _rows(x), weight.t(), scale, bias)
     return y.view(addend.shape)
 
 
@@ -51,7 +60,7 @@ def dgrad(
     if addend is not None:
         if addend.dtype is not dy.dtype:
             return dgrad(dy, weight, scale) + addend
-        return torch.addmm(addend, dy, weight, alpha=scale)
+        return _add_product(addend, dy, weight, scale)
     return torch.mm(dy, weight) if scale == 1.0 else _scaled_mm(dy, weight, scale)
 
 
@@ -97,15 +106,22 @@ def quantized_linear(
     *,
     is_split: bool,
     bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T (+ bias)``, ``[..., N]`` in ``dtype``, from the rowwise copies.
+    """``scale * (x @ weight.T) (+ bias) (+ addend)``, ``[..., N]``, from the rowwise copies.
 
-    ``is_split`` requests a split accumulator (gemm/native.py), here and in the functions below.
+    In ``dtype``, which is also the addend's. ``is_split`` requests a split accumulator
+    (gemm/native.py), here and in the functions below.
     """
     row = _native(x, weight)
     if row is None:
-        return linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
-    y = _product(row, x, "rowwise", weight, "rowwise", dtype, is_split, bias=bias)
+        y = linear(_values(x, "rowwise", dtype), _values(weight, "rowwise", dtype), bias)
+        y = y if scale == 1.0 else y * scale
+        return y if addend is None else y + addend
+    y = _product(
+        row, x, "rowwise", weight, "rowwise", dtype, is_split, bias=bias, scale=scale, addend=addend
+    )
     return y if y.dim() == x.dim() else y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -116,15 +132,19 @@ def quantized_dgrad(
     *,
     is_split: bool,
     scale: float = 1.0,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale * dy @ weight``, ``[..., K]`` in ``dtype``.
+    """``scale * dy @ weight (+ addend)``, ``[..., K]`` in ``dtype``.
 
     Reads the rowwise copy of dy and the columnwise copy of the weight.
     """
     row = _native(dy, weight)
     if row is None:
-        return dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype), scale)
-    dx = _product(row, dy, "rowwise", weight, "columnwise", dtype, is_split, scale=scale)
+        dx = dgrad(_values(dy, "rowwise", dtype), _values(weight, "columnwise", dtype), scale)
+        return dx if addend is None else dx + addend
+    dx = _product(
+        row, dy, "rowwise", weight, "columnwise", dtype, is_split, scale=scale, addend=addend
+    )
     return dx if dx.dim() == dy.dim() else dx.reshape(*dy.shape[:-1], weight.shape[1])
 
 
@@ -155,13 +175,10 @@ def quantized_wgrad_accumulate(
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in the precision of ``main_grad``."""
     if _native(dy, x) is None:
         wgrad_accumulate(main_grad, *_column_values(dy, x, dtype), scale)
-    else:
+        return
+    a, b = dy.operand("columnwise"), x.operand("columnwise")
+    if not by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad):
         main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale))
-
-
-def _scaled(operand: Operand, scale: float) -> Operand:
-    """The operand with its scales multiplied by ``scale``, in fp32; so is any product with it."""
-    return operand if scale == 1.0 else operand._replace(scale_inv=operand.scale_inv * scale)
 
 
 def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
@@ -200,20 +217,43 @@ def _product(
     *,
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
+    addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale * a @ b.T (+ bias)`` of two copies, without the rows that pad their blocks."""
-    scaled = _scaled(a.operand(a_copy), scale)
-    product = row.run(scaled, b.operand(b_copy), dtype, is_split, bias)
+    """``scale * a @ b.T (+ bias) (+ addend)`` of two copies.
+
+    Without the rows that pad their blocks.
+    """
+    one, other = a.operand(a_copy), b.operand(b_copy)
     if a.format.multiple == 1:
-        return product
+        added = None if addend is None else _rows(addend)
+        return product(row, one, other, dtype, is_split, bias=bias, scale=scale, addend=added)
     rows, columns = (
         tensor._matrix()[usage == "columnwise"] for tensor, usage in ((a, a_copy), (b, b_copy))
     )
-    return product[:rows, :columns]
+    made = product(row, one, other, dtype, is_split, bias=bias, scale=scale)[:rows, :columns]
+    return made if addend is None else made + _rows(addend)
 
 
 def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:
     return native_gemm(a._quantizer.format, b._quantizer.format, architecture(a.device))
+
+
+def _add_product(
+    addend: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``scale * a @ b (+ bias) + addend``; torch copies the addend before it adds to it."""
+    if cublaslt.library() is not None:
+        out = torch.empty(addend.shape, dtype=addend.dtype, device=addend.device)
+        if cublaslt.serves(out, a, b, addend=addend, bias=bias):
+            cublaslt.multiply(out, a, b, addend=addend, bias=bias, alpha=scale)
+            return out
+    if bias is None:
+        return torch.addmm(addend, a, b, alpha=scale)
+    return torch.addmm(bias, a, b) + addend
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

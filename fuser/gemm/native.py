@@ -2,7 +2,8 @@
 
 Operands are bytes ``[rows, inner]``, row-major, with the scales that formats.py describes; a
 product is ``a @ b.T``. A product without a row in this table is emulated (gemm/matmul.py). The
-limits are those of ``torch._scaled_mm``, which calls cuBLASLt.
+limits are those of ``torch._scaled_mm``, which calls cuBLASLt. Where a matrix is added to a
+product, and where torch would need padded data, it is called without torch (cuda/cublaslt.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from fuser.cuda import cublaslt
+from fuser.cuda.cublaslt import Scales
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, round_up
 from fuser.tensors import Operand
 
@@ -22,6 +25,13 @@ ALIGNMENT = 16
 # Four blocks of 128. Versions of torch expect different strides for 128x128 scales, except if
 # the number of blocks is a multiple of four.
 INNER_ALIGNMENT_2D = 4 * FP8_BLOCK
+# By the name of a format, the arrangement of its scales.
+SCALES = {
+    "FP8": Scales.TENSOR,
+    "FP8 rowwise": Scales.ROWS,
+    "FP8 1x128": Scales.BLOCKS_1X128,
+    "FP8 128x128": Scales.BLOCKS_128X128,
+}
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,10 @@ def blockwise(
     """``a @ b.T (+ bias)`` of FP8 in blocks of 128: both 1x128, or one of them 128x128."""
     are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
     inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
+    if inner != a.data.shape[1]:  # cuBLASLt itself does not need padded data
+        out = _new(a, b, out_dtype)
+        if by_cublaslt(out, a, b, is_split, bias):
+            return out
     data, scales = [], []
     for operand, is_2d in zip((a, b), are_2d, strict=True):
         rows = round_up(operand.data.shape[0], ALIGNMENT)
@@ -106,6 +120,63 @@ def blockwise(
     bias = None if bias is None else _padded(bias, (data[1].shape[0],))
     product = _multiply(data[0], data[1], pair, out_dtype, is_split, bias)
     return product[: a.data.shape[0], : b.data.shape[0]]
+
+
+def product(
+    row: NativeGemm,
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    is_split: bool,
+    *,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``scale * a @ b.T (+ bias) (+ addend)`` by ``row``: one kernel where cuBLASLt takes it."""
+    if addend is not None or scale != 1.0:
+        out = _new(a, b, out_dtype)
+        if by_cublaslt(out, a, b, is_split, bias, scale, addend):
+            return out
+    if scale != 1.0:
+        a = a._replace(scale_inv=a.scale_inv * scale)
+    y = row.run(a, b, out_dtype, is_split, bias)
+    return y if addend is None else y + addend
+
+
+def by_cublaslt(
+    out: torch.Tensor,
+    a: Operand,
+    b: Operand,
+    is_split: bool,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+    addend: torch.Tensor | None = None,
+) -> bool:
+    """Write ``scale * a @ b.T (+ bias) (+ addend)`` into ``out``; False if cuBLASLt cannot."""
+    if cublaslt.library() is None:
+        return False
+    x, w = (operand.data.view(operand.format.element.torch_dtype) for operand in (a, b))
+    modes = SCALES[a.format.name], SCALES[b.format.name]
+    if any(operand.scale_inv.data_ptr() % ALIGNMENT for operand in (a, b)):
+        return False
+    args = (out, x, w.t())
+    if not cublaslt.serves(*args, addend=addend, bias=bias, modes=modes, is_split=is_split):
+        return False
+    cublaslt.multiply(
+        *args,
+        addend=addend,
+        bias=bias,
+        scales=(a.scale_inv, b.scale_inv),
+        modes=modes,
+        alpha=scale,
+        is_split=is_split,
+    )
+    return True
+
+
+def _new(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(a.data.shape[0], b.data.shape[0], dtype=dtype, device=a.data.device)
 
 
 def _by_rows(

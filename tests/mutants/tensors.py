@@ -543,8 +543,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a native product of padded bytes is not cut",
         "gemm/matmul.py",
-        "    return product[:rows, :columns]\n",
-        "    return product\n",
+        "scale=scale)[:rows, :columns]\n",
+        "scale=scale)\n",
         "test_padding.py::test_a_native_product_of_padded_bytes_is_cut",
     ),
     Mutant(
@@ -572,8 +572,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "dgrad with an addend is not scaled",
         "gemm/matmul.py",
-        "return torch.addmm(addend, dy, weight, alpha=scale)",
-        "return torch.addmm(addend, dy, weight)",
+        "return _add_product(addend, dy, weight, scale)",
+        "return _add_product(addend, dy, weight, 1.0)",
         "test_quantized_gemm.py::test_dgrad_scales_its_product_and_not_the_addend",
     ),
     Mutant(
@@ -595,8 +595,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "an addend of a quantized dgrad is left out",
         "basic_ops/basic_linear.py",
-        "                grad_input = grad_input + addend\n",
-        "                pass\n",
+        "dtype, is_split=dgrad_is_split, scale=scale, addend=addend",
+        "dtype, is_split=dgrad_is_split, scale=scale",
         "test_quantized_gemm.py::"
         "test_a_scale_and_an_addend_that_another_fusion_gives_a_quantized_linear_are_used",
     ),

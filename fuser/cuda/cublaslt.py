@@ -1,0 +1,420 @@
+"""Products that torch has no call for, by cuBLASLt: a matrix is added where the result is written.
+
+``torch._scaled_mm`` adds no matrix, and ``torch.addmm`` copies its addend before it adds to it.
+The library is the one that torch has loaded. Functions and constants: cublasLt.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+
+from fuser.errors import StateError
+
+
+class Scales(enum.IntEnum):
+    """How the scales of a quantized operand are arranged: ``cublasLtMatmulMatrixScale_t``."""
+
+    TENSOR = 0
+    ROWS = 3
+    BLOCKS_1X128 = 4
+    BLOCKS_128X128 = 5
+
+
+# cudaDataType_t.
+_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_COMPUTE_32F = 68
+_EPILOGUE_BIAS = 4
+# cublasLtMatmulDescAttributes_t.
+_TRANSA, _TRANSB, _EPILOGUE, _BIAS_POINTER = 3, 4, 7, 8
+_A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE, _A_MODE, _B_MODE = 17, 18, 25, 26, 31, 32
+# cublasLtMatmulPreferenceAttributes_t.
+_WORKSPACE, _REDUCTION, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+# Parts of a split product are added in fp32, not in the format of the result.
+_REDUCTION_IN_32F = 2
+# What torch gives a product on Hopper.
+_WORKSPACE_BYTES = 32 << 20
+# Bytes of an address, and of a quantized row, that the kernels read at once.
+_ALIGNMENT = 16
+# Where the scales are while an algorithm is chosen, which reads nothing there.
+_SOME_ADDRESS = 1 << 20
+
+
+class _Algorithm(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t``."""
+
+    _fields_ = (
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def library() -> Any | None:
+    """cuBLASLt as torch has loaded it; None if it has not."""
+    mode = getattr(os, "RTLD_NOLOAD", None)
+    if mode is None or torch.version.cuda is None:
+        return None
+    try:
+        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=mode)
+    except OSError:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    found.cublasLtMatmul.argtypes = (pointer,) * 14 + (size, pointer)
+    found.cublasLtMatmulDescSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
+    found.cublasLtMatmulPreferenceSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
+    found.cublasLtMatrixLayoutCreate.argtypes = (
+        pointer,
+        ctypes.c_int,
+        ctypes.c_uint64,
+        ctypes.c_uint64,
+        ctypes.c_int64,
+    )
+    found.cublasLtMatmulAlgoGetHeuristic.argtypes = (
+        *(pointer,) * 7,
+        ctypes.c_int,
+        pointer,
+        pointer,
+    )
+    return found
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    """The handle of a device; threads may share it."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _check(_library().cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
+    return handle
+
+
+def serves(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    modes: tuple[Scales, Scales] | None = None,
+    is_split: bool = True,
+) -> bool:
+    """Whether :func:`multiply` takes these arguments; it depends on their layouts alone."""
+    if library() is None or 0 in (*a.shape, *b.shape):
+        return False
+    matrices = [out, a, b]
+    if addend is not None:
+        if addend.dtype is not out.dtype or addend.shape != out.shape or addend.stride(1) != 1:
+            return False
+        matrices.append(addend)
+    if any(
+        t.dtype not in _TYPES or 1 not in t.stride() or t.data_ptr() % _ALIGNMENT for t in matrices
+    ):
+        return False
+    # torch decides how fp32 operands are multiplied.
+    if out.stride(1) != 1 or a.dtype is torch.float32 or b.dtype is torch.float32:
+        return False
+    # 8-bit operands are read along the dimension that the product contracts.
+    is_along = a.stride(1) == b.stride(0) == 1
+    is_even = not any(n % _ALIGNMENT for n in (*a.shape, *b.shape))
+    if modes is not None and not (is_along and is_even):
+        return False
+    return _product(out, a, b, addend, bias, modes or (), is_split) is not None
+
+
+def multiply(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    modes: tuple[Scales, Scales] | None = None,
+    alpha: float = 1.0,
+    is_split: bool = True,
+) -> None:
+    """``out = alpha * a @ b (+ addend) (+ bias)``, accumulated in fp32 and rounded once.
+
+    Parameters
+    ----------
+    out
+        ``[M, N]``, overwritten; it may be the addend itself.
+    a, b
+        ``[M, K]`` and ``[K, N]``, each with one dimension of stride 1. 8-bit operands have it in K.
+    addend
+        ``[M, N]`` in the dtype of ``out``.
+    bias
+        ``[N]``, in the dtype of ``out``.
+    scales, modes
+        Of 8-bit operands: fp32 factors, and their arrangement.
+    alpha
+        A factor of the product.
+    is_split
+        Whether sums of 8-bit products are added to fp32 registers more often.
+
+    Raises
+    ------
+    StateError
+        If cuBLASLt has no such product: ask :func:`serves` first.
+    """
+    scale_a, scale_b = scales or (None, None)
+    mode_a, mode_b = modes or (0, 0)
+    torch.ops.fuser.multiply(
+        out, a, b, addend, bias, scale_a, scale_b, mode_a, mode_b, alpha, is_split
+    )
+
+
+# An operation of torch, so that recorded passes and torch's tools observe it.
+_operations = torch.library.Library("fuser", "DEF")  # type: ignore[no-untyped-call]
+_operations.define(  # type: ignore[no-untyped-call]
+    "multiply(Tensor(a!) out, Tensor a, Tensor b, Tensor? addend, Tensor? bias, Tensor? scale_a, "
+    "Tensor? scale_b, int mode_a, int mode_b, float alpha, bool is_split) -> ()"
+)
+
+
+def run(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    mode_a: int,
+    mode_b: int,
+    alpha: float,
+    is_split: bool,
+) -> None:
+    """:func:`multiply` without torch's dispatcher around it."""
+    modes = () if scale_a is None else (mode_a, mode_b)
+    product = _product(out, a, b, addend, bias, modes, is_split)
+    if product is None:
+        raise StateError(
+            f"cuBLASLt has no product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} "
+            f"into {out.dtype} on {a.device}; multiply with torch instead."
+        )
+    product.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
+
+
+_operations.impl("multiply", run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class _Products(threading.local):
+    """The products of a thread, by layout: a call writes addresses into their descriptors."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, _Product | None] = {}
+
+
+_products = _Products()
+
+
+def _product(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    modes: tuple[int, ...],
+    is_split: bool,
+) -> _Product | None:
+    """The product of these layouts, made once a thread; None if cuBLASLt has none."""
+    if not a.is_cuda:
+        return None
+    key = (
+        a.get_device(),
+        a.dtype,
+        b.dtype,
+        out.dtype,
+        a.shape,
+        b.shape,
+        a.stride(),
+        b.stride(),
+        out.stride(),
+        None if addend is None else addend.stride(),
+        None if bias is None else bias.dtype,
+        modes,
+        is_split,
+    )
+    try:
+        return _products.found[key]
+    except KeyError:
+        made = _Product(out, a, b, addend, bias, modes, is_split)
+        found = _products.found[key] = made if made.is_found else None
+        return found
+
+
+class _Product:
+    """The descriptors of one product, and its algorithm.
+
+    cuBLASLt's matrices are column-major, so it computes the transpose: ``out.T = b.T @ a.T``. Its
+    first operand is ``b``.
+    """
+
+    def __init__(
+        self,
+        out: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        addend: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        modes: tuple[int, ...],
+        is_split: bool,
+    ) -> None:
+        lt = _library()
+        self.handle = _handle(a.get_device())
+        self.device = a.device
+        self.matmul, self.set = lt.cublasLtMatmul, lt.cublasLtMatmulDescSetAttribute
+        self.description = ctypes.c_void_p()
+        _check(
+            lt.cublasLtMatmulDescCreate(ctypes.byref(self.description), _COMPUTE_32F, 0),
+            "cublasLtMatmulDescCreate",
+        )
+        self._describe(_TRANSA, ctypes.c_int32(b.stride(1) != 1))
+        self._describe(_TRANSB, ctypes.c_int32(a.stride(1) != 1))
+        if modes:
+            self._describe(_FAST_ACCUM, ctypes.c_int8(not is_split))
+            self._describe(_A_MODE, ctypes.c_int32(modes[1]))
+            self._describe(_B_MODE, ctypes.c_int32(modes[0]))
+        if bias is not None:
+            self._describe(_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
+            self._describe(_BIAS_TYPE, ctypes.c_int32(_TYPES[bias.dtype]))
+        self.addresses = [ctypes.c_uint64() for _ in range(3)]
+        if modes:  # without an address, no algorithm is found for scales of blocks
+            for held, attribute in zip(self.addresses, (_A_SCALE, _B_SCALE), strict=False):
+                held.value = _SOME_ADDRESS
+                self._describe(attribute, held)
+        self.layouts = [_layout(t) for t in (b, a, out if addend is None else addend, out)]
+        self.alpha = ctypes.c_float()
+        self.beta = ctypes.c_float(addend is not None)
+        self.algorithm = _Algorithm()
+        self.is_found = self._choose()
+
+    def _describe(self, attribute: int, value: Any) -> None:
+        status = self.set(
+            self.description, attribute, ctypes.addressof(value), ctypes.sizeof(value)
+        )
+        _check(status, "cublasLtMatmulDescSetAttribute")
+
+    def _choose(self) -> bool:
+        """Ask for the algorithm that is estimated to be the fastest; whether there is one."""
+        lt, preference, count = _library(), ctypes.c_void_p(), ctypes.c_int()
+        _check(
+            lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)),
+            "cublasLtMatmulPreferenceCreate",
+        )
+        wanted = [
+            (_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES)),
+            (_REDUCTION, ctypes.c_uint32(_REDUCTION_IN_32F)),
+            *((name, ctypes.c_uint32(_ALIGNMENT)) for name in _ALIGNMENTS),
+        ]
+        for name, value in wanted:
+            lt.cublasLtMatmulPreferenceSetAttribute(
+                preference, name, ctypes.addressof(value), ctypes.sizeof(value)
+            )
+        status = lt.cublasLtMatmulAlgoGetHeuristic(
+            self.handle,
+            self.description,
+            *self.layouts,
+            preference,
+            1,
+            ctypes.addressof(self.algorithm),
+            ctypes.addressof(count),
+        )
+        lt.cublasLtMatmulPreferenceDestroy(preference)
+        return not status and count.value > 0 and not self.algorithm.status
+
+    def run(
+        self,
+        out: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        addend: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None,
+        scale_b: torch.Tensor | None,
+        alpha: float,
+    ) -> None:
+        """Launch the product on torch's current stream."""
+        if self.device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                self.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
+            return
+        given = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
+        for held, (attribute, tensor) in zip(self.addresses, given, strict=True):
+            if tensor is not None and held.value != (address := tensor.data_ptr()):
+                held.value = address
+                self._describe(attribute, held)
+        self.alpha.value = alpha
+        nbytes = self.algorithm.workspace
+        workspace = None
+        if nbytes:
+            workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        status = self.matmul(
+            self.handle,
+            self.description,
+            ctypes.addressof(self.alpha),
+            b.data_ptr(),
+            self.layouts[0],
+            a.data_ptr(),
+            self.layouts[1],
+            ctypes.addressof(self.beta),
+            (out if addend is None else addend).data_ptr(),
+            self.layouts[2],
+            out.data_ptr(),
+            self.layouts[3],
+            ctypes.addressof(self.algorithm),
+            None if workspace is None else workspace.data_ptr(),
+            nbytes,
+            torch._C._cuda_getCurrentRawStream(self.device.index),
+        )
+        _check(status, "cublasLtMatmul")
+
+    def __del__(self) -> None:
+        lt = _library()
+        for layout in self.layouts:
+            lt.cublasLtMatrixLayoutDestroy(layout)
+        lt.cublasLtMatmulDescDestroy(self.description)
+
+
+def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
+    """The descriptor of a matrix as it is in memory, column by column."""
+    rows, columns = matrix.shape
+    if matrix.stride(1) == 1:
+        rows, columns, stride = columns, rows, matrix.stride(0)
+    else:
+        stride = matrix.stride(1)
+    layout = ctypes.c_void_p()
+    _check(
+        _library().cublasLtMatrixLayoutCreate(
+            ctypes.addressof(layout), _TYPES[matrix.dtype], rows, columns, max(stride, rows)
+        ),
+        "cublasLtMatrixLayoutCreate",
+    )
+    return layout
+
+
+def _library() -> Any:
+    found = library()
+    assert found is not None
+    return found
+
+
+def _check(status: int, name: str) -> None:
+    if status:
+        raise StateError(f"{name} of cuBLASLt failed with status {status}.")

@@ -1,0 +1,231 @@
+"""Products with an addend, and the layouts that cuBLASLt takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import oracles
+import pytest
+import torch
+from pipeline_kernels import on_kernels
+from strict_cublaslt import strict_cublaslt
+from test_quantized_gemm import NATIVE, StrictTensorCores, refusal, stand_in_for_hopper
+
+import fuser
+from fuser import gemm
+from fuser import recipe as recipes
+from fuser.cuda import cublaslt
+from fuser.errors import StateError
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def calls() -> Iterator[list[str]]:
+    with strict_cublaslt() as made:
+        yield made
+
+
+@pytest.fixture
+def hopper(calls: list[str]) -> Iterator[StrictTensorCores]:
+    with stand_in_for_hopper() as cores:
+        yield cores
+
+
+def values(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return oracles.random_tensor(shape, dtype, seed)
+
+
+# -- 16 bits ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, -0.25])
+@pytest.mark.parametrize("shape", [(48,), (2, 24)], ids=str)
+def test_a_product_with_an_addend_is_rounded_once(
+    shape: tuple[int, ...], scale: float, calls: list[str]
+) -> None:
+    x, weight = values(*shape, 32, seed=1), values(64, 32, seed=2)
+    addend, kept = values(*shape, 64, seed=3), values(*shape, 64, seed=3)
+    exact = scale * (x.double() @ weight.double().t()) + addend.double()
+    assert torch.equal(gemm.linear_add(x, weight, addend, scale=scale), exact.to(BF16))
+    dy = values(*shape, 64, seed=4)
+    added = values(*shape, 32, seed=5)
+    exact = scale * (dy.double() @ weight.double()) + added.double()
+    assert torch.equal(gemm.dgrad(dy, weight, scale, added), exact.to(BF16))
+    assert len(calls) == 2
+    assert torch.equal(addend, kept)
+
+
+def test_a_product_takes_a_bias_and_an_addend(calls: list[str]) -> None:
+    x, weight, bias = values(48, 32, seed=1), values(64, 32, seed=2), values(64, seed=3)
+    addend = values(48, 64, seed=4)
+    exact = x.double() @ weight.double().t() + bias.double() + addend.double()
+    assert torch.equal(gemm.linear_add(x, weight, addend, bias=bias), exact.to(BF16))
+    assert calls == ["torch.bfloat16 + bias +"]
+
+
+def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Operands of ``linear_add`` that cuBLASLt is not asked for."""
+    x, weight, addend = values(48, 32, seed=1), values(64, 32, seed=2), values(48, 64, seed=3)
+    unaligned = torch.empty(48 * 32 + 1, dtype=BF16)[1:].view(48, 32).copy_(x)
+    return {
+        "fp32": (x.float(), weight.float(), addend.float()),
+        "fp64": (x.double(), weight.double(), addend.double()),
+        "no row": (x[:0], weight, addend[:0]),
+        "nothing to contract": (x[:, :0], weight[:, :0], addend),
+        "an address between two vectors": (unaligned, weight, addend),
+        "strided operands": (values(48, 64, seed=1)[:, ::2], weight, addend),
+        "a transposed addend": (x, weight, values(64, 48, seed=3).t()),
+    }
+
+
+@pytest.mark.parametrize("name", odd_arguments())
+def test_torch_multiplies_what_cublaslt_does_not_take(name: str, calls: list[str]) -> None:
+    x, weight, addend = odd_arguments()[name]
+    exact = x.double() @ weight.double().t() + addend.double()
+    found = gemm.linear_add(x, weight, addend)
+    assert found.dtype is addend.dtype
+    assert torch.allclose(found.double(), exact, rtol=2**-7, atol=2**-6)
+    assert calls == []
+
+
+def test_a_product_that_is_not_there_is_refused_with_its_operands() -> None:
+    out, a = torch.empty(48, 64, dtype=BF16), values(48, 32, seed=1)
+    assert not cublaslt.serves(out, a, values(32, 64, seed=2), addend=None)
+    with pytest.raises(StateError, match=r"no product of \(48, 32\) .*16 and \(32, 64\) .* on cpu"):
+        cublaslt.multiply(out, a, values(32, 64, seed=2), addend=None)
+
+
+# -- quantized --------------------------------------------------------------------
+
+
+def block(width: int, hidden: int, **options: Any) -> fuser.Sequential:
+    """``x + Linear(GELU(Linear(x)))``, with a weight gradient in ``main_grad``."""
+    fork, join = fuser.MakeExtraOutput(), fuser.AddExtraInput()
+    fork.set_extra_output_channel(0, "residual", output_to_caller=False)
+    join.set_extra_input_channel(0, "residual")
+    linear = {"dtype": BF16, "bias": False, "accumulate_into_main_grad": True}
+    model = fuser.Sequential(
+        fork,
+        fuser.Linear(width, hidden, **linear),
+        fuser.GELU(),
+        fuser.Linear(hidden, width, **linear),
+        join,
+        **options,
+    )
+    oracles.randomize(model)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+    return model
+
+
+def step(model: fuser.Sequential, recipe: Any, rows: int) -> list[torch.Tensor]:
+    width = model[1].members[0].in_features
+    x = values(rows, width, seed=1).requires_grad_()
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(x)
+    y.backward(values(rows, width, seed=2))
+    return [y.detach(), x.grad, *(p.main_grad.clone() for p in model.parameters())]
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < bound, error
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_a_quantized_block_adds_residuals_and_gradients_in_its_products(
+    recipe: Any, hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    model = block(256, 512)
+    found = step(model, recipe, 144)
+    # The residual, the gradient that the fork adds, and two weight gradients.
+    assert sum(call.endswith("+") for call in calls) == 4
+    (plan,) = model.plans
+    assert "ForwardLinearBiasAdd" in [step.fusion for step in plan.forward]
+    assert "BackwardLinearAdd" in [step.fusion for step in plan.backward]
+    row = {"FP8 1x128": "FP8 128-block", "FP8 128x128": "FP8 128-block"}
+    name = model[1].members[0].quantizer_format(recipe, "input").name
+    assert f"dgrad {row.get(name, name)} addmm (native)" in plan.backward[-1].kernel
+    with stand_in_for_hopper() as cores, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cublaslt, "library", lambda: None)
+        expected = step(block(256, 512), recipe, 144)
+        assert len(cores.calls) == 6
+    close(found, expected, 2**-7)
+
+
+@pytest.mark.parametrize("rows", [33, 144])
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_sizes_that_cublaslt_does_not_take_are_added_by_torch(
+    recipe: Any, rows: int, hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    found = step(block(40, 72), recipe, rows)
+    assert calls == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cublaslt, "library", lambda: None)
+        expected = step(block(40, 72), recipe, rows)
+    close(found, expected, 2**-7)
+
+
+@pytest.mark.parametrize("name", ["block", "block-1D", "block-2D-input"])
+def test_blocks_are_not_padded_where_cublaslt_multiplies(
+    name: str, hopper: StrictTensorCores, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """384 and 400 are not whole runs of four blocks, and 400 is not a whole block."""
+    model = oracles.randomize(fuser.Sequential(fuser.BasicLinear(384, 400, dtype=BF16)))
+    x = values(144, 384, seed=1).requires_grad_()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with fuser.autocast(recipe=NATIVE[name]):
+            y = model(x)
+        return y.detach(), *torch.autograd.grad(y, (x, model[0].weight), values(144, 400, seed=2))
+
+    found = gradients()
+    assert calls
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    close(list(found), list(gradients()), 2**-7)
+
+
+@pytest.mark.parametrize("recipe", [None, *NATIVE.values()], ids=["none", *NATIVE])
+def test_recorded_passes_repeat_products_with_addends(
+    recipe: Any, hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    """The third call and later ones are repetitions; ``main_grad`` grows by the same each time."""
+    with on_kernels():
+        model = block(256, 512)
+        steps, counts = [], []
+        for _ in range(4):
+            steps.append(step(model, recipe, 144))
+            counts.append(len(calls))
+    assert counts == [counts[0] * n for n in (1, 2, 3, 4)]
+    stateless = not isinstance(recipe, recipes.DelayedScaling)
+    for previous, found in itertools.pairwise(steps):
+        if stateless:
+            assert torch.equal(previous[0], found[0])
+            assert torch.equal(previous[1], found[1])
+    for i in range(2, len(steps[0])):
+        grown = [after[i] - before[i] for before, after in itertools.pairwise(steps)]
+        close(grown[1:], grown[:1] * 2, 2**-4)  # delayed scaling's scales change
+
+
+def test_without_the_library_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    linear, add = fuser.BasicLinear(64, 64, dtype=BF16), fuser.AddExtraInput()
+    with stand_in_for_hopper():
+        sentence = refusal([linear, add], "ForwardLinearBiasAdd", NATIVE["current"])
+    assert sentence == "FP8 mm takes no addend: torch has it, and no cuBLASLt could be loaded."
+
+
+def test_a_scale_is_a_factor_of_the_product(hopper: StrictTensorCores, calls: list[str]) -> None:
+    linear, scale = fuser.BasicLinear(256, 384, dtype=BF16), fuser.ConstantScale(0.5)
+    x = values(144, 256, seed=1).requires_grad_()
+    model = fuser.Sequential(linear, scale)
+    with fuser.autocast(recipe=NATIVE["current"]):
+        (backward,) = model.plan(x).backward
+        y = model(x)
+    y.backward(values(144, 384, seed=2))
+    assert backward.kernel == ("quantize grad_output, dgrad FP8 mm (native), wgrad FP8 mm (native)")
+    assert len(calls) == 2
