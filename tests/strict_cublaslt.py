@@ -102,5 +102,6 @@ def strict_cublaslt() -> Iterator[list[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cublaslt, "library", object)
-        patch.setattr(cublaslt, "_product", product)
+        patch.setattr(cublaslt, "_made", product)
+        patch.setattr(cublaslt, "_products", cublaslt._Products())
         yield calls

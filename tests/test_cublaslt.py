@@ -101,32 +101,36 @@ def test_a_product_that_is_not_there_is_refused_with_its_operands() -> None:
 # -- quantized --------------------------------------------------------------------
 
 
-def block(width: int, hidden: int, **options: Any) -> fuser.Sequential:
-    """``x + Linear(GELU(Linear(x)))``, with a weight gradient in ``main_grad``."""
+def block(width: int, hidden: int) -> fuser.Sequential:
+    """``x + Linear(GELU(Linear(x)))`` on the CPU, with weight gradients in ``main_grad``."""
     fork, join = fuser.MakeExtraOutput(), fuser.AddExtraInput()
     fork.set_extra_output_channel(0, "residual", output_to_caller=False)
     join.set_extra_input_channel(0, "residual")
-    linear = {"dtype": BF16, "bias": False, "accumulate_into_main_grad": True}
+    linear: dict[str, Any] = {"dtype": BF16, "bias": False, "accumulate_into_main_grad": True}
+    linear["device"] = "cpu"
     model = fuser.Sequential(
         fork,
         fuser.Linear(width, hidden, **linear),
         fuser.GELU(),
         fuser.Linear(hidden, width, **linear),
         join,
-        **options,
     )
-    oracles.randomize(model)
+    return with_main_grads(oracles.randomize(model))
+
+
+def with_main_grads(model: fuser.Sequential) -> fuser.Sequential:
     for parameter in model.parameters():
-        parameter.main_grad = torch.ones(parameter.shape)
+        parameter.main_grad = torch.ones(parameter.shape, device=parameter.device)
     return model
 
 
 def step(model: fuser.Sequential, recipe: Any, rows: int) -> list[torch.Tensor]:
-    width = model[1].members[0].in_features
-    x = values(rows, width, seed=1).requires_grad_()
+    linear = model[1].members[0]
+    width, device = linear.in_features, linear.weight.device
+    x = values(rows, width, seed=1).to(device).requires_grad_()
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
         y = model(x)
-    y.backward(values(rows, width, seed=2))
+    y.backward(values(rows, width, seed=2).to(device))
     return [y.detach(), x.grad, *(p.main_grad.clone() for p in model.parameters())]
 
 

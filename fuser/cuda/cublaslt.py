@@ -204,14 +204,45 @@ def run(
     modes = () if scale_a is None else (mode_a, mode_b)
     product = _product(out, a, b, addend, bias, modes, is_split)
     if product is None:
-        raise StateError(
-            f"cuBLASLt has no product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} "
-            f"into {out.dtype} on {a.device}; multiply with torch instead."
-        )
+        raise _missing(out, a, b)
     product.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
 
 
 _operations.impl("multiply", run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class Repeated:
+    """:func:`run` at one place of a recorded pass, where all layouts are the same at each call.
+
+    It has descriptors of its own, for each thread, so that most addresses in them stay.
+    """
+
+    def __init__(self) -> None:
+        self.products: dict[int, _Product] = {}
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        addend: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        scale_a: torch.Tensor | None,
+        scale_b: torch.Tensor | None,
+        mode_a: int,
+        mode_b: int,
+        alpha: float,
+        is_split: bool,
+    ) -> None:
+        thread = threading.get_ident()
+        product = self.products.get(thread)
+        if product is None:
+            modes = () if scale_a is None else (mode_a, mode_b)
+            product = _made(out, a, b, addend, bias, modes, is_split)
+            if product is None:
+                raise _missing(out, a, b)
+            self.products[thread] = product
+        product.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
 
 
 class _Products(threading.local):
@@ -234,8 +265,6 @@ def _product(
     is_split: bool,
 ) -> _Product | None:
     """The product of these layouts, made once a thread; None if cuBLASLt has none."""
-    if not a.is_cuda:
-        return None
     key = (
         a.get_device(),
         a.dtype,
@@ -254,9 +283,31 @@ def _product(
     try:
         return _products.found[key]
     except KeyError:
-        made = _Product(out, a, b, addend, bias, modes, is_split)
-        found = _products.found[key] = made if made.is_found else None
+        found = _products.found[key] = _made(out, a, b, addend, bias, modes, is_split)
         return found
+
+
+def _made(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    addend: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    modes: tuple[int, ...],
+    is_split: bool,
+) -> _Product | None:
+    """A new product of these layouts; None if cuBLASLt has none."""
+    if not a.is_cuda:
+        return None
+    made = _Product(out, a, b, addend, bias, modes, is_split)
+    return made if made.is_found else None
+
+
+def _missing(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> StateError:
+    return StateError(
+        f"cuBLASLt has no product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} "
+        f"into {out.dtype} on {a.device}; multiply with torch instead."
+    )
 
 
 class _Product:
@@ -277,8 +328,8 @@ class _Product:
         is_split: bool,
     ) -> None:
         lt = _library()
-        self.handle = _handle(a.get_device())
-        self.device = a.device
+        self.device, self.index = a.device, a.get_device()
+        self.handle = _handle(self.index)
         self.matmul, self.set = lt.cublasLtMatmul, lt.cublasLtMatmulDescSetAttribute
         self.description = ctypes.c_void_p()
         _check(
@@ -303,6 +354,8 @@ class _Product:
         self.alpha = ctypes.c_float()
         self.beta = ctypes.c_float(addend is not None)
         self.algorithm = _Algorithm()
+        values = (self.alpha, self.beta, self.algorithm)
+        self.values_at = tuple(map(ctypes.addressof, values))
         self.is_found = self._choose()
 
     def _describe(self, attribute: int, value: Any) -> None:
@@ -351,7 +404,7 @@ class _Product:
         alpha: float,
     ) -> None:
         """Launch the product on torch's current stream."""
-        if self.device.index != torch._C._cuda_getDevice():
+        if self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 self.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
             return
@@ -361,29 +414,32 @@ class _Product:
                 held.value = address
                 self._describe(attribute, held)
         self.alpha.value = alpha
-        nbytes = self.algorithm.workspace
-        workspace = None
+        alpha_at, beta_at, algorithm_at = self.values_at
+        layout_b, layout_a, layout_added, layout_out = self.layouts
+        nbytes, workspace = self.algorithm.workspace, None
         if nbytes:
             workspace = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        out_at = out.data_ptr()
         status = self.matmul(
             self.handle,
             self.description,
-            ctypes.addressof(self.alpha),
+            alpha_at,
             b.data_ptr(),
-            self.layouts[0],
+            layout_b,
             a.data_ptr(),
-            self.layouts[1],
-            ctypes.addressof(self.beta),
-            (out if addend is None else addend).data_ptr(),
-            self.layouts[2],
-            out.data_ptr(),
-            self.layouts[3],
-            ctypes.addressof(self.algorithm),
+            layout_a,
+            beta_at,
+            out_at if addend is None else addend.data_ptr(),
+            layout_added,
+            out_at,
+            layout_out,
+            algorithm_at,
             None if workspace is None else workspace.data_ptr(),
             nbytes,
-            torch._C._cuda_getCurrentRawStream(self.device.index),
+            torch._C._cuda_getCurrentRawStream(self.index),
         )
-        _check(status, "cublasLtMatmul")
+        if status:
+            _check(status, "cublasLtMatmul")
 
     def __del__(self) -> None:
         lt = _library()

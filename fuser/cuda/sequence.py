@@ -325,7 +325,10 @@ def _call(src: SourceCode, number: int, action: TorchCall) -> None:
         callee, given = f"{given[0]}.{method}", given[1:]
     else:
         # ``_op`` is the call without Python's wrapper around it.
-        callee = src.bind(f"call_{number}", _FUNCTIONS.get(function, function._op))
+        found = _FUNCTIONS.get(function, function._op)
+        if function is torch.ops.fuser.multiply.default:
+            found = cublaslt.Repeated()
+        callee = src.bind(f"call_{number}", found)
     given += [f"{name}={_expression(src, value)}" for name, value in kwargs.items()]
     src.add(f"{target} = {callee}({', '.join(given)})  # {function}")
 
@@ -557,7 +560,6 @@ _METHODS = {
     _aten.transpose.int: "transpose",
 }
 _FUNCTIONS = {
-    torch.ops.fuser.multiply.default: cublaslt.run,
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
     _aten._scaled_mm.default: torch._scaled_mm,

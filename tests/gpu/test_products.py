@@ -8,7 +8,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from test_cublaslt import block, close, step
+from test_cublaslt import block, close, step, with_main_grads
 from test_quantized_gemm import NATIVE
 
 from fuser import gemm
@@ -125,16 +125,11 @@ def test_a_block_with_addends_equals_one_without_the_library(
 ) -> None:
     if recipe is not None and not runs_natively(recipe, torch.cuda.get_device_capability()):
         pytest.skip("emulated here")
-    torch.set_default_device("cuda")
-    try:
-        model = block(256, 384)
-        found = [step(model, recipe, rows) for _ in range(4)]
-        with monkeypatch.context() as patch:
-            patch.setattr(cublaslt, "library", lambda: None)
-            other = block(256, 384)
-            expected = [step(other, recipe, rows) for _ in range(4)]
-    finally:
-        torch.set_default_device(None)
+    model = with_main_grads(block(256, 384).cuda())
+    found = [step(model, recipe, rows) for _ in range(4)]
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    other = with_main_grads(block(256, 384).cuda())
+    expected = [step(other, recipe, rows) for _ in range(4)]
     for ours, theirs in zip(found, expected, strict=True):
         close(ours, theirs, 0.05 if recipe is not None else 2**-7)
 
