@@ -208,10 +208,81 @@ def with_te(
     return model, functools.partial(te.fp8_autocast, enabled=True, fp8_recipe=chosen)
 
 
+class Products(torch.nn.Module):
+    """The matrix products of a block alone, forward and backward, by torch's calls.
+
+    Operands are random and ready: nothing is quantized, transposed or added.
+    """
+
+    def __init__(self, recipe: str, matrices: Sequence[tuple[int, int]], tokens: int) -> None:
+        super().__init__()
+        self.products = [
+            product(recipe, m, n, k, is_wgrad=name == "wgrad", is_fast=name == "forward")
+            for rows, columns in matrices
+            for name, m, n, k in (
+                ("forward", tokens, rows, columns),
+                ("dgrad", tokens, columns, rows),
+                ("wgrad", rows, columns, tokens),
+            )
+        ]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Products.apply(x, self.products)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, products: list[Call]) -> torch.Tensor:
+        ctx.products = products
+        for call in products[::3]:
+            call()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for place, call in enumerate(ctx.products):
+            if place % 3:
+                call()
+        return dy, None
+
+
+def product(recipe: str, m: int, n: int, k: int, *, is_wgrad: bool, is_fast: bool) -> Call:
+    """One product ``[m, k] @ [n, k].T`` of random operands, into bf16."""
+    a, b = (torch.randn(size, k, device="cuda", dtype=torch.bfloat16) for size in (m, n))
+    if recipe == BF16:
+        return lambda: torch.mm(a, b.t())
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+    given: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": is_fast}
+    if recipe != "128-block":
+        one = torch.ones((), device="cuda")
+        return lambda: torch._scaled_mm(a8, b8, one, one, **given)
+    given["use_fast_accum"] = False
+    scale_a = torch.ones(k // 128, m, device="cuda").t()
+    shape = (k // 128, n) if is_wgrad else (k // 128, n // 128)
+    scale_b = torch.ones(shape, device="cuda")
+    if not is_wgrad:  # blocks of 128 x 128, with those of a row next to each other
+        scale_b = scale_b.t().contiguous().t()
+    return lambda: torch._scaled_mm(a8, b8, scale_a, scale_b, **given)
+
+
+def with_products(
+    recipe: str, block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """The products of a block alone."""
+    shapes = [tuple(p.shape) for p in block.as_torch(sizes, options).parameters() if p.dim() == 2]
+    return Products(recipe, shapes, sizes.tokens), contextlib.nullcontext
+
+
 def variants(recipes: Sequence[str], *, is_compiled: bool) -> list[Variant]:
     """The variants of each block; absent libraries have none."""
     names = [BF16, *recipes]
     found = [Variant("fuser", name, functools.partial(with_fuser, name)) for name in names]
+    if torch.cuda.is_available():
+        found += [
+            Variant("GEMMs alone", name, functools.partial(with_products, name))
+            for name in names
+            if name in (BF16, *USUAL)
+        ]
     found.append(Variant("torch eager", BF16, functools.partial(with_torch, False)))
     if is_compiled:
         found.append(Variant("torch.compile", BF16, functools.partial(with_torch, True)))

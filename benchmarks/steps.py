@@ -76,7 +76,11 @@ def all_variants(
 ) -> list[tuple[Variant, Block]]:
     """Every variant with its stack of blocks."""
     separate, one = (stacked(block, layers, is_one=is_one) for is_one in (False, True))
-    found = [(variant, separate) for variant in variants(recipes, is_compiled=is_compiled)]
+    found = [
+        (variant, separate)
+        for variant in variants(recipes, is_compiled=is_compiled)
+        if variant.library != "GEMMs alone"
+    ]
     if layers > 1:
         found += [
             (Variant("fuser as one", name, functools.partial(with_fuser, name)), one)

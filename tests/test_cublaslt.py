@@ -66,6 +66,16 @@ def test_a_product_takes_a_bias_and_an_addend(calls: list[str]) -> None:
     assert calls == ["torch.bfloat16 + bias +"]
 
 
+def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(calls: list[str]) -> None:
+    x, weight, bias = values(48, 32, seed=1), values(64, 32, seed=2), values(64, seed=3)
+    addend = values(48, 64, seed=4, dtype=torch.float32)
+    exact = x.double() @ weight.double().t() + addend.double()
+    assert torch.equal(gemm.linear_add(x, weight, addend), exact.float())
+    exact = exact + bias.double()
+    assert torch.equal(gemm.linear_add(x, weight, addend, bias=bias), exact.float())
+    assert len(calls) == 2
+
+
 def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Operands of ``linear_add`` that cuBLASLt is not asked for."""
     x, weight, addend = values(48, 32, seed=1), values(64, 32, seed=2), values(48, 64, seed=3)
@@ -78,6 +88,7 @@ def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         "an address between two vectors": (unaligned, weight, addend),
         "strided operands": (values(48, 64, seed=1)[:, ::2], weight, addend),
         "a transposed addend": (x, weight, values(64, 48, seed=3).t()),
+        "a transposed addend in fp32": (x, weight, values(64, 48, seed=3).float().t()),
     }
 
 
@@ -213,6 +224,38 @@ def test_recorded_passes_repeat_products_with_addends(
     for i in range(2, len(steps[0])):
         grown = [after[i] - before[i] for before, after in itertools.pairwise(steps)]
         close(grown[1:], grown[:1] * 2, 2**-4)  # delayed scaling's scales change
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("recipe", [None, *NATIVE.values()], ids=["none", *NATIVE])
+def test_a_residual_in_fp32_under_autocast_is_added_in_the_product(
+    recipe: Any, has_bias: bool, hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    ops = (fuser.Linear(256, 384, bias=has_bias, device="cpu"), fuser.AddExtraInput())
+    model = oracles.randomize(fuser.Sequential(*ops))
+    x, residual = (values(144, width, seed=1, dtype=torch.float32) for width in (256, 384))
+    leaves = [x.requires_grad_(), residual.requires_grad_(), *model.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        with (
+            torch.autocast("cpu", BF16),
+            fuser.autocast(enabled=recipe is not None, recipe=recipe),
+        ):
+            y = model(x, residual)
+        dy = values(144, 384, seed=2, dtype=torch.float32)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    found = step()
+    assert found[0].dtype is torch.float32
+    (plan,) = model.plans
+    assert [step.fusion for step in plan.forward] == ["ForwardLinearBiasAdd"]
+    assert calls[0].endswith("+")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cublaslt, "library", lambda: None)
+        other = oracles.randomize(fuser.Sequential(*ops))
+        model = other
+        close(found, step(), 2**-7)
+        assert [step.fusion for step in other.plans[-1].forward] != ["ForwardLinearBiasAdd"]
 
 
 def test_without_the_library_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

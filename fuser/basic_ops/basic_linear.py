@@ -285,8 +285,11 @@ class BasicLinear(BasicOperation):
         role = "input" if side == "forward" else "grad_output"
         return self._gemm_name(f"{prefix}mm", role, "weight", key).replace("mm (", "addmm (")
 
-    def adds_with_bias(self, key: PlanKey) -> bool:
-        """Whether the forward GEMM adds a bias and a tensor; ``key`` begins with this op."""
+    def adds_in_gemm(self, key: PlanKey) -> bool:
+        """Whether cuBLASLt makes the forward GEMM, and adds a bias and a tensor, also one in fp32.
+
+        ``key`` begins with this op.
+        """
         is_narrow = self._compute_dtype(key) in (torch.float16, torch.bfloat16)
         has_library = key.arch is not None and cublaslt.library() is not None
         return is_narrow and has_library and self.addend_refusal("forward", key) is None

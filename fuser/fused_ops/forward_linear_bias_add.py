@@ -17,6 +17,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     """``y = x @ weight.T + bias + extra``: one GEMM with ``beta = 1`` and a bias as its epilogue.
 
     Where no GEMM takes both, the bias is the epilogue, and a second kernel adds the extra input.
+    An extra input in fp32, as residuals under autocast are, is added before the product is rounded.
     """
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)
@@ -28,7 +29,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     ) -> str | None:
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
-        if produced != extra:
+        if produced != extra and not (extra == torch.float32 and linear.adds_in_gemm(key)):
             return f"the linear produces {produced} and the extra input is {extra}."
         if bias is None:
             return linear.addend_refusal("forward", key)
@@ -46,7 +47,7 @@ class ForwardLinearBiasAdd(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         if bias is None:
             return ((linear.added_gemm(side, key), 2),)
-        if linear.adds_with_bias(key):
+        if linear.adds_in_gemm(key):
             return ((linear.added_gemm(side, key), 3),)
         return ((linear.biased_gemm(key), 2), ("add", 1))
 

@@ -38,7 +38,7 @@ def linear_add(
 ) -> torch.Tensor:
     """``scale * (x @ weight.T) (+ bias) + addend``: one GEMM where cuBLASLt takes a bias.
 
-    Only a product without a bias has a ``scale``.
+    Only a product without a bias has a ``scale``. With an addend in fp32 the sum is in fp32.
     """
     y = _add_product(_rows(addend), _rows(x), weight.t(), scale, bias)
     return y.view(addend.shape)
@@ -111,8 +111,8 @@ def quantized_linear(
 ) -> torch.Tensor:
     """``scale * (x @ weight.T) (+ bias) (+ addend)``, ``[..., N]``, from the rowwise copies.
 
-    In ``dtype``, which is also the addend's. ``is_split`` requests a split accumulator
-    (gemm/native.py), here and in the functions below.
+    In ``dtype``, and with an addend in the wider of the two. ``is_split`` requests a split
+    accumulator (gemm/native.py), here and in the functions below.
     """
     row = _native(x, weight)
     if row is None:
@@ -251,9 +251,11 @@ def _add_product(
         if cublaslt.serves(out, a, b, addend=addend, bias=bias):
             cublaslt.multiply(out, a, b, addend=addend, bias=bias, alpha=scale)
             return out
-    if bias is None:
+    if bias is not None:
+        return torch.addmm(bias, a, b) + addend
+    if addend.dtype is a.dtype:
         return torch.addmm(addend, a, b, alpha=scale)
-    return torch.addmm(bias, a, b) + addend
+    return torch.mm(a, b) * scale + addend
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:

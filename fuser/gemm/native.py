@@ -133,9 +133,12 @@ def product(
     scale: float = 1.0,
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``scale * a @ b.T (+ bias) (+ addend)`` by ``row``: one kernel where cuBLASLt takes it."""
+    """``scale * a @ b.T (+ bias) (+ addend)`` by ``row``: one kernel where cuBLASLt takes it.
+
+    With an ``addend`` the sum is in the dtype of the addend.
+    """
     if addend is not None or scale != 1.0:
-        out = _new(a, b, out_dtype)
+        out = _new(a, b, out_dtype if addend is None else addend.dtype)
         if by_cublaslt(out, a, b, is_split, bias, scale, addend):
             return out
     if scale != 1.0:

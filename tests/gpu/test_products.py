@@ -58,6 +58,21 @@ def test_a_product_with_an_addend(
     assert_close(gemm.dgrad(dy, weight, 2.0, added), exact)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(dtype: torch.dtype) -> None:
+    x, weight = values(130, 32, seed=1, dtype=dtype), values(64, 32, seed=2, dtype=dtype)
+    bias, addend = values(64, seed=3, dtype=dtype), values(130, 64, seed=4, dtype=FP32)
+    exact = x.double() @ weight.double().t() + addend.double()
+    out = torch.empty_like(addend)
+    assert cublaslt.serves(out, x, weight.t(), addend=addend)
+    assert_close(gemm.linear_add(x, weight, addend), exact)
+    added = gemm.linear_add(x, weight, addend, bias=bias)
+    assert (added.double() - exact - bias.double()).norm() <= 2**-8 * exact.norm()
+    print(
+        "bias of 16 bits into fp32:", cublaslt.serves(out, x, weight.t(), addend=addend, bias=bias)
+    )
+
+
 def spread(scale: torch.Tensor, mode: Scales, rows: int, inner: int) -> torch.Tensor:
     wide = scale.double()
     if mode is Scales.TENSOR:

@@ -1,0 +1,189 @@
+"""Training steps of a language model of 437 million parameters, in tokens a second.
+
+The model of examples/train_lm.py with 32 layers of width 1024, sequences of 1024 bytes, 8 in a
+batch, parameters in fp32, torch's autocast in bf16, and torch's fused AdamW. Variants: plain torch,
+eager and compiled whole; feed-forward blocks in fuser, with attention in eager torch; and norms,
+projections and residuals of attention in fuser too. They run alternately (timing.py). On a CPU
+sizes are small, to try the script.
+
+    python benchmarks/language_model.py --out out/language_model.csv
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from evidence import Sink, progress, provenance, say
+from options import new_parser, parsed
+from timing import Call, Failure, Result, Timing, clock, measure
+from torch import nn
+from torch.nn import functional as F
+
+import fuser
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import train_lm
+
+SIZES = {"cuda": (32, 1024, 1024, 8), "cpu": (2, 64, 32, 2)}
+NAMES = ("layers", "width", "context", "batch_size")
+
+
+class FusedAttention(nn.Module):
+    """Attention whose norm and projections are two pipelines, with the residual in the second."""
+
+    def __init__(self, width: int, heads: int, device: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = fuser.Sequential(
+            fuser.RMSNorm(width, device=device),
+            fuser.Linear(width, 3 * width, bias=False, device=device),
+        )
+        self.out = fuser.Sequential(
+            fuser.Linear(width, width, bias=False, device=device), fuser.AddExtraInput()
+        )
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        split = self.qkv(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        query, key = train_lm.rotated(query, cos, sin), train_lm.rotated(key, cos, sin)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(-2), x)
+
+
+def plain(options: train_lm.Options) -> nn.Module:
+    return train_lm.LanguageModel(options, train_lm.PlainFeedForward)
+
+
+def compiled(options: train_lm.Options) -> nn.Module:
+    model = plain(options)
+    model.compile(dynamic=False)
+    return model
+
+
+def fused(options: train_lm.Options) -> nn.Module:
+    return train_lm.LanguageModel(options, train_lm.fused_feed_forward)
+
+
+def fused_everywhere(options: train_lm.Options) -> nn.Module:
+    model = fused(options)
+    for place in range(options.layers):
+        model.attention[place] = FusedAttention(options.width, options.heads, options.device)
+    return model
+
+
+Make = Callable[[train_lm.Options], nn.Module]
+
+VARIANTS: dict[str, tuple[Make, str]] = {
+    "torch eager": (plain, "none"),
+    "torch.compile": (compiled, "none"),
+    "fuser": (fused, "none"),
+    "fuser everywhere": (fused_everywhere, "none"),
+    "fuser everywhere, current": (fused_everywhere, "current"),
+    "fuser everywhere, 128-block": (fused_everywhere, "block"),
+}
+
+
+def step_of(make: Make, options: train_lm.Options) -> Call:
+    """A training step of a new model on one batch."""
+    torch.manual_seed(0)
+    model = make(options)
+    is_fused = options.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=is_fused)
+    shape = (options.batch_size, options.context + 1)
+    text = torch.randint(train_lm.VOCABULARY, shape, device=options.device)
+
+    def step() -> None:
+        with options.autocast():
+            logits = model(text[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measured(chosen: Sequence[str], options: train_lm.Options, rounds: int) -> list[dict[str, Any]]:
+    """A record for each variant."""
+    calls: dict[str, Call] = {}
+    results: dict[str, Result] = {}
+    for name in progress(chosen, "warm up"):
+        make, recipe = VARIANTS[name]
+        try:
+            calls[name] = step_of(make, replace(options, recipe=recipe))
+            for _ in range(4):  # compiled, recorded, and repeated
+                calls[name]()
+        except Exception as error:  # a variant that fails must not stop the others
+            results[name] = Failure.of(error)
+            calls.pop(name, None)
+    results |= measure([calls], clock(options.device, is_captured=False), rounds=rounds)
+    tokens = options.batch_size * options.context
+    records = []
+    for name in chosen:
+        result, eager = results[name], results.get("torch eager")
+        row: dict[str, Any] = {
+            **{size: getattr(options, size) for size in NAMES},
+            "variant": name,
+            **dict.fromkeys(("ms", "p20", "p80", "tokens/s", "/ eager", "failure"), ""),
+        }
+        if isinstance(result, Failure):
+            row["failure"] = result.reason
+        else:
+            row |= {
+                "ms": round(result.median * 1e3, 3),
+                "p20": round(result.p20 * 1e3, 3),
+                "p80": round(result.p80 * 1e3, 3),
+                "tokens/s": round(tokens / result.median),
+            }
+            if isinstance(eager, Timing):
+                row["/ eager"] = round(eager.median / result.median, 3)
+        records.append(row)
+    return records
+
+
+def table(records: Sequence[dict[str, Any]]) -> str:
+    """The records as text; tokens a second over those of eager torch."""
+    lines = [f"{'':<30}{'ms':>9}{'p20':>9}{'p80':>9}{'tokens/s':>10}{'/ eager':>9}"]
+    for row in records:
+        if row["failure"]:
+            lines.append(f"{row['variant']:<30}  FAILED {row['failure']}")
+        else:
+            lines.append(
+                f"{row['variant']:<30}{row['ms']:>9.2f}{row['p20']:>9.2f}{row['p80']:>9.2f}"
+                f"{row['tokens/s']:>10}{row['/ eager']:>9}"
+            )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure, print, and write where asked."""
+    defaults = {device: dict(zip(NAMES, sizes, strict=True)) for device, sizes in SIZES.items()}
+    texts = {
+        name: f"default: {defaults['cuda'][name]}, on a CPU {defaults['cpu'][name]}"
+        for name in NAMES
+    }
+    parser = new_parser(__doc__, texts)
+    given = parsed(parser, argv, texts)
+    if given.chart:
+        parser.error("language_model.py draws no chart.")
+    sizes = {name: getattr(given, name) or defaults[given.device][name] for name in NAMES}
+    options = train_lm.Options(
+        **sizes, heads=sizes["width"] // 64, device=given.device, dtype="bfloat16"
+    )
+    count = sum(p.numel() for p in plain(replace(options, device="meta")).parameters())
+    where = provenance(given.device, torch.bfloat16, given.commit)
+    print("  ".join(f"{name} {value}" for name, value in where.items()))
+    print(f"{count / 1e6:.0f} million parameters, {sizes}")
+    chosen = [name for name in VARIANTS if not (given.no_compile and name == "torch.compile")]
+    records = measured(chosen, options, given.rounds)
+    say(table(records))
+    Sink(given.out, where).write(records)
+
+
+if __name__ == "__main__":
+    main()
