@@ -2,9 +2,9 @@
 
 The model of examples/train_lm.py with 32 layers of width 1024, sequences of 1024 bytes, 8 in a
 batch, parameters in fp32, torch's autocast in bf16, and torch's fused AdamW. Variants: plain torch,
-eager and compiled whole; feed-forward blocks in fuser, with attention in eager torch; and norms,
-projections and residuals of attention in fuser too. They run alternately (timing.py). On a CPU
-sizes are small, to try the script.
+eager and compiled whole; feed-forward blocks in fuser, with attention in eager torch or compiled;
+and norms, projections and residuals of attention in fuser too. They run alternately (timing.py). On
+a CPU sizes are small, to try the script.
 
     python benchmarks/language_model.py --out out/language_model.csv
 """
@@ -69,6 +69,13 @@ def fused(options: train_lm.Options) -> nn.Module:
     return train_lm.LanguageModel(options, train_lm.fused_feed_forward)
 
 
+def fused_beside_compiled(options: train_lm.Options) -> nn.Module:
+    model = fused(options)
+    for attention in model.attention:
+        attention.compile(dynamic=False)
+    return model
+
+
 def fused_everywhere(options: train_lm.Options) -> nn.Module:
     model = fused(options)
     for place in range(options.layers):
@@ -82,10 +89,14 @@ VARIANTS: dict[str, tuple[Make, str]] = {
     "torch eager": (plain, "none"),
     "torch.compile": (compiled, "none"),
     "fuser": (fused, "none"),
+    "fuser, attention compiled": (fused_beside_compiled, "none"),
+    "the same, current": (fused_beside_compiled, "current"),
     "fuser everywhere": (fused_everywhere, "none"),
     "fuser everywhere, current": (fused_everywhere, "current"),
     "fuser everywhere, 128-block": (fused_everywhere, "block"),
 }
+
+COMPILED = (compiled, fused_beside_compiled)
 
 
 def step_of(make: Make, options: train_lm.Options) -> Call:
@@ -179,7 +190,7 @@ def main(argv: list[str] | None = None) -> None:
     where = provenance(given.device, torch.bfloat16, given.commit)
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     print(f"{count / 1e6:.0f} million parameters, {sizes}")
-    chosen = [name for name in VARIANTS if not (given.no_compile and name == "torch.compile")]
+    chosen = [name for name in VARIANTS if not (given.no_compile and VARIANTS[name][0] in COMPILED)]
     records = measured(chosen, options, given.rounds)
     say(table(records))
     Sink(given.out, where).write(records)
