@@ -150,6 +150,13 @@ class Chain:
         return f"fuser::Skipped<{name}>" if i < self.saved else name
 
     @functools.cached_property
+    def sums_rows(self) -> bool:
+        """Whether backward sums over rows: for the gradient of a bias."""
+        wanted = self.wanted or (False,) * len(self.stages)
+        stages = zip(self.stages, wanted, strict=True)
+        return any(stage.name == "bias" and is_wanted for stage, is_wanted in stages)
+
+    @functools.cached_property
     def forward_rows(self) -> int:
         """Rows that a thread reads at once."""
         extras = sum(stage.operand == "elements" for stage in self.stages)
