@@ -99,7 +99,7 @@ def run(
     recipe: Any = None,
 ) -> dict[str, torch.Tensor]:
     leaves = [x.clone().requires_grad_()]
-    extras = [torch.tensor(splits)]
+    extras = [torch.tensor(splits, device=x.device)]
     if scales is not None:
         leaves.append(scales.clone().requires_grad_())
         extras.append(leaves[1])

@@ -22,6 +22,7 @@ from fuser.basic_ops.linear_operands import (
 )
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.errors import InputError, StateError
+from fuser.functional.grouped import add_bias, zero_tail
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import (
@@ -35,6 +36,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.precision.contexts import current_parameter_init
+from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
@@ -301,7 +303,7 @@ class GroupedLinear(BasicOperation):
         x = cast(x, dtype).reshape(-1, self.in_features)
         is_read = ctx.has_recipe or not grouped.has_grouped_mm(x.device, dtype)
         is_read = is_read or self.check_device_splits
-        groups = grouped.groups_of(extras[0], x.shape[0], x.device, is_read=is_read)
+        groups = grouped.groups_of(extras[0], x, is_read=is_read)
         out = None if output is None else output.view(-1, self.out_features)
         weight = self._stacked("weight", dtype)
         wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
@@ -316,12 +318,8 @@ class GroupedLinear(BasicOperation):
         bias = scales = None
         if self.has_bias:
             bias = self._stacked("bias", dtype)
-            added = grouped.of_rows(bias, groups, y.shape[0])
-            if self.scale_bias:
-                scales = extras[1].reshape(-1)
-                tail_free = grouped.zero_tail(scales.clone(), groups)
-                added = added * tail_free[:, None].to(added.dtype)
-            y.add_(added)
+            scales = extras[1].reshape(-1) if self.scale_bias else None
+            y = add_bias(groups.ends, bias, scales if scales is None else cast(scales, dtype), y)
         if ctx.requires_grad:
             wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
             ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
@@ -371,8 +369,9 @@ class GroupedLinear(BasicOperation):
         if self.scale_bias:
             dscales = None
             if bias is not None:
-                products = dy.float() * grouped.of_rows(bias, groups, dy.shape[0]).float()
-                dscales = grouped.zero_tail(products.sum(-1), groups).to(scales.dtype)
+                of_rows = reference.of_rows(groups.ends, bias, dy.shape[0])
+                products = (dy.float() * of_rows.float()).sum(-1)
+                dscales = reference.zero_tail(groups.ends, products).to(scales.dtype)
                 dscales = dscales.view(grad_output.shape[:-1])
             dextras.append(dscales)
         return dx, [(*dweights, *dbiases)], [tuple(dextras)]
@@ -435,7 +434,7 @@ class GroupedLinear(BasicOperation):
             if ctx.requires_grad and is_quantized:
                 gradients.append(self.quantizer_value("backward", g))
         ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
-        return grouped.zero_tail(y, groups), [*kept[0], *kept[1]]
+        return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
 
     def _quantized_backward(
         self,
@@ -476,7 +475,7 @@ class GroupedLinear(BasicOperation):
                 )
             operands.append((readable(q, "columnwise", value), x) if wants_wgrad else None)
         if dx is not None:
-            grouped.zero_tail(dx, groups)
+            zero_tail(groups.ends, dx)
         if not wants_wgrad:
             return dx, None
         is_split = ctx.split_accumulators[2]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from fuser.errors import InputError
 from fuser.formats import round_up
+from fuser.functional import grouped
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
@@ -49,29 +50,28 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def groups_of(
-    split_sizes: torch.Tensor, rows: int, device: torch.device, *, is_read: bool
-) -> Groups:
-    """The groups of ``rows`` rows on ``device``, from the number of rows of each.
+def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> Groups:
+    """The groups of the rows of ``x``, from the number of rows of each.
 
     Parameters
     ----------
     split_sizes
         ``[G]``, integers. On the CPU they are checked; on another device they are not read unless
         ``is_read``. Sizes below zero then count as zero, and groups end at the last row.
-    rows
-        The number of rows that there are.
+    x
+        ``[T, K]``.
     is_read
         Whether the sizes are needed on the host.
 
     Raises
     ------
     InputError
-        If sizes that are read are negative, or sum to more than ``rows``.
+        If sizes that are read are negative, or sum to more than the rows.
     """
+    rows = x.shape[0]
     if split_sizes.device.type == "cpu" or is_read:
         # ``item`` and not ``tolist``, which a recording would not observe.
-        total = int(split_sizes.sum().item())
+        total = int(split_sizes.sum(dtype=torch.int64).item())
         sizes = tuple(split_sizes.tolist())
         if any(size < 0 for size in sizes):
             raise InputError(f"Split sizes must not be negative; got {_listed(sizes)}.")
@@ -80,8 +80,9 @@ def groups_of(
                 f"Split sizes sum to {total}, more than the {rows} rows of the input: "
                 f"{_listed(sizes)}."
             )
-    ends = split_sizes.to(device, torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
-    return Groups(ends.to(torch.int32), sizes if is_read else None)
+    if split_sizes.device != x.device:
+        split_sizes = split_sizes.to(x.device, non_blocking=True)
+    return Groups(grouped.group_ends(split_sizes, x), sizes if is_read else None)
 
 
 def _listed(sizes: tuple[int, ...], most: int = 16) -> str:
@@ -128,23 +129,6 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
 
 
-def of_rows(values: torch.Tensor, groups: Groups, rows: int) -> torch.Tensor:
-    """``values`` ``[G, N]`` of the group of each row, ``[T, N]``; zeros after the last group."""
-    places = torch.arange(rows, dtype=torch.int32, device=groups.ends.device)
-    group = torch.bucketize(places, groups.ends, right=True, out_int32=True)
-    return F.pad(values, (0, 0, 0, 1)).index_select(0, group)
-
-
-def zero_tail(y: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``y`` ``[T, ...]`` with zeros in place of the rows after the last group; in place."""
-    if groups.sizes is not None:
-        y[sum(groups.sizes) :] = 0
-        return y
-    places = torch.arange(y.shape[0], dtype=torch.int32, device=y.device)
-    is_after = places >= groups.ends[-1:]
-    return y.masked_fill_(is_after.view(-1, *[1] * (y.dim() - 1)), 0)
-
-
 def _multiply(
     a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor | None
 ) -> torch.Tensor:
@@ -152,12 +136,14 @@ def _multiply(
     if groups.sizes is None:
         columns = b.shape[2]
         y = F.grouped_mm(_vectors(a), _matrices(b), offs=groups.ends)
-        y = zero_tail(y if y.shape[1] == columns else y[:, :columns], groups)
+        y = y if y.shape[1] == columns else y[:, :columns].contiguous()
+        y = grouped.zero_tail(groups.ends, y)
         return y if out is None else out.copy_(y)
     y = a.new_empty(a.shape[0], b.shape[2]) if out is None else out
     for rows, each in zip(groups.slices(), b, strict=True):
         torch.mm(a[rows], each, out=y[rows])
-    return zero_tail(y, groups)
+    y[sum(groups.sizes) :] = 0
+    return y
 
 
 def _vectors(matrix: torch.Tensor) -> torch.Tensor:
