@@ -89,11 +89,16 @@ def compiled(case: Case) -> Call:
 
 def in_a_loop(case: Case) -> Call:
     def forward() -> torch.Tensor:
-        parts = zip(case.x.split(case.sizes), case.scales.split(case.sizes), strict=True)
+        each = (
+            case.x.split(case.sizes),
+            case.scales.split(case.sizes),
+            case.up.unbind(),
+            case.down.unbind(),
+        )
         return torch.cat(
             [
-                activation(x @ case.up[i].t(), scales) @ case.down[i].t()
-                for i, (x, scales) in enumerate(parts)
+                activation(x @ up.t(), scales) @ down.t()
+                for x, scales, up, down in zip(*each, strict=True)
             ]
         )
 
