@@ -224,6 +224,18 @@ __device__ __forceinline__ void store_packed_tail(T* p, int count, const Packed<
     }
 }
 
+// Makes the first vector wait until all are loaded. A compiler that is short of registers would
+// otherwise compute the first before it loads the next, with one load in flight at a time.
+template <int kVectors, class Vector>
+__device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        bits ^= vectors[i].bits();
+    }
+    vectors[0].wait_for(bits & (blockDim.z - 1u));  // blockDim.z is 1; the compiler does not know
+}
+
 // Reads pieces of 16 bytes that are `step` pieces apart, in memory that this kernel wrote.
 template <class T, int kCount>
 __device__ __forceinline__ Packed<T, kCount> read_pieces(const uint4* pieces, int step) {
