@@ -204,6 +204,17 @@ __device__ __forceinline__ void for_unused_rows(const int* row_map, int rows, lo
     }
 }
 
+// Makes the first row wait until all are loaded, as wait_for_all.
+template <int kRows>
+__device__ __forceinline__ void wait_for_rows(int (&rows)[kRows]) {
+    int bits = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        bits ^= rows[i];
+    }
+    rows[0] ^= bits & static_cast<int>(blockDim.z - 1u);
+}
+
 __device__ __forceinline__ uint4 load_word(const uint4* p) { return load_streaming(p); }
 __device__ __forceinline__ unsigned load_word(const unsigned* p) { return load_streaming(p); }
 __device__ __forceinline__ unsigned short load_word(const unsigned short* p) { return *p; }
@@ -220,6 +231,7 @@ __global__ void __launch_bounds__(fuser::kThreads)
     fuser_permute(const Word* __restrict__ x, const int* __restrict__ row_map,
                   const int* __restrict__ inverse_map, Word* __restrict__ y, int tokens,
                   int choices, int rows, int columns, long long stride) {
+    constexpr int kAtOnce = 4;  // numbers of rows in flight
     const fuser::Place place;
     if (place.vector >= static_cast<unsigned>(columns)) {
         return;
@@ -233,24 +245,34 @@ __global__ void __launch_bounds__(fuser::kThreads)
         }
     }
     Word* const column = y + place.vector;
-    const long long groups = max(tokens, 1);
+
+    // ---- unused rows, while the loads are in flight ----
+    const long long groups = static_cast<long long>(gridDim.y) * gridDim.z * blockDim.y;
+    fuser::for_unused_rows(row_map, rows, place.token(0, 1), groups, [&](long long row) {
+        fuser::store_word(column + row * columns, Word{});
+    });
+
+    // ---- copies ----
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
         const long long token = place.token(i, kTokens);
-        if (token < tokens) {
-            const int* own = inverse_map + token * choices;
-#pragma unroll 4
-            for (int choice = 0; choice < choices; ++choice) {
-                const int row = own[choice];
-                if (static_cast<unsigned>(row) < static_cast<unsigned>(rows)) {
-                    fuser::store_word(column + static_cast<long long>(row) * columns, words[i]);
+        if (token >= tokens) {
+            return;
+        }
+        const int* own = inverse_map + token * choices;
+        for (int first = 0; first < choices; first += kAtOnce) {
+            int to[kAtOnce];
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                to[k] = first + k < choices ? own[first + k] : -1;
+            }
+            fuser::wait_for_rows(to);
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+                if (static_cast<unsigned>(to[k]) < static_cast<unsigned>(rows)) {
+                    fuser::store_word(column + static_cast<long long>(to[k]) * columns, words[i]);
                 }
             }
-        }
-        if (token < groups) {
-            fuser::for_unused_rows(row_map, rows, token, groups, [&](long long row) {
-                fuser::store_word(column + row * columns, Word{});
-            });
         }
     }
 }
@@ -275,26 +297,31 @@ __global__ void __launch_bounds__(fuser::kThreads)
     float sums[kCount] = {};
     for (int first = 0; first < choices; first += kAtOnce) {
         // ---- load; a row that is not there counts as zeros ----
+        int from[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            from[i] = first + i < choices ? own[first + i] : -1;
+        }
+        fuser::wait_for_rows(from);
         fuser::Packed<T, kCount> terms[kAtOnce];
         float scales[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            const int choice = first + i;
-            const int row = choice < choices ? own[choice] : -1;
             terms[i] = fuser::zeros<T, kCount>();
             scales[i] = 0.0f;
-            if (static_cast<unsigned>(row) < static_cast<unsigned>(rows)) {
-                const T* p = y + row * stride + column;
+            if (static_cast<unsigned>(from[i]) < static_cast<unsigned>(rows)) {
+                const T* p = y + from[i] * stride + column;
                 if constexpr (kAligned) {
                     terms[i] = fuser::load_packed<kCount>(p);
                 } else {
                     terms[i] = fuser::load_packed_tail<kCount>(p, left);
                 }
                 if constexpr (kProbs) {
-                    scales[i] = probs[token * choices + choice];
+                    scales[i] = probs[token * choices + first + i];
                 }
             }
         }
+        fuser::wait_for_all(terms);
         // ---- add: a zero changes no bit, because a sum that begins with 0 is never -0 ----
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -342,26 +369,31 @@ __global__ void __launch_bounds__(fuser::kThreads)
         const T* const other = kDot ? y + row * y_stride : nullptr;
         T* const to = dy + static_cast<long long>(row) * columns;
         for (long long first = lane * kCount; first < columns; first += kSteps * kStep) {
-            Vector grads[kSteps], values[kSteps];
+            Vector loaded[kDot ? 2 * kSteps : kSteps];  // dout, and then y
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
                 const long long column = first + i * kStep;
                 const int left = static_cast<int>(columns - column);
-                grads[i] = values[i] = fuser::zeros<T, kCount>();
+                loaded[i] = fuser::zeros<T, kCount>();
+                if constexpr (kDot) {
+                    loaded[kSteps + i] = fuser::zeros<T, kCount>();
+                }
                 if constexpr (kAligned) {
                     if (left > 0) {
-                        grads[i] = fuser::load_packed_cached<kCount>(from + column);
+                        loaded[i] = fuser::load_packed_cached<kCount>(from + column);
                         if constexpr (kDot) {
-                            values[i] = fuser::load_packed<kCount>(other + column);
+                            loaded[kSteps + i] = fuser::load_packed<kCount>(other + column);
                         }
                     }
                 } else {
-                    grads[i] = fuser::load_packed_tail<kCount>(from + column, left);
+                    loaded[i] = fuser::load_packed_tail<kCount>(from + column, left);
                     if constexpr (kDot) {
-                        values[i] = fuser::load_packed_tail<kCount>(other + column, left);
+                        loaded[kSteps + i] =
+                            fuser::load_packed_tail<kCount>(other + column, left);
                     }
                 }
             }
+            fuser::wait_for_all(loaded);
 #pragma unroll
             for (int i = 0; i < kSteps; ++i) {
                 const long long column = first + i * kStep;
@@ -369,10 +401,11 @@ __global__ void __launch_bounds__(fuser::kThreads)
                 float scaled[kCount];
 #pragma unroll
                 for (int c = 0; c < kCount; ++c) {
-                    const float grad = grads[i][c];
+                    const float grad = loaded[i][c];
                     scaled[c] = fuser::mul_rn(grad, scale);
                     if constexpr (kDot) {
-                        sums[c] = fuser::add_rn(sums[c], fuser::mul_rn(grad, values[i][c]));
+                        const float value = loaded[kSteps + i][c];
+                        sums[c] = fuser::add_rn(sums[c], fuser::mul_rn(grad, value));
                     }
                 }
                 const Vector result = fuser::packed<T>(scaled);
@@ -410,6 +443,7 @@ __global__ void __launch_bounds__(fuser::kThreads)
     const long long groups = max(assignments, 1);
     if (assignment < groups) {
         fuser::for_unused_rows(row_map, rows, assignment, groups, [&](long long unused) {
+#pragma unroll 4
             for (long long column = lane * kCount; column < columns; column += kStep) {
                 T* const p = dy + unused * columns + column;
                 if constexpr (kAligned) {

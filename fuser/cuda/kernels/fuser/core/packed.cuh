@@ -22,8 +22,15 @@ struct Packed {
             return words[i / 2] >> i % 2 * 16 & 0xffffu;
         }
     }
-    // The first word. It depends on the load, so a use of it cannot come before the load.
-    __device__ __forceinline__ unsigned bits() const { return words[0]; }
+    // A word that depends on every load, so a use of it cannot come before them.
+    __device__ __forceinline__ unsigned bits() const {
+        unsigned all = words[0];
+#pragma unroll
+        for (int i = kStep; i < kWords; i += kStep) {
+            all ^= words[i];
+        }
+        return all;
+    }
     // Makes every element depend on `zero`, which is 0.
     __device__ __forceinline__ void wait_for(unsigned zero) {
 #pragma unroll
