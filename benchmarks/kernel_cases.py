@@ -14,7 +14,14 @@ from plain_torch import E4M3, EPS
 from timing import Call
 
 from fuser.chain import Stage
-from fuser.cuda import fp8_scaling, mxfp8, normalization, normalization_backward, pointwise
+from fuser.cuda import (
+    fp8_scaling,
+    mxfp8,
+    normalization,
+    normalization_backward,
+    permutation,
+    pointwise,
+)
 from fuser.cuda.launch import kernels_support
 from fuser.formats import mxfp8_scale_shape
 from fuser.functional import normalization as norm_ops
@@ -24,6 +31,7 @@ from fuser.functional.delayed_scaling import update_delayed
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
+from fuser.reference import permutation as permutation_reference
 from fuser.reference.activation import activation, activation_backward
 from fuser.tensors import (
     Float8BlockQuantizer,
@@ -34,6 +42,7 @@ from fuser.tensors import (
 )
 
 STATES, HISTORY = 100, 1024
+EXPERTS = 64
 # Default rows and columns. The blocks of all formats divide those of the CPU.
 SHAPES = {"cuda": (16384, 14336), "cpu": (256, 256)}
 
@@ -550,6 +559,68 @@ def stored(
     return {"fuser": fused, "unfused": lambda: quantize(materialize(make()))}
 
 
+# -- permutation by expert ----------------------------------------------------
+
+
+def routing(inputs: Inputs, tokens: int, choices: int) -> tuple[torch.Tensor, ...]:
+    """Random expert indices, and the split sizes and maps of their permutation."""
+    shape, experts = (tokens, choices), EXPERTS
+    indices = torch.randint(experts, shape, generator=inputs.generator, device=inputs.device)
+    return indices, *permutation_reference.sort_by_expert(indices, experts, tokens * choices)
+
+
+def sort_by_expert(inputs: Inputs) -> Calls:
+    indices, *outputs = routing(inputs, inputs.M, inputs.K)
+    shape = permutation.counts_shape(indices.numel(), EXPERTS)
+    counts = None if shape is None else inputs.empty(*shape, dtype=torch.int32)
+    return {
+        "fuser": inputs.kernel(
+            lambda: permutation.sort_by_expert(indices, *outputs, counts),
+            lambda: permutation_reference.sort_by_expert(indices, EXPERTS, indices.numel()),
+        ),
+        **in_torch(plain.sort_by_expert, indices, EXPERTS),
+    }
+
+
+def permute(inputs: Inputs, *, choices: int) -> Calls:
+    _, _, *maps = routing(inputs, inputs.M, choices)
+    x, y = inputs.normal(), inputs.empty(inputs.M * choices, inputs.K)
+    return {
+        "fuser": inputs.kernel(
+            lambda: permutation.permute(x, *maps, y),
+            lambda: permutation_reference.permute(x, *maps),
+        ),
+        **in_torch(plain.permute, x, maps[0] // choices),
+    }
+
+
+def unpermute(inputs: Inputs, *, choices: int) -> Calls:
+    _, _, _, inverse_map = routing(inputs, inputs.M, choices)
+    y, out = inputs.normal(inputs.M * choices, inputs.K), inputs.empty()
+    probs = inputs.normal(inputs.M, choices, dtype=torch.float32)
+    return {
+        "fuser": inputs.kernel(
+            lambda: permutation.unpermute(y, inverse_map, probs, out),
+            lambda: permutation_reference.unpermute(y, inverse_map, probs),
+        ),
+        **in_torch(plain.unpermute, y, inverse_map, probs),
+    }
+
+
+def unpermute_backward(inputs: Inputs, *, choices: int) -> Calls:
+    _, _, *maps = routing(inputs, inputs.M, choices)
+    dout, y = inputs.normal(), inputs.normal(inputs.M * choices, inputs.K)
+    probs = inputs.normal(inputs.M, choices, dtype=torch.float32)
+    dy, dprobs = torch.empty_like(y), torch.empty_like(probs)
+    return {
+        "fuser": inputs.kernel(
+            lambda: permutation.unpermute_backward(dout, y, *maps, probs, dy, dprobs),
+            lambda: permutation_reference.unpermute_backward(dout, y, *maps, probs),
+        ),
+        **in_torch(plain.unpermute_backward, dout, y, *maps, probs),
+    }
+
+
 # -- the table ----------------------------------------------------------------
 
 CASES = (
@@ -694,6 +765,17 @@ CASES = (
             ("RMSNorm", False, "FP8 delayed", into_delayed, "2*b + 2 + 8/K"),
             ("RMSNorm", False, "FP8 current", into_current, "2*b + 2 + 8/K"),
             ("add+RMSNorm", True, "FP8 delayed", into_delayed, "4*b + 2 + 8/K"),
+        )
+    ),
+    # M tokens of K columns, each with k experts. The indices of the sort are [M, K], in int64.
+    Case("sort by expert", sort_by_expert, "16", "1", rows=16384, columns=8),
+    *(
+        Case(f"{name}, k = {k}", functools.partial(make, choices=k), moves, flop, 0.9, columns=2048)
+        for k in (2, 8)
+        for name, make, moves, flop in (
+            ("permute", permute, f"{1 + k}*b + {8 * k}/K", "0"),
+            ("unpermute", unpermute, f"{1 + k}*b + {8 * k}/K", f"{2 * k}"),
+            ("unpermute backward", unpermute_backward, f"{1 + 2 * k}*b + {16 * k}/K", f"{3 * k}"),
         )
     ),
     # M is the length of a history and K the number of tensors, each with a history of its own.

@@ -180,3 +180,32 @@ def layernorm_backward(
     return torch.ops.aten.native_layer_norm_backward(
         dy, x, gamma.shape, mean, rstd, gamma, beta, wanted
     )
+
+
+# -- permutation by expert -----------------------------------------------------
+
+
+def sort_by_expert(expert_indices: torch.Tensor, experts: int) -> Any:
+    keys, order = expert_indices.view(-1).sort(stable=True)
+    bounds = torch.arange(experts + 1, device=keys.device)
+    return torch.searchsorted(keys, bounds).diff(), order, order.argsort()
+
+
+def permute(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return x[tokens]
+
+
+def unpermute(y: torch.Tensor, inverse_map: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    return (y[inverse_map].float() * probs[..., None]).sum(1).to(y.dtype)
+
+
+def unpermute_backward(
+    dout: torch.Tensor,
+    y: torch.Tensor,
+    assignments: torch.Tensor,
+    inverse_map: torch.Tensor,
+    probs: torch.Tensor,
+) -> Any:
+    rows = dout[assignments // inverse_map.shape[1]].float()
+    dy = (rows * probs.view(-1)[assignments, None]).to(dout.dtype)
+    return dy, (rows * y.float()).sum(1)[inverse_map]

@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from fuser import modules, ops, recipe, testing
+from fuser import modules, moe, ops, recipe, testing
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -183,6 +183,7 @@ __all__ = [
     "is_nvfp4_available",
     "make_graphed_callables",
     "modules",
+    "moe",
     "ops",
     "quantized_model_init",
     "recipe",

@@ -43,6 +43,7 @@ PACKAGES = (
     "report",
     "sequential",
     "modules",
+    "moe",
     "testing",
     "compatibility",
     "ops",

@@ -5,6 +5,7 @@ tests that should notice, and says which did. ``tests/test_mutants.py`` keeps th
 with the sources.
 """
 
+from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
@@ -30,6 +31,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "fused ops": FUSED_OPS,
     "checks and sentences": SENTENCES,
     "extensions of users": EXTENDING,
+    "router and permutation by expert": EXPERTS,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,
     "kernels: arithmetic": ARITHMETIC,

@@ -383,16 +383,4 @@ private:
     }
 };
 
-// Makes the first vector wait until all are loaded. A compiler that is short of registers would
-// otherwise compute the first before it loads the next, with one load in flight at a time.
-template <int kVectors, class Vector>
-__device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
-    unsigned bits = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-        bits ^= vectors[i].bits();
-    }
-    vectors[0].wait_for(bits & (blockDim.z - 1u));  // blockDim.z is 1; the compiler does not know
-}
-
 }  // namespace fuser

@@ -22,8 +22,15 @@ struct Packed {
             return words[i / 2] >> i % 2 * 16 & 0xffffu;
         }
     }
-    // The first word. It depends on the load, so a use of it cannot come before the load.
-    __device__ __forceinline__ unsigned bits() const { return words[0]; }
+    // A word that depends on every load, so a use of it cannot come before them.
+    __device__ __forceinline__ unsigned bits() const {
+        unsigned all = words[0];
+#pragma unroll
+        for (int i = kStep; i < kWords; i += kStep) {
+            all ^= words[i];
+        }
+        return all;
+    }
     // Makes every element depend on `zero`, which is 0.
     __device__ __forceinline__ void wait_for(unsigned zero) {
 #pragma unroll
@@ -222,6 +229,18 @@ __device__ __forceinline__ void store_packed_tail(T* p, int count, const Packed<
             }
         }
     }
+}
+
+// Makes the first vector wait until all are loaded. A compiler that is short of registers would
+// otherwise compute the first before it loads the next, with one load in flight at a time.
+template <int kVectors, class Vector>
+__device__ __forceinline__ void wait_for_all(Vector (&vectors)[kVectors]) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        bits ^= vectors[i].bits();
+    }
+    vectors[0].wait_for(bits & (blockDim.z - 1u));  // blockDim.z is 1; the compiler does not know
 }
 
 // Reads pieces of 16 bytes that are `step` pieces apart, in memory that this kernel wrote.

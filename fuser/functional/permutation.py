@@ -1,0 +1,93 @@
+"""Permutation of tokens to rows sorted by expert, and back: kernels if available, else PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.cuda import permutation as kernels
+from fuser.cuda.launch import kernels_support
+from fuser.errors import KernelUnavailable
+from fuser.functional.lazy import as_stored, rows_of
+from fuser.reference import permutation as reference
+
+
+def sort_by_expert(
+    expert_indices: torch.Tensor, num_experts: int, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The split sizes, ``row_map`` and ``inverse_map`` of a stable sort; see the reference."""
+    device, count = expert_indices.device, expert_indices.numel()
+    split_sizes = torch.empty(num_experts, dtype=torch.int32, device=device)
+    is_small = num_experts <= kernels.MAX_EXPERTS and count <= kernels.MAX_ASSIGNMENTS
+    if is_small and kernels_support(split_sizes.view(torch.uint8)):
+        shape = kernels.counts_shape(count, num_experts)
+        counts = None if shape is None else split_sizes.new_empty(shape)
+        row_map = split_sizes.new_empty(rows)
+        inverse_map = split_sizes.new_empty(expert_indices.shape)
+        try:
+            kernels.sort_by_expert(
+                expert_indices.contiguous(), split_sizes, row_map, inverse_map, counts
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return split_sizes, row_map, inverse_map
+    return reference.sort_by_expert(expert_indices, num_experts, rows)
+
+
+def permute(x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -> torch.Tensor:
+    """The rows of ``x [T, hidden]`` in the order of ``row_map``; see the reference."""
+    if kernels_support(x):
+        y = torch.empty(row_map.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+        try:
+            kernels.permute(rows_of(x), row_map, inverse_map, y)
+        except KernelUnavailable:
+            pass
+        else:
+            return y
+    return reference.permute(x, row_map, inverse_map)
+
+
+def unpermute(
+    y: torch.Tensor, inverse_map: torch.Tensor, probs: torch.Tensor | None
+) -> torch.Tensor:
+    """The sum of each token's rows, weighted by ``probs`` if given; see the reference."""
+    if kernels_support(y):
+        out = torch.empty(inverse_map.shape[0], y.shape[1], dtype=y.dtype, device=y.device)
+        try:
+            scales = None if probs is None else _scales(probs)
+            kernels.unpermute(rows_of(y), inverse_map, scales, out)
+        except KernelUnavailable:
+            pass
+        else:
+            return out
+    return reference.unpermute(y, inverse_map, probs)
+
+
+def unpermute_backward(
+    dout: torch.Tensor,
+    y: torch.Tensor | None,
+    row_map: torch.Tensor,
+    inverse_map: torch.Tensor,
+    probs: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of ``y`` and, if ``y`` is given, of ``probs``; see the reference."""
+    if kernels_support(dout):
+        scales = _scales(probs)
+        dy = torch.empty(row_map.shape[0], dout.shape[1], dtype=dout.dtype, device=dout.device)
+        dprobs = None if y is None else torch.empty_like(scales)
+        try:
+            kernels.unpermute_backward(
+                rows_of(dout),
+                None if y is None else rows_of(y),
+                *(row_map, inverse_map, scales, dy, dprobs),
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return dy, dprobs
+    return reference.unpermute_backward(dout, y, row_map, inverse_map, probs)
+
+
+def _scales(probs: torch.Tensor) -> torch.Tensor:
+    """``probs`` as kernels read them: fp32, contiguous."""
+    return as_stored(probs).contiguous().float()

@@ -1,0 +1,110 @@
+"""Mistakes in the router and in the permutation by expert, in kernels and in PyTorch."""
+
+from mutants.mutant import Mutant
+
+KERNELS = "cuda/kernels/permutation.cu"
+REFERENCE = "reference/permutation.py"
+MOE = "moe/permutation.py"
+ROUTER = "moe/router.py"
+
+EXPERTS = (
+    Mutant(
+        "an index of 64 bits is cut to 32",
+        KERNELS,
+        "    const Index expert = indices[i];\n",
+        "    const int expert = static_cast<int>(indices[i]);\n",
+        "test_cuda_permutation.py::test_assignments_are_sorted_by_expert_and_then_by_token",
+    ),
+    Mutant(
+        "a lane reads the next row of an expert after another lane has moved it",
+        KERNELS,
+        "        __syncwarp();\n        if (expert >= 0 && rank == 0) {\n",
+        "        if (expert >= 0 && rank == 0) {\n",
+        "test_cuda_permutation.py::test_assignments_are_sorted_by_expert_and_then_by_token",
+    ),
+    Mutant(
+        "a block counts its own assignments among those before it",
+        KERNELS,
+        "                if (i < own) {\n",
+        "                if (i < own + experts) {\n",
+        "test_cuda_permutation.py::test_assignments_are_sorted_by_expert_and_then_by_token",
+    ),
+    Mutant(
+        "split sizes count rows past the last one",
+        KERNELS,
+        "min(row_after, rows) - min(row, rows)",
+        "row_after - row",
+        "test_cuda_permutation.py::test_assignments_are_sorted_by_expert_and_then_by_token",
+    ),
+    Mutant(
+        "only one unused row of each group of threads is cleared",
+        KERNELS,
+        "         row >= 0 && row_map[row] < 0; row -= groups) {\n",
+        "         row >= 0 && row_map[row] < 0; row -= rows) {\n",
+        "test_cuda_permutation.py::test_tokens_are_copied_to_the_rows_of_their_experts",
+    ),
+    Mutant(
+        "a dropped assignment adds the first row",
+        KERNELS,
+        "            from[i] = first + i < choices ? own[first + i] : -1;\n",
+        "            from[i] = first + i < choices ? max(own[first + i], 0) : -1;\n",
+        "test_cuda_permutation.py::test_the_rows_of_a_token_are_added",
+    ),
+    Mutant(
+        "a dropped assignment adds zero times a row",
+        REFERENCE,
+        "        out = torch.where((rows >= 0)[:, None], out + term, out)\n",
+        "        out = out + term * (rows >= 0)[:, None]\n",
+        "test_moe.py::test_a_dropped_probability_may_be_nan",
+    ),
+    Mutant(
+        "rows without an assignment keep the first token",
+        REFERENCE,
+        "    return y.masked_fill_((row_map < 0)[:, None], 0)\n",
+        "    return y\n",
+        "test_moe.py::test_rows_are_those_of_a_loop_over_experts_and_tokens",
+    ),
+    Mutant(
+        "the gradient of a dropped probability is a dot product",
+        REFERENCE,
+        "torch.where(rows >= 0, _row_sums(products), 0)",
+        "_row_sums(products)",
+        "test_moe.py::test_gradients_are_those_of_finite_differences",
+    ),
+    Mutant(
+        "one assignment less than the capacity remains",
+        MOE,
+        "(numbers > capacity)",
+        "(numbers >= capacity)",
+        "test_moe.py::test_split_sizes_agree_with_the_rows_that_there_are",
+    ),
+    Mutant(
+        "assignments without an expert use up the capacity",
+        MOE,
+        "        numbers = has_expert.view(-1).cumsum(0)",
+        "        numbers = torch.ones_like(has_expert).view(-1).cumsum(0)",
+        "test_moe.py::test_position_drops_the_last_tokens",
+    ),
+    Mutant(
+        "the highest probabilities are dropped",
+        MOE,
+        "sort(descending=True, stable=True)",
+        "sort(stable=True)",
+        "test_moe.py::test_probs_drops_the_lowest_probabilities_and_of_equal_ones_the_last",
+    ),
+    Mutant(
+        "the router multiplies in the dtype of autocast",
+        ROUTER,
+        "        with _without_autocast(x.device.type):\n            return x",
+        "        with contextlib.nullcontext():\n            return x",
+        "test_moe.py::test_the_router_computes_in_fp32_under_autocast_and_keeps_gradients_in_their_"
+        "dtypes",
+    ),
+    Mutant(
+        "the load of an expert is counted a token, not an assignment",
+        ROUTER,
+        "/ chosen.numel()",
+        "/ logits.shape[0]",
+        "test_moe.py::test_probabilities_and_loss_are_those_of_the_formulas",
+    ),
+)
