@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--seconds 20"
 DEMO_FLAGS ?=
+# make demo MODEL=moe
+MODEL ?= lm
 RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
 # make compare COMPARE_FLAGS="--recipes mxfp8 nvfp4 --steps 400"
@@ -16,7 +18,7 @@ MUTANTS_FLAGS ?=
 .PHONY: demo compare mutants test test-fast lint format clean
 
 demo: $(VENV)/.ready
-	$(BIN)/python examples/train_lm.py $(RECIPE_FLAGS) $(DEMO_FLAGS)
+	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
 
 compare: $(VENV)/.ready
 	$(BIN)/python examples/compare_recipes.py $(COMPARE_FLAGS)

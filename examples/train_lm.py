@@ -276,6 +276,10 @@ class LanguageModel(nn.Module):
             x = feed_forward(attention(x, cos, sin))
         return self.head(self.norm(x))
 
+    def auxiliary_loss(self) -> torch.Tensor | float:
+        """What the feed-forward blocks add to the loss of the last forward, such as a balance."""
+        return sum(getattr(block, "auxiliary_loss", 0.0) for block in self.feed_forward)
+
 
 def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
     """The model with fuser pipelines, and the plain torch model, with the same initial weights."""
@@ -405,16 +409,16 @@ def train(
 
 
 def training_step(
-    model: nn.Module,
+    model: LanguageModel,
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     options: Options,
 ) -> torch.Tensor:
-    """Forward, backward and clipped update; returns the loss, on its device."""
+    """Forward, backward and clipped update; returns the loss of the text, on its device."""
     with options.autocast():
         loss = next_byte_loss(model, batch)
-    scaler.scale(loss).backward()
+    scaler.scale(loss + model.auxiliary_loss()).backward()
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     scaler.step(optimizer)
