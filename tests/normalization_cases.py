@@ -63,8 +63,9 @@ class Case:
 
 
 # Columns at which something changes: a vector has 8 or 4 elements, a row 1 to 32 lanes and then
-# whole warps, of which the backward's threads hold two vectors or four.
-BACKWARD_FEW, BACKWARD_MANY = 2 * 512, 4 * 512
+# whole warps, of which the backward's threads hold two vectors or four. With more than 256 lanes,
+# two blocks run on a multiprocessor up to 320; a block has at most 640, or 512 with four vectors.
+BACKWARD_PAIRED, BACKWARD_FEW, BACKWARD_MANY = 2 * 256, 2 * 640, 4 * 512
 CASES = (
     Case("rmsnorm", BF16, BF16, BF16, 1, 8),
     Case("rmsnorm", BF16, BF16, F32, 5, 64, adds=True),
@@ -72,6 +73,11 @@ CASES = (
     Case("rmsnorm", BF16, BF16, BF16, 13, 2048, adds=True, eps=0.1),
     Case("rmsnorm", BF16, BF16, BF16, 3, 8 * BACKWARD_FEW + 8, adds=True),
     Case("rmsnorm", BF16, BF16, BF16, 2, 8 * BACKWARD_MANY + 8, adds=True),
+    Case("rmsnorm", BF16, BF16, BF16, 5, 8 * BACKWARD_PAIRED + 8, adds=True),
+    Case("rmsnorm", BF16, BF16, BF16, 3, 8 * BACKWARD_FEW - 8, adds=True),
+    Case("rmsnorm", BF16, BF16, BF16, 3, 8 * BACKWARD_FEW - 8, offset=1),
+    Case("layernorm", BF16, BF16, F32, 5, 8 * BACKWARD_PAIRED + 8, adds=True),
+    Case("layernorm", F16, F16, F16, 3, 8 * BACKWARD_FEW - 8),
     Case("rmsnorm", BF16, BF16, F32, 4, 1),
     Case("rmsnorm", BF16, BF16, BF16, 9, 77, adds=True, is_zero_centered=True),
     Case("rmsnorm", BF16, BF16, BF16, 3, 64, adds=True, offset=1),
@@ -103,8 +109,10 @@ GPU_CASES = (
         for x, y in DTYPE_PAIRS
         for parameter, rows, columns, offset in (
             (F32, 333, 1536, 0),
-            (y, 200, 5120 * x.itemsize // 2, 0),
-            (y, 50, 8200 * 2 // x.itemsize, 0),
+            (y, 300, 5120 * 2 // x.itemsize, 0),
+            (y, 300, 5120 * 2 // x.itemsize, 1),
+            (y, 50, 10240 * 2 // x.itemsize, 0),
+            (y, 50, 10248 * 2 // x.itemsize, 0),
             (F16, 77, 300, 1),
         )
     ),

@@ -13,6 +13,7 @@ import torch
 from emulator import emulated, prepare
 from normalization_cases import (
     BACKWARD_FEW,
+    BACKWARD_PAIRED,
     BF16,
     CASES,
     F16,
@@ -104,6 +105,8 @@ WAYS = (
     Case("rmsnorm", BF16, BF16, BF16, 5, 1040, adds=True, is_zero_centered=True),
     Case("layernorm", F32, BF16, F16, 5, 516, adds=True),
     Case("rmsnorm", F32, F16, F16, 5, 516, adds=True, extra=F16),
+    Case("layernorm", BF16, BF16, BF16, 3, 8 * BACKWARD_PAIRED + 8, adds=True),
+    Case("rmsnorm", BF16, BF16, BF16, 3, 8 * BACKWARD_FEW - 8, adds=True),
 )
 # Rows in registers, from shared memory, and in chunks.
 ADDING = (
@@ -472,7 +475,8 @@ def test_plans_cover_every_row_with_blocks_that_gpus_can_run(element_bytes: int)
         for shared in (99 * 1024, 163 * 1024, 227 * 1024):
             plan = backward_launchers.backward_plan(columns, element_bytes, shared)
             assert plan.lanes * plan.rows % 32 == 0
-            assert plan.lanes * plan.rows <= 512
+            assert plan.lanes * plan.rows <= plan.threads
+            assert plan.threads == 512 or plan.vectors == 2
             assert plan.lanes % 32 == 0 or 32 % plan.lanes == 0
             assert plan.fits_registers == (vectors <= plan.vectors * plan.lanes)
             assert plan.fits_registers == (columns <= 16384 * 2 // element_bytes)

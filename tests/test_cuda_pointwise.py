@@ -493,4 +493,5 @@ def test_the_workspace_is_small_beside_what_is_read_and_written() -> None:
     rows, columns = 16384, 14336
     moved = 3 * 2 * rows * columns
     assert 8 * workspace_size(BIAS_GELU, rows, columns, torch.bfloat16, (True, False)) < moved / 45
+    assert 8 * workspace_size((Stage("bias"),), rows, columns, torch.bfloat16, (True,)) < moved / 90
     assert workspace_size(SWIGLU, rows, columns, torch.bfloat16, (False,)) == 0

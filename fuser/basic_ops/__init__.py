@@ -22,6 +22,7 @@ from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.bias import Bias
 from fuser.basic_ops.constant_scale import ConstantScale
 from fuser.basic_ops.dropout import Dropout
+from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.identity import Identity
 from fuser.basic_ops.make_extra_output import MakeExtraOutput
 from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
@@ -49,6 +50,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

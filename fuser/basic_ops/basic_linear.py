@@ -545,13 +545,13 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
         if x is not None:
-            owner, own = ctx.main_grad_owner, self._parameters.get("weight")
+            (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
             main_grad = None if owner is None else main_grad_of(owner, own)
             if main_grad is None:
                 grad_weight = gemm.wgrad(dy, x, scale)
             else:
                 gemm.wgrad_accumulate(main_grad, dy, x, scale)
-                grad_weight = stand_in_gradient(ctx.main_grad_owner)
+                grad_weight = stand_in_gradient(owner)
         return grad_input, (grad_weight,)
 
     def _quantized_backward(
@@ -581,7 +581,7 @@ class BasicLinear(BasicOperation):
             grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
-            owner, own = ctx.main_grad_owner, self._parameters.get("weight")
+            (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
             main_grad = None if owner is None else main_grad_of(owner, own)
             if main_grad is None:
                 grad_weight = gemm.quantized_wgrad(
@@ -591,7 +591,7 @@ class BasicLinear(BasicOperation):
                 gemm.quantized_wgrad_accumulate(
                     main_grad, columns, x, dtype, is_split=wgrad_is_split, scale=scale
                 )
-                grad_weight = stand_in_gradient(ctx.main_grad_owner)
+                grad_weight = stand_in_gradient(owner)
         return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:

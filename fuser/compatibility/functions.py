@@ -23,7 +23,6 @@ _NOT_HERE = {
         ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
         "this library has no attention",
     ),
-    "GroupedLinear": "this version has no grouped layers",
 }
 
 

@@ -39,9 +39,10 @@ from fuser.cuda.norm_common import (
 from fuser.errors import InputError
 
 # Persistent blocks, one or two on a multiprocessor, so that there are few partial sums. A thread
-# prefetches up to four rows into shared memory. 512 threads have 128 registers each.
+# prefetches up to four rows into shared memory. 512 threads have 128 registers each, 640 have 96:
+# two vectors a thread need no more, but a LayerNorm in 16 bits then takes up to 11% longer.
 BACKWARD_THREADS = 256
-BACKWARD_ROW_THREADS = 512
+FEW_THREADS, MANY_THREADS = 512, 640
 BACKWARD_VECTORS = (2, 4)
 MAX_PREFETCH_DEPTH = 4
 # Shared memory of a block that is not for prefetched rows: of the kernel, and of the driver.
@@ -260,16 +261,23 @@ def workspace_shape(x: torch.Tensor, *, has_beta: bool) -> tuple[int, int, int]:
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel of these launchers."""
     pairs = itertools.product(("RMSNorm", "LayerNorm"), DTYPE_PAIRS)
-    backward = [_backward_kernel(n, *p, v) for n, p in pairs for v in (*BACKWARD_VECTORS, None)]
+    few, many = BACKWARD_VECTORS
+    kernels = ((few, FEW_THREADS), (few, MANY_THREADS), (many, FEW_THREADS))
+    chunks = ((None, FEW_THREADS), (None, MANY_THREADS))
+    backward = [_backward_kernel(n, *p, *k) for n, p in pairs for k in (*kernels, *chunks)]
     return (*backward, *(_gradients_kernel(dtype) for dtype in ELEMENTS))
 
 
 @functools.cache
-def _backward_kernel(norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None) -> Kernel:
+def _backward_kernel(
+    norm: str, x: torch.dtype, dy: torch.dtype, vectors: int | None, threads: int
+) -> Kernel:
     types = norm_types(norm, x, dy)
     if vectors is None:
-        return Kernel("normalization_backward", f"fuser_norm_backward_in_chunks<{types}>")
-    return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}>")
+        return Kernel(
+            "normalization_backward", f"fuser_norm_backward_in_chunks<{types}, {threads}>"
+        )
+    return Kernel("normalization_backward", f"fuser_norm_backward<{types}, {vectors}, {threads}>")
 
 
 @functools.cache
@@ -294,6 +302,12 @@ class BackwardPlan:
     blocks_per_multiprocessor: int
     fits_registers: bool
 
+    @property
+    def threads(self) -> int:
+        """The most threads that the kernel is compiled for: as few as are enough."""
+        used = self.lanes * self.rows * self.blocks_per_multiprocessor
+        return MANY_THREADS if self.fits_registers and used > FEW_THREADS else FEW_THREADS
+
     def blocks(self, rows: int, multiprocessors: int) -> int:
         """The number of blocks for ``rows``: at most as many as run at once."""
         return min(-(-rows // self.rows), multiprocessors * self.blocks_per_multiprocessor)
@@ -314,16 +328,16 @@ def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan
     """The layout for rows of ``columns`` on a device with ``shared`` bytes a block."""
     vectors = vectors_of(columns, element_bytes)
     few, many = BACKWARD_VECTORS
-    each = few if vectors <= few * BACKWARD_ROW_THREADS else many
+    each = few if vectors <= few * MANY_THREADS else many
     share = -(-vectors // each)
-    lanes = min(whole_warps(share), BACKWARD_ROW_THREADS)
+    lanes = min(whole_warps(share), MANY_THREADS if each == few else FEW_THREADS)
     if share <= 32:
         lanes = power_of_two(share)
     rows = max(1, BACKWARD_THREADS // lanes)
     fits = vectors <= lanes * each
     # Two blocks if their registers fit, and two slots of each fit shared memory.
     slot_bytes = each * lanes * rows * 3 * VECTOR_BYTES
-    two = lanes * rows <= BACKWARD_THREADS and 4 * slot_bytes <= shared
+    two = 2 * lanes * rows <= MANY_THREADS and 4 * slot_bytes <= shared
     return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
 
 
@@ -343,12 +357,13 @@ def _backward_choice(
     plan = backward_plan(columns, x.itemsize, shared)
     blocks = plan.blocks(rows, multiprocessors)
     if not is_aligned or not plan.fits_registers:
-        return _backward_kernel(norm, x, dy, None), Launch((blocks,), (max(plan.lanes, 32), 1)), 0
+        launch = Launch((blocks,), (max(plan.lanes, 32), 1))
+        return _backward_kernel(norm, x, dy, None, plan.threads), launch, 0
     vector_bytes = VECTOR_BYTES * (1 + has_extra) + VECTOR_BYTES * dy.itemsize // x.itemsize
     depth = plan.prefetch_depth(vector_bytes, shared)
     shared_of_block = depth * plan.slot_bytes(vector_bytes)
     launch = Launch((blocks,), (plan.lanes, plan.rows), shared_of_block)
-    return _backward_kernel(norm, x, dy, plan.vectors), launch, depth
+    return _backward_kernel(norm, x, dy, plan.vectors, plan.threads), launch, depth
 
 
 @functools.lru_cache(maxsize=1024)
@@ -360,7 +375,7 @@ def _backward_blocks(
 
 @functools.lru_cache(maxsize=256)
 def _gradients_launch(columns: int, kinds: int, partials: int) -> Launch:
-    return Launch((-(-columns // 32), kinds), (32, min(max(partials, 1), 32)))
+    return Launch((-(-columns // 32), kinds), (32, min(max(partials, 1), 16)))
 
 
 def _backward(

@@ -19,16 +19,17 @@ from fuser.errors import InputError
 from fuser.formats import ceil_div
 
 THREADS = 256
-# Threads of a block in a row: 2 KB. So a block has at least two rows, which halves the bytes of the
-# partial sums over rows.
+# Threads of a block in a row: 2 KB.
 MAX_BLOCK_X = 128
 WARP = 32
 MAX_GRID_Y = 65535
-# A thread sums up to 32 rows, but fewer if an H200 had less than 1000 threads a multiprocessor. One
-# fp32 for the 64 rows of a block, written and read, is 2% of the bytes of bias + GELU. With half as
-# many blocks, the last blocks would leave more than 2% of an H200 idle.
-MAX_SUMMED_ROWS = 32
-MIN_SUMMING_THREADS = 2**17
+# The sums over rows have one fp32 for each column of a block, written and read. A block of eight
+# rows at a time has fewer than one of two rows, so a thread needs few rows and the GPU many blocks:
+# in the last round of blocks it is partly idle. 64 rows of a block are 2% of the bytes of
+# bias + GELU. A thread has 8 rows, or 4 if an H200 had less than 4000 threads a multiprocessor.
+MAX_SUMMING_BLOCK_X = WARP
+MAX_SUMMED_ROWS = 8
+MIN_SUMMING_THREADS = 2**19
 
 # -- launchers ----------------------------------------------------------------
 
@@ -81,7 +82,7 @@ def pointwise(
     is_aligned = chain.is_aligned(inputs, chain.widest, y)
     vector = chain.widest if is_aligned else 1
     kernel = forward_kernel(chain, vector, amax is not None)
-    launch = _launch(rows, columns, chain.widest, vector, chain.forward_rows)
+    launch = _launch(rows, columns, chain.widest, vector, chain.forward_rows, MAX_BLOCK_X)
     kernel(launch, inputs.struct(chain), y, amax, np.uint32(rows))
 
 
@@ -169,7 +170,7 @@ def pointwise_backward(
 
     kernel = backward_kernel(chain, vector, amax is not None)
     steps = _steps(chain, rows, columns)
-    launch = _launch(rows, columns, chain.widest, vector, chain.backward_rows * steps)
+    launch = _backward_launch(chain, rows, columns, vector)
     kernel(launch, inputs.struct(chain, outputs), dx, amax, np.uint32(rows), int32(steps))
     for part in parts:
         grad = grads[part.stage]
@@ -317,22 +318,20 @@ def backward_kernel(chain: Chain, vector: int, with_amax: bool) -> Kernel:
 
 def _steps(chain: Chain, rows: int, columns: int) -> int:
     """How often a thread of backward processes ``backward_rows`` rows."""
-    assert chain.wanted is not None
-    stages = zip(chain.stages, chain.wanted, strict=True)
-    if not any(stage.name == "bias" and is_wanted for stage, is_wanted in stages):
+    if not chain.sums_rows:
         return 1
+    most, least = MAX_SUMMED_ROWS, MIN_SUMMING_THREADS
+    if not chain.reads_input:
+        most, least = 4 * most, least // 4  # a third of the bytes or less, and as many sums
     vectors = -(-columns // chain.widest)
-    summed = min(rows * vectors // MIN_SUMMING_THREADS, MAX_SUMMED_ROWS)
-    return max(1, summed // chain.backward_rows)
+    return max(1, min(rows * vectors // least, most) // chain.backward_rows)
 
 
 def _parts(chain: Chain, rows: int, columns: int, vector: int) -> list[_Parts]:
     """The partial sums of backward; those that are read by vectors come first."""
     assert chain.wanted is not None
     over_rows, over_columns = [], []
-    launch = _launch(
-        rows, columns, chain.widest, vector, chain.backward_rows * _steps(chain, rows, columns)
-    )
+    launch = _backward_launch(chain, rows, columns, vector)
     (x, y, z), threads_x = launch.grid, launch.block[0]
     for i, stage in enumerate(chain.stages):
         if not chain.wanted[i]:
@@ -359,8 +358,14 @@ def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
 # -- launches -----------------------------------------------------------------
 
 
+def _backward_launch(chain: Chain, rows: int, columns: int, vector: int) -> Launch:
+    each = chain.backward_rows * _steps(chain, rows, columns)
+    most_x = MAX_SUMMING_BLOCK_X if chain.sums_rows else MAX_BLOCK_X
+    return _launch(rows, columns, chain.widest, vector, each, most_x)
+
+
 @functools.lru_cache(maxsize=4096)
-def _launch(rows: int, columns: int, widest: int, vector: int, each: int) -> Launch:
+def _launch(rows: int, columns: int, widest: int, vector: int, each: int, most_x: int) -> Launch:
     """Threads of ``each`` rows and ``vector`` columns.
 
     The block is always that of ``widest`` columns a thread. So vectors of 1 and of ``widest``
@@ -370,7 +375,7 @@ def _launch(rows: int, columns: int, widest: int, vector: int, each: int) -> Lau
     if vectors < WARP:
         x = 1 << (vectors - 1).bit_length()
     else:
-        blocks = -(-vectors // MAX_BLOCK_X)
+        blocks = -(-vectors // most_x)
         x = -(-vectors // (blocks * WARP)) * WARP
     y = THREADS // x
     chunks = -(-rows // (y * each))

@@ -484,6 +484,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _REJECTED.isdisjoint(func.tags):
             self.refuse(f"{func} reads values")
             return
+        if func is _aten.as_strided.default and made.numel() > args[0].numel():
+            self.refuse("it reads memory beside a tensor")  # which other tensors may not have
+            return
         given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
         results = made if isinstance(made, (tuple, list)) else (made,)
         places: list[int | None] = []

@@ -49,10 +49,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Whether the main input may have no dimensions; the op then gets it in shape [1]."""
     takes_floating_extras: bool = False
     """Whether every extra input must have one of the dtypes that pipelines run in."""
+    index_extras: tuple[int, ...] = ()
+    """Extra inputs that are integers, such as split sizes. They may also be on the CPU."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
     accumulates_into_main_grad: bool = False
-    """Whether backward adds the gradient of the op's first parameter to its ``main_grad``."""
+    """Whether backward adds gradients of the op's first parameters to their ``main_grad``."""
+    main_grad_count: int = 1
+    """The number of these parameters."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is the gradient of the output, unchanged."""
     passes_gradient_to_extras: bool = False

@@ -49,9 +49,10 @@ class OperationContext:
     operand_quantizers: Any | None = None
     """The op, and its quantizers of input, weight and output gradient, if they are constants of the
     plan."""
-    main_grad_owner: torch.Tensor | None = None
-    """In backward: the weight whose ``main_grad`` the op adds the gradient of its first parameter
-    to; None if the op returns that gradient, or need not compute it."""
+    main_grad_owners: tuple[torch.Tensor | None, ...] = (None,)
+    """In backward, for each of the op's ``main_grad_count`` first parameters: the weight whose
+    ``main_grad`` its gradient is added to; None if the op returns that gradient, or need not
+    compute it."""
     compute_dtype: torch.dtype | None = None
     """The dtype of a linear's operands after dequantization."""
     to_save: tuple[torch.Tensor | None, ...] | None

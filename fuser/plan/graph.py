@@ -182,8 +182,8 @@ class OpGraph:
         for op, row in zip(ops, sources, strict=True):
             spec = self.main_specs[-1]
             extras = tuple(self._extra_spec(source, given) for source in row)
-            for extra in extras if op.takes_floating_extras else ():
-                if extra.dtype not in compute_dtypes():
+            for k, extra in enumerate(extras) if op.takes_floating_extras else ():
+                if k not in op.index_extras and extra.dtype not in compute_dtypes():
                     raise InputError(
                         f"{_named(ops, len(self.main_specs) - 1)} got an extra input of "
                         f"{extra.dtype}; it takes {', '.join(map(str, compute_dtypes()))}."

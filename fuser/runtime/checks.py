@@ -30,6 +30,13 @@ class Checks:
         self.ops = ops
         self.sources = sources
         self.num_extra_inputs = sum(s.caller_index is not None for row in sources for s in row)
+        # The caller's extra inputs that may be on the CPU beside tensors on another device.
+        self.indices = {
+            source.caller_index
+            for op, row in zip(ops, sources, strict=True)
+            for k, source in enumerate(row)
+            if k in op.index_extras
+        }
 
     def extra_input_takers(self) -> list[str]:
         """A name for each op that takes extra inputs from the caller, for messages.
@@ -98,7 +105,11 @@ class Checks:
         named = [
             ("input", input_),
             *((f"parameter of shape {tuple(p.shape)}", p) for p in params),
-            *self._extra_names(extra_inputs),
+            *(
+                (what, tensor)
+                for k, (what, tensor) in enumerate(self._extra_names(extra_inputs))
+                if k not in self.indices or tensor.device.type != "cpu"
+            ),
         ]
         if only_planning:
             named = [(what, tensor) for what, tensor in named if not tensor.is_meta]

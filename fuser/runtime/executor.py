@@ -38,7 +38,7 @@ from fuser.runtime.diagnose import (
 )
 from fuser.runtime.recorded import RecordedPasses, is_recordable
 from fuser.source import compiled
-from fuser.specs import PlanKey
+from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
 
 
@@ -77,11 +77,13 @@ class CompiledPlan:
         # Every extra output; which of them go to the caller, and which need no gradient.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
-        # The ops that add to a main_grad, and the position of their first parameter in the inputs.
+        # The ops that add to a main_grad, and the positions of these parameters in the inputs; None
+        # for one without a gradient.
         self.accumulating = [
-            (i, 1 + sum(param_counts[:i]))
+            (i, positions)
             for i, op in enumerate(ops)
-            if op.accumulates_into_main_grad and key.ops[i].params[0].requires_grad
+            if op.accumulates_into_main_grad
+            and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
         writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places)
         self.saving = writer.saving
@@ -214,6 +216,12 @@ def _in_range(title: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return ranged
 
 
+def _main_grad_positions(op: BasicOperation, key: OpKey, first: int) -> tuple[int | None, ...]:
+    """The positions in the inputs of an op's parameters with a ``main_grad``, from ``first``."""
+    wanted = [param.requires_grad for param in key.params[: op.main_grad_count]]
+    return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(wanted))
+
+
 def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
     """The leaf whose gradient this backward accumulates at ``edge``; None if it does not.
 
@@ -306,7 +314,8 @@ class _PipelineFunction(torch.autograd.Function):
             if found != kept:
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         owners = {
-            i: _accumulating_leaf(ctx.next_functions[position]) for i, position in run.accumulating
+            i: tuple([p and _accumulating_leaf(ctx.next_functions[p]) for p in positions])
+            for i, positions in run.accumulating
         }
         # From here on only the generated code holds them, unless the graph is retained.
         held = [saved] if ends is not None else list(saved)
@@ -328,8 +337,8 @@ class _PipelineFunction(torch.autograd.Function):
                     is_observed=is_profiled,
                 )
             else:
-                for i, owner in owners.items():
-                    op_ctxs[i].main_grad_owner = owner
+                for i, weights in owners.items():
+                    op_ctxs[i].main_grad_owners = weights
                 result = backward(
                     op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
                 )

@@ -33,6 +33,8 @@ from fuser.tensors import Float8Quantizer, QuantizedTensor
 MOST_LAYOUTS = 64
 
 Tensors = Sequence[torch.Tensor | None]
+# By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
+Owners = dict[int, tuple[torch.Tensor | None, ...]]
 Forward = Callable[..., tuple[Any, ...]]
 Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 
@@ -239,7 +241,7 @@ class RecordedForward:
         saved: list[torch.Tensor],
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
-        owners: dict[int, torch.Tensor | None],
+        owners: Owners,
         *,
         is_observed: bool,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -254,7 +256,7 @@ class RecordedForward:
         dx, grad_extras
             The gradients of the output and of the extra outputs.
         owners
-            By op, the weight whose ``main_grad`` it adds its gradient to.
+            By op, the weights whose ``main_grad`` it adds their gradients to.
         is_observed
             Something watches the steps, so that they must run.
         """
@@ -274,15 +276,15 @@ class RecordedForward:
             saved += grads
             del grads, dx, grad_extras
             result: tuple[torch.Tensor | None, ...] = _played(found, saved)
-            for weight in owners.values():
+            for weight in itertools.chain.from_iterable(owners.values()):
                 if weight is not None:
                     note_accumulation(weight)
             return result
         recording = self._recording
         assert recording is not None
         contexts = [_context(*each) for each in recording.contexts]
-        for i, owner in owners.items():
-            contexts[i].main_grad_owner = owner
+        for i, weights in owners.items():
+            contexts[i].main_grad_owners = weights
         inputs = [*saved, *grads]
         held = [tuple(_tensor(each, saved) for each in recording.saved)]
         saved.clear()
@@ -328,7 +330,7 @@ def _tensor(saved: _Saved | int | None, held: Sequence[torch.Tensor]) -> torch.T
 
 
 def _other_tensors(
-    extras: Sequence[torch.Tensor | None], owners: dict[int, torch.Tensor | None]
+    extras: Sequence[torch.Tensor | None], owners: Owners
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """The tensors besides dx that a backward reads: gradients of extra outputs, and ``main_grad``.
 
@@ -340,7 +342,7 @@ def _other_tensors(
         key.append(grad is None)
         if grad is not None:
             tensors.append(grad)
-    for owner in owners.values():
+    for owner in itertools.chain.from_iterable(owners.values()):
         buffer, options = (None, None) if owner is None else accumulation(owner)
         key.append(options)
         if owner is not None:

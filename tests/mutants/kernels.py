@@ -113,6 +113,20 @@ EDGES = (
         "test_cuda_fp8_scaling.py::test_current_scaling_gives_the_references_bytes",
     ),
     Mutant(
+        "with few registers dx of every vector is made from the last vector",
+        "cuda/kernels/normalization_backward.cu",
+        "            if constexpr (!kKeeps) {\n                read(slot, v, statistics);",
+        "            if constexpr (!kKeepsGain) {\n                read(slot, v, statistics);",
+        "test_cuda_normalization.py::test_forward_and_backward_are_as_exact_as_torch",
+    ),
+    Mutant(
+        "rows of a warp compare with an amax that no thread has read yet",
+        NORMS,
+        "            if (blockDim.x <= 32) {\n",
+        "            if (blockDim.x <= 0) {\n",
+        "test_cuda_normalization.py::test_statistics_are_those_that_come_with_y_and_with_dx",
+    ),
+    Mutant(
         "sums of gradients begin with what was in memory",
         "cuda/kernels/normalization_backward.cu",
         "row == begin ? 0.0f : p[i]",

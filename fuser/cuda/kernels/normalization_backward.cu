@@ -168,29 +168,33 @@ struct PrefetchedRows {
     }
 };
 
-// The columns of a thread in all rows of its block.
-template <class Norm, class T, class Dy, int kVectors>
+// The columns of a thread in all rows of its block. A block of at most kThreads threads has 65536 /
+// kThreads registers for each.
+template <class Norm, class T, class Dy, int kVectors, int kThreads>
 struct BackwardColumns {
     static constexpr int kCount = kWidest<T>;
     using Vector = RowVector<Norm, kCount>;
     static constexpr int kSums = Vector::kSums;
     // With few columns, registers hold the gain and the values that both passes over a row need.
-    // With many, each row reads the gain again, from L1, and x and dy again, from shared memory.
-    static constexpr bool kKeeps = kVectors <= 2;
+    // With many, each row reads the gain again, from L1, and x and dy again, from shared memory. A
+    // LayerNorm in 16 bits has most sums: without 128 registers it keeps the gain only.
+    static constexpr bool kKeepsGain = kVectors <= 2;
+    static constexpr bool kKeeps =
+        kKeepsGain && (kThreads <= 512 || !Norm::kCentered || sizeof(T) == 4);
     static constexpr int kKept = kKeeps ? kVectors : 1;
 
     const Backward<T, Dy>& a;
     const Sizes& sizes;
     const PrefetchedRows<T, Dy, kVectors>& prefetched;
     float d_parameters[kSums][kVectors][kCount] = {};
-    float gain[kKept][kCount];
+    float gain[kKeepsGain ? kVectors : 1][kCount];
     Vector vectors[kKept];  // of the current row
 
     __device__ __forceinline__ explicit BackwardColumns(
         const PrefetchedRows<T, Dy, kVectors>& prefetched_)
         : a(prefetched_.a), sizes(prefetched_.sizes), prefetched(prefetched_) {
 #pragma unroll
-        for (int v = 0; v < kVectors && kKeeps; ++v) {
+        for (int v = 0; v < kVectors && kKeepsGain; ++v) {
             load_gain_of(v);
         }
     }
@@ -199,17 +203,17 @@ struct BackwardColumns {
         const Columns<kCount, kVectors> columns(0, sizes.columns);
         const int type = columns.left(v) > 0 ? sizes.parameter_type : kNoParameter;
         load_gain(a.gamma, type, sizes.gain_offset, columns.first + v * columns.step,
-                  columns.left(v), true, gain[kKeeps ? v : 0]);
+                  columns.left(v), true, gain[kKeepsGain ? v : 0]);
     }
 
     __device__ __forceinline__ Packed<Dy, kCount> read(int slot, int v,
                                                        const Statistics<Norm>& row) {
-        if constexpr (!kKeeps) {
+        if constexpr (!kKeepsGain) {
             load_gain_of(v);
         }
         const Packed<Dy, kCount> dy = read_packed<Dy, kCount>(prefetched.dy(slot, v));
-        const int kept = kKeeps ? v : 0;
-        vectors[kept].set(read_packed<T, kCount>(prefetched.x(slot, v)), dy, gain[kept], row);
+        const Packed<T, kCount> x = read_packed<T, kCount>(prefetched.x(slot, v));
+        vectors[kKeeps ? v : 0].set(x, dy, gain[kKeepsGain ? v : 0], row);
         return dy;
     }
 
@@ -308,11 +312,11 @@ struct BackwardColumns {
 // d_hat = dy * gain; dx = (d_hat - mean(d_hat) - x_hat * mean(d_hat * x_hat)) * rstd + d_extra,
 // rounded once; an RMSNorm has no mean(d_hat). Also the partial sums of dy * x_hat and of dy, over
 // the rows of each block.
-template <class Norm, class T, class Dy, int kVectors>
-__global__ void __launch_bounds__(512, 1)
+template <class Norm, class T, class Dy, int kVectors, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
     fuser_norm_backward(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
     using namespace fuser;
-    using ThisColumns = BackwardColumns<Norm, T, Dy, kVectors>;
+    using ThisColumns = BackwardColumns<Norm, T, Dy, kVectors, kThreads>;
     constexpr int kSums = ThisColumns::kSums;
     extern __shared__ __align__(16) unsigned char memory[];
     __shared__ float scratch[RowSums<kSums>::kScratch];
@@ -362,8 +366,8 @@ __global__ void __launch_bounds__(512, 1)
 // The same for rows that are unaligned or too long for the registers. A block has one row at a time
 // and reads it in both passes, one vector at a time. The partials accumulate the gradients of the
 // parameters.
-template <class Norm, class T, class Dy>
-__global__ void __launch_bounds__(512, 2)
+template <class Norm, class T, class Dy, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     fuser_norm_backward_in_chunks(const fuser::Backward<T, Dy> a, const fuser::Sizes sizes) {
     using namespace fuser;
     constexpr int kCount = kWidest<T>;

@@ -1,0 +1,637 @@
+"""GroupedLinear: a linear for each group of rows, as in mixtures of experts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from fuser import gemm
+from fuser.basic_ops.linear_operands import (
+    gemm_name,
+    original,
+    plain,
+    quantized,
+    readable,
+    saved_operand,
+)
+from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.errors import InputError, StateError
+from fuser.functional.grouped import add_bias, zero_tail
+from fuser.gemm import grouped
+from fuser.gemm.grouped import Groups
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    cast,
+    default_device,
+    default_dtype,
+    write_grad_input,
+    write_output,
+)
+from fuser.precision.contexts import current_parameter_init
+from fuser.reference import grouped as reference
+from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors import QuantizedTensor, Quantizer
+
+INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class GroupedLinear(BasicOperation):
+    """``y_g = x_g @ weight_g.T (+ bias_g)``: a linear for each group of consecutive rows.
+
+    The first extra input, ``split_sizes``, is an integer tensor ``[num_groups]`` with the number of
+    rows of each group, on the device of the input or on the CPU. A group may be empty. Rows after
+    the last group belong to none: their output and their gradients are zeros, and no value in them
+    reaches any other result.
+
+    With fp16 and bf16 operands on a Hopper or Blackwell GPU all groups are one launch, and the
+    sizes are not read on the host: the op can be captured in a CUDA graph, and its output may be
+    replayed with other sizes. There negative sizes count as zero, and groups end at the last row.
+    Elsewhere, and under a recipe, each group has its own product, and sizes on a GPU are read.
+
+    Parameters
+    ----------
+    num_groups
+        The number of groups, experts for example.
+    in_features, out_features
+        Last dimension of the input and of the output.
+    bias
+        Whether each group has a bias.
+    device, dtype
+        Device and dtype of the parameters. Parameters on meta are allocated at the first forward.
+    rng_state_tracker_function
+        Returns an object whose ``fork()`` is the context in which the weights are initialised.
+    accumulate_into_main_grad
+        Add weight gradients to the weights' ``main_grad`` instead of returning them.
+    single_grouped_weight
+        One parameter ``weight`` ``[num_groups, out_features, in_features]`` in place of
+        ``weight0``, ``weight1`` and so on, which are views of one buffer of that shape.
+    single_grouped_bias
+        One parameter ``bias`` ``[num_groups, out_features]`` in place of ``bias0`` and so on.
+    delay_wgrad_compute
+        Leave weight gradients to :meth:`backward_dw`.
+    scale_bias
+        Multiply the bias of each row by a second extra input, ``scales``, in the shape of the
+        input's leading dimensions. It receives a gradient.
+
+    Raises
+    ------
+    InputError
+        On sizes that are not positive, and inside ``quantized_model_init``.
+    """
+
+    can_quantize_output = ("forward", "backward")
+    module_type = "grouped_linear"
+    takes_floating_extras = True
+    index_extras = (0,)
+    check_device_splits = False
+    """Set to True to read split sizes on a GPU too, and refuse those that do not fit."""
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        delay_wgrad_compute: bool = False,
+        scale_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, size in (
+            ("num_groups", num_groups),
+            ("in_features", in_features),
+            ("out_features", out_features),
+        ):
+            if size <= 0:
+                raise InputError(f"GroupedLinear got {name}={size}; it must be positive.")
+        if current_parameter_init() is not None:
+            raise InputError(
+                "GroupedLinear was made inside quantized_model_init, and has no quantized "
+                "parameters in this version; make it outside: it quantizes weights at each call."
+            )
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.single_grouped_weight = single_grouped_weight
+        self.single_grouped_bias = single_grouped_bias
+        self.scale_bias = scale_bias and bias
+        self.num_extra_inputs = 1 + self.scale_bias
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._delayed_wgrads: deque[Callable[[], Sequence[torch.Tensor | None]]] = deque()
+        self._wgrad_hooks: list[Callable[[], Any]] = []
+        is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
+        self._names = {
+            what: (what,) if one else tuple(f"{what}{g}" for g in range(num_groups))
+            for what, one in is_one.items()
+            if what == "weight" or bias
+        }
+        self.parameter_names = [name for names in self._names.values() for name in names]
+        self.main_grad_count = len(self._names["weight"])
+        options: dict[str, Any] = {"device": default_device(device), "dtype": default_dtype(dtype)}
+        self._register("weight", torch.empty(num_groups, out_features, in_features, **options))
+        if bias:
+            self._register("bias", torch.empty(num_groups, out_features, **options))
+        if options["device"].type != "meta":
+            self.reset_parameters()
+
+    def _register(self, what: str, buffer: torch.Tensor) -> None:
+        parts = [buffer] if self._is_one(what) else buffer
+        for name, part in zip(self._names[what], parts, strict=True):
+            self.register_parameter(name, Parameter(part))
+
+    def _is_one(self, what: str) -> bool:
+        return self.single_grouped_weight if what == "weight" else self.single_grouped_bias
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, "
+            f"out_features={self.out_features}, bias={self.has_bias}"
+        )
+
+    def reset_parameters(self) -> None:
+        """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
+        tracker = self._rng_state_tracker_function
+        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+            for name in self._names["weight"]:
+                self.initialise(name, _fill)
+        for name in self._names.get("bias", ()):
+            self.initialise(name, torch.nn.init.zeros_)
+        self._pack()
+
+    def _pack(self) -> None:
+        """Make separate parameters views of one buffer again, as they were made."""
+        for names in self._names.values():
+            parts = [p for name in names if type(p := self._parameters.get(name)) is Parameter]
+            if len(parts) < len(names) or parts[0].is_meta or _packed(parts) is not None:
+                continue
+            buffer = torch.stack([p.detach() for p in parts])
+            for part, place in zip(parts, buffer, strict=True):
+                part.data = place
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._pack()
+        return result
+
+    def pre_first_fuser_forward(self) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            self.reset_parameters()
+
+    # -- questions of the planner ------------------------------------------------
+
+    @property
+    def saves_input(self) -> bool:  # type: ignore[override]
+        """The weight gradients read the input."""
+        return any(getattr(self, name).requires_grad for name in self._names["weight"])
+
+    @property
+    def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
+        """The argument of the constructor."""
+        return self._accumulate_into_main_grad
+
+    def output_spec(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
+    ) -> TensorSpec:
+        self._check(spec.shape, extras)
+        return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
+
+    def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
+        is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
+        is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
+        is_one = recipe is None and is_narrow and key.arch is not None and key.arch[0] in (9, 10)
+        times = f"{self.num_groups} x "
+
+        def product(name: str, a: str, b: str) -> str:
+            if is_quantized:
+                return times + gemm_name(name, a, b, key, self.quantizer_format)
+            return f"grouped {name}" if is_one else times + name
+
+        if side == "forward":
+            quantized_first = ("input", "weight") if is_quantized else ()
+            first = [f"{times}quantize {role}" for role in quantized_first]
+            return (*first, product("mm", "input", "weight"), *["grouped add"] * self.has_bias)
+        wanted = {
+            f"{times}quantize grad_output": is_quantized,
+            product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
+            product("wgrad mm", "grad_output", "input"): any(
+                param.requires_grad for param in op.params[:weights]
+            ),
+            "grouped sum": any(param.requires_grad for param in op.params[weights:]),
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    def num_quantizers(self, mode: str) -> int:
+        return (2 if mode == "forward" else 1) * self.num_groups
+
+    def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        """Of each group: its input and its weight; or its gradient."""
+        roles = ("input", "weight") if mode == "forward" else ("grad_output",)
+        return roles * self.num_groups
+
+    def input_quantization(self, key: PlanKey) -> QuantSpec | None:
+        """None: each group has scales of its own, so that this op quantizes its input."""
+        return None
+
+    def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
+        """None, as :meth:`input_quantization`."""
+        return None
+
+    # -- parameters ----------------------------------------------------------------
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(self, self._names["weight"][0]).dtype
+        return dtype
+
+    def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
+        """The weights ``[G, N, K]`` or biases ``[G, N]``: the buffer of which they are views.
+
+        A copy if they are not.
+        """
+        parts = [getattr(self, name) for name in self._names[what]]
+        if self._is_one(what):
+            return cast(parts[0], dtype)
+        buffer = _packed(parts)
+        return cast(torch.stack(parts) if buffer is None else buffer, dtype)
+
+    # -- running --------------------------------------------------------------------
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        """``op_kwargs`` may have buffers of the caller: ``output``, and ``grad_input``."""
+        (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
+        buffers = dict(basic_op_kwargs[0])
+        output, grad_input = buffers.pop("output", None), buffers.pop("grad_input", None)
+        if buffers:
+            raise InputError(
+                f"GroupedLinear got {', '.join(buffers)}; it takes output and grad_input."
+            )
+        self._check(input_.shape, extras)
+        dtype = ctx.autocast_dtype or self._dtype
+        ctx.compute_dtype = dtype
+        shape = (*input_.shape[:-1], self.out_features)
+        self._check_buffer("output", output, shape, dtype, input_.device)
+        self._check_buffer("grad_input", grad_input, input_.shape, dtype, input_.device)
+        ctx.grad_input_buffer = grad_input  # type: ignore[attr-defined]
+        x = plain(input_, dtype)
+        x = cast(x, dtype).reshape(-1, self.in_features)
+        is_read = ctx.has_recipe or not grouped.has_grouped_mm(x.device, dtype)
+        is_read = is_read or self.check_device_splits
+        groups = grouped.groups_of(extras[0], x, is_read=is_read)
+        out = None if output is None else output.view(-1, self.out_features)
+        weight = self._stacked("weight", dtype)
+        wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
+        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
+        ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
+        if ctx.has_recipe:
+            wanted = (wants_wgrad, wants_dgrad)
+            y, saved = self._quantized_forward(ctx, x, weight, groups, out, wanted)
+        else:
+            y = grouped.forward(x, weight, groups, out)
+            saved = [x if wants_wgrad else None, weight if wants_dgrad else None]
+        bias = scales = None
+        if self.has_bias:
+            bias = self._stacked("bias", dtype)
+            scales = extras[1].reshape(-1) if self.scale_bias else None
+            y = add_bias(groups.ends, bias, scales if scales is None else cast(scales, dtype), y)
+        if ctx.requires_grad:
+            wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
+            ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
+        y = output if output is not None else y.view(shape)
+        return write_output(y, next_op_input_quantizer), [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        (ctx,) = basic_op_ctxs
+        ends, scales, bias, *saved = ctx.saved_tensors
+        dtype = ctx.compute_dtype
+        assert dtype is not None
+        dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
+        groups = Groups(ends, ctx.group_sizes)
+        shape = (*grad_output.shape[:-1], self.in_features)
+        buffer = ctx.grad_input_buffer
+        out = None if buffer is None else buffer.view(-1, self.in_features)
+        multiplied = self._quantized_backward if ctx.has_recipe else self._backward
+        dx, make_wgrads = multiplied(ctx, dy, saved, groups, out)
+        if dx is not None:
+            dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
+        owners = ctx.main_grad_owners
+        dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
+        if make_wgrads is not None:
+            if self.delay_wgrad_compute:
+                wanted = ctx.params_require_grad[: self.main_grad_count]
+                self._delayed_wgrads.append(
+                    lambda: self._weight_gradients(make_wgrads(), owners, wanted)
+                )
+            else:
+                wanted = ctx.params_require_grad[: self.main_grad_count]
+                dweights = self._weight_gradients(make_wgrads(), owners, wanted)
+        dbiases: Sequence[torch.Tensor | None] = ()
+        if self.has_bias:
+            dbiases = [None] * len(self._names["bias"])
+            wanted = ctx.params_require_grad[self.main_grad_count :]
+            if any(wanted):
+                summed = grouped.sums(dy, groups, scales)
+                parts = [summed] if self.single_grouped_bias else summed
+                dbiases = [p if w else None for p, w in zip(parts, wanted, strict=True)]
+        dextras: list[torch.Tensor | None] = [None]
+        if self.scale_bias:
+            dscales = None
+            if bias is not None:
+                of_rows = reference.of_rows(groups.ends, bias, dy.shape[0])
+                products = (dy.float() * of_rows.float()).sum(-1)
+                dscales = reference.zero_tail(groups.ends, products).to(scales.dtype)
+                dscales = dscales.view(grad_output.shape[:-1])
+            dextras.append(dscales)
+        return dx, [(*dweights, *dbiases)], [tuple(dextras)]
+
+    def _backward(
+        self,
+        ctx: OperationContext,
+        dy: torch.Tensor,
+        saved: list[Any],
+        groups: Groups,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
+        """dx, and a function that computes the gradients of the weights ``[G, N, K]``."""
+        x, weight = saved
+        dx = None if weight is None else grouped.dgrad(dy, weight, groups, out)
+        return dx, None if x is None else (lambda: grouped.wgrad(dy, x, groups))
+
+    # -- quantized ------------------------------------------------------------------
+
+    def _quantized_forward(
+        self,
+        ctx: OperationContext,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        groups: Groups,
+        out: torch.Tensor | None,
+        wanted: tuple[bool, bool],
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """The output, and the operands of each group that backward reads: inputs, then weights.
+
+        ``wanted``: whether the gradients of the weights and of the input are, which read them.
+        """
+        dtype, override = x.dtype, ctx.backward_override
+        is_quantized = override is None
+        usage = "rowwise" if override == "dequantized" else "columnwise"
+        y = x.new_empty(x.shape[0], self.out_features) if out is None else out
+        kept: tuple[list[Any], list[Any]] = ([], [])
+        gradients: list[Quantizer | None] = []
+        for g, rows in enumerate(groups.slices()):
+            operands = (x[rows], weight[g])
+            quantizers = [self.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
+            made = []
+            for tensor, quantizer, is_wanted, held in zip(
+                operands, quantizers, wanted, kept, strict=True
+            ):
+                assert quantizer is not None
+                value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
+                if rows.start == rows.stop:
+                    held.append(None)
+                    continue
+                q = quantized(tensor, dtype, value)
+                if override == "high_precision":
+                    held.append(original(tensor, dtype) if is_wanted else None)
+                else:
+                    held.append(saved_operand(q, usage, value) if is_wanted else None)
+                made.append(readable(q, "rowwise", value))
+            if made:
+                is_split = ctx.split_accumulators[0]
+                y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
+            if ctx.requires_grad and is_quantized:
+                gradients.append(self.quantizer_value("backward", g))
+        ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
+        return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
+
+    def _quantized_backward(
+        self,
+        ctx: OperationContext,
+        dy: torch.Tensor,
+        saved: list[Any],
+        groups: Groups,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
+        """As :meth:`_backward`, from the operands of each group."""
+        dtype = dy.dtype
+        xs, weights = saved[: self.num_groups], saved[self.num_groups :]
+        wants_dgrad = ctx.input_requires_grad
+        wants_wgrad = any(ctx.params_require_grad[: self.main_grad_count])
+        dx = None
+        if wants_dgrad:
+            dx = dy.new_empty(dy.shape[0], self.in_features) if out is None else out
+        operands: list[Any] = []
+        for g, rows in enumerate(groups.slices()):
+            if rows.start == rows.stop:
+                operands.append(None)
+                continue
+            x, weight, gradient = xs[g], weights[g], dy[rows]
+            if ctx.backward_override is not None:
+                if dx is not None:
+                    dx[rows] = gemm.dgrad(gradient, plain(weight, dtype))
+                operands.append((gradient, x))
+                continue
+            quantizer = ctx.grad_output_quantizers[g]
+            value = quantizer.with_usage(rowwise=wants_dgrad, columnwise=wants_wgrad)
+            q = quantized(gradient, dtype, value)
+            if dx is not None:
+                dx[rows] = gemm.quantized_dgrad(
+                    readable(q, "rowwise", value),
+                    weight,
+                    dtype,
+                    is_split=ctx.split_accumulators[1],
+                )
+            operands.append((readable(q, "columnwise", value), x) if wants_wgrad else None)
+        if dx is not None:
+            zero_tail(groups.ends, dx)
+        if not wants_wgrad:
+            return dx, None
+        is_split = ctx.split_accumulators[2]
+        shape = (self.num_groups, self.out_features, self.in_features)
+
+        def wgrads() -> torch.Tensor:
+            made = dy.new_zeros(shape)
+            for product, pair in zip(made, operands, strict=True):
+                if pair is None:
+                    continue
+                gradient, x = pair
+                if isinstance(gradient, QuantizedTensor):
+                    product.copy_(gemm.quantized_wgrad(gradient, x, dtype, is_split=is_split))
+                else:
+                    product.copy_(gemm.wgrad(gradient, plain(x, dtype)))
+            return made
+
+        return dx, wgrads
+
+    # -- weight gradients -------------------------------------------------------------
+
+    def _weight_gradients(
+        self,
+        made: torch.Tensor,
+        owners: Sequence[torch.Tensor | None],
+        wanted: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each weight that autograd gets; others went into ``main_grad``."""
+        if not self._accumulate_into_main_grad:
+            owners = [None] * self.main_grad_count
+        parts = [made] if self.single_grouped_weight else list(made)
+        names = self._names["weight"]
+        for name, owner, part in zip(names, owners, parts, strict=True):  # before any is added to
+            _check_main_grad(name, getattr(owner, "main_grad", None), part.shape)
+        grads: list[torch.Tensor | None] = []
+        for name, owner, part, is_wanted in zip(names, owners, parts, wanted, strict=True):
+            own = self._parameters.get(name)
+            main_grad = None if owner is None else main_grad_of(owner, own)
+            if main_grad is None:
+                grads.append(part if is_wanted else None)
+            else:
+                main_grad.view(part.shape).add_(part)
+                grads.append(stand_in_gradient(owner))
+        return grads
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the oldest backward that left them to this call.
+
+        They go into ``grad``, or into ``main_grad``. Does nothing without ``delay_wgrad_compute``.
+
+        Raises
+        ------
+        StateError
+            If no backward has left any.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._delayed_wgrads:
+            raise StateError(
+                "GroupedLinear.backward_dw() was called, and no backward has left weight gradients "
+                "to it: call it once for each backward."
+            )
+        grads = self._delayed_wgrads.popleft()()
+        for name, grad in zip(self._names["weight"], grads, strict=True):
+            weight = getattr(self, name)
+            if grad is not None and not hasattr(weight, "grad_added_to_main_grad"):
+                with torch.no_grad():
+                    weight.grad = grad if weight.grad is None else weight.grad + grad
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook()`` at the end of each :meth:`backward_dw`."""
+        self._wgrad_hooks.append(hook)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}
+
+    # -- checks -----------------------------------------------------------------------
+
+    def _check(self, shape: tuple[int, ...], extras: Sequence[Any]) -> None:
+        """Check the shapes of the input and of the extra inputs: tensors, or their specs."""
+        name = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
+        if shape[-1] != self.in_features:
+            raise InputError(
+                f"{name} got an input of shape {tuple(shape)}; its last dimension must be "
+                f"{self.in_features}."
+            )
+        sizes = extras[0]
+        if sizes.dtype not in INDEX_DTYPES:
+            raise InputError(f"{name} got split sizes of {sizes.dtype}; they must be integers.")
+        if tuple(sizes.shape) != (self.num_groups,):
+            raise InputError(
+                f"{name} got split sizes of shape {tuple(sizes.shape)}; it takes one for each of "
+                f"its {self.num_groups} groups."
+            )
+        if self.scale_bias and tuple(extras[1].shape) != tuple(shape[:-1]):
+            raise InputError(
+                f"{name} got scales of shape {tuple(extras[1].shape)} for an input of shape "
+                f"{tuple(shape)}; it takes one scale per row, {tuple(shape[:-1])}."
+            )
+
+    def _check_buffer(
+        self,
+        name: str,
+        buffer: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if buffer is None:
+            return
+        given = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
+        if given != (tuple(shape), dtype, device, True):
+            raise InputError(
+                f"GroupedLinear got a buffer {name} of shape {tuple(buffer.shape)}, {buffer.dtype} "
+                f"on {buffer.device} with strides {buffer.stride()}; it takes a contiguous one of "
+                f"shape {tuple(shape)}, {dtype} on {device}."
+            )
+        if buffer.requires_grad:
+            raise InputError(f"GroupedLinear got a buffer {name} that requires a gradient.")
+
+
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The buffer of which ``parts`` are the slices in order; None if they are not.
+
+    Its version counter is theirs.
+    """
+    first = parts[0]
+    if not first.is_contiguous() or type(first) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    step = first.numel() * first.element_size()
+    start = first.data_ptr()
+    for place, part in enumerate(parts):
+        if part.data_ptr() != start + place * step or not part.is_contiguous():
+            return None
+    last = first.storage_offset() + len(parts) * first.numel()
+    if last * first.element_size() > first.untyped_storage().nbytes():
+        return None  # neighbours by chance
+    return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+def _check_main_grad(name: str, main_grad: torch.Tensor | None, shape: torch.Size) -> None:
+    if main_grad is None:
+        return
+    try:
+        main_grad.view(shape)
+    except RuntimeError:
+        raise InputError(
+            f"GroupedLinear adds the gradient of {name}, of shape {tuple(shape)}, to a main_grad "
+            f"of shape {tuple(main_grad.shape)} and strides {main_grad.stride()}, which cannot be "
+            "viewed in that shape."
+        ) from None
+
+
+def _fill(weight: torch.Tensor) -> None:
+    """Initialise one weight, or each of several, as torch.nn.Linear does."""
+    for each in weight if weight.dim() == 3 else [weight]:
+        torch.nn.init.kaiming_uniform_(each, a=math.sqrt(5))

@@ -1,0 +1,163 @@
+"""Launchers of groups of consecutive rows: the functions of ``fuser.reference.grouped``.
+
+Group g has the rows from ``ends[g - 1]`` up to ``ends[g]`` of a matrix ``[rows, columns]``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fuser.cuda.arguments import ELEMENTS, int32
+from fuser.cuda.checks import boolean, check_element, is_aligned
+from fuser.cuda.launch import Kernel, Launch
+from fuser.errors import InputError
+
+THREADS = 256
+# Blocks that write zeros: a few for each multiprocessor of the largest GPU.
+TAIL_BLOCKS = 512
+INDICES = {torch.int32: "int", torch.int64: "long long"}
+_VECTOR_BYTES = 16
+
+
+def group_ends(split_sizes: torch.Tensor, rows: int, *, out: torch.Tensor) -> None:
+    """Write where each group ends, from the sizes of the groups.
+
+    A size below zero counts as zero, and no group ends after the last row.
+
+    Parameters
+    ----------
+    split_sizes
+        Read; int32 or int64 ``[G]``.
+    rows
+        The number of rows; less than 2^31.
+    out
+        Written; int32 ``[G]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    _check_vector("split_sizes", split_sizes, tuple(INDICES), split_sizes.shape)
+    _check_vector("out", out, (torch.int32,), split_sizes.shape)
+    kernel = _ends(INDICES[split_sizes.dtype])
+    kernel(Launch((1,), (32,)), split_sizes, out, int32(len(out)), int32(rows))
+
+
+def zero_tail(ends: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write zeros into the rows of ``out`` after the last group.
+
+    Parameters
+    ----------
+    ends
+        Read; int32 ``[G]``.
+    out
+        Written; contiguous ``[rows, columns]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    rows, columns, element, width = _matrix(out)
+    _check_vector("ends", ends, (torch.int32,), ends.shape)
+    launch = Launch((min(rows, TAIL_BLOCKS) if columns else 0,), (THREADS,))
+    _tail(element, width)(launch, out, ends, int32(len(ends)), int32(rows), int32(columns))
+
+
+def add_bias(
+    ends: torch.Tensor, bias: torch.Tensor, scales: torch.Tensor | None, *, out: torch.Tensor
+) -> None:
+    """Add to each row of ``out`` the bias of its group, times the scale of the row.
+
+    Rows after the last group become zero. Reads and writes ``out`` once.
+
+    Parameters
+    ----------
+    ends
+        Read; int32 ``[G]``.
+    bias
+        Read; contiguous ``[G, columns]``, in the dtype of ``out``.
+    scales
+        Read; ``[rows]`` in the dtype of ``out``, or None for ones. Its product with the bias is
+        rounded to that dtype.
+    out
+        Read and written; contiguous ``[rows, columns]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    rows, columns, element, width = _matrix(out)
+    _check_vector("ends", ends, (torch.int32,), ends.shape)
+    if bias.shape != (len(ends), columns) or bias.dtype != out.dtype or not bias.is_contiguous():
+        raise InputError(
+            f"add_bias takes a contiguous bias [{len(ends)}, {columns}] of {out.dtype}; got "
+            f"{tuple(bias.shape)} of {bias.dtype} with strides {bias.stride()}."
+        )
+    if scales is not None:
+        _check_vector("scales", scales, (out.dtype,), (rows,))
+    if not is_aligned(bias, _VECTOR_BYTES):
+        width = 1
+    kernel = _bias(element, width, boolean(scales is not None))
+    launch = Launch((rows if columns else 0,), (THREADS,))
+    kernel(launch, out, bias, scales, ends, int32(len(ends)), int32(columns))
+
+
+def _matrix(out: torch.Tensor) -> tuple[int, int, str, int]:
+    """Rows, columns, the C++ name of an element, and the elements that a thread takes at once."""
+    element = check_element("grouped", out)
+    if out.dim() != 2 or not out.is_contiguous():
+        raise InputError(
+            f"grouped takes a contiguous matrix; got shape {tuple(out.shape)} with strides "
+            f"{out.stride()}."
+        )
+    rows, columns = out.shape
+    width = _VECTOR_BYTES // out.element_size()
+    if columns % width or not is_aligned(out, _VECTOR_BYTES):
+        width = 1
+    return rows, columns, element, width
+
+
+def _check_vector(
+    name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]
+) -> None:
+    is_vector = (x.dim() == 1 and x.numel() > 0) or (x.dim() == 1 and shape == (0,))
+    if not is_vector or tuple(x.shape) != tuple(shape) or x.dtype not in dtypes:
+        raise InputError(
+            f"grouped takes {name} of shape {tuple(shape)} in {' or '.join(map(str, dtypes))}; got "
+            f"{tuple(x.shape)} of {x.dtype}."
+        )
+    if not x.is_contiguous():
+        raise InputError(f"grouped takes contiguous {name}; got strides {x.stride()}.")
+
+
+# -- kernels --------------------------------------------------------------------
+
+
+@functools.cache
+def _ends(index: str) -> Kernel:
+    return Kernel("grouped", f"fuser_group_ends<{index}>")
+
+
+@functools.cache
+def _tail(element: str, width: int) -> Kernel:
+    return Kernel("grouped", f"fuser_zero_tail<{element}, {width}>")
+
+
+@functools.cache
+def _bias(element: str, width: int, is_scaled: str) -> Kernel:
+    return Kernel("grouped", f"fuser_grouped_bias<{element}, {width}, {is_scaled}>")
+
+
+def instantiations() -> list[Kernel]:
+    """Every kernel of this module."""
+    made = [_ends(index) for index in INDICES.values()]
+    for dtype, element in ELEMENTS.items():
+        for width in (1, _VECTOR_BYTES // dtype.itemsize):
+            made.append(_tail(element, width))
+            made += [_bias(element, width, boolean(scaled)) for scaled in (False, True)]
+    return made

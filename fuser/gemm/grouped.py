@@ -1,0 +1,166 @@
+"""Products of grouped linears: the rows of each group are multiplied by the weight of that group.
+
+``x`` is ``[T, K]``, ``weight`` is ``[G, N, K]``, ``dy`` is ``[T, N]``. Group g has the rows from
+``ends[g - 1]`` up to ``ends[g]``. Rows after the last group belong to none: they are not read into
+any result, and are zeros in results.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fuser.errors import InputError
+from fuser.formats import round_up
+from fuser.functional import grouped
+
+# grouped_mm reads rows in vectors of 16 bytes.
+VECTOR_BYTES = 16
+
+
+class Groups(NamedTuple):
+    """The rows of each group.
+
+    ``ends`` is int32 ``[G]`` on the device of the rows: where each group ends, and the next one
+    begins. ``sizes`` are the numbers of rows, None if they have not been read.
+    """
+
+    ends: torch.Tensor
+    sizes: tuple[int, ...] | None
+
+    def slices(self) -> list[slice]:
+        """The rows of each group; the sizes must have been read."""
+        assert self.sizes is not None
+        found, start = [], 0
+        for size in self.sizes:
+            found.append(slice(start, start + size))
+            start += size
+        return found
+
+
+def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has a kernel for all groups in one launch; else each has its own product."""
+    is_narrow = dtype in (torch.float16, torch.bfloat16)
+    return is_narrow and device.type == "cuda" and _capability(device)[0] in (9, 10)
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> Groups:
+    """The groups of the rows of ``x``, from the number of rows of each.
+
+    Parameters
+    ----------
+    split_sizes
+        ``[G]``, integers. On the CPU they are checked; on another device they are not read unless
+        ``is_read``. Sizes below zero then count as zero, and groups end at the last row.
+    x
+        ``[T, K]``.
+    is_read
+        Whether the sizes are needed on the host.
+
+    Raises
+    ------
+    InputError
+        If sizes that are read are negative, or sum to more than the rows.
+    """
+    rows = x.shape[0]
+    if split_sizes.device.type == "cpu" or is_read:
+        # ``item`` and not ``tolist``, which a recording would not observe.
+        total = int(split_sizes.sum(dtype=torch.int64).item())
+        sizes = tuple(split_sizes.tolist())
+        if any(size < 0 for size in sizes):
+            raise InputError(f"Split sizes must not be negative; got {_listed(sizes)}.")
+        if total > rows:
+            raise InputError(
+                f"Split sizes sum to {total}, more than the {rows} rows of the input: "
+                f"{_listed(sizes)}."
+            )
+    if split_sizes.device != x.device:
+        split_sizes = split_sizes.to(x.device, non_blocking=True)
+    return Groups(grouped.group_ends(split_sizes, x), sizes if is_read else None)
+
+
+def _listed(sizes: tuple[int, ...], most: int = 16) -> str:
+    more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
+    return f"{', '.join(map(str, sizes[:most]))}{more}"
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``x_g @ weight_g.T`` for the rows of each group, ``[T, N]``."""
+    return _multiply(x, weight.transpose(1, 2), groups, out)
+
+
+def dgrad(
+    dy: torch.Tensor, weight: torch.Tensor, groups: Groups, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``dy_g @ weight_g`` for the rows of each group: the gradient of x, ``[T, K]``."""
+    return _multiply(dy, weight, groups, out)
+
+
+def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """``dy_g.T @ x_g`` of each group: the gradient of the weights, ``[G, N, K]``."""
+    if groups.sizes is None:
+        n, k = dy.shape[1], x.shape[1]
+        made = F.grouped_mm(_vectors(dy).t(), _vectors(x), offs=groups.ends)
+        return made if made.shape[1:] == (n, k) else made[:, :n, :k]
+    made = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
+    for product, rows in zip(made, groups.slices(), strict=True):
+        torch.mm(dy[rows].t(), x[rows], out=product)
+    return made
+
+
+def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of the rows of each group, times their ``scales`` ``[T]``: ``[G, N]``."""
+    if groups.sizes is None:
+        # A product with rows of ones, of which it needs whole vectors.
+        factors = dy.new_ones(1) if scales is None else scales.to(dy.dtype)
+        width = VECTOR_BYTES // dy.element_size()
+        left = factors[:, None].expand(dy.shape[0], width).contiguous()
+        made = F.grouped_mm(left.t(), _vectors(dy), offs=groups.ends)
+        return made[:, 0, : dy.shape[1]]
+    weighted = dy if scales is None else dy * scales[:, None].to(dy.dtype)
+    return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
+
+
+def _multiply(
+    a: torch.Tensor, b: torch.Tensor, groups: Groups, out: torch.Tensor | None
+) -> torch.Tensor:
+    """``a_g @ b_g`` for the rows of each group; ``b`` is ``[G, inner, columns]``."""
+    if groups.sizes is None:
+        columns = b.shape[2]
+        y = F.grouped_mm(_vectors(a), _matrices(b), offs=groups.ends)
+        y = y if y.shape[1] == columns else y[:, :columns].contiguous()
+        y = grouped.zero_tail(groups.ends, y)
+        return y if out is None else out.copy_(y)
+    y = a.new_empty(a.shape[0], b.shape[2]) if out is None else out
+    for rows, each in zip(groups.slices(), b, strict=True):
+        torch.mm(a[rows], each, out=y[rows])
+    y[sum(groups.sizes) :] = 0
+    return y
+
+
+def _vectors(matrix: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows are contiguous whole vectors; padded with zeros if they are not."""
+    width = VECTOR_BYTES // matrix.element_size()
+    missing = round_up(matrix.shape[1], width) - matrix.shape[1]
+    if missing:
+        return F.pad(matrix, (0, missing))
+    is_aligned = matrix.stride(1) == 1 and matrix.stride(0) % width == 0
+    return matrix if is_aligned and matrix.data_ptr() % VECTOR_BYTES == 0 else matrix.clone()
+
+
+def _matrices(b: torch.Tensor) -> torch.Tensor:
+    """Matrices ``[G, inner, columns]``, padded with zeros to whole vectors in both sizes."""
+    width = VECTOR_BYTES // b.element_size()
+    missing = [round_up(size, width) - size for size in b.shape[1:]]
+    if any(missing):
+        return F.pad(b, (0, missing[1], 0, missing[0]))
+    is_aligned = all(s == 1 or s % width == 0 for s in b.stride())
+    return b if is_aligned and b.data_ptr() % VECTOR_BYTES == 0 else b.contiguous()

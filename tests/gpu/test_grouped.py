@@ -1,0 +1,220 @@
+"""Grouped linears on a GPU: kernels, products in one launch, captures."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import grouped_cases as cases
+import pytest
+import torch
+from quantize_cases import GPU
+from test_grouped_linear import (
+    LAYOUTS,
+    MODES,
+    RECIPES,
+    SPLITS,
+    G,
+    K,
+    N,
+    T,
+    assert_close,
+    expected,
+    made,
+    poisoned,
+    run,
+    values,
+)
+
+import fuser
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@cases.EVERY_SPLIT
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ends_are_the_references(splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    cases.check_ends(GPU, splits, dtype)
+
+
+@cases.EVERY_WIDTH
+@cases.EVERY_DTYPE
+@cases.EVERY_SPLIT
+@pytest.mark.parametrize("shift", [0, 1])
+def test_tails_and_biases_are_the_references(
+    splits: tuple[int, ...], columns: int, dtype: torch.dtype, shift: int
+) -> None:
+    cases.check_tail(GPU, splits, columns, dtype, shift)
+    for is_scaled in (False, True):
+        cases.check_bias(GPU, splits, columns, dtype, is_scaled, shift)
+
+
+def is_one_launch() -> bool:
+    return torch.cuda.get_device_capability()[0] in (9, 10)
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_equals_a_loop_of_linears(
+    dtype: torch.dtype, mode: dict[str, bool], layout: dict[str, bool], splits: tuple[int, ...]
+) -> None:
+    """Three times: recorded, and repeated. Rows after the last group have NaN in them."""
+    op = made(dtype, **mode, **layout)
+    x, dy = values(T, K, seed=1, dtype=dtype), values(T, N, seed=2, dtype=dtype)
+    scales = values(T, seed=3, dtype=dtype) if op.scale_bias else None
+    exact = {n: t.cuda() for n, t in expected(op, x, dy, splits, scales).items()}
+    op, count = op.cuda(), sum(splits)
+    given = [None if t is None else poisoned(t, count).cuda() for t in (x, dy, scales)]
+    for _ in range(4):
+        found = run(op, *given[:2], splits, given[2])
+        assert_close(found, exact, {FP32: 1e-5, BF16: 0.01, FP16: 0.002}[dtype])
+        for name in ("y", "dx", "dscales"):
+            assert name not in found or not found[name][count:].any()
+
+
+@pytest.mark.parametrize("sizes", [(20, 36), (33, 7)], ids=str)
+def test_sizes_that_are_no_whole_vectors(sizes: tuple[int, int]) -> None:
+    k, n = sizes
+    op = fuser.GroupedLinear(3, k, n, dtype=BF16, device="cuda")
+    x = torch.randn(50, k, dtype=BF16, device="cuda", requires_grad=True)
+    splits = torch.tensor([20, 0, 17], device="cuda")
+    y = op(x, splits)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    for g, rows in ((0, slice(0, 20)), (2, slice(20, 37))):
+        weight = getattr(op, f"weight{g}")
+        assert torch.allclose(y[rows], x[rows] @ weight.t(), atol=0.05, rtol=0.02)
+        assert torch.allclose(x.grad[rows], dy[rows] @ weight, atol=0.05, rtol=0.02)
+        assert torch.allclose(weight.grad, dy[rows].t() @ x[rows], atol=0.2, rtol=0.02)
+    assert not y[37:].any()
+    assert not op.weight1.grad.any()
+
+
+def experts(dtype: torch.dtype = BF16) -> fuser.Sequential:
+    options: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    return fuser.Sequential(
+        fuser.GroupedLinear(G, K, 2 * N, **options),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(G, N, K, scale_bias=True, **options),
+    )
+
+
+def some_splits(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    places = sorted(rng.randint(0, T) for _ in range(G))
+    return [b - a for a, b in zip([0, *places], places, strict=False)]
+
+
+def test_split_sizes_are_not_read_on_the_host() -> None:
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    model = experts()
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
+    dy = torch.randn(T, K, dtype=BF16, device="cuda")
+    splits = torch.tensor(some_splits(0), device="cuda")
+    for i in range(5):
+        if i == 1:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(x, splits, scales, splits, scales).backward(dy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_replays_with_other_splits_equal_eager_calls_bit_by_bit() -> None:
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    model = experts()
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
+    dy = torch.randn(T, K, dtype=BF16, device="cuda")
+    splits = torch.tensor(some_splits(0), dtype=torch.int32, device="cuda")
+    leaves = [x, scales, *model.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        y = model(x, splits, scales, splits, scales)
+        return [y, *torch.autograd.grad(y, leaves, dy)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(100):
+        splits.copy_(torch.tensor(some_splits(seed)))
+        with torch.no_grad():
+            x.copy_(torch.randn_like(x))
+        graph.replay()
+        for found, wanted in zip(captured, step(), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_make_graphed_callables_takes_a_mixture_of_experts() -> None:
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    model = experts()
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
+    splits = torch.tensor(some_splits(0), device="cuda")
+    plain = experts()
+    plain.load_state_dict(model.state_dict())
+    graphed = fuser.make_graphed_callables(model, (x, splits, scales, splits, scales))
+    for seed in range(5):
+        splits.copy_(torch.tensor(some_splits(seed)))
+        found = graphed(x, splits, scales, splits, scales)
+        assert torch.equal(found, plain(x, splits, scales, splits, scales))
+
+
+def test_a_rows_bits_depend_on_that_row_and_its_expert_alone() -> None:
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    op = fuser.GroupedLinear(8, 512, 768, bias=False, dtype=BF16, device="cuda")
+    row = torch.randn(1, 512, dtype=BF16, device="cuda")
+    found = []
+    for count in (1, 7, 64, 200, 1000, 5000):
+        x = torch.randn(8 * count, 512, dtype=BF16, device="cuda")
+        x[3 * count + count // 2] = row
+        splits = torch.full((8,), count, device="cuda")
+        found.append(op(x, splits)[3 * count + count // 2])
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_sizes_on_the_host_are_taken_and_checked() -> None:
+    op = fuser.GroupedLinear(G, K, N, dtype=BF16, device="cuda")
+    x = torch.randn(T, K, dtype=BF16, device="cuda")
+    splits = torch.tensor(SPLITS["first empty"])
+    assert torch.equal(op(x, splits), op(x, splits.cuda()))
+    with pytest.raises(ValueError, match="sum to 101, more than the 96 rows"):
+        op(x, torch.tensor([50, 50, 0, 1]))
+
+
+def test_sizes_on_the_gpu_that_do_not_fit_overrun_nothing() -> None:
+    op = fuser.GroupedLinear(G, K, N, dtype=BF16, device="cuda")
+    x = torch.randn(T, K, dtype=BF16, device="cuda")
+    wild = torch.tensor([50, -7, 2**40, 9], device="cuda")
+    fitting = torch.tensor([50, 0, T - 50, 0], device="cuda")
+    if is_one_launch():
+        assert torch.equal(op(x, wild), op(x, fitting))
+    op.check_device_splits = True
+    with pytest.raises(ValueError, match="must not be negative; got 50, -7, 1099511627776, 9"):
+        op(x, wild)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_give_what_the_cpu_gives(name: str) -> None:
+    """Within the rounding of the products."""
+    recipe, splits = RECIPES[name](), SPLITS["sum below the rows"]
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    op = made(BF16)
+    wanted = {n: t.double() for n, t in run(op, x, dy, splits, recipe=recipe).items()}
+    op = made(BF16).cuda()
+    found = run(op, x.cuda(), dy.cuda(), splits, recipe=recipe)
+    assert_close({n: t.cpu() for n, t in found.items()}, wanted, 0.02)

@@ -1,0 +1,64 @@
+"""The kernels of groups of rows, in the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulator
+import grouped_cases as cases
+import pytest
+import torch
+from quantize_cases import EMULATOR
+
+from fuser.cuda import grouped
+from fuser.errors import InputError
+
+emulator.prepare(*grouped.instantiations())
+
+
+@cases.EVERY_SPLIT
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ends_are_the_references(splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    cases.check_ends(EMULATOR, splits, dtype)
+
+
+@cases.EVERY_WIDTH
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("name", ["even", "empty at both ends", "none"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_after_the_last_group_become_zero(
+    name: str, columns: int, dtype: torch.dtype, shift: int
+) -> None:
+    cases.check_tail(EMULATOR, cases.SPLITS[name], columns, dtype, shift)
+
+
+@cases.EVERY_WIDTH
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("name", ["even", "empty at both ends", "none", "many groups"])
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["plain", "scaled"])
+def test_biases_are_the_references(
+    name: str, columns: int, dtype: torch.dtype, is_scaled: bool
+) -> None:
+    cases.check_bias(EMULATOR, cases.SPLITS[name], columns, dtype, is_scaled)
+    cases.check_bias(EMULATOR, cases.SPLITS[name], columns, dtype, is_scaled, shift=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ends": torch.zeros(3, dtype=torch.int64)}, r"ends of shape .*int32; got .*int64"),
+        ({"bias": torch.zeros(3, 5)}, r"bias \[3, 4\] of torch.float32; got \(3, 5\)"),
+        ({"scales": torch.zeros(4)}, r"scales of shape \(5,\)"),
+        ({"out": torch.zeros(4, 5).t()}, r"contiguous matrix; .* strides \(1, 5\)"),
+        ({"out": torch.zeros(5, 4, dtype=torch.float64)}, "not torch.float64"),
+    ],
+)
+def test_what_a_launcher_cannot_take_is_refused(change: dict[str, Any], words: str) -> None:
+    arguments = {
+        "ends": torch.zeros(3, dtype=torch.int32),
+        "bias": torch.zeros(3, 4),
+        "scales": torch.zeros(5),
+        "out": torch.zeros(5, 4),
+    }
+    with pytest.raises(InputError, match=words):
+        grouped.add_bias(**(arguments | change))

@@ -1,0 +1,484 @@
+"""GroupedLinear against a loop of fp64 linears."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import every_format as formats
+import oracles
+import pytest
+import torch
+
+import fuser
+from fuser import recipe as recipes
+from fuser.errors import InputError, StateError
+from fuser.recipe import BACKWARD_OVERRIDES
+
+G, K, N, T = 4, 32, 48, 96
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SPLITS = {
+    "even": (24, 24, 24, 24),
+    "first empty": (0, 40, 30, 26),
+    "last empty": (50, 3, 43, 0),
+    "all in one": (0, 0, 96, 0),
+    "all empty": (0, 0, 0, 0),
+    "one row each": (1, 1, 1, 1),
+    "sum below the rows": (10, 0, 33, 20),
+}
+LAYOUTS = {
+    "separate": {},
+    "one weight": {"single_grouped_weight": True},
+    "one of each": {"single_grouped_weight": True, "single_grouped_bias": True},
+}
+MODES = {
+    "no bias": {"bias": False},
+    "bias": {},
+    "scaled bias": {"scale_bias": True},
+}
+
+
+def values(*shape: int, seed: int, dtype: torch.dtype = FP32) -> torch.Tensor:
+    return oracles.random_tensor(shape, dtype, seed)
+
+
+def made(dtype: torch.dtype = FP32, **options: Any) -> fuser.GroupedLinear:
+    op = fuser.GroupedLinear(G, K, N, dtype=dtype, device="cpu", **options)
+    return oracles.randomize(op)
+
+
+def stacked(op: fuser.GroupedLinear, what: str, attribute: str = "data") -> torch.Tensor:
+    """Weights ``[G, N, K]``, or biases ``[G, N]``, or their gradients."""
+    if hasattr(op, what):
+        return getattr(getattr(op, what), attribute)
+    return torch.stack([getattr(getattr(op, f"{what}{g}"), attribute) for g in range(G)])
+
+
+def poisoned(x: torch.Tensor, count: int) -> torch.Tensor:
+    """``x`` with NaN and infinities in the rows from ``count``."""
+    x = x.clone()
+    x[count::2] = float("nan")
+    x[count + 1 :: 2] = float("inf")
+    return x
+
+
+def expected(
+    op: fuser.GroupedLinear, x: Any, dy: Any, splits: tuple[int, ...], scales: Any = None
+) -> dict[str, torch.Tensor]:
+    """Output and gradients in fp64; zeros where a row belongs to no group."""
+    x, dy, count = x.double(), dy.double(), sum(splits)
+    weight = stacked(op, "weight").double()
+    bias = stacked(op, "bias").double() if op.has_bias else torch.zeros(G, N).double()
+    factors = torch.ones(len(x)).double() if scales is None else scales.double()
+    y, dx, dscales = torch.zeros(len(x), N).double(), torch.zeros_like(x), torch.zeros(len(x))
+    dw, db = torch.zeros_like(weight), torch.zeros_like(bias)
+    start, dscales = 0, dscales.double()
+    for g, size in enumerate(splits):
+        rows = slice(start, start + size)
+        y[rows] = x[rows] @ weight[g].t() + factors[rows, None] * bias[g]
+        dx[rows] = dy[rows] @ weight[g]
+        dw[g] = dy[rows].t() @ x[rows]
+        db[g] = (factors[rows, None] * dy[rows]).sum(0)
+        dscales[rows] = dy[rows] @ bias[g]
+        start += size
+    assert start == count
+    found = {"y": y, "dx": dx, "dw": dw}
+    if op.has_bias:
+        found["db"] = db
+    return found if scales is None else {**found, "dscales": dscales}
+
+
+def run(
+    op: fuser.GroupedLinear,
+    x: torch.Tensor,
+    dy: torch.Tensor,
+    splits: tuple[int, ...],
+    scales: torch.Tensor | None = None,
+    recipe: Any = None,
+) -> dict[str, torch.Tensor]:
+    leaves = [x.clone().requires_grad_()]
+    extras = [torch.tensor(splits, device=x.device)]
+    if scales is not None:
+        leaves.append(scales.clone().requires_grad_())
+        extras.append(leaves[1])
+    op.zero_grad(set_to_none=True)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = op(leaves[0], *extras)
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": leaves[0].grad, "dw": stacked(op, "weight", "grad")}
+    if op.has_bias:
+        found["db"] = stacked(op, "bias", "grad")
+    return found if scales is None else {**found, "dscales": leaves[1].grad}
+
+
+def assert_close(found: dict[str, Any], exact: dict[str, Any], bound: float) -> None:
+    assert found.keys() == exact.keys()
+    for name, value in exact.items():
+        error = (found[name].double() - value).norm()
+        assert error <= bound * value.norm(), (name, error / value.norm())
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_equals_a_loop_of_linears(
+    dtype: torch.dtype, mode: dict[str, bool], layout: dict[str, bool], splits: tuple[int, ...]
+) -> None:
+    """Rows after the last group have NaN and infinities in them, which reach nothing."""
+    op = made(dtype, **mode, **layout)
+    x, dy = values(T, K, seed=1, dtype=dtype), values(T, N, seed=2, dtype=dtype)
+    scales = values(T, seed=3, dtype=dtype) if op.scale_bias else None
+    exact = expected(op, x, dy, splits, scales)
+    count = sum(splits)
+    given = [None if t is None else poisoned(t, count) for t in (x, dy)]
+    found = run(op, *given, splits, None if scales is None else poisoned(scales, count))
+    assert_close(found, exact, {FP32: 1e-6, BF16: 0.01, FP16: 0.002}[dtype])
+    for name in ("y", "dx", "dscales"):
+        assert name not in found or not found[name][count:].any()
+
+
+RECIPES = dict(formats.RECIPES)
+RECIPES["nvfp4"] = functools.partial(recipes.NVFP4BlockScaling, disable_stochastic_rounding=True)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("splits", [SPLITS["first empty"], SPLITS["sum below the rows"]], ids=str)
+@pytest.mark.parametrize("override", [None, *BACKWARD_OVERRIDES], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_under_a_recipe_each_group_equals_a_linear_of_its_own(
+    name: str, override: str | None, splits: tuple[int, ...]
+) -> None:
+    if override is not None and RECIPES[name] is recipes.DelayedScaling:
+        pytest.skip("delayed scaling has no override")
+    options = {} if override is None else {"backward_override": override}
+    recipe = RECIPES[name](**options)
+    op = made(BF16, bias=False)
+    count = sum(splits)
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    found = run(op, poisoned(x, count), poisoned(dy, count), splits, recipe=recipe)
+    start = 0
+    for g, size in enumerate(splits):
+        rows = slice(start, start + size)
+        start += size
+        if not size:
+            assert not found["dw"][g].any()
+            continue
+        alone = fuser.BasicLinear(K, N, dtype=BF16, device="cpu")
+        with torch.no_grad():
+            alone.weight.copy_(stacked(op, "weight")[g])
+        part = x[rows].clone().requires_grad_()
+        with fuser.autocast(recipe=recipe):
+            y = alone(part)
+        y.backward(dy[rows])
+        assert torch.equal(found["y"][rows], y)
+        assert torch.equal(found["dx"][rows], part.grad)
+        assert torch.equal(found["dw"][g], alone.weight.grad)
+    assert not found["y"][count:].any()
+    assert not found["dx"][count:].any()
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_linear_before_it_gives_an_unquantized_tensor_that_is_quantized_once_a_group() -> None:
+    model = oracles.randomize(
+        fuser.Sequential(
+            fuser.BasicLinear(K, K, dtype=BF16, device="cpu"),
+            fuser.GELU(),
+            fuser.GroupedLinear(G, K, N, bias=False, dtype=BF16, device="cpu"),
+        )
+    )
+    x = values(T, K, seed=1, dtype=BF16)
+    splits = SPLITS["first empty"]
+    with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
+        plan = model.plan(x, torch.tensor(splits))
+        y = model(x, torch.tensor(splits))
+        middle = model[:2](x)
+        grouped = model[2](middle, torch.tensor(splits))
+    assert torch.equal(y, grouped)
+    assert plan.forward[1].emits is None
+    assert plan.forward[2].kernel == "4 x quantize input, 4 x quantize weight, 4 x mm (emulated)"
+
+
+def test_a_mixture_of_experts_trains() -> None:
+    splits = torch.tensor(SPLITS["first empty"])
+    model = fuser.Sequential(
+        fuser.GroupedLinear(G, K, 2 * N, bias=False, device="cpu"),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(G, N, K, bias=False, device="cpu"),
+    )
+    x, target = values(T, K, seed=1), values(T, K, seed=2)
+    scales = torch.full((T,), 0.5, requires_grad=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(30):
+        loss = (model(x, splits, scales, splits) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+    assert scales.grad is not None
+
+
+# -- parameters -------------------------------------------------------------------
+
+
+def test_separate_weights_are_views_of_one_buffer_also_after_a_move() -> None:
+    op = made()
+    for moved in (op, op.to(BF16), copy.deepcopy(op).to(FP32)):
+        weights = [getattr(moved, f"weight{g}") for g in range(G)]
+        steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(weights)}
+        assert steps == {N * K * weights[0].element_size()}
+        assert all(w.is_leaf and w.requires_grad for w in weights)
+
+
+def test_weights_that_are_no_neighbours_give_the_same() -> None:
+    op, other = made(), made()
+    for g in range(G):
+        setattr(other, f"weight{g}", torch.nn.Parameter(getattr(op, f"weight{g}").detach().clone()))
+    for name in ("bias0", "bias1", "bias2", "bias3"):
+        getattr(other, name).data.copy_(getattr(op, name))
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), SPLITS["even"]
+    found, wanted = run(other, x, dy, splits), run(op, x, dy, splits)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_state_dict_has_the_original_names(layout: dict[str, bool]) -> None:
+    op = made(**layout)
+    weights = ["weight"] if "single_grouped_weight" in layout else [f"weight{g}" for g in range(G)]
+    biases = ["bias"] if "single_grouped_bias" in layout else [f"bias{g}" for g in range(G)]
+    assert [name for name in op.state_dict() if name != "_extra_state"] == weights + biases
+    other = made(**layout)
+    other.load_state_dict(op.state_dict())
+    assert all(map(torch.equal, op.parameters(), other.parameters()))
+
+
+def test_weights_are_initialised_as_linears_are() -> None:
+    torch.manual_seed(3)
+    op = fuser.GroupedLinear(G, K, N, device="cpu")
+    torch.manual_seed(3)
+    for g in range(G):
+        assert torch.equal(getattr(op, f"weight{g}"), torch.nn.Linear(K, N, bias=False).weight)
+    torch.manual_seed(3)
+    assert torch.equal(
+        fuser.GroupedLinear(G, K, N, device="cpu", single_grouped_weight=True).weight,
+        stacked(op, "weight"),
+    )
+
+
+def test_parameters_on_meta_are_allocated_at_the_first_forward() -> None:
+    op = fuser.GroupedLinear(G, K, N, device="meta")
+    with torch.device("cpu"):
+        y = op(values(T, K, seed=1), torch.tensor(SPLITS["even"]))
+    assert y.abs().sum() > 0
+
+
+def test_a_frozen_expert_has_no_gradient_and_frozen_weights_save_no_input() -> None:
+    op = made(bias=False)
+    op.weight1.requires_grad_(False)
+    x = values(T, K, seed=1).requires_grad_()
+    splits = torch.tensor(SPLITS["even"])
+    op(x, splits).sum().backward()
+    assert op.weight1.grad is None
+    assert op.weight0.grad is not None
+    op.requires_grad_(False)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        op(x, splits)
+    assert all(t.shape != x.shape for t in saved if t is not None)
+
+
+# -- main_grad, and gradients later ---------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["separate"], LAYOUTS["one weight"]], ids=str)
+@pytest.mark.parametrize("recipe", [None, recipes.MXFP8BlockScaling()], ids=["none", "mxfp8"])
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["now", "delayed"])
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_weight_gradients_add_up_in_main_grad(
+    layout: dict[str, bool], recipe: Any, is_delayed: bool
+) -> None:
+    plainly = made(BF16, bias=False, **layout)
+    options = {"accumulate_into_main_grad": True, "delay_wgrad_compute": is_delayed}
+    op = made(BF16, bias=False, **layout, **options)
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    splits = torch.tensor(SPLITS["first empty"])
+    wanted = run(plainly, x, dy, SPLITS["first empty"], recipe=recipe)["dw"]
+    for parameter in op.parameters():
+        parameter.main_grad = torch.ones(parameter.shape)
+        parameter.grad_added_to_main_grad = False
+    for _ in range(2):
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = op(x, splits)
+        y.backward(dy)
+    if is_delayed:
+        assert all(bool((p.main_grad == 1).all()) for p in op.parameters())
+        op.backward_dw()
+        op.backward_dw()
+        with pytest.raises(StateError, match="no backward has left weight gradients"):
+            op.backward_dw()
+    grads = stacked(op, "weight", "main_grad")
+    assert torch.allclose(grads - 1, 2 * wanted.float(), rtol=1e-5, atol=1e-3)
+    assert all(p.grad_added_to_main_grad for p in op.parameters())
+
+
+def test_main_grad_may_be_overwritten_and_stand_ins_zeroed() -> None:
+    op = made(bias=False, accumulate_into_main_grad=True)
+    for p in op.parameters():
+        p.main_grad = torch.full(p.shape, 7.0)
+        p.overwrite_main_grad = p.grad_added_to_main_grad = p.zero_out_wgrad = True
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), SPLITS["even"]
+    exact = expected(op, x, dy, splits)["dw"]
+    assert not run(op, x, dy, splits)["dw"].any()
+    assert torch.allclose(stacked(op, "weight", "main_grad").double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_a_frozen_first_expert_leaves_the_others_their_main_grad() -> None:
+    op = made(bias=False, accumulate_into_main_grad=True)
+    op.weight0.requires_grad_(False)
+    for p in op.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    op(values(T, K, seed=1), torch.tensor(SPLITS["even"])).sum().backward()
+    assert not op.weight0.main_grad.any()
+    assert op.weight1.main_grad.any()
+    assert op.weight1.grad is None
+
+
+def test_a_main_grad_that_cannot_be_viewed_is_refused_before_any_is_changed() -> None:
+    op = made(bias=False, accumulate_into_main_grad=True)
+    for p in op.parameters():
+        p.main_grad = torch.zeros(p.shape)
+    op.weight2.main_grad = torch.zeros(K, N).t().reshape(N, K)[:, : K - 1]
+    x = values(T, K, seed=1)
+    with pytest.raises(InputError, match=r"weight2, of shape \(48, 32\), .* \(48, 31\)"):
+        op(x, torch.tensor(SPLITS["even"])).sum().backward()
+    assert not op.weight0.main_grad.any()
+
+
+def test_delayed_gradients_without_main_grad_go_into_grad_and_call_hooks() -> None:
+    op, plainly = made(delay_wgrad_compute=True), made()
+    x, dy = values(T, K, seed=1), values(T, N, seed=2)
+    called = []
+    op.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+    exact = run(plainly, x, dy, SPLITS["even"])
+    op(x, torch.tensor(SPLITS["even"])).backward(dy)
+    assert op.weight0.grad is None
+    assert torch.equal(stacked(op, "bias", "grad"), exact["db"])
+    op.backward_dw()
+    assert torch.equal(stacked(op, "weight", "grad"), exact["dw"])
+    op(x, torch.tensor(SPLITS["even"])).backward(dy)
+    op.backward_dw()
+    assert torch.equal(stacked(op, "weight", "grad"), 2 * exact["dw"])
+    assert called == [1, 1]
+    plainly.backward_dw()  # nothing to do
+
+
+# -- buffers of the caller --------------------------------------------------------------
+
+
+def test_buffers_of_the_caller_get_the_output_and_the_gradient() -> None:
+    op = made()
+    model = fuser.Sequential(op)
+    x = values(T, K, seed=1).requires_grad_()
+    dy, splits = values(T, N, seed=2), SPLITS["first empty"]
+    wanted = run(op, x.detach(), dy, splits)
+    buffers = {"output": torch.full((T, N), 7.0), "grad_input": torch.full((T, K), 7.0)}
+    y = model(x, torch.tensor(splits), op_kwargs={op: buffers})
+    assert y.data_ptr() == buffers["output"].data_ptr()
+    assert torch.equal(y, wanted["y"])
+    y.backward(dy)
+    assert torch.equal(buffers["grad_input"], wanted["dx"])
+    assert torch.equal(x.grad, wanted["dx"])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "sentence"),
+    [
+        (torch.zeros(T, N + 1), r"buffer output of shape \(96, 49\)"),
+        (torch.zeros(T, N, dtype=BF16), r"torch.bfloat16 on cpu .* torch.float32 on cpu"),
+        (torch.zeros(N, T).t(), r"strides \(1, 96\); it takes a contiguous one"),
+        (torch.zeros(T, N, requires_grad=True), "requires a gradient"),
+    ],
+)
+def test_a_buffer_that_does_not_fit_is_refused_and_unchanged(
+    buffer: torch.Tensor, sentence: str
+) -> None:
+    op = made()
+    model, x = fuser.Sequential(op), values(T, K, seed=1)
+    with pytest.raises(InputError, match=sentence):
+        model(x, torch.tensor(SPLITS["even"]), op_kwargs={op: {"output": buffer}})
+    assert not buffer.detach().any()
+    assert model(x, torch.tensor(SPLITS["even"])).any()
+
+
+# -- bad input --------------------------------------------------------------------------
+
+
+def bad_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, bool], str]]:
+    x, even = values(T, K, seed=1), torch.tensor(SPLITS["even"])
+    scale = {"scale_bias": True}
+    return {
+        "more than the rows": (
+            (x, torch.tensor([50, 50, 0, 1])),
+            {},
+            "sum to 101, more than the 96 rows of the input: 50, 50, 0, 1",
+        ),
+        "negative": (
+            (x, torch.tensor([50, -3, 0, 1])),
+            {},
+            "must not be negative; got 50, -3, 0, 1",
+        ),
+        "number of groups": ((x, even[:3]), {}, r"split sizes of shape \(3,\); it takes one for"),
+        "floating": ((x, even.float()), {}, "split sizes of torch.float32; they must be integers"),
+        "features": ((x[:, :16], even), {}, r"input of shape \(96, 16\); its last dimension .* 32"),
+        "scales": (
+            (x, even, torch.ones(T - 1)),
+            scale,
+            r"scales of shape \(95,\) for an input of shape \(96, 32\)",
+        ),
+        "integer scales": (
+            (x, even, torch.ones(T, dtype=torch.int32)),
+            scale,
+            "extra input of torch.int32",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_bad_input_gets_a_sentence_and_the_next_call_works(name: str) -> None:
+    arguments, options, sentence = bad_calls()[name]
+    op = made(**options)
+    good = (values(T, K, seed=1), torch.tensor(SPLITS["even"]), *[torch.ones(T)] * op.scale_bias)
+    for _ in range(2):
+        with pytest.raises(InputError, match=sentence):
+            op(*arguments)
+        assert op(*good).shape == (T, N)
+
+
+@pytest.mark.parametrize("name", ["num_groups", "in_features", "out_features"])
+def test_sizes_are_positive(name: str) -> None:
+    sizes = {"num_groups": G, "in_features": K, "out_features": N, name: 0}
+    with pytest.raises(InputError, match=f"got {name}=0"):
+        fuser.GroupedLinear(**sizes)
+
+
+def test_quantized_parameters_are_refused() -> None:
+    with (
+        fuser.quantized_model_init(recipe=recipes.MXFP8BlockScaling()),
+        pytest.raises(InputError, match="has no quantized parameters in this version"),
+    ):
+        fuser.GroupedLinear(G, K, N)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
+)
+def test_split_sizes_have_any_integer_dtype(dtype: torch.dtype) -> None:
+    op, x = made(), values(2, T // 2, K, seed=1)
+    y = op(x, torch.tensor(SPLITS["first empty"], dtype=dtype))
+    assert y.shape == (2, T // 2, N)
+    exact = expected(op, x.view(T, K), torch.zeros(T, N), SPLITS["first empty"])["y"]
+    assert torch.allclose(y.view(T, N).double(), exact, rtol=1e-4, atol=1e-3)
