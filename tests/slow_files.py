@@ -28,6 +28,7 @@ SLOW_FILES = frozenset(
         "test_cuda_norm_stores.py",
         "test_cuda_normalization.py",
         "test_cuda_nvfp4.py",
+        "test_cuda_permutation.py",
         "test_cuda_pointwise.py",
         "test_cuda_rowwise_scaling.py",
         "test_default_device.py",

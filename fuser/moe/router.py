@@ -48,7 +48,8 @@ class Router(torch.nn.Module):
     Mixtral; it is the same as a softmax over all experts of which the chosen ones are divided by
     their sum. ``norm_topk_prob`` has the name and the meaning of the option in Hugging Face's
     configurations; in Megatron-LM False is ``moe_router_pre_softmax``. Sigmoid is the score of
-    DeepSeek-V3 (arXiv:2412.19437, equations 13 to 15).
+    DeepSeek-V3 (arXiv:2412.19437, equations 13 to 15). With ``top_k=1`` and ``norm_topk_prob=True``
+    every probability is 1 and has no gradient; the Switch Transformer uses softmax and False.
 
     Load-balancing loss of the Switch Transformer (arXiv:2101.03961, equations 4 to 6), after GShard
     (arXiv:2006.16668, section 2.2)::

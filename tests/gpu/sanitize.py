@@ -35,6 +35,7 @@ FILES = (
     "test_norm_stores",
     "test_normalization",
     "test_nvfp4",
+    "test_permutation",
     "test_pointwise",
     "test_probe",
     "test_rowwise_scaling",

@@ -67,7 +67,7 @@ def test_the_gradients_of_rows_and_probabilities_are_the_references(
 
 
 @EVERY_BIG
-def test_sizes_of_models_give_the_references_bits(routing: Routing, like: Input) -> None:
+def test_large_sizes_give_the_references_bits(routing: Routing, like: Input) -> None:
     cases.check_permute(GPU, routing, like)
     cases.check_unpermute(GPU, routing, like, True)
     cases.check_unpermute_backward(GPU, routing, like, True)
@@ -93,7 +93,7 @@ def test_kernels_run() -> None:
 
 @pytest.mark.parametrize("policy", ["position", "probs"])
 @pytest.mark.parametrize("capacity", [None, 1500, 3000])
-def test_a_graph_is_replayed_with_other_indices_and_nothing_waits(
+def test_a_captured_step_is_replayed_with_other_indices_and_nothing_waits(
     capacity: int | None, policy: str
 ) -> None:
     tokens, choices, experts = 1024, 2, 16

@@ -10,6 +10,8 @@ namespace fuser {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+// Blocks that must fit a multiprocessor, where ptxas would otherwise spill to fit more.
+constexpr int kBlocks = 4;
 
 // ---- sort by expert ----
 
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(fuser::kThreads)
 // Writes row_map [rows], inverse_map [n] and split_sizes [experts] of a stable sort. A single block
 // needs no counts. Shared memory: (kWarps + 2) * experts int.
 template <class Index>
-__global__ void __launch_bounds__(fuser::kThreads)
+__global__ void __launch_bounds__(fuser::kThreads, fuser::kBlocks)
     fuser_sort_by_expert(const Index* __restrict__ indices, const int* __restrict__ counts,
                          int* __restrict__ split_sizes, int* __restrict__ row_map,
                          int* __restrict__ inverse_map, int n, int experts, int chunk, int rows) {
@@ -227,7 +229,7 @@ __device__ __forceinline__ void store_word(unsigned short* p, unsigned short x) 
 // y[inverse_map[t][j]] = x[t]; unused rows are 0. A row is `columns` words, and rows of x are
 // `stride` words apart. A thread has kTokens tokens and reads each once.
 template <class Word, int kTokens>
-__global__ void __launch_bounds__(fuser::kThreads)
+__global__ void __launch_bounds__(fuser::kThreads, fuser::kBlocks)
     fuser_permute(const Word* __restrict__ x, const int* __restrict__ row_map,
                   const int* __restrict__ inverse_map, Word* __restrict__ y, int tokens,
                   int choices, int rows, int columns, long long stride) {
