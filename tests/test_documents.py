@@ -33,7 +33,7 @@ RUN = ("README.md", "docs/low_precision.md", "docs/plans.md")
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
 # What the examples write.
-FILES_OF_EXAMPLES = ("losses.csv", "recipes.csv", "recipes_losses.csv")
+FILES_OF_EXAMPLES = ("experts.csv", "losses.csv", "recipes.csv", "recipes_losses.csv")
 
 
 def read(document: str) -> str:
