@@ -172,6 +172,46 @@ def test_make_graphed_callables_takes_a_mixture_of_experts() -> None:
         assert torch.equal(found, plain(x, splits, scales, splits, scales))
 
 
+class MixtureOfExperts(torch.nn.Module):
+    """A router, the permutation, experts, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = fuser.moe.Router(K, G, 2, device="cuda")
+        self.experts = experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routing = self.router(x)
+        rows = fuser.moe.permute(x, routing.expert_indices, routing.probs, num_experts=G)
+        scales = rows.probs.to(x.dtype)
+        splits = rows.split_sizes
+        y = self.experts(rows.x, splits, scales, splits, scales)
+        return fuser.moe.unpermute(y, rows)
+
+
+def test_a_whole_layer_is_captured_with_its_router() -> None:
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    torch.manual_seed(0)
+    layer, plain = MixtureOfExperts(), MixtureOfExperts()
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    graphed = fuser.make_graphed_callables(layer, (x,))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        given = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+        other = given.detach().clone().requires_grad_()
+        dy = torch.randn(T, K, dtype=BF16, device="cuda")
+        found, wanted = graphed(given), plain(other)
+        assert torch.equal(found, wanted)
+        found.backward(dy)
+        wanted.backward(dy)
+        assert torch.equal(given.grad, other.grad)
+        for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+            ours.grad = theirs.grad = None
+
+
 def test_a_rows_bits_depend_on_that_row_and_its_expert_alone() -> None:
     if not is_one_launch():
         pytest.skip("each group has its own product here")
