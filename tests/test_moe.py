@@ -308,6 +308,50 @@ def test_a_layer_of_experts_equals_a_loop_over_tokens(where: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("capacity", [None, 60])
+def test_a_grouped_mlp_between_permute_and_unpermute_equals_a_loop_over_tokens(
+    capacity: int | None,
+) -> None:
+    experts, hidden, inner = 5, 16, 24
+    torch.manual_seed(0)
+    router = Router(hidden, experts, 2, device="cpu", dtype=torch.float32)
+    up = fuser.GroupedLinear(
+        experts, hidden, 2 * inner, bias=False, device="cpu", single_grouped_weight=True
+    )
+    down = fuser.GroupedLinear(
+        experts, inner, hidden, bias=False, device="cpu", single_grouped_weight=True
+    )
+    mlp = fuser.Sequential(up, fuser.ScaledSwiGLU(), down)
+    x = torch.randn(20, hidden, requires_grad=True)
+
+    def layer() -> torch.Tensor:
+        routing = router(x)
+        permuted = permute(
+            x, routing.expert_indices, routing.probs, num_experts=experts, capacity=capacity
+        )
+        y = mlp(permuted.x, permuted.split_sizes, permuted.probs, permuted.split_sizes)
+        return unpermute(y, permuted)
+
+    def plain() -> torch.Tensor:
+        values, indices = (x @ router.weight.t()).softmax(-1).topk(2)
+        probs = values / values.sum(-1, keepdim=True)
+        both = torch.einsum("th,tkoh->tko", x, up.weight[indices])
+        gate, linear = both.chunk(2, -1)
+        inside = torch.nn.functional.silu(gate) * linear * probs[..., None]
+        return torch.einsum("tki,tkhi->th", inside, down.weight[indices])
+
+    leaves = (x, router.weight, up.weight, down.weight)
+    dout = torch.randn(20, hidden)
+    got, expected = layer(), plain()
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    for a, b in zip(
+        torch.autograd.grad(got, leaves, dout),
+        torch.autograd.grad(expected, leaves, dout),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_shapes_do_not_depend_on_values_and_no_value_is_read() -> None:
     """Tensors on meta have no values, so reading one is an error."""
     router = Router(8, 5, 2, aux_loss_coefficient=0.1, device="meta")

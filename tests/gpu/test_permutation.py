@@ -11,6 +11,7 @@ import torch
 from permutation_cases import Routing
 from quantize_cases import GPU, Input, assert_same
 
+import fuser
 from fuser.cuda import permutation as kernels
 from fuser.cuda.launch import kernels_support
 from fuser.moe import Router, permute, unpermute
@@ -158,6 +159,52 @@ def test_a_router_is_captured_and_nothing_waits(score: str, norm: bool) -> None:
         graph.replay()
         for number, (a, b) in enumerate(zip(captured, step(), strict=True)):
             assert_same(a.detach(), b.detach(), f"result {number}")
+
+
+def test_a_captured_layer_of_experts_is_replayed_with_other_tokens_and_nothing_waits() -> None:
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("each group has its own product here")
+    tokens, hidden, inner, experts = 512, 256, 384, 16
+    options = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
+    router = Router(hidden, experts, 4, aux_loss_coefficient=0.01, device="cuda")
+    mlp = fuser.Sequential(
+        fuser.GroupedLinear(experts, hidden, 2 * inner, **options),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(experts, inner, hidden, **options),
+    )
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    leaves = [x, *router.parameters(), *mlp.parameters()]
+
+    def step() -> list[torch.Tensor]:
+        routing = router(x)
+        permuted = permute(
+            x, routing.expert_indices, routing.probs, num_experts=experts, capacity=5 * tokens
+        )
+        y = mlp(permuted.x, permuted.split_sizes, permuted.probs, permuted.split_sizes)
+        out = unpermute(y, permuted)
+        loss = routing.load_balancing_loss
+        grads = torch.autograd.grad((out, loss), leaves, (dout, torch.ones_like(loss)))
+        return [out.detach(), permuted.split_sizes, *grads]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+        with no_waits():
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(5):
+        with torch.no_grad():
+            x.normal_()
+        graph.replay()
+        assert int(captured[1].sum()) == 4 * tokens
+        for number, (a, b) in enumerate(zip(captured, step(), strict=True)):
+            assert_same(a, b, f"result {number}")
 
 
 def test_a_router_chooses_the_experts_of_a_cpu_and_of_equal_logits_the_first() -> None:
