@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,15 +25,12 @@ class StrictProduct:
 
     def run(
         self,
-        out: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        addend: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        operands: Sequence[Any],
         scale_a: torch.Tensor | None,
         scale_b: torch.Tensor | None,
         alpha: float,
     ) -> None:
+        out, a, b, addend, bias = operands
         (m, k), n = a.shape, b.shape[1]
         assert b.shape[0] == k
         assert out.shape == (m, n)
@@ -95,10 +92,11 @@ def strict_cublaslt() -> Iterator[list[str]]:
     """cuBLASLt as if it were loaded, for tensors on the CPU; yields the list of its calls."""
     calls: list[str] = []
 
-    def product(out: Any, a: Any, b: Any, addend: Any, bias: Any, modes: Any, split: Any) -> Any:
+    def product(operands: Any, modes: Any, is_split: bool) -> Any:
+        _, a, b, _, _ = operands
         if not modes and (a.dtype not in NARROW or a.dtype is not b.dtype):
             return None
-        return StrictProduct(calls, modes, split)
+        return StrictProduct(calls, modes or (), is_split)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cublaslt, "library", object)

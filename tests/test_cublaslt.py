@@ -103,10 +103,11 @@ def test_torch_multiplies_what_cublaslt_does_not_take(name: str, calls: list[str
 
 
 def test_a_product_that_is_not_there_is_refused_with_its_operands() -> None:
-    out, a = torch.empty(48, 64, dtype=BF16), values(48, 32, seed=1)
-    assert not cublaslt.serves(out, a, values(32, 64, seed=2), addend=None)
+    out = torch.empty(48, 64, dtype=BF16)
+    operands = cublaslt.Operands(out, values(48, 32, seed=1), values(32, 64, seed=2))
+    assert not cublaslt.serves(operands)
     with pytest.raises(StateError, match=r"no product of \(48, 32\) .*16 and \(32, 64\) .* on cpu"):
-        cublaslt.multiply(out, a, values(32, 64, seed=2), addend=None)
+        cublaslt.multiply(operands)
 
 
 # -- quantized --------------------------------------------------------------------

@@ -11,7 +11,8 @@ import enum
 import functools
 import os
 import threading
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,17 +104,28 @@ def _handle(device: int) -> ctypes.c_void_p:
     return handle
 
 
-def serves(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    modes: tuple[Scales, Scales] | None = None,
-    is_split: bool = True,
-) -> bool:
+class Operands(NamedTuple):
+    """The matrices of a product ``out = alpha * a @ b (+ addend) (+ bias)``."""
+
+    out: torch.Tensor
+    """``[M, N]``, overwritten; it may be the addend itself."""
+    a: torch.Tensor
+    """``[M, K]`` with one dimension of stride 1; in 8 bits that is K."""
+    b: torch.Tensor
+    """``[K, N]``, as ``a``."""
+    addend: torch.Tensor | None = None
+    """``[M, N]`` in the dtype of ``out``."""
+    bias: torch.Tensor | None = None
+    """``[N]``."""
+
+
+Modes = tuple[Scales, Scales]
+"""How the scales of ``a`` and ``b`` are arranged."""
+
+
+def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = True) -> bool:
     """Whether :func:`multiply` takes these arguments; it depends on their layouts alone."""
+    out, a, b, addend, _ = operands
     if library() is None or 0 in (*a.shape, *b.shape):
         return False
     matrices = [out, a, b]
@@ -133,18 +145,14 @@ def serves(
     is_even = not any(n % _ALIGNMENT for n in (*a.shape, *b.shape))
     if modes is not None and not (is_along and is_even):
         return False
-    return _product(out, a, b, addend, bias, modes or (), is_split) is not None
+    return _product(operands, modes, is_split) is not None
 
 
 def multiply(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    operands: Operands,
     *,
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    modes: tuple[Scales, Scales] | None = None,
+    modes: Modes | None = None,
     alpha: float = 1.0,
     is_split: bool = True,
 ) -> None:
@@ -152,14 +160,8 @@ def multiply(
 
     Parameters
     ----------
-    out
-        ``[M, N]``, overwritten; it may be the addend itself.
-    a, b
-        ``[M, K]`` and ``[K, N]``, each with one dimension of stride 1. 8-bit operands have it in K.
-    addend
-        ``[M, N]`` in the dtype of ``out``.
-    bias
-        ``[N]``, in the dtype of ``out``.
+    operands
+        The matrices.
     scales, modes
         Of 8-bit operands: fp32 factors, and their arrangement.
     alpha
@@ -174,9 +176,7 @@ def multiply(
     """
     scale_a, scale_b = scales or (None, None)
     mode_a, mode_b = modes or (0, 0)
-    torch.ops.fuser.multiply(
-        out, a, b, addend, bias, scale_a, scale_b, mode_a, mode_b, alpha, is_split
-    )
+    torch.ops.fuser.multiply(*operands, scale_a, scale_b, mode_a, mode_b, alpha, is_split)
 
 
 # An operation of torch, so that recorded passes and torch's tools observe it.
@@ -185,64 +185,6 @@ _operations.define(  # type: ignore[no-untyped-call]
     "multiply(Tensor(a!) out, Tensor a, Tensor b, Tensor? addend, Tensor? bias, Tensor? scale_a, "
     "Tensor? scale_b, int mode_a, int mode_b, float alpha, bool is_split) -> ()"
 )
-
-
-def run(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale_a: torch.Tensor | None,
-    scale_b: torch.Tensor | None,
-    mode_a: int,
-    mode_b: int,
-    alpha: float,
-    is_split: bool,
-) -> None:
-    """:func:`multiply` without torch's dispatcher around it."""
-    modes = () if scale_a is None else (mode_a, mode_b)
-    product = _product(out, a, b, addend, bias, modes, is_split)
-    if product is None:
-        raise _missing(out, a, b)
-    product.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
-
-
-_operations.impl("multiply", run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-
-
-class Repeated:
-    """:func:`run` at one place of a recorded pass, where all layouts are the same at each call.
-
-    It has descriptors of its own, for each thread, so that most addresses in them stay.
-    """
-
-    def __init__(self) -> None:
-        self.products: dict[int, _Product] = {}
-
-    def __call__(
-        self,
-        out: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        addend: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        scale_a: torch.Tensor | None,
-        scale_b: torch.Tensor | None,
-        mode_a: int,
-        mode_b: int,
-        alpha: float,
-        is_split: bool,
-    ) -> None:
-        thread = threading.get_ident()
-        product = self.products.get(thread)
-        if product is None:
-            modes = () if scale_a is None else (mode_a, mode_b)
-            product = _made(out, a, b, addend, bias, modes, is_split)
-            if product is None:
-                raise _missing(out, a, b)
-            self.products[thread] = product
-        product.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
 
 
 class _Products(threading.local):
@@ -255,16 +197,9 @@ class _Products(threading.local):
 _products = _Products()
 
 
-def _product(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    modes: tuple[int, ...],
-    is_split: bool,
-) -> _Product | None:
+def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
     """The product of these layouts, made once a thread; None if cuBLASLt has none."""
+    out, a, b, addend, bias = operands
     key = (
         a.get_device(),
         a.dtype,
@@ -283,31 +218,60 @@ def _product(
     try:
         return _products.found[key]
     except KeyError:
-        found = _products.found[key] = _made(out, a, b, addend, bias, modes, is_split)
+        found = _products.found[key] = _made(operands, modes, is_split)
         return found
 
 
-def _made(
-    out: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    modes: tuple[int, ...],
-    is_split: bool,
-) -> _Product | None:
+def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
     """A new product of these layouts; None if cuBLASLt has none."""
-    if not a.is_cuda:
+    if not operands.a.is_cuda:
         return None
-    made = _Product(out, a, b, addend, bias, modes, is_split)
+    made = _Product(operands, modes, is_split)
     return made if made.is_found else None
 
 
-def _missing(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> StateError:
-    return StateError(
-        f"cuBLASLt has no product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} "
-        f"into {out.dtype} on {a.device}; multiply with torch instead."
-    )
+Find = Callable[[Operands, "Modes | None", bool], "_Product | None"]
+
+
+def _run(find: Find, *args: Any) -> None:
+    """The operation, with the product that ``find`` returns."""
+    operands = Operands(*args[:5])
+    scale_a, scale_b, mode_a, mode_b, alpha, is_split = args[5:]
+    modes = None if scale_a is None else (mode_a, mode_b)
+    product = find(operands, modes, is_split)
+    if product is None:
+        out, a, b, _, _ = operands
+        raise StateError(
+            f"cuBLASLt has no product of {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype} "
+            f"into {out.dtype} on {a.device}; multiply with torch instead."
+        )
+    product.run(operands, scale_a, scale_b, alpha)
+
+
+class Repeated:
+    """The operation at one place of a recorded pass, where all layouts are the same at each call.
+
+    It has descriptors of its own, for each thread, so that most addresses in them stay.
+    """
+
+    def __init__(self) -> None:
+        self.products: dict[int, _Product | None] = {}
+
+    def __call__(self, *args: Any) -> None:
+        product = self.products.get(threading.get_ident())
+        if product is None:
+            _run(self._new, *args)
+        else:
+            product.run(args[:5], args[5], args[6], args[9])
+
+    def _new(self, *layouts: Any) -> _Product | None:
+        made = self.products[threading.get_ident()] = _made(*layouts)
+        return made
+
+
+_operations.impl(  # type: ignore[no-untyped-call]
+    "multiply", functools.partial(_run, _product), "CompositeExplicitAutograd"
+)
 
 
 class _Product:
@@ -317,16 +281,8 @@ class _Product:
     first operand is ``b``.
     """
 
-    def __init__(
-        self,
-        out: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        addend: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        modes: tuple[int, ...],
-        is_split: bool,
-    ) -> None:
+    def __init__(self, operands: Operands, modes: Modes | None, is_split: bool) -> None:
+        out, a, b, addend, bias = operands
         lt = _library()
         self.device, self.index = a.device, a.get_device()
         self.handle = _handle(self.index)
@@ -394,19 +350,16 @@ class _Product:
 
     def run(
         self,
-        out: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        addend: torch.Tensor | None,
-        bias: torch.Tensor | None,
+        operands: Sequence[Any],
         scale_a: torch.Tensor | None,
         scale_b: torch.Tensor | None,
         alpha: float,
     ) -> None:
-        """Launch the product on torch's current stream."""
+        """Launch the product of :class:`Operands` on torch's current stream."""
+        out, a, b, addend, bias = operands
         if self.index != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                self.run(out, a, b, addend, bias, scale_a, scale_b, alpha)
+                self.run(operands, scale_a, scale_b, alpha)
             return
         given = ((_A_SCALE, scale_b), (_B_SCALE, scale_a), (_BIAS_POINTER, bias))
         for held, (attribute, tensor) in zip(self.addresses, given, strict=True):

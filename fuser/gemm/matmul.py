@@ -248,8 +248,9 @@ def _add_product(
     """``scale * a @ b (+ bias) + addend``; torch copies the addend before it adds to it."""
     if cublaslt.library() is not None:
         out = torch.empty(addend.shape, dtype=addend.dtype, device=addend.device)
-        if cublaslt.serves(out, a, b, addend=addend, bias=bias):
-            cublaslt.multiply(out, a, b, addend=addend, bias=bias, alpha=scale)
+        operands = cublaslt.Operands(out, a, b, addend, bias)
+        if cublaslt.serves(operands):
+            cublaslt.multiply(operands, alpha=scale)
             return out
     if bias is not None:
         return torch.addmm(bias, a, b) + addend

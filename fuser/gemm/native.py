@@ -163,18 +163,11 @@ def by_cublaslt(
     modes = SCALES[a.format.name], SCALES[b.format.name]
     if any(operand.scale_inv.data_ptr() % ALIGNMENT for operand in (a, b)):
         return False
-    args = (out, x, w.t())
-    if not cublaslt.serves(*args, addend=addend, bias=bias, modes=modes, is_split=is_split):
+    operands = cublaslt.Operands(out, x, w.t(), addend, bias)
+    if not cublaslt.serves(operands, modes=modes, is_split=is_split):
         return False
-    cublaslt.multiply(
-        *args,
-        addend=addend,
-        bias=bias,
-        scales=(a.scale_inv, b.scale_inv),
-        modes=modes,
-        alpha=scale,
-        is_split=is_split,
-    )
+    scales = (a.scale_inv, b.scale_inv)
+    cublaslt.multiply(operands, scales=scales, modes=modes, alpha=scale, is_split=is_split)
     return True
 
 

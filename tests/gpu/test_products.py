@@ -64,8 +64,8 @@ def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(dtype: torch.dt
     bias, addend = values(64, seed=3, dtype=dtype), values(130, 64, seed=4, dtype=FP32)
     exact = x.double() @ weight.double().t() + addend.double()
     out = torch.empty_like(addend)
-    assert cublaslt.serves(out, x, weight.t(), addend=addend)
-    assert cublaslt.serves(out, x, weight.t(), addend=addend, bias=bias)
+    for given in (None, bias):
+        assert cublaslt.serves(cublaslt.Operands(out, x, weight.t(), addend, given))
     assert_close(gemm.linear_add(x, weight, addend), exact)
     added = gemm.linear_add(x, weight, addend, bias=bias)
     assert (added.double() - exact - bias.double()).norm() <= 2**-8 * exact.norm()
@@ -122,12 +122,13 @@ def test_quantized_products(
         bias = values(n, seed=6) if out_dtype is BF16 else None
         for addend in (None, added):
             out = torch.empty_like(added)
-            assert cublaslt.serves(out, a, b.t(), addend=addend, bias=bias, modes=modes)
-            cublaslt.multiply(out, a, b.t(), addend=addend, bias=bias, **given)
+            operands = cublaslt.Operands(out, a, b.t(), addend, bias)
+            assert cublaslt.serves(operands, modes=modes)
+            cublaslt.multiply(operands, **given)
             exact = -0.5 * product
             exact = exact if addend is None else exact + addend.double()
             assert_close(out, exact if bias is None else exact + bias.double())
-        cublaslt.multiply(added, a, b.t(), addend=added, **given)  # onto its addend
+        cublaslt.multiply(cublaslt.Operands(added, a, b.t(), added), **given)  # onto its addend
         assert_close(added, values(m, n, seed=5, dtype=out_dtype).double() - 0.5 * product)
 
 
@@ -162,7 +163,7 @@ def test_threads_multiply_at_the_same_time() -> None:
                         out = torch.empty(512, 512, device="cuda")
                         modes = (Scales.TENSOR, Scales.TENSOR)
                         given: dict[str, Any] = {"scales": (scale, one), "modes": modes}
-                        cublaslt.multiply(out, a, b.t(), addend=None, **given)
+                        cublaslt.multiply(cublaslt.Operands(out, a, b.t()), **given)
                         assert_close(out, scale.double() * product)
         except BaseException as error:
             failures.append(error)
