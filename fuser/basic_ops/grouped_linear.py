@@ -222,7 +222,7 @@ class GroupedLinear(BasicOperation):
         def product(name: str, a: str, b: str) -> str:
             if is_quantized:
                 return times + gemm_name(name, a, b, key, self.quantizer_format)
-            return f"grouped {name}" if is_one else times + name
+            return f"grouped {name} of {self.num_groups}" if is_one else times + name
 
         if side == "forward":
             quantized_first = ("input", "weight") if is_quantized else ()

@@ -21,6 +21,7 @@ SWIGLU = (Stage("swiglu"),)
 BIAS_SWIGLU = (Stage("bias"), Stage("swiglu"))
 BIAS_GELU = (Stage("bias"), Stage("gelu"))
 SCALED_SRELU = (Stage("srelu", is_scaled=True),)
+SCALED_SWIGLU = (Stage("swiglu", is_scaled=True),)
 LINEAR = (
     *(Stage("bias"), Stage("dropout", (0.3,))),
     *(Stage("constant_scale", (0.7,)), Stage("add_extra_input")),
@@ -91,6 +92,7 @@ def instantiations() -> tuple[Kernel, ...]:
     add(BIAS_GELU, bf16, wanted=(0,))
     add(BIAS_GELU, bf16, wanted=(0,), saved=1, with_amax=True)
     add(SCALED_SRELU, bf16, wanted=(0,), scales=bf16)
+    add(SCALED_SWIGLU, bf16, wanted=(0,))
     add(LINEAR, bf16, wanted=(0, 3))
     add(TWO_HALVES, bf16, wanted=(1,))
     for dtype in (bf16, fp32):
