@@ -36,6 +36,10 @@ class StrictProduct:
         assert out.shape == (m, n)
         assert out.stride(1) == 1
         assert all(t.data_ptr() % 16 == 0 for t in (out, a, b))
+        for matrix in (out, a, b) if addend is None else (out, a, b, addend):
+            strides = sorted(zip(matrix.stride(), matrix.shape, strict=True))
+            assert strides[0][0] == 1 or 1 in matrix.shape
+            assert strides[1][0] >= strides[0][1] or 1 in matrix.shape
         if self.modes:
             assert {a.dtype, b.dtype} <= set(FP8)
             assert FP8[0] in (a.dtype, b.dtype)

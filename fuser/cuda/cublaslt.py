@@ -134,7 +134,7 @@ def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = T
             return False
         matrices.append(addend)
     if any(
-        t.dtype not in _TYPES or 1 not in t.stride() or t.data_ptr() % _ALIGNMENT for t in matrices
+        t.dtype not in _TYPES or not _is_stored(t) or t.data_ptr() % _ALIGNMENT for t in matrices
     ):
         return False
     # torch decides how fp32 operands are multiplied.
@@ -146,6 +146,14 @@ def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = T
     if modes is not None and not (is_along and is_even):
         return False
     return _product(operands, modes, is_split) is not None
+
+
+def _is_stored(matrix: torch.Tensor) -> bool:
+    """Whether rows, or columns, are one after the other in memory, and none is in another."""
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    if right == 1:
+        return down >= columns or rows == 1
+    return down == 1 and (right >= rows or columns == 1)
 
 
 def multiply(

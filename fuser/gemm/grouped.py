@@ -152,8 +152,11 @@ def _vectors(matrix: torch.Tensor) -> torch.Tensor:
     missing = round_up(matrix.shape[1], width) - matrix.shape[1]
     if missing:
         return F.pad(matrix, (0, missing))
-    is_aligned = matrix.stride(1) == 1 and matrix.stride(0) % width == 0
-    return matrix if is_aligned and matrix.data_ptr() % VECTOR_BYTES == 0 else matrix.clone()
+    (down, right), columns = matrix.stride(), matrix.shape[1]
+    is_aligned = right == 1 and down >= columns and down % width == 0
+    if is_aligned and matrix.data_ptr() % VECTOR_BYTES == 0:
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _matrices(b: torch.Tensor) -> torch.Tensor:

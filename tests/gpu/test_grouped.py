@@ -92,6 +92,24 @@ def test_sizes_that_are_no_whole_vectors(sizes: tuple[int, int]) -> None:
     assert not op.weight1.grad.any()
 
 
+def test_inputs_of_every_layout() -> None:
+    op = fuser.GroupedLinear(G, K, N, dtype=BF16, device="cuda")
+    x = torch.randn(T, K, dtype=BF16, device="cuda")
+    splits = torch.tensor(SPLITS["first empty"], device="cuda")
+    wanted = op(x, splits)
+    wide = torch.randn(T, 3 * K, dtype=BF16, device="cuda")
+    wide[:, 1 : K + 1] = x
+    memory = torch.empty(T * K + 1, dtype=BF16, device="cuda")
+    for given in (
+        x.t().contiguous().t(),
+        wide[:, 1 : K + 1],
+        memory[1:].view(T, K).copy_(x),
+    ):
+        assert torch.equal(op(given, splits), wanted)
+    one = x[:1].expand(T, K)
+    assert torch.equal(op(one, splits), op(one.contiguous(), splits))
+
+
 def experts(dtype: torch.dtype = BF16) -> fuser.Sequential:
     options: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
     return fuser.Sequential(

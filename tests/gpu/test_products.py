@@ -71,6 +71,15 @@ def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(dtype: torch.dt
     assert (added.double() - exact - bias.double()).norm() <= 2**-8 * exact.norm()
 
 
+def test_operands_that_overlap_are_left_to_torch() -> None:
+    x, weight = values(1, 32, seed=1).expand(64, 32), values(48, 32, seed=2)
+    addend = values(1, 48, seed=3).expand(64, 48)
+    exact = x.double() @ weight.double().t() + addend.double()
+    assert_close(gemm.linear_add(x, weight, addend), exact)
+    assert_close(gemm.linear_add(x.contiguous(), weight, addend), exact)
+    assert_close(gemm.linear_add(x, weight, addend.contiguous()), exact)
+
+
 def spread(scale: torch.Tensor, mode: Scales, rows: int, inner: int) -> torch.Tensor:
     wide = scale.double()
     if mode is Scales.TENSOR:
