@@ -161,12 +161,12 @@ def by_cublaslt(
         return False
     x, w = (operand.data.view(operand.format.element.torch_dtype) for operand in (a, b))
     modes = SCALES[a.format.name], SCALES[b.format.name]
-    if any(operand.scale_inv.data_ptr() % ALIGNMENT for operand in (a, b)):
+    scales = (a.scale_inv, b.scale_inv)
+    if any(scale.data_ptr() % ALIGNMENT or not scale.is_contiguous() for scale in scales):
         return False
     operands = cublaslt.Operands(out, x, w.t(), addend, bias)
     if not cublaslt.serves(operands, modes=modes, is_split=is_split):
         return False
-    scales = (a.scale_inv, b.scale_inv)
     cublaslt.multiply(operands, scales=scales, modes=modes, alpha=scale, is_split=is_split)
     return True
 
