@@ -251,7 +251,9 @@ def time_graph(model: train_lm.LanguageModel, options: Options) -> tuple[float, 
         return statistics.median(times[TIMED_STEPS // 5 :])
 
     eager = timed(experts)
-    with options.autocast():
+    # A graph must not read 16-bit copies of weights that autocast keeps from outside of it.
+    is_narrow = dtype is not torch.float32
+    with options.autocast(), torch.autocast("cuda", dtype, is_narrow, cache_enabled=False):
         graphed = fuser.make_graphed_callables(experts, (x, splits, probs, splits))
     return eager, timed(graphed)
 

@@ -175,5 +175,5 @@ def assert_same(got: torch.Tensor | None, expected: torch.Tensor | None, what: s
 
 
 def bits(x: torch.Tensor) -> np.ndarray:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(words).numpy()

@@ -97,8 +97,10 @@ def strict_cublaslt() -> Iterator[list[str]]:
     calls: list[str] = []
 
     def product(operands: Any, modes: Any, is_split: bool) -> Any:
-        _, a, b, _, _ = operands
+        out, a, b, _, bias = operands
         if not modes and (a.dtype not in NARROW or a.dtype is not b.dtype):
+            return None
+        if not modes and bias is not None and bias.dtype is not out.dtype:
             return None
         return StrictProduct(calls, modes or (), is_split)
 

@@ -71,9 +71,12 @@ def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(calls: list[str
     addend = values(48, 64, seed=4, dtype=torch.float32)
     exact = x.double() @ weight.double().t() + addend.double()
     assert torch.equal(gemm.linear_add(x, weight, addend), exact.float())
-    exact = exact + bias.double()
-    assert torch.equal(gemm.linear_add(x, weight, addend, bias=bias), exact.float())
-    assert len(calls) == 2
+    assert len(calls) == 1
+    # With a bias of 16 bits torch multiplies.
+    found = gemm.linear_add(x, weight, addend, bias=bias)
+    assert torch.allclose(found.double(), exact + bias.double(), rtol=2**-7, atol=2**-6)
+    assert found.dtype is torch.float32
+    assert len(calls) == 1
 
 
 def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -255,6 +258,9 @@ def test_a_residual_in_fp32_under_autocast_is_added_in_the_product(
     found = step(model)
     assert found[0].dtype is torch.float32
     (plan,) = model.plans
+    if recipe is None and has_bias:
+        assert "ForwardLinearBiasAdd" not in [step.fusion for step in plan.forward]
+        return
     assert [step.fusion for step in plan.forward] == ["ForwardLinearBiasAdd"]
     assert calls[0].endswith("+")
     with pytest.MonkeyPatch.context() as patch:

@@ -314,6 +314,20 @@ def test_an_input_that_is_also_an_extra_input_is_read_in_both_places(played: lis
     assert played
 
 
+def test_a_tensor_that_is_given_twice_is_recorded_apart_from_two_tensors(played: list[Any]) -> None:
+    model = fuser.Sequential(fuser.GELU(), fuser.AddExtraInput(), fuser.AddExtraInput())
+    for _ in range(4):
+        x, one, two = (torch.randn(64, 32, dtype=BF16) for _ in range(3))
+        once, twice = model(x, one, two), model(x, one, one)
+        assert torch.equal(twice, model(x, one, one.clone()))
+        assert torch.equal(once, model(x, one.clone(), two))
+    assert len({id(which) for which in played}) == 2
+    x, one = (torch.randn(64, 32, dtype=BF16, requires_grad=True) for _ in range(2))
+    for _ in range(4):
+        found = torch.autograd.grad(model(x, one, one).sum(), (x, one))
+        assert torch.equal(found[1], torch.full_like(one, 2))
+
+
 def test_a_parameter_that_is_replaced_or_resized_is_read_anew() -> None:
     model = fuser.Sequential(fuser.RMSNorm(32, dtype=BF16), fuser.Linear(32, 32, dtype=BF16))
     x = torch.randn(64, 32, dtype=BF16)

@@ -29,7 +29,9 @@ class ForwardLinearBiasAdd(FusedOperation):
     ) -> str | None:
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
-        if produced != extra and not (extra == torch.float32 and linear.adds_in_gemm(key)):
+        # With a bias of 16 bits, cuBLASLt adds an fp32 matrix to quantized products only.
+        takes_fp32 = linear.adds_in_gemm(key) and (bias is None or key.recipe is not None)
+        if produced != extra and not (extra == torch.float32 and takes_fp32):
             return f"the linear produces {produced} and the extra input is {extra}."
         if bias is None:
             return linear.addend_refusal("forward", key)
