@@ -35,6 +35,7 @@ class StrictProduct:
         assert b.shape[0] == k
         assert out.shape == (m, n)
         assert out.stride(1) == 1
+        assert bias is None or bias.data_ptr() % 16 == 0
         assert all(t.data_ptr() % 16 == 0 for t in (out, a, b))
         for matrix in (out, a, b) if addend is None else (out, a, b, addend):
             strides = sorted(zip(matrix.stride(), matrix.shape, strict=True))

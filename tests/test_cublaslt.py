@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from pipeline_kernels import on_kernels
 from strict_cublaslt import strict_cublaslt
 from test_quantized_gemm import NATIVE, StrictTensorCores, refusal, stand_in_for_hopper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fuser
 from fuser import gemm
@@ -77,6 +79,45 @@ def test_an_addend_in_fp32_gets_the_product_before_it_is_rounded(calls: list[str
     assert torch.allclose(found.double(), exact + bias.double(), rtol=2**-7, atol=2**-6)
     assert found.dtype is torch.float32
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["strided", "between two vectors"])
+def test_torch_adds_a_bias_that_is_no_vector(step: int, calls: list[str]) -> None:
+    x, weight, addend = values(48, 32, seed=1), values(64, 32, seed=2), values(48, 64, seed=3)
+    bias = values(129, seed=4)[1 : 1 + 64 * step : step]
+    exact = x.double() @ weight.double().t() + addend.double() + bias.double()
+    found = gemm.linear_add(x, weight, addend, bias=bias)
+    assert torch.allclose(found.double(), exact, rtol=2**-7, atol=2**-6)
+    assert calls == []
+
+
+def test_selective_checkpointing_may_keep_a_product(calls: list[str]) -> None:
+    """And then the forward is repeated without it."""
+    linear = fuser.BasicLinear(32, 32, dtype=BF16, device="cpu")
+    model = oracles.randomize(fuser.Sequential(linear, fuser.AddExtraInput()))
+    x, residual = (values(48, 32, seed=i).requires_grad_() for i in (1, 2))
+    leaves = [x, residual, linear.weight]
+    contexts = functools.partial(
+        create_selective_checkpoint_contexts, [torch.ops.fuser.multiply.default]
+    )
+
+    def run(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return (2 * model(x, residual)).tanh()
+
+    expected = torch.autograd.grad(run(x, residual).sum(), leaves)
+    y = checkpoint(run, x, residual, use_reentrant=False, context_fn=contexts)
+    found = torch.autograd.grad(y.sum(), leaves)
+    assert calls
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_main_grad_of_another_shape_is_left_to_torch(
+    hopper: StrictTensorCores, calls: list[str]
+) -> None:
+    model = block(256, 512)
+    model[1].members[0].weight.main_grad = torch.zeros(256, 512)
+    with pytest.raises(RuntimeError, match=r"size of tensor|shape"):
+        step(model, NATIVE["current"], 144)
 
 
 def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

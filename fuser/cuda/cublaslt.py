@@ -49,6 +49,8 @@ _REDUCTION_IN_32F = 2
 _WORKSPACE_BYTES = 32 << 20
 # Bytes of an address, and of a quantized row, that the kernels read at once.
 _ALIGNMENT = 16
+# A process whose shapes never repeat must not fill the memory.
+MOST_PRODUCTS = 1024
 # Where the scales are while an algorithm is chosen, which reads nothing there.
 _SOME_ADDRESS = 1 << 20
 
@@ -125,8 +127,12 @@ Modes = tuple[Scales, Scales]
 
 def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = True) -> bool:
     """Whether :func:`multiply` takes these arguments; it depends on their layouts alone."""
-    out, a, b, addend, _ = operands
+    out, a, b, addend, bias = operands
     if library() is None or 0 in (*a.shape, *b.shape):
+        return False
+    if out.shape != (a.shape[0], b.shape[1]):
+        return False
+    if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % _ALIGNMENT):
         return False
     matrices = [out, a, b]
     if addend is not None:
@@ -163,7 +169,7 @@ def multiply(
     modes: Modes | None = None,
     alpha: float = 1.0,
     is_split: bool = True,
-) -> None:
+) -> torch.Tensor:
     """``out = alpha * a @ b (+ addend) (+ bias)``, accumulated in fp32 and rounded once.
 
     Parameters
@@ -181,17 +187,25 @@ def multiply(
     ------
     StateError
         If cuBLASLt has no such product: ask :func:`serves` first.
+
+    Returns
+    -------
+    Tensor
+        ``out``. Use this one: selective checkpointing may have kept another.
     """
     scale_a, scale_b = scales or (None, None)
     mode_a, mode_b = modes or (0, 0)
-    torch.ops.fuser.multiply(*operands, scale_a, scale_b, mode_a, mode_b, alpha, is_split)
+    out: torch.Tensor = torch.ops.fuser.multiply(
+        *operands, scale_a, scale_b, mode_a, mode_b, alpha, is_split
+    )
+    return out
 
 
 # An operation of torch, so that recorded passes and torch's tools observe it.
 _operations = torch.library.Library("fuser", "DEF")  # type: ignore[no-untyped-call]
 _operations.define(  # type: ignore[no-untyped-call]
     "multiply(Tensor(a!) out, Tensor a, Tensor b, Tensor? addend, Tensor? bias, Tensor? scale_a, "
-    "Tensor? scale_b, int mode_a, int mode_b, float alpha, bool is_split) -> ()"
+    "Tensor? scale_b, int mode_a, int mode_b, float alpha, bool is_split) -> Tensor(a!)"
 )
 
 
@@ -226,6 +240,8 @@ def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Produc
     try:
         return _products.found[key]
     except KeyError:
+        while len(_products.found) >= MOST_PRODUCTS:
+            _products.found.pop(next(iter(_products.found)))
         found = _products.found[key] = _made(operands, modes, is_split)
         return found
 
@@ -241,7 +257,7 @@ def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Product |
 Find = Callable[[Operands, "Modes | None", bool], "_Product | None"]
 
 
-def _run(find: Find, *args: Any) -> None:
+def _run(find: Find, *args: Any) -> torch.Tensor:
     """The operation, with the product that ``find`` returns."""
     operands = Operands(*args[:5])
     scale_a, scale_b, mode_a, mode_b, alpha, is_split = args[5:]
@@ -254,6 +270,7 @@ def _run(find: Find, *args: Any) -> None:
             f"into {out.dtype} on {a.device}; multiply with torch instead."
         )
     product.run(operands, scale_a, scale_b, alpha)
+    return operands.out
 
 
 class Repeated:
@@ -265,12 +282,13 @@ class Repeated:
     def __init__(self) -> None:
         self.products: dict[int, _Product | None] = {}
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: Any) -> torch.Tensor:
         product = self.products.get(threading.get_ident())
         if product is None:
-            _run(self._new, *args)
-        else:
-            product.run(args[:5], args[5], args[6], args[9])
+            return _run(self._new, *args)
+        product.run(args[:5], args[5], args[6], args[9])
+        out: torch.Tensor = args[0]
+        return out
 
     def _new(self, *layouts: Any) -> _Product | None:
         made = self.products[threading.get_ident()] = _made(*layouts)
@@ -280,6 +298,7 @@ class Repeated:
 _operations.impl(  # type: ignore[no-untyped-call]
     "multiply", functools.partial(_run, _product), "CompositeExplicitAutograd"
 )
+_operations.impl("multiply", lambda out, *_: out, "Meta")  # type: ignore[no-untyped-call]
 
 
 class _Product:
@@ -293,6 +312,7 @@ class _Product:
         out, a, b, addend, bias = operands
         lt = _library()
         self.device, self.index = a.device, a.get_device()
+        self.layouts: list[ctypes.c_void_p] = []
         self.handle = _handle(self.index)
         self.matmul, self.set = lt.cublasLtMatmul, lt.cublasLtMatmulDescSetAttribute
         self.description = ctypes.c_void_p()

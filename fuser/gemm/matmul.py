@@ -177,7 +177,7 @@ def quantized_wgrad_accumulate(
         wgrad_accumulate(main_grad, *_column_values(dy, x, dtype), scale)
         return
     a, b = dy.operand("columnwise"), x.operand("columnwise")
-    if not by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad):
+    if by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad) is None:
         main_grad.add_(quantized_wgrad(dy, x, main_grad.dtype, is_split=is_split, scale=scale))
 
 
@@ -250,8 +250,7 @@ def _add_product(
         out = torch.empty(addend.shape, dtype=addend.dtype, device=addend.device)
         operands = cublaslt.Operands(out, a, b, addend, bias)
         if cublaslt.serves(operands):
-            cublaslt.multiply(operands, alpha=scale)
-            return out
+            return cublaslt.multiply(operands, alpha=scale)
     if bias is not None:
         return torch.addmm(bias, a, b) + addend
     if addend.dtype is a.dtype:

@@ -106,9 +106,9 @@ def blockwise(
     are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
     inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
     if inner != a.data.shape[1]:  # cuBLASLt itself does not need padded data
-        out = _new(a, b, out_dtype)
-        if by_cublaslt(out, a, b, is_split, bias):
-            return out
+        made = by_cublaslt(_new(a, b, out_dtype), a, b, is_split, bias)
+        if made is not None:
+            return made
     data, scales = [], []
     for operand, is_2d in zip((a, b), are_2d, strict=True):
         rows = round_up(operand.data.shape[0], ALIGNMENT)
@@ -139,8 +139,9 @@ def product(
     """
     if addend is not None or scale != 1.0:
         out = _new(a, b, out_dtype if addend is None else addend.dtype)
-        if by_cublaslt(out, a, b, is_split, bias, scale, addend):
-            return out
+        made = by_cublaslt(out, a, b, is_split, bias, scale, addend)
+        if made is not None:
+            return made
     if scale != 1.0:
         a = a._replace(scale_inv=a.scale_inv * scale)
     y = row.run(a, b, out_dtype, is_split, bias)
@@ -155,20 +156,19 @@ def by_cublaslt(
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
     addend: torch.Tensor | None = None,
-) -> bool:
-    """Write ``scale * a @ b.T (+ bias) (+ addend)`` into ``out``; False if cuBLASLt cannot."""
-    if cublaslt.library() is None:
-        return False
+) -> torch.Tensor | None:
+    """``out``, with ``scale * a @ b.T (+ bias) (+ addend)`` in it; None if cuBLASLt cannot."""
+    if cublaslt.library() is None or out.dim() != 2:
+        return None
     x, w = (operand.data.view(operand.format.element.torch_dtype) for operand in (a, b))
     modes = SCALES[a.format.name], SCALES[b.format.name]
     scales = (a.scale_inv, b.scale_inv)
     if any(scale.data_ptr() % ALIGNMENT or not scale.is_contiguous() for scale in scales):
-        return False
+        return None
     operands = cublaslt.Operands(out, x, w.t(), addend, bias)
     if not cublaslt.serves(operands, modes=modes, is_split=is_split):
-        return False
-    cublaslt.multiply(operands, scales=scales, modes=modes, alpha=scale, is_split=is_split)
-    return True
+        return None
+    return cublaslt.multiply(operands, scales=scales, modes=modes, alpha=scale, is_split=is_split)
 
 
 def _new(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
