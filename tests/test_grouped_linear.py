@@ -11,6 +11,8 @@ import every_format as formats
 import oracles
 import pytest
 import torch
+from pipeline_kernels import on_kernels
+from torch.nn.utils import prune
 
 import fuser
 from fuser import recipe as recipes
@@ -376,6 +378,170 @@ def test_delayed_gradients_without_main_grad_go_into_grad_and_call_hooks() -> No
     plainly.backward_dw()  # nothing to do
 
 
+def leaving(**options: Any) -> tuple[fuser.GroupedLinear, fuser.GroupedLinear]:
+    """An op that leaves weight gradients to ``backward_dw``, and one like it that does not."""
+    op = made(delay_wgrad_compute=True, **options)
+    return op, made(**options)
+
+
+def test_an_input_with_a_gradient_leaves_no_graph_behind() -> None:
+    op, plainly = leaving(bias=False)
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), torch.tensor(SPLITS["even"])
+    before = torch.nn.Linear(K, K)
+    wanted = run(plainly, before(x).detach(), dy, SPLITS["even"])["dw"]
+    op(before(x), splits).backward(dy)
+    op.backward_dw()
+    assert torch.equal(stacked(op, "weight", "grad"), wanted)
+    assert not op.weight0.grad.requires_grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_frozen_biases_and_weights_do_not_change_what_is_left(layout: dict[str, bool]) -> None:
+    op, plainly = leaving(**layout)
+    for name, parameter in op.named_parameters():
+        parameter.requires_grad_("bias" not in name and name != "weight1")
+    x, dy = values(T, K, seed=1), values(T, N, seed=2)
+    wanted = run(plainly, x, dy, SPLITS["even"])["dw"]
+    op(x, torch.tensor(SPLITS["even"])).backward(dy)
+    op.backward_dw()
+    for g in range(G) if "single_grouped_weight" not in layout else ():
+        grad = getattr(op, f"weight{g}").grad
+        assert grad is None if g == 1 else torch.equal(grad, wanted[g])
+    assert not hasattr(op, "weight") or torch.equal(op.weight.grad, wanted)
+
+
+def test_gradients_are_left_only_for_leaves_that_a_backward_accumulates_into() -> None:
+    op, plainly = leaving(bias=False)
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), torch.tensor(SPLITS["even"])
+    probe = values(T, K, seed=3).requires_grad_()
+    torch.autograd.grad(op(probe, splits), probe, dy)  # does not ask for the weights
+    given = {n: p.detach().clone().requires_grad_() for n, p in op.named_parameters()}
+    torch.func.functional_call(op, given, (x, splits)).backward(dy)
+    op.backward_dw()
+    wanted = run(plainly, x, dy, SPLITS["even"])["dw"]
+    assert all(torch.equal(given[f"weight{g}"].grad, wanted[g]) for g in range(G))
+    assert op.weight0.grad is None
+    for g in range(G):
+        prune.identity(op, f"weight{g}")
+    op(x, splits).backward(dy)  # computed weights get their gradients at once
+    assert all(torch.equal(getattr(op, f"weight{g}_orig").grad, wanted[g]) for g in range(G))
+    with pytest.raises(StateError, match="no backward has left"):
+        op.backward_dw()
+
+
+def test_left_gradients_are_added_in_place_and_in_the_weights_dtype() -> None:
+    op, plainly = leaving(bias=False)
+    x, dy, splits = values(T, K, seed=1), values(T, N, seed=2), torch.tensor(SPLITS["even"])
+    flat = torch.zeros(G, N, K)
+    for g in range(G):
+        getattr(op, f"weight{g}").grad = flat[g]
+        getattr(op, f"weight{g}").grad_added_to_main_grad = False
+    wanted = run(plainly, x, dy, SPLITS["even"])["dw"]
+    op(x, splits).backward(dy)
+    op.backward_dw()
+    assert torch.equal(flat, wanted)
+    op.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", BF16):
+        y = op(x, splits)
+    y.backward(dy.to(BF16))
+    op.backward_dw()
+    assert op.weight0.grad.dtype is FP32
+    assert torch.allclose(stacked(op, "weight", "grad"), wanted, rtol=0.02, atol=0.5)
+
+
+def test_a_missing_main_grad_is_refused_before_any_is_changed() -> None:
+    for options in ({}, {"delay_wgrad_compute": True}):
+        op = made(bias=False, accumulate_into_main_grad=True, **options)
+        for g in (0, 1, 3):
+            getattr(op, f"weight{g}").main_grad = torch.zeros(N, K)
+            getattr(op, f"weight{g}").overwrite_main_grad = True
+        y = op(values(T, K, seed=1), torch.tensor(SPLITS["even"]))
+        step = y.sum().backward
+        if options:
+            step()
+            step = op.backward_dw
+        with pytest.raises(StateError, match=r"weight of shape \(48, 32\) has no main_grad"):
+            step()
+        assert not op.weight0.main_grad.any()
+        if options:
+            op.weight2.main_grad = torch.zeros(N, K)
+            op.backward_dw()  # nothing is lost
+            assert op.weight2.main_grad.any()
+
+
+def test_a_transposed_main_grad_is_refused() -> None:
+    op = made(bias=False, accumulate_into_main_grad=True)
+    for p in op.parameters():
+        p.main_grad = torch.zeros(K, N)
+    with pytest.raises(InputError, match=r"main_grad of shape \(32, 48\)"):
+        op(values(T, K, seed=1), torch.tensor(SPLITS["even"])).sum().backward()
+
+
+def test_recorded_backwards_leave_gradients_each_time() -> None:
+    op = made(BF16, bias=False, single_grouped_weight=True, delay_wgrad_compute=True)
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    with on_kernels():
+        for _ in range(5):
+            op(x, torch.tensor(SPLITS["even"])).backward(dy)
+            op.backward_dw()
+    wanted = run(made(BF16, bias=False), x, dy, SPLITS["even"])["dw"]
+    assert torch.allclose(op.weight.grad.float(), 5 * wanted.float(), rtol=0.05, atol=0.5)
+
+
+# -- changes in place, and memory that others hold ------------------------------------
+
+
+def changed_in_place() -> dict[str, Any]:
+    def moved(op: fuser.GroupedLinear) -> fuser.GroupedLinear:
+        return copy.deepcopy(op).to("cpu")
+
+    def on_meta(op: fuser.GroupedLinear) -> fuser.GroupedLinear:
+        other = fuser.GroupedLinear(G, K, N, bias=False, device="meta")
+        with torch.device("cpu"):
+            other(values(T, K, seed=1), torch.tensor(SPLITS["even"]))
+        return other
+
+    return {"made": lambda op: op, "moved": moved, "on meta": on_meta, "copied": copy.deepcopy}
+
+
+@pytest.mark.parametrize("name", changed_in_place())
+def test_a_weight_that_changes_before_the_backward_is_noticed(name: str) -> None:
+    op = changed_in_place()[name](made(bias=False))
+    x = values(T, K, seed=1).requires_grad_()
+    y = op(x, torch.tensor(SPLITS["even"]))
+    with torch.no_grad():
+        op.weight2.mul_(3)
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        y.backward(values(T, N, seed=2))
+
+
+def test_parameters_stay_where_others_see_them() -> None:
+    op, flat = made(bias=False), torch.randn(G, N, K).flip(0)
+    for g in range(G):  # neighbours, in another order
+        getattr(op, f"weight{g}").data = flat[G - 1 - g]
+    op.to("cpu")
+    flat.zero_()
+    assert not any(p.any() for p in op.parameters())
+    assert all(p.is_shared() for p in copy.deepcopy(made()).share_memory().parameters())
+
+
+def test_loaded_weights_beside_biases_on_meta_are_kept() -> None:
+    op, other = made(), fuser.GroupedLinear(G, K, N, device="meta")
+    weights = {name: value for name, value in op.state_dict().items() if "weight" in name}
+    other.load_state_dict(weights, strict=False, assign=True)
+    with torch.device("cpu"):
+        other(values(T, K, seed=1), torch.tensor(SPLITS["even"]))
+    assert torch.equal(stacked(other, "weight"), stacked(op, "weight"))
+    assert not other.bias0.any()
+
+
+def test_separate_memory_under_an_autocast_of_another_dtype() -> None:
+    op = copy.deepcopy(made(FP16))
+    with torch.autocast("cpu", BF16):
+        y = op(values(T, K, seed=1), torch.tensor(SPLITS["even"]))
+    assert y.dtype is BF16
+
+
 # -- buffers of the caller --------------------------------------------------------------
 
 
@@ -392,6 +558,30 @@ def test_buffers_of_the_caller_get_the_output_and_the_gradient() -> None:
     y.backward(dy)
     assert torch.equal(buffers["grad_input"], wanted["dx"])
     assert torch.equal(x.grad, wanted["dx"])
+
+
+def test_an_output_buffer_may_be_used_in_every_step() -> None:
+    op, buffer = made(), torch.zeros(T, N)
+    model = fuser.Sequential(op)
+    for _ in range(3):
+        x = values(T, K, seed=1).requires_grad_()
+        kwargs = {op: {"output": buffer}}
+        y = model(x, torch.tensor(SPLITS["even"]), op_kwargs=kwargs)
+        y.sum().backward()
+        assert not buffer.requires_grad
+
+
+def test_buffers_in_the_memory_of_what_is_read_are_refused() -> None:
+    op = fuser.GroupedLinear(G, K, K, device="cpu")
+    model, splits = fuser.Sequential(op), torch.tensor(SPLITS["even"])
+    x = values(T, K, seed=1)
+    for name in ("output", "grad_input"):
+        with pytest.raises(InputError, match=f"buffer {name} in the memory of its input"):
+            model(x, splits, op_kwargs={op: {name: x.view(T, K)}})
+    dy = values(T, K, seed=2)
+    y = model(x.requires_grad_(), splits, op_kwargs={op: {"grad_input": dy.view(T, K)}})
+    with pytest.raises(InputError, match="buffer grad_input in the memory of the gradient"):
+        y.backward(dy)
 
 
 @pytest.mark.parametrize(
@@ -432,6 +622,11 @@ def bad_calls() -> dict[str, tuple[tuple[Any, ...], dict[str, bool], str]]:
             "must not be negative; got 50, -3, 0, 1",
         ),
         "number of groups": ((x, even[:3]), {}, r"split sizes of shape \(3,\); it takes one for"),
+        "sizes whose sum overflows": (
+            (x, torch.tensor([2**62, 2**62, 2**63 - 1, 1])),
+            {},
+            "more than the 96 rows",
+        ),
         "floating": ((x, even.float()), {}, "split sizes of torch.float32; they must be integers"),
         "features": ((x[:, :16], even), {}, r"input of shape \(96, 16\); its last dimension .* 32"),
         "scales": (

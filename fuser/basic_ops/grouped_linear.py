@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fuser.basic_ops.linear_operands import (
     saved_operand,
 )
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.functional.grouped import add_bias, zero_tail
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
@@ -134,7 +135,7 @@ class GroupedLinear(BasicOperation):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._delayed_wgrads: deque[Callable[[], Sequence[torch.Tensor | None]]] = deque()
+        self._delayed_wgrads: deque[Callable[[], None]] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
         is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
         self._names = {
@@ -167,32 +168,43 @@ class GroupedLinear(BasicOperation):
 
     def reset_parameters(self) -> None:
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
+        self._reset([name for names in self._names.values() for name in names])
+
+    def _reset(self, wanted: Collection[str]) -> None:
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             for name in self._names["weight"]:
-                self.initialise(name, _fill)
+                if name in wanted:
+                    self.initialise(name, _fill)
         for name in self._names.get("bias", ()):
-            self.initialise(name, torch.nn.init.zeros_)
-        self._pack()
+            if name in wanted:
+                self.initialise(name, torch.nn.init.zeros_)
+        for parts in self._separate():
+            if _packed(parts) is None and all(map(_has_own_memory, parts)):
+                _pack(parts)
 
-    def _pack(self) -> None:
-        """Make separate parameters views of one buffer again, as they were made."""
+    def _separate(self) -> list[list[Parameter]]:
+        """The weights, and the biases, that are separate parameters in memory."""
+        found = []
         for names in self._names.values():
             parts = [p for name in names if type(p := self._parameters.get(name)) is Parameter]
-            if len(parts) < len(names) or parts[0].is_meta or _packed(parts) is not None:
-                continue
-            buffer = torch.stack([p.detach() for p in parts])
-            for part, place in zip(parts, buffer, strict=True):
-                part.data = place
+            if len(parts) == len(names) > 1 and not any(p.is_meta for p in parts):
+                found.append(parts)
+        return found
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; separate parameters become views of one buffer again."""
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._pack()
+        for parts in self._separate():
+            if _packed(parts) is None and all(map(_has_own_memory, parts)):
+                _pack(parts)
         return result
 
     def pre_first_fuser_forward(self) -> None:
-        if any(parameter.is_meta for parameter in self.parameters()):
-            self.reset_parameters()
+        every = [name for names in self._names.values() for name in names]
+        on_meta = [name for name in every if getattr(self, name).is_meta]
+        if on_meta:
+            self._reset(on_meta)
 
     # -- questions of the planner ------------------------------------------------
 
@@ -203,8 +215,13 @@ class GroupedLinear(BasicOperation):
 
     @property
     def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
-        """The argument of the constructor."""
-        return self._accumulate_into_main_grad
+        """Whether gradients go elsewhere than to autograd: backward then gets the weights."""
+        return self._accumulate_into_main_grad or self.delay_wgrad_compute
+
+    @property
+    def is_recordable(self) -> bool:  # type: ignore[override]
+        """A repeated backward would leave no weight gradients to :meth:`backward_dw`."""
+        return not self.delay_wgrad_compute
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -217,6 +234,7 @@ class GroupedLinear(BasicOperation):
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
         is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
         is_one = recipe is None and is_narrow and key.arch is not None and key.arch[0] in (9, 10)
+        is_one = is_one and not self.check_device_splits
         times = f"{self.num_groups} x "
 
         def product(name: str, a: str, b: str) -> str:
@@ -233,7 +251,8 @@ class GroupedLinear(BasicOperation):
             product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
             product("wgrad mm", "grad_output", "input"): any(
                 param.requires_grad for param in op.params[:weights]
-            ),
+            )
+            and not self.delay_wgrad_compute,
             "grouped sum": any(param.requires_grad for param in op.params[weights:]),
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
@@ -267,10 +286,21 @@ class GroupedLinear(BasicOperation):
         A copy if they are not.
         """
         parts = [getattr(self, name) for name in self._names[what]]
+        size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
+        shape = (self.num_groups, *size) if self._is_one(what) else size
+        for name, part in zip(self._names[what], parts, strict=True):
+            if part.shape != shape:
+                raise InputError(
+                    f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features}) "
+                    f"has a {name} of shape {tuple(part.shape)}; it must be {shape}."
+                )
         if self._is_one(what):
             return cast(parts[0], dtype)
         buffer = _packed(parts)
-        return cast(torch.stack(parts) if buffer is None else buffer, dtype)
+        if buffer is not None:
+            return cast(buffer, dtype)
+        with torch._C._DisableAutocast():  # which would choose another dtype
+            return torch.stack([cast(part, dtype) for part in parts])
 
     # -- running --------------------------------------------------------------------
 
@@ -284,7 +314,11 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        """``op_kwargs`` may have buffers of the caller: ``output``, and ``grad_input``."""
+        """``op_kwargs`` may have buffers of the caller: ``output``, and ``grad_input``.
+
+        A buffer belongs to one call until its result has been read: two calls that share one
+        overwrite each other's results.
+        """
         (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
         buffers = dict(basic_op_kwargs[0])
         output, grad_input = buffers.pop("output", None), buffers.pop("grad_input", None)
@@ -301,6 +335,9 @@ class GroupedLinear(BasicOperation):
         ctx.grad_input_buffer = grad_input  # type: ignore[attr-defined]
         x = plain(input_, dtype)
         x = cast(x, dtype).reshape(-1, self.in_features)
+        for name, buffer in (("output", output), ("grad_input", grad_input)):
+            if buffer is not None and _overlap(buffer, input_):
+                raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
         is_read = ctx.has_recipe or not grouped.has_grouped_mm(x.device, dtype)
         is_read = is_read or self.check_device_splits
         groups = grouped.groups_of(extras[0], x, is_read=is_read)
@@ -323,7 +360,13 @@ class GroupedLinear(BasicOperation):
         if ctx.requires_grad:
             wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
             ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
-        y = output if output is not None else y.view(shape)
+        if wants_dgrad:
+            # A view of separate weights has the version counter of the first one.
+            parts = [] if self.single_grouped_weight else self._names["weight"]
+            weights = [getattr(self, name) for name in parts]
+            ctx.versions = [(weight, weight._version) for weight in weights]  # type: ignore[attr-defined]
+        # Not the caller's tensor itself, of which autograd would make a part of the graph.
+        y = y.view(shape) if output is None else output.detach()
         return write_output(y, next_op_input_quantizer), [()]
 
     def fuser_backward(
@@ -335,8 +378,16 @@ class GroupedLinear(BasicOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
         ends, scales, bias, *saved = ctx.saved_tensors
+        for weight, version in ctx.__dict__.get("versions", ()):
+            if weight._version != version:
+                raise StateError(
+                    f"A weight of GroupedLinear, of shape {tuple(weight.shape)}, was changed in "
+                    "place between forward and backward."
+                )
         dtype = ctx.compute_dtype
         assert dtype is not None
+        if ctx.grad_input_buffer is not None and _overlap(ctx.grad_input_buffer, grad_output):
+            raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
         dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
         groups = Groups(ends, ctx.group_sizes)
         shape = (*grad_output.shape[:-1], self.in_features)
@@ -346,17 +397,9 @@ class GroupedLinear(BasicOperation):
         dx, make_wgrads = multiplied(ctx, dy, saved, groups, out)
         if dx is not None:
             dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
-        owners = ctx.main_grad_owners
         dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
         if make_wgrads is not None:
-            if self.delay_wgrad_compute:
-                wanted = ctx.params_require_grad[: self.main_grad_count]
-                self._delayed_wgrads.append(
-                    lambda: self._weight_gradients(make_wgrads(), owners, wanted)
-                )
-            else:
-                wanted = ctx.params_require_grad[: self.main_grad_count]
-                dweights = self._weight_gradients(make_wgrads(), owners, wanted)
+            dweights = self._weight_gradients(ctx, make_wgrads)
         dbiases: Sequence[torch.Tensor | None] = ()
         if self.has_bias:
             dbiases = [None] * len(self._names["bias"])
@@ -498,18 +541,39 @@ class GroupedLinear(BasicOperation):
     # -- weight gradients -------------------------------------------------------------
 
     def _weight_gradients(
+        self, ctx: OperationContext, make: Callable[[], torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """The gradient of each weight that autograd gets.
+
+        Others go into ``main_grad``, or wait for :meth:`backward_dw`: those of the leaves whose
+        gradients this backward accumulates. A weight that a hook computes is no leaf.
+        """
+        wanted = ctx.params_require_grad[: self.main_grad_count]
+        owners: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
+        if self.accumulates_into_main_grad:
+            owners = ctx.main_grad_owners
+        if not self.delay_wgrad_compute:
+            return self._added(make(), owners, wanted)
+        if any(owner is not None for owner in owners):
+            self._delayed_wgrads.append(functools.partial(self._add_later, make, owners))
+        now = [is_wanted and owner is None for is_wanted, owner in zip(wanted, owners, strict=True)]
+        if not any(now):
+            return [None] * self.main_grad_count
+        return self._added(make(), [None] * self.main_grad_count, now)
+
+    def _added(
         self,
         made: torch.Tensor,
         owners: Sequence[torch.Tensor | None],
         wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
-        """The gradient of each weight that autograd gets; others went into ``main_grad``."""
-        if not self._accumulate_into_main_grad:
-            owners = [None] * self.main_grad_count
+        """The gradients that autograd gets, after others were added to their ``main_grad``."""
         parts = [made] if self.single_grouped_weight else list(made)
         names = self._names["weight"]
+        if not self._accumulate_into_main_grad:
+            owners = [None] * self.main_grad_count
         for name, owner, part in zip(names, owners, parts, strict=True):  # before any is added to
-            _check_main_grad(name, getattr(owner, "main_grad", None), part.shape)
+            _check_main_grad(name, owner, self._parameters.get(name), part.shape)
         grads: list[torch.Tensor | None] = []
         for name, owner, part, is_wanted in zip(names, owners, parts, wanted, strict=True):
             own = self._parameters.get(name)
@@ -521,10 +585,26 @@ class GroupedLinear(BasicOperation):
                 grads.append(stand_in_gradient(owner))
         return grads
 
+    def _add_later(
+        self, make: Callable[[], torch.Tensor], owners: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Add gradients to the ``main_grad`` or the ``grad`` of their weights."""
+        is_leaf = [owner is not None for owner in owners]
+        for owner, grad in zip(owners, self._added(make(), owners, is_leaf), strict=True):
+            has_main_grad = self._accumulate_into_main_grad and hasattr(owner, "main_grad")
+            if owner is None or grad is None or has_main_grad:
+                continue
+            if owner.grad is None:
+                owner.grad = grad.to(owner.dtype)
+            else:
+                owner.grad.add_(grad)
+
     def backward_dw(self) -> None:
         """Compute the weight gradients of the oldest backward that left them to this call.
 
-        They go into ``grad``, or into ``main_grad``. Does nothing without ``delay_wgrad_compute``.
+        They go into ``grad``, or into ``main_grad``. A backward leaves those of leaves that it
+        accumulates into; hooks of these weights are not called. Do not change the input or the
+        gradient of the output in place before. Does nothing without ``delay_wgrad_compute``.
 
         Raises
         ------
@@ -538,12 +618,9 @@ class GroupedLinear(BasicOperation):
                 "GroupedLinear.backward_dw() was called, and no backward has left weight gradients "
                 "to it: call it once for each backward."
             )
-        grads = self._delayed_wgrads.popleft()()
-        for name, grad in zip(self._names["weight"], grads, strict=True):
-            weight = getattr(self, name)
-            if grad is not None and not hasattr(weight, "grad_added_to_main_grad"):
-                with torch.no_grad():
-                    weight.grad = grad if weight.grad is None else weight.grad + grad
+        with torch.no_grad():
+            self._delayed_wgrads[0]()
+        self._delayed_wgrads.popleft()
         for hook in self._wgrad_hooks:
             hook()
 
@@ -588,6 +665,10 @@ class GroupedLinear(BasicOperation):
     ) -> None:
         if buffer is None:
             return
+        if not isinstance(buffer, torch.Tensor):
+            raise InputTypeError(
+                f"GroupedLinear takes a tensor as buffer {name}; got {type(buffer).__name__}."
+            )
         given = (tuple(buffer.shape), buffer.dtype, buffer.device, buffer.is_contiguous())
         if given != (tuple(shape), dtype, device, True):
             raise InputError(
@@ -618,10 +699,48 @@ def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
 
 
-def _check_main_grad(name: str, main_grad: torch.Tensor | None, shape: torch.Size) -> None:
+def _pack(parts: Sequence[Parameter]) -> None:
+    """Make parameters views of one buffer."""
+    buffer = torch.stack([part.detach() for part in parts])
+    for part, place in zip(parts, buffer, strict=True):
+        part.data = place
+
+
+def _has_own_memory(parameter: Parameter) -> bool:
+    """Whether nothing else is in the memory of a parameter, and no other process sees it."""
+    is_alone = parameter.numel() * parameter.element_size() == parameter.untyped_storage().nbytes()
+    return is_alone and not parameter.is_inference() and not parameter.is_shared()  # type: ignore[no-untyped-call]
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    if isinstance(other, QuantizedTensor) or 0 in (one.numel(), other.numel()):
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and not (
+        _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr()
+    )
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address after the last element."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _check_main_grad(
+    name: str, owner: torch.Tensor | None, own: torch.Tensor | None, shape: torch.Size
+) -> None:
+    """Raise if the gradient of ``owner`` cannot be added to its ``main_grad``."""
+    if owner is None or hasattr(owner, "__fsdp_param__"):
+        return  # a sharded weight gets its main_grad when it is asked for it
+    main_grad = getattr(owner, "main_grad", None)
     if main_grad is None:
+        if owner is own:
+            main_grad_of(owner, own)  # raises
         return
     try:
+        if main_grad.dim() == len(shape) and main_grad.shape != shape:
+            raise RuntimeError
         main_grad.view(shape)
     except RuntimeError:
         raise InputError(

@@ -24,10 +24,10 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     if hasattr(weight, "__fsdp_param__"):
         weight.main_grad = weight.get_main_grad()
     main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
-    if main_grad is None and weight is own:
+    if main_grad is None and own is not None and weight is own:
         raise StateError(
-            "BasicLinear accumulates its weight gradient into weight.main_grad, "
-            "but the weight has no main_grad."
+            "A linear accumulates its weight gradient into weight.main_grad, but the weight of "
+            f"shape {tuple(own.shape)} has no main_grad."
         )
     if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
         main_grad.zero_()

@@ -71,8 +71,9 @@ def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> G
     rows = x.shape[0]
     if split_sizes.device.type == "cpu" or is_read:
         # ``item`` and not ``tolist``, which a recording would not observe.
-        total = int(split_sizes.sum(dtype=torch.int64).item())
+        split_sizes.sum().item()
         sizes = tuple(split_sizes.tolist())
+        total = sum(sizes)
         if any(size < 0 for size in sizes):
             raise InputError(f"Split sizes must not be negative; got {_listed(sizes)}.")
         if total > rows:
@@ -139,11 +140,9 @@ def _multiply(
         y = y if y.shape[1] == columns else y[:, :columns].contiguous()
         y = grouped.zero_tail(groups.ends, y)
         return y if out is None else out.copy_(y)
-    y = a.new_empty(a.shape[0], b.shape[2]) if out is None else out
-    for rows, each in zip(groups.slices(), b, strict=True):
-        torch.mm(a[rows], each, out=y[rows])
-    y[sum(groups.sizes) :] = 0
-    return y
+    parts = [torch.mm(a[rows], each) for rows, each in zip(groups.slices(), b, strict=True)]
+    y = torch.cat([*parts, a.new_zeros(a.shape[0] - sum(groups.sizes), b.shape[2])])
+    return y if out is None else out.copy_(y)
 
 
 def _vectors(matrix: torch.Tensor) -> torch.Tensor:

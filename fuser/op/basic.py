@@ -53,6 +53,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """Extra inputs that are integers, such as split sizes. They may also be on the CPU."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
+    is_recordable: bool = True
+    """Whether the op's passes do nothing that a recording would not repeat, such as queueing."""
     accumulates_into_main_grad: bool = False
     """Whether backward adds gradients of the op's first parameters to their ``main_grad``."""
     main_grad_count: int = 1

@@ -164,6 +164,12 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
             raise StateError(
                 f"{name} has hooks, which a CUDA graph does not call: register them afterwards."
             )
+    for path, op in module.named_modules():
+        if not getattr(op, "is_recordable", True):
+            raise StateError(
+                f"{name} has the op {path or type(op).__name__!r} with delay_wgrad_compute, whose "
+                "backward leaves work to a later call; a CUDA graph repeats its kernels alone."
+            )
     tensors = [*pytree.tree_leaves(args), *module.parameters(), *module.buffers()]
     for tensor in tensors:
         if not tensor.is_cuda:

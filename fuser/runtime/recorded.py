@@ -42,7 +42,10 @@ Backward = Callable[..., tuple[torch.Tensor | None, ...]]
 def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
     """Whether the steps of a plan are this library's own code, which the layouts determine."""
     return all(
-        type(op).__module__.partition(".")[0] == "fuser" and not op.has_own_methods() for op in ops
+        type(op).__module__.partition(".")[0] == "fuser"
+        and not op.has_own_methods()
+        and getattr(op, "is_recordable", True)
+        for op in ops
     )
 
 
