@@ -708,8 +708,12 @@ def _pack(parts: Sequence[Parameter]) -> None:
 
 def _has_own_memory(parameter: Parameter) -> bool:
     """Whether nothing else is in the memory of a parameter, and no other process sees it."""
-    is_alone = parameter.numel() * parameter.element_size() == parameter.untyped_storage().nbytes()
-    return is_alone and not parameter.is_inference() and not parameter.is_shared()  # type: ignore[no-untyped-call]
+    nbytes = parameter.numel() * parameter.element_size()
+    if nbytes != parameter.untyped_storage().nbytes() or parameter.is_inference():
+        return False
+    # On a GPU torch calls every tensor shared.
+    is_on_cpu = parameter.device.type == "cpu"
+    return not (is_on_cpu and parameter.is_shared())  # type: ignore[no-untyped-call]
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
