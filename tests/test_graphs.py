@@ -11,7 +11,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.precision.contexts import AutocastState, current_recipe
 from fuser.precision.delayed_scaling import holding_steps, noting_uses
-from fuser.runtime.graphs import _Graphed, _Memory, _Spec
+from fuser.runtime.graphs import _check_module, _Graphed, _Memory, _Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -48,6 +48,13 @@ def test_without_a_gpu_the_refusal_says_so_and_the_module_still_runs() -> None:
     with pytest.raises(RuntimeError, match="torch sees no CUDA device"):
         fuser.make_graphed_callables(model, (x,))
     assert torch.equal(model(x), expected)
+
+
+def test_an_op_that_leaves_gradients_to_a_later_call_is_refused() -> None:
+    options = {"device": "cpu", "delay_wgrad_compute": True}
+    model = fuser.Sequential(fuser.GELU(), fuser.GroupedLinear(2, 8, 8, **options))
+    with pytest.raises(fuser.StateError, match="op '1' with delay_wgrad_compute"):
+        _check_module(0, model, ())
 
 
 def test_held_steps_do_not_end_and_leave_no_amax_to_the_next_one() -> None:
