@@ -652,3 +652,9 @@ def test_tensor_specs_count_bytes() -> None:
     assert TensorSpec((2, 3, 5), torch.bfloat16).nbytes == 60
     assert TensorSpec((0, 4), torch.float32).nbytes == 0
     assert TensorSpec((), torch.float32).nbytes == 4
+
+
+def test_what_a_call_saves_once_does_not_count_for_each_token() -> None:
+    model = fuser.Sequential(fuser.BasicLinear(4, 4, device="meta"), fuser.Dropout(0.5))
+    plans = [model.plan(torch.empty((*leading, 4), device="meta")) for leading in ((), (5,))]
+    assert plans[0] == plans[1]

@@ -541,12 +541,14 @@ def test_an_extra_output_is_written_once_however_many_want_it() -> None:
     assert graph.window_bytes(0, 3, "backward") == (4 * X + 2 * ROWS, 64)
 
 
-def test_scales_and_seeds_are_counted() -> None:
+def test_scales_and_statistics_are_counted_and_a_seed_is_not() -> None:
     x = torch.empty(T, 8, requires_grad=True)
-    graph = graph_of([fuser.ScaledSwiGLU(), fuser.Dropout(0.5)], x, torch.empty(T))
+    ops = [fuser.ScaledSwiGLU(), fuser.Dropout(0.5), fuser.RMSNorm(4)]
+    graph = graph_of(ops, x, torch.empty(T))
     assert graph.window_bytes(0, 1, "forward") == (2 * X + X + ROWS, 0)
-    assert graph.window_bytes(1, 2, "forward") == (X + X + 16, 0)  # the seed
-    assert graph.window_bytes(1, 2, "backward") == (X + X + 16, 0)
+    assert graph.window_bytes(1, 2, "forward") == (X + X, 0)
+    assert graph.window_bytes(1, 2, "backward") == (X + X, 0)
+    assert graph.window_bytes(2, 3, "forward") == (X + X + ROWS, 16)
 
 
 def test_a_step_costs_the_bytes_and_the_launches_of_its_kernels() -> None:

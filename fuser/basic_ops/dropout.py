@@ -21,8 +21,6 @@ from fuser.op import (
 )
 from fuser.specs import PlanKey, TensorSpec
 
-SEED_BYTES = 16
-
 
 class Dropout(BasicOperation):
     """Zero each element with probability ``p`` and scale the rest by ``1 / (1 - p)``.
@@ -55,9 +53,6 @@ class Dropout(BasicOperation):
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         return TensorSpec(spec.shape, autocast or spec.dtype)
-
-    def saved_bytes(self, spec: TensorSpec) -> int:
-        return SEED_BYTES
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return ("dropout",) if side == "forward" else ("dropout_backward",)

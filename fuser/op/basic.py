@@ -138,7 +138,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return (spec,) * self.num_extra_outputs
 
     def saved_bytes(self, spec: TensorSpec) -> int:
-        """Bytes that the op saves for backward besides its input, such as statistics or a mask."""
+        """Bytes that the op saves for backward besides its input, such as statistics or a mask.
+
+        They grow with the tokens: what a call saves once, such as a seed, does not count.
+        """
         return 0
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:

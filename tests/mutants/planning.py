@@ -202,11 +202,11 @@ PLANNER = (
         "test_planner.py::test_forward_bytes_in_training",
     ),
     Mutant(
-        "statistics and seeds are saved for nothing",
+        "statistics are saved for nothing",
         "plan/graph.py",
         "statistics += op.saved_bytes(self.main_specs[i])",
         "statistics += 0",
-        "test_planner.py::test_scales_and_seeds_are_counted",
+        "test_planner.py::test_scales_and_statistics_are_counted_and_a_seed_is_not",
     ),
     Mutant(
         "of two covers that cost the same the one with more steps is taken",
