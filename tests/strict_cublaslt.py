@@ -1,4 +1,4 @@
-"""A stand-in for cuBLASLt on a CPU: as strict as the library, computes in fp64."""
+"""A stand-in for cuBLASLt on a CPU. It checks its arguments strictly and computes in fp64."""
 
 from __future__ import annotations
 

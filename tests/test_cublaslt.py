@@ -121,7 +121,7 @@ def test_a_main_grad_of_another_shape_is_left_to_torch(
 
 
 def odd_arguments() -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Operands of ``linear_add`` that cuBLASLt is not asked for."""
+    """Operands of ``linear_add`` that torch multiplies."""
     x, weight, addend = values(48, 32, seed=1), values(64, 32, seed=2), values(48, 64, seed=3)
     unaligned = torch.empty(48 * 32 + 1, dtype=BF16)[1:].view(48, 32).copy_(x)
     return {

@@ -21,7 +21,8 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
+from fuser.basic_ops.shared_memory import overlap, pack, packed
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.functional.grouped import add_bias, zero_tail
 from fuser.gemm import grouped
@@ -180,8 +181,7 @@ class GroupedLinear(BasicOperation):
             if name in wanted:
                 self.initialise(name, torch.nn.init.zeros_)
         for parts in self._separate():
-            if _packed(parts) is None and all(map(_has_own_memory, parts)):
-                _pack(parts)
+            pack(parts)
 
     def _separate(self) -> list[list[Parameter]]:
         """The weights, and the biases, that are separate parameters in memory."""
@@ -196,8 +196,7 @@ class GroupedLinear(BasicOperation):
         """As in torch; separate parameters become views of one buffer again."""
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for parts in self._separate():
-            if _packed(parts) is None and all(map(_has_own_memory, parts)):
-                _pack(parts)
+            pack(parts)
         return result
 
     def pre_first_fuser_forward(self) -> None:
@@ -296,7 +295,7 @@ class GroupedLinear(BasicOperation):
                 )
         if self._is_one(what):
             return cast(parts[0], dtype)
-        buffer = _packed(parts)
+        buffer = packed(parts)
         if buffer is not None:
             return cast(buffer, dtype)
         with torch._C._DisableAutocast():  # which would choose another dtype
@@ -336,7 +335,7 @@ class GroupedLinear(BasicOperation):
         x = plain(input_, dtype)
         x = cast(x, dtype).reshape(-1, self.in_features)
         for name, buffer in (("output", output), ("grad_input", grad_input)):
-            if buffer is not None and _overlap(buffer, input_):
+            if buffer is not None and overlap(buffer, input_):
                 raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
         is_read = ctx.has_recipe or not grouped.has_grouped_mm(x.device, dtype)
         is_read = is_read or self.check_device_splits
@@ -386,7 +385,7 @@ class GroupedLinear(BasicOperation):
                 )
         dtype = ctx.compute_dtype
         assert dtype is not None
-        if ctx.grad_input_buffer is not None and _overlap(ctx.grad_input_buffer, grad_output):
+        if ctx.grad_input_buffer is not None and overlap(ctx.grad_input_buffer, grad_output):
             raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
         dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
         groups = Groups(ends, ctx.group_sizes)
@@ -573,7 +572,7 @@ class GroupedLinear(BasicOperation):
         if not self._accumulate_into_main_grad:
             owners = [None] * self.main_grad_count
         for name, owner, part in zip(names, owners, parts, strict=True):  # before any is added to
-            _check_main_grad(name, owner, self._parameters.get(name), part.shape)
+            check_main_grad(name, owner, self._parameters.get(name), part.shape)
         grads: list[torch.Tensor | None] = []
         for name, owner, part, is_wanted in zip(names, owners, parts, wanted, strict=True):
             own = self._parameters.get(name)
@@ -678,80 +677,6 @@ class GroupedLinear(BasicOperation):
             )
         if buffer.requires_grad:
             raise InputError(f"GroupedLinear got a buffer {name} that requires a gradient.")
-
-
-def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The buffer of which ``parts`` are the slices in order; None if they are not.
-
-    Its version counter is theirs.
-    """
-    first = parts[0]
-    if not first.is_contiguous() or type(first) not in (torch.Tensor, torch.nn.Parameter):
-        return None
-    step = first.numel() * first.element_size()
-    start = first.data_ptr()
-    for place, part in enumerate(parts):
-        if part.data_ptr() != start + place * step or not part.is_contiguous():
-            return None
-    last = first.storage_offset() + len(parts) * first.numel()
-    if last * first.element_size() > first.untyped_storage().nbytes():
-        return None  # neighbours by chance
-    return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
-
-
-def _pack(parts: Sequence[Parameter]) -> None:
-    """Make parameters views of one buffer."""
-    buffer = torch.stack([part.detach() for part in parts])
-    for part, place in zip(parts, buffer, strict=True):
-        part.data = place
-
-
-def _has_own_memory(parameter: Parameter) -> bool:
-    """Whether nothing else is in the memory of a parameter, and no other process sees it."""
-    nbytes = parameter.numel() * parameter.element_size()
-    if nbytes != parameter.untyped_storage().nbytes() or parameter.is_inference():
-        return False
-    # On a GPU torch calls every tensor shared.
-    is_on_cpu = parameter.device.type == "cpu"
-    return not (is_on_cpu and parameter.is_shared())  # type: ignore[no-untyped-call]
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors may share memory."""
-    if isinstance(other, QuantizedTensor) or 0 in (one.numel(), other.numel()):
-        return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and not (
-        _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr()
-    )
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The address after the last element."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _check_main_grad(
-    name: str, owner: torch.Tensor | None, own: torch.Tensor | None, shape: torch.Size
-) -> None:
-    """Raise if the gradient of ``owner`` cannot be added to its ``main_grad``."""
-    if owner is None or hasattr(owner, "__fsdp_param__"):
-        return  # a sharded weight gets its main_grad when it is asked for it
-    main_grad = getattr(owner, "main_grad", None)
-    if main_grad is None:
-        if owner is own:
-            main_grad_of(owner, own)  # raises
-        return
-    try:
-        if main_grad.dim() == len(shape) and main_grad.shape != shape:
-            raise RuntimeError
-        main_grad.view(shape)
-    except RuntimeError:
-        raise InputError(
-            f"GroupedLinear adds the gradient of {name}, of shape {tuple(shape)}, to a main_grad "
-            f"of shape {tuple(main_grad.shape)} and strides {main_grad.stride()}, which cannot be "
-            "viewed in that shape."
-        ) from None
 
 
 def _fill(weight: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import StateError
+from fuser.errors import InputError, StateError
 
 
 def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
@@ -32,6 +32,29 @@ def main_grad_of(weight: Any, own: torch.Tensor | None) -> torch.Tensor | None:
     if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
         main_grad.zero_()
     return main_grad
+
+
+def check_main_grad(
+    name: str, owner: torch.Tensor | None, own: torch.Tensor | None, shape: torch.Size
+) -> None:
+    """Raise if the gradient of ``owner`` cannot be added to its ``main_grad``."""
+    if owner is None or hasattr(owner, "__fsdp_param__"):
+        return  # main_grad_of makes the buffer of a sharded weight
+    main_grad = getattr(owner, "main_grad", None)
+    if main_grad is None:
+        if owner is own:
+            main_grad_of(owner, own)  # raises
+        return
+    try:
+        if main_grad.dim() == len(shape) and main_grad.shape != shape:
+            raise RuntimeError
+        main_grad.view(shape)
+    except RuntimeError:
+        raise InputError(
+            f"GroupedLinear adds the gradient of {name}, of shape {tuple(shape)}, to a main_grad "
+            f"of shape {tuple(main_grad.shape)} and strides {main_grad.stride()}, which cannot be "
+            "viewed in that shape."
+        ) from None
 
 
 def accumulation(weight: Any) -> tuple[torch.Tensor | None, tuple[bool, ...]]:

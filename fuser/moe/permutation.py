@@ -304,7 +304,7 @@ def _check_device(
 
 
 def _check_values(expert_indices: torch.Tensor, num_experts: int) -> None:
-    """Refuse an index that is no expert and not -1, where reading it does not wait for a device."""
+    """Raise if an index on the CPU is neither an expert nor -1. Others are not read."""
     if expert_indices.device.type != "cpu":
         return
     is_wrong = (expert_indices < -1) | (expert_indices >= num_experts)

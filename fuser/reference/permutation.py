@@ -58,8 +58,8 @@ def unpermute(
 ) -> torch.Tensor:
     """``out[t] = sum over j of y[inverse_map[t, j]] * probs[t, j]``, in the order of j.
 
-    The sum begins with 0, and a dropped assignment is no part of it. ``probs``, ``[T, k]``, are 1
-    if they are None.
+    The sum begins with 0 and leaves out dropped assignments. ``probs`` is ``[T, k]``; None stands
+    for ones.
     """
     tokens, choices = inverse_map.shape
     out = torch.zeros(tokens, y.shape[1], dtype=_wide(y), device=y.device)
