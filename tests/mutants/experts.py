@@ -107,4 +107,25 @@ EXPERTS = (
         "/ logits.shape[0]",
         "test_moe.py::test_probabilities_and_loss_are_those_of_the_formulas",
     ),
+    Mutant(
+        "rows after the last group are not zeros",
+        "gemm/grouped.py",
+        "a.new_zeros(a.shape[0] - sum(groups.sizes), b.shape[2])",
+        "a.new_ones(a.shape[0] - sum(groups.sizes), b.shape[2])",
+        "test_grouped_linear.py::test_equals_a_loop_of_linears",
+    ),
+    Mutant(
+        "a weight that changes before the backward is not noticed",
+        "basic_ops/grouped_linear.py",
+        "if weight._version != version:",
+        "if weight._version < version:",
+        "test_grouped_linear.py::test_a_weight_that_changes_before_the_backward_is_noticed",
+    ),
+    Mutant(
+        "cuBLASLt gets rows that are in one another",
+        "cuda/cublaslt.py",
+        "return down >= columns or rows == 1",
+        "return True",
+        "test_cublaslt.py::test_torch_multiplies_what_cublaslt_does_not_take",
+    ),
 )
