@@ -25,6 +25,7 @@ from fuser.recipe import Recipe
 from fuser.reference.grouped import TILE
 from fuser.tensors import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
@@ -206,7 +207,8 @@ def loop_forward(
     kept: tuple[list[Any], list[Any]] = ([], [])
     gradients: list[Quantizer | None] = []
     for g, rows in enumerate(groups.slices()):
-        operands = (x[rows], weight[g])
+        weight_g = weight[g]
+        operands = (x[rows], weight_g)
         quantizers = [op.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
         made = []
         for tensor, quantizer, is_wanted, held in zip(
@@ -216,6 +218,8 @@ def loop_forward(
             value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
             if rows.start == rows.stop:
                 held.append(None)
+                if tensor is weight_g and isinstance(quantizer, Float8Quantizer):
+                    quantizer(weight_g)  # records its amax
                 continue
             q = quantized(tensor, dtype, value)
             if override == "high_precision":
