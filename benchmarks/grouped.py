@@ -1,6 +1,7 @@
 """Mixtures of experts, forward and backward: GroupedLinear-ScaledSwiGLU-GroupedLinear.
 
-Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`, eager and compiled; a loop of
+Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`,
+eager and compiled; a loop of
 linears over the experts, with their sizes on the host; and the six grouped products alone. Tokens
 are split unevenly. All run alternately (timing.py), launched from Python and as CUDA graphs. On a
 CPU sizes are small, to try the script.
