@@ -94,8 +94,7 @@ class KnownParameters:
 
 def ends_of_memory(params: Parameters, places: Sequence[int]) -> list[int]:
     """The address after the storage of some parameters."""
-    storages = [params[place].untyped_storage() for place in places]
-    return [storage.data_ptr() + storage.nbytes() for storage in storages]
+    return [(s := params[place].untyped_storage()).data_ptr() + s.nbytes() for place in places]
 
 
 def _follows(one: torch.Tensor, other: torch.Tensor) -> bool:
