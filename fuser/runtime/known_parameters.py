@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from fuser.cuda.sequence import PLAIN, layout_of
 
@@ -29,12 +30,15 @@ class ParameterLayout:
     runs
         Parameters that follow one another in one memory without gaps: the place of the first, and
         their number.
+    are_parameters
+        Whether each is a ``Parameter``; hooks compute plain tensors.
     """
 
-    __slots__ = ("runs",)
+    __slots__ = ("are_parameters", "runs")
 
-    def __init__(self, runs: tuple[tuple[int, int], ...]) -> None:
+    def __init__(self, runs: tuple[tuple[int, int], ...], *, are_parameters: bool = True) -> None:
         self.runs = runs
+        self.are_parameters = are_parameters
 
     def memory(self, params: Sequence[Any]) -> list[tuple[int, int]]:
         """The first address of each run, and the address after it."""
@@ -83,12 +87,13 @@ class KnownParameters:
         places = list(map(id, params))
         ties = tuple(map(places.index, places)) if len(set(places)) < len(places) else None
         runs = _runs([_follows(one, other) for one, other in itertools.pairwise(params)])
-        facts = (ties, runs, *map(layout_of, params))
+        are_parameters = all(type(p) is Parameter for p in params)
+        facts = (ties, runs, are_parameters, *map(layout_of, params))
         found = self._layouts.get(facts)
         if found is None:
             while len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)), None)
-            found = self._layouts[facts] = ParameterLayout(runs)
+            found = self._layouts[facts] = ParameterLayout(runs, are_parameters=are_parameters)
         return found
 
 

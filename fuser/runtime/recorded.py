@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
@@ -90,10 +91,10 @@ class RecordedPasses:
         if layout is None:
             return None
         places = list(map(id, others))
-        distinct = set(places)
-        if not distinct.isdisjoint(map(id, tensors[1:first_extra])):
+        may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters
+        if may_be_parameter and not set(places).isdisjoint(map(id, tensors[1:first_extra])):
             return None  # a parameter is given as an input too
-        if len(distinct) < len(places):  # one tensor is given twice, such as split sizes
+        if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
             layout = (layout, tuple(map(places.index, places)))
         layout = (layout, parameters)
         quantizers: list[list[Float8Quantizer]] = []
