@@ -4,7 +4,7 @@ from mutants.mutant import Mutant
 
 KERNELS = "cuda/kernels/permutation.cu"
 REFERENCE = "reference/permutation.py"
-MOE = "moe/permutation.py"
+ROUTING = "functional/routing.py"
 ROUTER = "moe/router.py"
 
 EXPERTS = (
@@ -73,21 +73,21 @@ EXPERTS = (
     ),
     Mutant(
         "one assignment less than the capacity remains",
-        MOE,
+        ROUTING,
         "(numbers > capacity)",
         "(numbers >= capacity)",
         "test_moe.py::test_split_sizes_agree_with_the_rows_that_there_are",
     ),
     Mutant(
         "assignments without an expert use up the capacity",
-        MOE,
+        ROUTING,
         "        numbers = has_expert.view(-1).cumsum(0)",
         "        numbers = torch.ones_like(has_expert).view(-1).cumsum(0)",
         "test_moe.py::test_position_drops_the_last_tokens",
     ),
     Mutant(
         "the highest probabilities are dropped",
-        MOE,
+        ROUTING,
         "sort(descending=True, stable=True)",
         "sort(stable=True)",
         "test_moe.py::test_probs_drops_the_lowest_probabilities_and_of_equal_ones_the_last",
