@@ -114,3 +114,26 @@ def test_integers_go_through_a_channel_without_a_gradient(between: Any, is_retur
     torch.testing.assert_close(found, torch.autograd.grad((expected * weights).sum(), x)[0])
     if is_returned:
         assert torch.equal(order[0], x[:, 0].argsort())
+
+
+def test_a_caller_may_write_into_an_extra_output_that_an_op_has_reshaped() -> None:
+    class Flat(fuser.BasicOperation):
+        num_extra_outputs = 1
+
+        def extra_output_specs(self, spec: Any, extras: Any) -> tuple[fuser.TensorSpec, ...]:
+            return (fuser.TensorSpec((spec.shape[0] * spec.shape[1],), spec.dtype),)
+
+        def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **_: Any) -> Any:
+            return input_ * 3, [((input_ * 2).view(-1),)]
+
+        def fuser_backward(
+            self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+        ) -> Any:
+            ((grad_extra,),) = basic_op_grad_extra_outputs
+            return grad_output * 3 + 2 * grad_extra.view(grad_output.shape), [()], [()]
+
+    x = torch.ones(2, N, requires_grad=True)
+    y, extra = fuser.Sequential(Flat())(x)
+    extra.mul_(5)
+    (y.sum() + extra.sum()).backward()
+    assert torch.equal(x.grad, torch.full((2, N), 13.0))
