@@ -129,6 +129,13 @@ EXPERTS = (
         "test_channels.py::test_integers_go_through_a_channel_without_a_gradient",
     ),
     Mutant(
+        "the weights of a layer that moved are copied at every call",
+        "modules/grouped_linear.py",
+        "        self._op._apply(lambda tensor: tensor)\n",
+        "",
+        "test_grouped_linear_module.py::test_separate_weights_share_one_buffer_also_after_a_move",
+    ),
+    Mutant(
         "the router multiplies in the dtype of autocast",
         ROUTER,
         "        with _without_autocast(x.device.type):\n            return x",
