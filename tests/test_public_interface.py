@@ -217,7 +217,7 @@ MODULES = {
     "fuser.ops.op": ("BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"),
     "fuser.ops.sequential": ("Sequential",),
     "fuser.recipe": (*RECIPES, *MEMBERS, "Format"),
-    "fuser.modules": ("Linear", "LayerNormLinear", "LayerNormMLP"),
+    "fuser.modules": ("GroupedLinear", "Linear", "LayerNormLinear", "LayerNormMLP"),
 }
 DTYPES = (
     *("kByte", "kInt32", "kInt64", "kFloat32", "kFloat16", "kBFloat16"),
