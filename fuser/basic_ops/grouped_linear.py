@@ -376,10 +376,9 @@ class GroupedLinear(BasicOperation):
             saved = [None, None, *saved]
         else:
             products = products_of_forward(ctx, groups, quantizers, dtype)
-            of_x, of_weight, _ = quantizers or (None, None, None)
             is_quantized = ctx.backward_override is None
-            made_x = products.input(x, of_x, columnwise=wants_wgrad and is_quantized)
-            made = products.weight(weight, of_weight, columnwise=wants_dgrad and is_quantized)
+            made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
+            made = products.weight(weight, quantizers, is_kept=wants_dgrad and is_quantized)
             y = products.output(products.forward(made_x, made, self.out_features))
             y = y if out is None else out.copy_(y)
             saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
@@ -420,8 +419,7 @@ class GroupedLinear(BasicOperation):
         elif wants_wgrad or wants_dgrad:
             x, weight = saved
             products = products_of_backward(ctx, groups, dtype)
-            of_gradient = ctx.quantizers and ctx.quantizers.grad_output
-            made = products.gradient(dy, of_gradient, dgrad=wants_dgrad, wgrad=wants_wgrad)
+            made = products.gradient(dy, ctx.quantizers, dgrad=wants_dgrad, wgrad=wants_wgrad)
             dx = products.output(products.dgrad(made, weight)) if wants_dgrad else None
             dx = dx if out is None or dx is None else out.copy_(dx)
             make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
