@@ -191,8 +191,6 @@ class Quantized(Exact):
         return grouped.quantized_forward(
             x, weight, self.padded, size, self.dtype, is_split=is_split
         )
-            x, weight, self.padded, size, self.dtype, is_split=is_split
-        )
 
     def dgrad(self, dy: Any, weight: Any) -> torch.Tensor:
         is_split = self.is_split[1]
