@@ -361,12 +361,15 @@ class GroupedLinear(BasicOperation):
             bias = self._stacked("bias", dtype)
             scales = extras[1].reshape(-1) if self.scale_bias else None
             y = add_bias(groups.ends, bias, scales if scales is None else cast(scales, dtype), y)
+        # A view of separate parameters has the version counter of the first one.
+        versioned = self._parts("weight") if wants_dgrad and self.main_grad_count > 1 else []
         if ctx.requires_grad:
             wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
+            if wants_dscales and len(self._names["bias"]) > 1:
+                versioned += self._parts("bias")
             ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
-        if wants_dgrad and self.main_grad_count > 1:
-            # A view of separate weights has the version counter of the first one.
-            ctx.versions = Versions(self._parts("weight"), type(self).__name__)  # type: ignore[attr-defined]
+        if versioned:
+            ctx.versions = Versions(versioned, type(self).__name__)  # type: ignore[attr-defined]
         # Not the caller's tensor itself, of which autograd would make a part of the graph.
         y = y.view(shape) if output is None else output.detach()
         return write_output(y, next_op_input_quantizer), [()]

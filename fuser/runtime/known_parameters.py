@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ class KnownParameters:
             return None
         places = list(map(id, params))
         ties = tuple(map(places.index, places)) if len(set(places)) < len(places) else None
-        runs = _runs([_follows(one, other) for one, other in itertools.pairwise(params)])
+        runs = _runs(list(map(_follows, params, params[1:])))
         are_parameters = all(type(p) is Parameter for p in params)
         facts = (ties, runs, are_parameters, *map(layout_of, params))
         found = self._layouts.get(facts)

@@ -130,6 +130,13 @@ EXPERTS = (
         RECORDED + "test_each_weight_that_changes_before_the_backward_is_noticed",
     ),
     Mutant(
+        "biases that change before the backward are not noticed",
+        "basic_ops/grouped_linear.py",
+        'versioned += self._parts("bias")',
+        "versioned += []",
+        RECORDED + "test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed",
+    ),
+    Mutant(
         "weights that moved are taken for those before",
         "runtime/call_key.py",
         "or list(map(address_of, params)) != addresses ",
