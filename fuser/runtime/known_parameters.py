@@ -72,9 +72,8 @@ class KnownParameters:
         if layout is None or TensorGuards is None:
             self.state = (None, None, (), None, key, layout)
             return key, layout
-        sizes: Any = [list(p.shape) for p in params]
-        strides: Any = [list(p.stride()) for p in params]
-        guard = TensorGuards(*params, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        # None: sizes and strides are those of the tensors.
+        guard = TensorGuards(*params, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         heads = [first for first, _ in layout.runs]
         addresses = [p.data_ptr() for p in params]
         self.state = (guard.check, addresses, heads, ends_of_memory(params, heads), key, layout)
