@@ -438,13 +438,18 @@ class GroupedLinear(BasicOperation):
 
     def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
         """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
+        # A view of separate parameters has the version counter of the first one.
+        versioned = []
         if ctx.requires_grad and ctx.input_requires_grad and self.main_grad_count > 1:
-            # A view of separate weights has the version counter of the first one.
-            ctx.versions = Versions(self._parts("weight"), type(self).__name__)  # type: ignore[attr-defined]
+            versioned = self._parts("weight")
+        if ctx.requires_grad and self.scale_bias and ctx.extra_inputs_require_grad[1]:
+            versioned += self._parts("bias") if len(self._names["bias"]) > 1 else []
+        if versioned:
+            ctx.versions = Versions(versioned, type(self).__name__)  # type: ignore[attr-defined]
         return self._stacked("weight", dtype)
 
     def check_versions(self, ctx: OperationContext) -> None:
-        """Raise StateError if a weight was changed in place since the forward."""
+        """Raise StateError if a parameter was changed in place since the forward."""
         if "versions" in ctx.__dict__:
             ctx.versions.check()
 
