@@ -382,7 +382,7 @@ def bad_dispatches() -> dict[str, tuple[dict[str, torch.Tensor], str]]:
         ),
         "flat indices": ({"indices": indices.view(-1)}, r"shape \[30, k\].* got \(60,\)"),
         "probs of another shape": ({"probs": probs[:, :1]}, r"probs of shape \(30, 2\).*\(30, 1\)"),
-        "integer probs": ({"probs": probs.int()}, "extra input of torch.int32"),
+        "integer probs": ({"probs": probs.int()}, "probs of float64, .*; got torch.int32"),
         "an expert too many": (
             {"indices": beyond},
             "MoeDispatch got expert index 4 for token 3, choice 1; an index is 0 to 3, or -1",
