@@ -146,6 +146,15 @@ def test_one_scale_for_many_rows_gives_a_row_other_bits_in_other_batches(name: s
     assert are_same(results, 1)
 
 
+def test_blocks_of_many_rows_of_the_gradient_change_the_input_gradient_alone() -> None:
+    skip_if_products_differ(BF16)
+    dims = {"grad_block_scaling_dim": 2, "w_block_scaling_dim": 1}
+    recipe = recipes.Float8BlockScaling(**dims, use_f32_scales=True)
+    results = row_of_each(made(), recipe, BF16)
+    assert are_same(results, 0)
+    assert not are_same(results, 1)
+
+
 def test_under_delayed_scaling_a_row_depends_on_earlier_steps_and_not_on_its_batch() -> None:
     skip_if_products_differ(BF16)
     op, recipe = made(), recipes.DelayedScaling(amax_history_len=2)
