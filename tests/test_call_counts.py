@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_launch_experts import in_one_launch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
@@ -176,3 +177,87 @@ def test_a_warm_step_makes_few_calls(name: str, recipe: str) -> None:
     assert all(one <= most for one, most in zip(found, MOST[name, recipe], strict=True)), (
         f"{found}; forward {there.most_common(15)}, backward {back.most_common(15)}"
     )
+
+
+# -- separate weights ---------------------------------------------------------------------------
+
+EXPERTS = (8, 64)
+# Calls of this library's functions in forward and backward, operations of torch in the forward, and
+# such operations in the backward for each weight: torch keeps a gradient by one of them.
+MOST_OF_EXPERTS = (19, 11, 11, 1)
+
+
+def experts(count: int) -> torch.nn.Module:
+    options: dict[str, Any] = {"bias": False, "dtype": BF16, "device": "cpu"}
+    return fuser.Sequential(
+        fuser.GroupedLinear(count, H, 2 * F, **options),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(count, F, H, **options),
+    )
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    is_wgrad = b.dim() == 2
+    return a.new_empty(offs.shape[0], a.shape[0], b.shape[1]) if is_wgrad else a @ b[0]
+
+
+def every_call(call: Callable[[], Any]) -> int:
+    """The number of calls of Python functions and of C functions, by Python."""
+    events: Counter[str] = Counter()
+    outer = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: events.update([event]))
+    try:
+        call()
+    finally:
+        sys.setprofile(outer)
+    return events["call"] + events["c_call"]
+
+
+def counts_of_experts(count: int) -> list[tuple[Counter[str], int, int]]:
+    """Of a warm forward and backward: the calls of this library, all calls, torch's operations."""
+    model = experts(count)
+    x = torch.randn(T, H, dtype=BF16, requires_grad=True)
+    sizes, scales = torch.full((count,), T // count), torch.rand(T, dtype=BF16)
+    dy = torch.randn(T, H, dtype=BF16)
+    made: list[torch.Tensor] = []
+
+    def forward() -> None:
+        made[:] = [model(x, sizes, scales, sizes)]
+
+    def backward() -> None:
+        made.pop().backward(dy)
+
+    def ready(call: Callable[[], None]) -> None:
+        model.zero_grad(set_to_none=True)
+        if call is backward:
+            forward()
+
+    for _ in range(WARM_STEPS):
+        ready(backward)
+        backward()
+    found = []
+    for call in (forward, backward):
+        ready(call)
+        of_library = python_calls(call)
+        ready(call)
+        every = every_call(call)
+        ready(call)
+        with Counted() as operations:
+            call()
+        found.append((of_library, every, operations.count))
+    return found
+
+
+def test_calls_of_a_warm_step_do_not_depend_on_the_number_of_separate_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_one_launch(monkeypatch)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
+    few, many = map(counts_of_experts, EXPERTS)
+    for side, (some, others) in enumerate(zip(few, many, strict=True)):
+        of_library, every, operations = others
+        assert of_library.total() == some[0].total() <= MOST_OF_EXPERTS[side], of_library
+        assert every == some[1]
+        slope = MOST_OF_EXPERTS[3] if side else 0
+        assert operations - some[2] <= slope * 2 * (EXPERTS[1] - EXPERTS[0])
+    assert few[0][2] <= MOST_OF_EXPERTS[2]

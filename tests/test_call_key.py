@@ -319,7 +319,7 @@ def test_parameters_are_read_in_the_order_of_the_ops() -> None:
     linear, norm = fuser.Linear(8, 4), fuser.LayerNorm(4)
     ops = [*linear.basic_ops, norm]
     slots = CallKeyReader(ops, 0)
-    params, _ = slots.read(x_of(3, 8), (), None)
+    params, *_ = slots.read(x_of(3, 8), (), None)
     assert slots.counts == [1, 1, 2]
     wanted = [linear.weight, linear.bias, *norm.parameters()]
     assert all(one is other for one, other in zip(params, wanted, strict=True))
@@ -336,7 +336,7 @@ def test_shapes_are_not_part_of_the_call_key() -> None:
 
 
 def test_an_op_without_parameters_has_a_call_key() -> None:
-    params, key = CallKeyReader([fuser.GELU()], 0).read(x_of(3, 8), (), None)
+    params, key, _ = CallKeyReader([fuser.GELU()], 0).read(x_of(3, 8), (), None)
     assert params == ()
     assert torch.float32 in key
 

@@ -20,6 +20,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.cuda import launch, sequence
 from fuser.runtime import recorded
+from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -99,7 +100,7 @@ def step(model: torch.nn.Module, x: torch.Tensor, recipe: Any = None) -> list[An
 
 
 def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecordedPasses, "find", lambda self, tensors: None)
+    monkeypatch.setattr(RecordedPasses, "find", lambda self, *_: None)
 
 
 def assert_equal(some: list[Any], others: list[Any]) -> None:
@@ -579,12 +580,12 @@ def test_a_process_whose_shapes_never_repeat_keeps_few_layouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recorded, "MOST_LAYOUTS", 4)
-    passes = RecordedPasses([], None)
+    passes, none = RecordedPasses([], None), ParameterLayout(())
     for rows in range(1, 10):
-        assert passes.find([torch.randn(rows, 32)]) is None
+        assert passes.find([torch.randn(rows, 32)], 0, none) is None
     assert len(passes._forwards) == 4
-    assert passes.find([torch.randn(9, 32)]) is not None
-    assert passes.find([torch.randn(1, 32)]) is None
+    assert passes.find([torch.randn(9, 32)], 0, none) is not None
+    assert passes.find([torch.randn(1, 32)], 0, none) is None
 
 
 def test_a_write_through_a_view_of_a_whole_tensor_is_repeated() -> None:

@@ -22,7 +22,7 @@ from fuser.basic_ops.grouped_products import (
 )
 from fuser.basic_ops.linear_operands import gemm_name, plain
 from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
-from fuser.basic_ops.shared_memory import overlap, pack, packed
+from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.functional.grouped import add_bias
 from fuser.gemm import grouped
@@ -227,13 +227,17 @@ class GroupedLinear(BasicOperation):
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 
+    def runs_at_once(self, key: PlanKey) -> bool:
+        """Whether all groups are one launch, and the split sizes are not read on the host."""
+        is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
+        has_kernel = is_narrow and key.arch is not None and key.arch[0] in (9, 10)
+        return has_kernel and not self.check_device_splits and quantizes_groups_of(key.recipe)
+
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
+        is_one = self.runs_at_once(key)
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
         dtype = key.autocast_dtype or self._dtype
-        is_narrow = dtype is not torch.float32
-        is_one = is_narrow and key.arch is not None and key.arch[0] in (9, 10)
-        is_one = is_one and not self.check_device_splits and quantizes_groups_of(recipe)
         times, one = f"{self.num_groups} x ", "grouped "
 
         def product(name: str, a: str, b: str) -> str:
@@ -288,12 +292,17 @@ class GroupedLinear(BasicOperation):
         dtype: torch.dtype = getattr(self, self._names["weight"][0]).dtype
         return dtype
 
+    def _parts(self, what: str) -> list[Any]:
+        """The separate weights or biases, or the one parameter that has all."""
+        own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
+        return [own[n] if n in own else getattr(self, n) for n in self._names[what]]
+
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
         """The weights ``[G, N, K]`` or biases ``[G, N]``: the buffer of which they are views.
 
         A copy if they are not.
         """
-        parts = [getattr(self, name) for name in self._names[what]]
+        parts = self._parts(what)
         size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
         shape = (self.num_groups, *size) if self._is_one(what) else size
         for name, part in zip(self._names[what], parts, strict=True):
@@ -353,7 +362,7 @@ class GroupedLinear(BasicOperation):
             is_read = quantizers is None
         groups = grouped.groups_of(extras[0], x, is_read=is_read, is_padded=quantizers is not None)
         out = None if output is None else output.view(-1, self.out_features)
-        weight = self._stacked("weight", dtype)
+        weight = self.stacked_weight(ctx, dtype)
         wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
         ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
@@ -366,19 +375,10 @@ class GroupedLinear(BasicOperation):
         else:
             y = grouped.forward(x, weight, groups, out)
             saved = [x if wants_wgrad else None, weight if wants_dgrad else None]
-        bias = scales = None
-        if self.has_bias:
-            bias = self._stacked("bias", dtype)
-            scales = extras[1].reshape(-1) if self.scale_bias else None
-            y = add_bias(groups.ends, bias, scales if scales is None else cast(scales, dtype), y)
+        scales = extras[1].reshape(-1) if self.scale_bias else None
+        y, bias = self.add_biases(ctx, groups.ends, scales, y)
         if ctx.requires_grad:
-            wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
-            ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
-        if wants_dgrad:
-            # A view of separate weights has the version counter of the first one.
-            parts = [] if self.single_grouped_weight else self._names["weight"]
-            weights = [getattr(self, name) for name in parts]
-            ctx.versions = [(weight, weight._version) for weight in weights]  # type: ignore[attr-defined]
+            ctx.save_for_backward(groups.ends, scales, bias, *saved)
         # Not the caller's tensor itself, of which autograd would make a part of the graph.
         y = y.view(shape) if output is None else output.detach()
         return write_output(y, next_op_input_quantizer), [()]
@@ -392,12 +392,7 @@ class GroupedLinear(BasicOperation):
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
         ends, scales, bias, *saved = ctx.saved_tensors
-        for weight, version in ctx.__dict__.get("versions", ()):
-            if weight._version != version:
-                raise StateError(
-                    f"A weight of GroupedLinear, of shape {tuple(weight.shape)}, was changed in "
-                    "place between forward and backward."
-                )
+        self.check_versions(ctx)
         dtype = ctx.compute_dtype
         assert dtype is not None
         if ctx.grad_input_buffer is not None and overlap(ctx.grad_input_buffer, grad_output):
@@ -422,29 +417,66 @@ class GroupedLinear(BasicOperation):
             dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
         dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
         if make_wgrads is not None:
-            dweights = self._weight_gradients(ctx, make_wgrads)
-        dbiases: Sequence[torch.Tensor | None] = ()
-        if self.has_bias:
-            dbiases = [None] * len(self._names["bias"])
-            require_grad = ctx.params_require_grad[self.main_grad_count :]
-            if any(require_grad):
-                summed = grouped.sums(dy, groups, scales)
-                parts = [summed] if self.single_grouped_bias else summed
-                dbiases = [p if w else None for p, w in zip(parts, require_grad, strict=True)]
-        dextras: list[torch.Tensor | None] = [None]
-        if self.scale_bias:
-            dscales = None
-            if bias is not None:
-                of_rows = reference.of_rows(groups.ends, bias, dy.shape[0])
-                products = (dy.float() * of_rows.float()).sum(-1)
-                dscales = reference.zero_tail(groups.ends, products).to(scales.dtype)
-                dscales = dscales.view(grad_output.shape[:-1])
-            dextras.append(dscales)
-        return dx, [(*dweights, *dbiases)], [tuple(dextras)]
+            dweights = self.weight_gradients(ctx, make_wgrads)
+        dbiases, dscales = self.bias_gradients(ctx, dy, groups, scales, bias)
+        dscales = None if dscales is None else dscales.view(grad_output.shape[:-1])
+        return dx, [(*dweights, *dbiases)], [(None, dscales) if self.scale_bias else (None,)]
+
+    # -- parts of a pass, of which a fused op makes its own --------------------------------
+
+    def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
+        """The weights ``[G, N, K]`` in ``dtype``; notes their versions for :meth:`check_versions`."""
+        if ctx.requires_grad and ctx.input_requires_grad and self.main_grad_count > 1:
+            # A view of separate weights has the version counter of the first one.
+            ctx.versions = Versions(self._parts("weight"), type(self).__name__)  # type: ignore[attr-defined]
+        return self._stacked("weight", dtype)
+
+    def check_versions(self, ctx: OperationContext) -> None:
+        """Raise StateError if a weight was changed in place since the forward."""
+        if "versions" in ctx.__dict__:
+            ctx.versions.check()
+
+    def add_biases(
+        self,
+        ctx: OperationContext,
+        ends: torch.Tensor,
+        scales: torch.Tensor | None,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``y`` with the biases of its groups, and the biases if the gradient of scales reads them.
+
+        ``scales``, one for each row, are those of ``scale_bias``.
+        """
+        if not self.has_bias:
+            return y, None
+        bias = self._stacked("bias", y.dtype)
+        y = add_bias(ends, bias, None if scales is None else cast(scales, y.dtype), y)
+        wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
+        return y, bias if ctx.requires_grad and wants_dscales else None
+
+    def bias_gradients(
+        self,
+        ctx: OperationContext,
+        dy: torch.Tensor,
+        groups: Groups,
+        scales: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        """The gradients of the biases that autograd gets, and of the scales of :meth:`add_biases`."""
+        dbiases: list[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
+        require_grad = ctx.params_require_grad[self.main_grad_count :]
+        if any(require_grad):
+            summed = grouped.sums(dy, groups, scales)
+            parts = [summed] if self.single_grouped_bias else summed
+            dbiases = [p if w else None for p, w in zip(parts, require_grad, strict=True)]
+        if bias is None or scales is None:
+            return dbiases, None
+        products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
+        return dbiases, reference.zero_tail(groups.ends, products).to(scales.dtype)
 
     # -- weight gradients -------------------------------------------------------------
 
-    def _weight_gradients(
+    def weight_gradients(
         self, ctx: OperationContext, make: Callable[[], torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """The gradient of each weight that autograd gets.

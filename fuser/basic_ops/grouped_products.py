@@ -16,6 +16,7 @@ import torch
 from fuser import gemm
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
+from fuser.functional.lazy import LazyTensor
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import BasicOperation, OperationContext
@@ -25,6 +26,7 @@ from fuser.recipe import Recipe
 from fuser.reference.grouped import TILE
 from fuser.tensors import (
     Float8BlockQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
@@ -79,19 +81,21 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
     return found if all(quantizes_groups(each, groups) for each in needed) else None
 
 
-def _quantized_rows(
-    x: torch.Tensor,
+def quantized_rows(
+    x: torch.Tensor | LazyTensor,
     groups: PaddedGroups,
     quantizers: list[Quantizer],
     *,
     rowwise: bool,
     columnwise: bool,
+    is_padded: bool = False,
 ) -> QuantizedTensor:
+    """The rows of padded groups, quantized; ``is_padded``: ``x`` has them at their places."""
     quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
-    return quantizer(padded_rows(x, groups))
+    return quantizer(padded_rows(x, groups, is_padded=is_padded))
 
 
-def _quantized_weight(
+def quantized_weight(
     weight: torch.Tensor, quantizers: list[Quantizer], *, columnwise: bool
 ) -> QuantizedTensor:
     """The weights ``[G, N, K]`` as padded groups of N rows."""
@@ -101,7 +105,7 @@ def _quantized_weight(
     if has_blocks and n % TILE == 0:  # nothing to pad, and no scales of groups
         return quantizers[0].with_usage(rowwise=True, columnwise=columnwise)(rows)
     groups = padded_groups(n, count, count * n, weight.device)
-    return _quantized_rows(rows, groups, quantizers, rowwise=True, columnwise=columnwise)
+    return quantized_rows(rows, groups, quantizers, rowwise=True, columnwise=columnwise)
 
 
 def padded_forward(
@@ -122,8 +126,8 @@ def padded_forward(
     override, size = ctx.backward_override, weight.shape[1]
     usages = [is_wanted and override is None for is_wanted in wanted]
     made = (
-        _quantized_rows(x, padded, quantizers.input, rowwise=True, columnwise=usages[0]),
-        _quantized_weight(weight, quantizers.weight, columnwise=usages[1]),
+        quantized_rows(x, padded, quantizers.input, rowwise=True, columnwise=usages[0]),
+        quantized_weight(weight, quantizers.weight, columnwise=usages[1]),
     )
     y = grouped.quantized_forward(*made, padded, size, x.dtype, is_split=ctx.split_accumulators[0])
     y = unpad(y, padded)
@@ -166,7 +170,7 @@ def padded_backward(
         return dx, exact if wants_wgrad else None
     if not (wants_wgrad or wants_dgrad):
         return None, None
-    gradient = _quantized_rows(
+    gradient = quantized_rows(
         dy, padded, ctx.grad_output_quantizers, rowwise=wants_dgrad, columnwise=wants_wgrad
     )
     dx = None
@@ -206,7 +210,8 @@ def loop_forward(
     kept: tuple[list[Any], list[Any]] = ([], [])
     gradients: list[Quantizer | None] = []
     for g, rows in enumerate(groups.slices()):
-        operands = (x[rows], weight[g])
+        weight_g = weight[g]
+        operands = (x[rows], weight_g)
         quantizers = [op.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
         made = []
         for tensor, quantizer, is_wanted, held in zip(
@@ -216,6 +221,8 @@ def loop_forward(
             value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
             if rows.start == rows.stop:
                 held.append(None)
+                if tensor is weight_g and isinstance(quantizer, Float8Quantizer):
+                    quantizer(weight_g)  # records its amax
                 continue
             q = quantized(tensor, dtype, value)
             if override == "high_precision":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch.nn import Parameter
 
+from fuser.cuda.sequence import end_of
+from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor
 
 
@@ -18,15 +21,59 @@ def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = parts[0]
     if not first.is_contiguous() or type(first) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    step = first.numel() * first.element_size()
+    step = first.nbytes
     start = first.data_ptr()
-    for place, part in enumerate(parts):
-        if part.data_ptr() != start + place * step or not part.is_contiguous():
-            return None
+    addresses = list(map(torch.Tensor.data_ptr, parts))
+    if step and addresses != list(range(start, start + len(parts) * step, step)):
+        return None
+    if not all(map(torch.Tensor.is_contiguous, parts)) or any(map(torch.Tensor.is_neg, parts)):
+        return None
+    if set(map(_dtype, parts)) != {first.dtype}:
+        return None
     last = first.storage_offset() + len(parts) * first.numel()
     if last * first.element_size() > first.untyped_storage().nbytes():
         return None  # neighbours by chance
     return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+class Versions:
+    """Versions of tensors whose memory a backward reads through one view, which has one of them.
+
+    Parameters
+    ----------
+    tensors
+        Two or more.
+    owner
+        The op that has them, for the message.
+    """
+
+    __slots__ = ("owner", "tensors", "versions")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], owner: str) -> None:
+        self.tensors = tensors
+        self.owner = owner
+        self.versions = list(map(_version, tensors))
+
+    def check(self) -> None:
+        """Compare them with those of now.
+
+        Raises
+        ------
+        StateError
+            If a tensor was changed in place.
+        """
+        found = list(map(_version, self.tensors))
+        if found != self.versions:
+            pairs = zip(self.tensors, self.versions, found, strict=True)
+            tensor = next(tensor for tensor, before, now in pairs if before != now)
+            raise StateError(
+                f"A weight of {self.owner}, of shape {tuple(tensor.shape)}, was changed in place "
+                "between forward and backward."
+            )
+
+
+_version = operator.attrgetter("_version")
+_dtype = operator.attrgetter("dtype")
 
 
 def pack(parts: Sequence[Parameter]) -> None:
@@ -53,11 +100,5 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if isinstance(other, QuantizedTensor) or 0 in (one.numel(), other.numel()):
         return False
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and not (
-        _end(one) <= other.data_ptr() or _end(other) <= one.data_ptr()
+        end_of(one) <= other.data_ptr() or end_of(other) <= one.data_ptr()
     )
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """The address after the last element."""
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()

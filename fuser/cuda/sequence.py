@@ -43,6 +43,12 @@ def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+def end_of(tensor: torch.Tensor) -> int:
+    """The address after the last element of a tensor that is not empty."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 # -- actions ----------------------------------------------------------------------
 
 
@@ -403,6 +409,7 @@ def record(
     function: Callable[[], Result],
     *,
     constants: Sequence[torch.Tensor] = (),
+    runs: Sequence[tuple[int, int]] = (),
     with_calls: bool = False,
     owns_inputs: bool = False,
 ) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
@@ -416,6 +423,9 @@ def record(
         Called once.
     constants, owns_inputs
         As of :class:`LaunchSequence`.
+    runs
+        First addresses, and the addresses after the last, of inputs that follow one another in one
+        memory whenever the sequence is played. A view may reach from one into the next.
     with_calls
         Whether the sequence may call torch, besides allocating.
 
@@ -426,7 +436,7 @@ def record(
         place of the tensors in a value.
     """
     sequence = LaunchSequence(len(tensors), constants, owns_inputs=owns_inputs)
-    recorder = _Recorder([*tensors, *constants], sequence, with_calls)
+    recorder = _Recorder([*tensors, *constants], sequence, runs, with_calls)
     outer, failure = launch.recording.listener, module.compile_failure
     launch.recording.listener = recorder.launched
     try:
@@ -443,10 +453,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes the calls of torch and every launch."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor | None], sequence: LaunchSequence, with_calls: bool
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        sequence: LaunchSequence,
+        runs: Sequence[tuple[int, int]],
+        with_calls: bool,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sequence = sequence
+        self.runs = runs
         self.with_calls = with_calls
         self.count = len(tensors)
         # A sequence makes tensors where its inputs are.
@@ -484,7 +499,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not _REJECTED.isdisjoint(func.tags):
             self.refuse(f"{func} reads values")
             return
-        if func is _aten.as_strided.default and made.numel() > args[0].numel():
+        if func is _aten.as_strided.default and not self._is_within(made, args, kwargs):
             self.refuse("it reads memory beside a tensor")  # which other tensors may not have
             return
         given = tuple(map(self.slotted, args)), self.slotted(dict(kwargs))
@@ -506,6 +521,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
         if base is not None and places[0] is not None:
             self.sequence.names[places[0]] = base
+
+    def _is_within(self, made: torch.Tensor, args: Any, kwargs: Any) -> bool:
+        """Whether a strided view has no memory but that of its base, or of the inputs beside it."""
+        if not made.numel():
+            return True
+        if len(args) > 3 or kwargs:
+            return False  # an offset is that in the storage, where another base is elsewhere
+        base, start, end = args[0], made.data_ptr(), end_of(made)
+        spans = [(base.data_ptr(), end_of(base)), *self.runs]
+        return any(first <= start and end <= last for first, last in spans)
 
     def slotted(self, value: Any) -> Any:
         """``value`` with slots in place of tensors."""

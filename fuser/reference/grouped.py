@@ -33,8 +33,8 @@ def tile_count(rows: int, groups: int, size: int | None = None) -> int:
 def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each group ends if it is padded, int32 ``[G]``; and the rows of each tile.
 
-    The second is int32 ``[count, 4]``, of :func:`tile_count` tiles: the group, -1 for a tile after the last group; the
-    first row, not padded; the number of rows; 0.
+    The second is int32 ``[count, 4]``, of :func:`tile_count` tiles: the group, -1 for a tile after
+    the last group; the first row, not padded; the number of rows; 0.
     """
     starts = F.pad(ends[:-1], (1, 0))
     sizes = ends - starts

@@ -36,6 +36,7 @@ from fuser.runtime.diagnose import (
     refuse_output,
     refuse_transform,
 )
+from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses, is_recordable
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
@@ -153,14 +154,19 @@ class CompiledPlan:
         return RecordedPasses(self.ops, recipe if isinstance(recipe, DelayedScaling) else None)
 
     def run(
-        self, input_: torch.Tensor, others: Sequence[torch.Tensor], extra_inputs: Any, kwargs: Any
+        self,
+        input_: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        extra_inputs: Any,
+        kwargs: Any,
+        layout: ParameterLayout | None,
     ) -> Any:
-        """The results of forward; ``others`` are the parameters and the extra inputs."""
+        """The results of forward; ``others`` are parameters, of ``layout``, and extra inputs."""
         if _is_profiled():
             return self.in_ranges[0](input_, extra_inputs, kwargs)
-        if self.recorded is not None and not kwargs:
+        if self.recorded is not None and layout is not None and not kwargs:
             tensors = (input_, *others)
-            found = self.recorded.find(tensors)
+            found = self.recorded.find(tensors, len(extra_inputs), layout)
             if found is not None:
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
@@ -180,14 +186,20 @@ class CompiledPlan:
         params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
         kwargs: list[dict[str, Any]] | None,
+        layout: ParameterLayout | None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Run forward; under autograd if anything needs a gradient."""
+        """Run forward; under autograd if anything needs a gradient.
+
+        ``layout`` is that of the parameters; None if their memory does not hold their values.
+        """
         result: torch.Tensor | tuple[torch.Tensor, ...]
         if self.needs_backward:
             if _is_functorch_active():
                 refuse_transform()
             try:
-                result = _apply((self, extra_inputs, kwargs), input_, *params, *extra_inputs)
+                result = _apply(
+                    (self, extra_inputs, kwargs, layout), input_, *params, *extra_inputs
+                )
             except (
                 NotImplementedError
             ):  # raised by torch for an input with a forward-mode derivative
@@ -200,9 +212,9 @@ class CompiledPlan:
         others = (*params, *extra_inputs)
         if self.is_delayed and not _is_grad_enabled() and not is_checkpointed_forward():
             with evaluation():
-                output, produced = self.run(input_, others, extra_inputs, kwargs)
+                output, produced = self.run(input_, others, extra_inputs, kwargs, layout)
         else:
-            output, produced = self.run(input_, others, extra_inputs, kwargs)
+            output, produced = self.run(input_, others, extra_inputs, kwargs, layout)
         result = (output, *(produced[n] for n in self.returned)) if self.returned else output
         return result
 
@@ -257,12 +269,12 @@ class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: tuple[CompiledPlan, tuple[torch.Tensor, ...], list[dict[str, Any]] | None],
+        call: tuple[Any, ...],
         input_: torch.Tensor,
         *params_and_extra_inputs: torch.Tensor,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        run, extra_inputs, kwargs = call
-        results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs)
+        run, extra_inputs, kwargs, layout = call
+        results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs, layout)
         output, produced, op_ctxs, saved, ends, specs = results
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
         conditions, kept = UNQUANTIZED, None
@@ -328,9 +340,11 @@ class _PipelineFunction(torch.autograd.Function):
             # The gradient of a sum is one number with zero strides, which every GEMM
             # that reads it would copy; it is copied once here.
             if ends is None:
-                result = op_ctxs.backward(
+                recorded, versions = op_ctxs
+                result = recorded.backward(
                     backward,
                     held,
+                    versions,
                     grad_outputs[0].contiguous(),
                     grad_extras,
                     owners,

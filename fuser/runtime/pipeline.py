@@ -29,6 +29,7 @@ from fuser.precision.recomputation import state_of_forward
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
+from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.padding import padding_notes
 from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
@@ -157,20 +158,20 @@ class OperationFuser:
                 with recomputing_under(again):
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
         try:
-            params, call_key = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         except (AttributeError, IndexError, KeyError):  # not a tensor, no dimensions, no parameter
             if self._takes_scalar(input_):
                 return self._run_scalar(input_, extra_inputs, kwargs)
             self._find_parameters()  # a parameter may have been moved to another place
             self.checks.kinds(input_, self._slots.tensors(), extra_inputs)
-            params, call_key = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or call_key != known:
-            run, params = self._find_run(call_key, input_, params, extra_inputs)
+            run, params, layout = self._find_run(call_key, input_, extra_inputs, (params, layout))
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:
-            return run.call(input_, params, extra_inputs, kwargs)
+            return run.call(input_, params, extra_inputs, kwargs, layout)
         except RuntimeError:
             self.checks.device(input_, params, extra_inputs)
             raise
@@ -194,23 +195,24 @@ class OperationFuser:
         self,
         call_key: tuple[Any, ...],
         input_: torch.Tensor,
-        params: tuple[torch.Tensor, ...],
         extra_inputs: tuple[torch.Tensor, ...],
-    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...]]:
+        read: tuple[tuple[torch.Tensor, ...], ParameterLayout | None],
+    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None]:
         """The compiled plan of an earlier call with this key, or a new one; stored as the last.
 
-        Returned with the parameters, including those that were added to an op since it was last
-        planned.
+        Returned with the parameters and their layout, ``read`` if the plan is known; including
+        parameters that were added to an op since it was last planned.
         """
+        params, layout = read
         run = self._runs.get(call_key)
         if run is None:
             self._find_parameters()
-            params, call_key = self._slots.read(input_, extra_inputs, _registered)
+            params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
         # One assignment, so that another thread sees both or neither.
         self._last = (call_key, run)
-        return run, params
+        return run, params, layout
 
     def plan(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True

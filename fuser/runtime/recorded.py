@@ -8,12 +8,15 @@ recorded (:mod:`fuser.cuda.sequence`), and later calls only allocate, launch and
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
+from fuser.basic_ops.shared_memory import Versions
 from fuser.cuda import launch
 from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
 from fuser.functional.lazy import LazyTensor
@@ -26,11 +29,9 @@ from fuser.precision.delayed_scaling import (
     noting_uses,
 )
 from fuser.recipe import DelayedScaling
+from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
-
-# A process whose shapes never repeat must not fill the memory.
-MOST_LAYOUTS = 64
 
 Tensors = Sequence[torch.Tensor | None]
 # By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
@@ -68,26 +69,34 @@ class RecordedPasses:
         self._forwards: dict[Any, RecordedForward | None] = {}
         self._readers: dict[int, Callable[[Tensors], Any]] = {}
 
-    def find(self, tensors: Tensors) -> RecordedForward | None:
-        """The recorded forward for such tensors.
+    def find(
+        self, tensors: Tensors, extra_count: int, parameters: ParameterLayout
+    ) -> RecordedForward | None:
+        """The recorded forward for such tensors: the input, parameters, and extra inputs.
 
         New for the second call of a layout: :meth:`RecordedForward.run` records then. None if there
         is none, and the plan's own code must run.
         """
         if launch.recording.listener is not None or _has_saved_tensor_hooks(False) is not None:
             return None
-        reader = self._readers.get(len(tensors))
+        reader = self._readers.get(extra_count)
         if reader is None:
-            reader = self._readers[len(tensors)] = _reader(self._ops, len(tensors))
+            reader = self._readers[extra_count] = _reader(self._ops, 1 + extra_count)
+        first_extra = len(tensors) - extra_count
+        others = (tensors[0], *tensors[first_extra:])
         try:
-            layout = reader(tensors)
+            layout = reader(others)
         except RuntimeError:  # a tensor without memory of its own
             return None
         if layout is None:
             return None
-        places = list(map(id, tensors))
+        places = list(map(id, others))
+        may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters
+        if may_be_parameter and not set(places).isdisjoint(map(id, tensors[1:first_extra])):
+            return None  # a parameter is given as an input too
         if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
             layout = (layout, tuple(map(places.index, places)))
+        layout = (layout, parameters)
         quantizers: list[list[Float8Quantizer]] = []
         if self._recipe is not None:
             states = [op._delayed for op in self._quantizing]
@@ -103,7 +112,7 @@ class RecordedPasses:
             self._forwards[layout] = None
             return None
         if found is None:
-            found = self._forwards[layout] = RecordedForward(quantizers)
+            found = self._forwards[layout] = RecordedForward(quantizers, parameters)
         assert isinstance(found, RecordedForward)
         return found if found.refusal is None else None
 
@@ -166,6 +175,8 @@ class _Recording(NamedTuple):
     ends: tuple[int, ...]
     specs: tuple[Any, ...]
     """Shape and dtype of every extra output."""
+    versioned: list[tuple[int, str, Callable[[Tensors], Any]]]
+    """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
 
 
 class RecordedForward:
@@ -175,9 +186,12 @@ class RecordedForward:
     recorded. Recordings are below torch's autocast: they run without it.
     """
 
-    def __init__(self, quantizers: list[list[Float8Quantizer]]) -> None:
+    def __init__(
+        self, quantizers: list[list[Float8Quantizer]], parameters: ParameterLayout
+    ) -> None:
         self.refusal: str | None = None
         """Why the forward cannot be repeated; None if it can."""
+        self._parameters = parameters
         self._quantizers = quantizers  # held, so that no other list has its id
         self._constants = [
             tensor
@@ -192,10 +206,12 @@ class RecordedForward:
     def run(self, tensors: Tensors, forward: Forward, *args: Any) -> tuple[Any, ...]:
         """The results of ``forward(*args)``, which reads ``tensors``.
 
-        If it needs a backward, these are the output, the extra outputs, this object, the tensors to
-        save, None, and the shapes and dtypes of the extra outputs. The first call records; if the
-        forward cannot be repeated, it returns what ``forward`` returned.
+        If it needs a backward, these are the output, the extra outputs, this object and the
+        versions for :meth:`backward`, the tensors to save, None, and the shapes and dtypes of the
+        extra outputs. The first call records; if the forward cannot be repeated, it returns what
+        ``forward`` returned.
         """
+        versions: dict[int, Versions] = {}
         known = self._recording
         if known is not None:
             if known.used:
@@ -204,26 +220,38 @@ class RecordedForward:
             if len(results) == 2:
                 return results
             output, produced, saved = results
-            return output, produced, self, saved, None, known.specs
+            for i, owner, picked in known.versioned:
+                versions[i] = Versions(picked(tensors), owner)
+            return output, produced, (self, versions), saved, None, known.specs
         with noting_uses() as used:
             sequence, results, slotted = record(
-                tensors, lambda: forward(*args), constants=self._constants, with_calls=True
+                tensors,
+                lambda: forward(*args),
+                constants=self._constants,
+                runs=self._parameters.memory(tensors[1:]),
+                with_calls=True,
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), ())
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), [])
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if rest:
             contexts, to_save, ends, specs = rest
+            values = [dict(context.__dict__) for context in contexts]
+            versions = {i: v.pop("versions") for i, v in enumerate(values) if "versions" in v}
             held: list[torch.Tensor] = []
             recording = recording._replace(
-                contexts=[(type(context), dict(context.__dict__)) for context in contexts],
+                contexts=list(zip(map(type, contexts), values, strict=True)),
                 saved=[_saved_as(tensor, held, sequence) for tensor in to_save],
                 ends=ends,
                 specs=specs,
+                versioned=[
+                    (i, each.owner, _picked(each.tensors, tensors, sequence))
+                    for i, each in versions.items()
+                ],
             )
-            if any(_holds_tensors(list(values.values())) for _, values in recording.contexts):
+            if any(_holds_tensors(list(each.values())) for each in values):
                 sequence.refusal = sequence.refusal or "a context holds a tensor"
             kept = (output, produced, tuple(held))
         sequence.result = slotted(kept)
@@ -235,7 +263,9 @@ class RecordedForward:
             sequence.result[:2] if any(sequence.result[1]) else (), sequence.result[0]
         )
         self._recording = recording
-        return results if not rest else (*kept[:2], self, kept[2], None, recording.specs)
+        if not rest:
+            return results
+        return (*kept[:2], (self, versions), kept[2], None, recording.specs)
 
     # -- backward -------------------------------------------------------------
 
@@ -243,6 +273,7 @@ class RecordedForward:
         self,
         backward: Backward,
         saved: list[torch.Tensor],
+        versions: dict[int, Versions],
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
@@ -257,6 +288,8 @@ class RecordedForward:
             The plan's generated code.
         saved
             The tensors that :meth:`run` returned for saving.
+        versions
+            By op, the versions that :meth:`run` returned.
         dx, grad_extras
             The gradients of the output and of the extra outputs.
         owners
@@ -277,6 +310,8 @@ class RecordedForward:
             layout = (id(launch.backend), autocast, others, *map(layout_of, grads))
             found = self._backwards.get(layout)
         if found is not None and found.is_complete:
+            for each in versions.values():
+                each.check()
             saved += grads
             del grads, dx, grad_extras
             result: tuple[torch.Tensor | None, ...] = _played(found, saved)
@@ -287,6 +322,8 @@ class RecordedForward:
         recording = self._recording
         assert recording is not None
         contexts = [_context(*each) for each in recording.contexts]
+        for i, each in versions.items():
+            contexts[i].versions = each  # type: ignore[attr-defined]
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
         inputs = [*saved, *grads]
@@ -364,6 +401,17 @@ def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
         return sequence.play(tensors)
     with torch._C._DisableAutocast():
         return sequence.play(tensors)
+
+
+def _picked(
+    wanted: Sequence[torch.Tensor], tensors: Tensors, sequence: LaunchSequence
+) -> Callable[[Tensors], Any]:
+    """What picks some tensors, two or more, from the inputs of ``sequence``."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    if not all(id(tensor) in places for tensor in wanted):
+        sequence.refusal = sequence.refusal or "it reads the version of what is no input"
+        return tuple
+    return operator.itemgetter(*[places[id(tensor)] for tensor in wanted])
 
 
 def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:

@@ -11,7 +11,7 @@ import torch
 
 from fuser.cuda import grouped_fp8 as kernels
 from fuser.errors import InputError
-from fuser.formats import DType, NumberFormat
+from fuser.formats import DType, NumberFormat, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
 from fuser.reference import fp8_scaling as reference
@@ -268,7 +268,10 @@ class GroupedTensor:
                 f"GroupedTensor.quantize got a tensor of shape {tuple(x.shape)} and split sizes of "
                 f"shape {tuple(split_sizes.shape)}; it takes a matrix and a vector."
             )
-        each = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
+        given = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
+        each = [one.value() for one in given]
+        if any(getattr(one, "with_amax_reduction", False) for one in given):
+            raise InputError("GroupedTensor.quantize reduces no amaxes over a process group.")
         sizes = split_sizes.to(x.device, non_blocking=True)
         groups = padded_groups(sizes, len(sizes), x.shape[0], x.device)
         if not quantizes_groups(each, len(sizes)):
@@ -335,13 +338,14 @@ class GroupedTensor:
         made._quantizer = quantizer
         layout, units = made._layout(rows, padded.shape[-1]), padded._row_units()
         buffers: dict[str, torch.Tensor | None] = {}
+        stored = round_up(rows, quantizer.multiple)
         for name, whole in padded.buffers().items():
             if whole is None:
                 buffers[name] = None
                 continue
             dim, unit = units[name]
             part = whole.new_zeros(layout[name])
-            count = min(-(-rows // unit), part.shape[dim])
+            count = min(-(-stored // unit), part.shape[dim])
             part.narrow(dim, 0, count).copy_(whole.narrow(dim, first // unit, count))
             buffers[name] = part
         return quantizer.tensor_class(
