@@ -91,8 +91,8 @@ class Groups:
     has_more_rows: bool
 
     def split_sizes(self, rows: int, seed: int) -> torch.Tensor:
-        """Random sizes, some of which are 0."""
-        generator = torch.Generator().manual_seed(seed)
+        """Random sizes, some of which are 0; the same ones for the same numbers."""
+        generator = torch.Generator().manual_seed(seed + self.count)
         ends = torch.randint(rows + 1, (self.count,), generator=generator).sort().values
         if not self.has_more_rows:
             ends[-1] = rows
@@ -189,7 +189,7 @@ class Program:
         for piece in self.pieces:
             if piece.groups is not None:
                 rows = math.prod(shape[:-1])
-                found.append(piece.groups.split_sizes(rows, seed + 1 + len(found)))
+                found.append(piece.groups.split_sizes(rows, seed))
             if piece.extra is not None and piece.reads is None:
                 extra_shape = shape if piece.extra == "same" else shape[:-1]
                 found.append(oracles.random_tensor(extra_shape, dtype, seed + 1 + len(found)))
@@ -294,6 +294,7 @@ class _Writer:
         self.width = self.draw_width()
         self.budget = self.left = budget
         self.layout = 0
+        self.has_more_rows = not draw(st.integers(0, 3))
         self.has_zero_rows = False
         self.channels: dict[str, tuple[int, int]] = {}
         self.program = Program(self.width)
@@ -319,7 +320,7 @@ class _Writer:
     def grouped_linear(self) -> None:
         """Norms may not follow rows of no group, which are 0: these have no direction."""
         out, draw = self.draw_width(), self.draw
-        groups = Groups(draw(st.integers(1, 4)), has_more_rows=not draw(st.integers(0, 3)))
+        groups = Groups(draw(st.integers(1, 4)), self.has_more_rows)
         bias = draw(st.sampled_from(("none", "added", "scaled")))
         options = {
             "bias": bias != "none",
