@@ -6,7 +6,8 @@ import pytest
 import torch
 from quantize_cases import E4M3, E5M2, Place, assert_same
 
-from fuser.cuda import block_scaling, grouped, grouped_fp8, mxfp8
+from fuser.chain import Stage
+from fuser.cuda import block_scaling, grouped, grouped_fp8, mxfp8, pointwise
 from fuser.cuda.tiled import as_producer
 from fuser.formats import DType, fp8_block_scale_shape, mxfp8_scale_shape
 from fuser.reference import block_scaling as block_reference
@@ -297,6 +298,66 @@ def check_grouped_mxfp8(place: Place, dtype: torch.dtype) -> None:
             assert_same(row_scale[rows, : columns // 32], scales[: len(whole), : columns // 32], "")
             of_group = col_scale[first // 32 : first // 32 + blocks, :columns]
             assert_same(of_group, scales_t[:blocks, :columns], f"column scales of {g}")
+
+
+def check_chain_of_padded_groups(
+    place: Place, columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    """One kernel gives what a kernel of the chain and one that quantizes give."""
+    _, padded_ends, tiles = padded_groups(place)
+    used = int(padded_ends[-1])
+    rows = 128 * len(tiles) if is_padded else PADDED_ROWS
+    x, dy = (
+        matrix(rows, n, dtype, seed).to(place.device)
+        for n, seed in ((2 * columns, 1), (columns, 2))
+    )
+    scales = matrix(1, rows, dtype, 3)[0].to(place.device)
+    stages = (Stage("swiglu").scaled,)
+    width = 2 * columns if is_backward else columns
+    values = place.empty((rows, width), dtype)
+    with place.launching(values):
+        if is_backward:
+            pointwise.pointwise_backward(stages, dy, x, (scales,), values, (None,), None)
+        else:
+            pointwise.pointwise(stages, x, (scales,), values)
+    if is_backward:
+        chain = pointwise.backward_producer(stages, dy, x, (scales,), rows, columns)
+    else:
+        chain = pointwise.forward_producer(stages, x, (scales,), rows, columns)
+    found = []
+    for inner in (chain, as_producer("a test", values)):
+        source = grouped.padded_rows(inner, tiles, is_padded=is_padded)
+        m = source.rows
+        recorded = torch.zeros(len(PADDED_SPLITS), device=place.device)
+        row, col, mx = (place.empty(shape) for shape in ((m, width), (width, m), (m, width)))
+        scale_inv = place.empty((len(tiles),), torch.float32)
+        block, block_t = place.empty((m, width)), place.empty((width, m))
+        shapes = [fp8_block_scale_shape(m, width, c, 1) for c in (False, True)]
+        block_inv, block_t_inv = (place.empty(shape, torch.float32) for shape in shapes)
+        outputs = {"row": row, "col": col, "scale_inv": scale_inv}
+        with place.launching():
+            grouped_fp8.quantize(source, E4M3, tiles, recorded=recorded)
+            grouped_fp8.quantize(source, E4M3, tiles, amax_value=recorded, **outputs)
+            block_scaling.quantize(
+                source,
+                E4M3,
+                block_dim=1,
+                row=block,
+                row_scale_inv=block_inv,
+                col=block_t,
+                col_scale_inv=block_t_inv,
+            )
+        results = [recorded, row[:used], col[:, :used], scale_inv[: used // 128]]
+        results += [block[:used], block_t[:, :used], block_inv[:, :used]]
+        results.append(block_t_inv[: used // 128])
+        if width % 32 == 0:
+            scale = place.empty(mxfp8_scale_shape(m, width, False))
+            with place.launching():
+                mxfp8.quantize(source, E5M2, row=mx, row_scale=scale)
+            results += [mx[:used], scale[:used]]
+        found.append(results)
+    for place_of, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same(one, other, f"result {place_of}")
 
 
 EVERY_FLOAT8 = pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.label)

@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, mxfp8, nvfp4
+from fuser.cuda import block_scaling, grouped_fp8, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.pointwise_instantiations import (
@@ -26,6 +26,7 @@ from fuser.cuda.pointwise_instantiations import (
     BIAS_SWIGLU,
     EVERYTHING,
     GELU,
+    SCALED_SWIGLU,
     SWIGLU,
     producer_types,
 )
@@ -103,8 +104,16 @@ def chains_into_stores() -> frozenset[Kernel]:
 
 @functools.cache
 def groups_into_stores() -> frozenset[Kernel]:
-    """Padded groups of rows, into the stores of blocks."""
+    """Padded groups of rows into the stores that they go to: matrices, and scaled SwiGLU."""
     found: set[Kernel] = set()
+    for dtype in ELEMENTS:
+        for aligned in (True, False):
+            for inner in producer_types(SCALED_SWIGLU, dtype, aligned=aligned, scales=dtype):
+                producer = f"fuser::GroupedProducer<{inner}>"
+                for to in (E4M3, E5M2):
+                    found.update(grouped_fp8.stores(producer, to, aligned))
+                    found.update(block_scaling.stores(producer, to, aligned))
+                    found.update(mxfp8.stores(producer, to, aligned))
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
             producer = f"fuser::GroupedProducer<{loads(element, of_producer)}>"

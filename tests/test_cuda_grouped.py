@@ -90,6 +90,16 @@ def test_blocks_of_32_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -
     cases.check_grouped_mxfp8(EMULATOR, dtype)
 
 
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["rows", "padded rows"])
+def test_an_activation_of_padded_groups_is_quantized_as_it_is_computed(
+    columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    cases.check_chain_of_padded_groups(EMULATOR, columns, dtype, is_backward, is_padded)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

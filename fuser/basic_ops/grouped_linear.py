@@ -13,10 +13,11 @@ import torch
 from torch.nn import Parameter
 
 from fuser.basic_ops.grouped_products import (
+    kept,
     loop_backward,
     loop_forward,
-    padded_backward,
-    padded_forward,
+    products_of_backward,
+    products_of_forward,
     quantizers_of_groups,
     quantizes_groups_of,
 )
@@ -366,15 +367,23 @@ class GroupedLinear(BasicOperation):
         wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
         ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
-        ctx.are_padded = quantizers is not None  # type: ignore[attr-defined]
-        wanted = (wants_wgrad, wants_dgrad)
-        if quantizers is not None:
-            y, saved = padded_forward(ctx, x, weight, groups, quantizers, out, wanted)
-        elif ctx.has_recipe:
+        ctx.quantizers = quantizers  # type: ignore[attr-defined]
+        ctx.is_loop = ctx.has_recipe and quantizers is None  # type: ignore[attr-defined]
+        saved: list[torch.Tensor | None]
+        if ctx.is_loop:
+            wanted = (wants_wgrad, wants_dgrad)
             y, saved = loop_forward(self, ctx, x, weight, groups, out, wanted)
+            saved = [None, None, *saved]
         else:
-            y = grouped.forward(x, weight, groups, out)
-            saved = [x if wants_wgrad else None, weight if wants_dgrad else None]
+            products = products_of_forward(ctx, groups, quantizers, dtype)
+            of_x, of_weight, _ = quantizers or (None, None, None)
+            is_quantized = ctx.backward_override is None
+            made_x = products.input(x, of_x, columnwise=wants_wgrad and is_quantized)
+            made = products.weight(weight, of_weight, columnwise=wants_dgrad and is_quantized)
+            y = products.output(products.forward(made_x, made, self.out_features))
+            y = y if out is None else out.copy_(y)
+            saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
+            saved.append(kept(ctx, weight, made, wants_dgrad))
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y, bias = self.add_biases(ctx, groups.ends, scales, y)
         if ctx.requires_grad:
@@ -391,28 +400,33 @@ class GroupedLinear(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
-        ends, scales, bias, *saved = ctx.saved_tensors
+        ends, scales, bias, padded_ends, tiles, *saved = ctx.saved_tensors
         self.check_versions(ctx)
         dtype = ctx.compute_dtype
         assert dtype is not None
         if ctx.grad_input_buffer is not None and overlap(ctx.grad_input_buffer, grad_output):
             raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
         dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
-        groups = Groups(ends, ctx.group_sizes)
+        groups = Groups.at(ends, ctx.group_sizes, padded_ends, tiles, len(dy))
         shape = (*grad_output.shape[:-1], self.in_features)
         buffer = ctx.grad_input_buffer
         out = None if buffer is None else buffer.view(-1, self.in_features)
         wants_wgrad = any(ctx.params_require_grad[: self.main_grad_count])
-        wanted = (wants_wgrad, ctx.input_requires_grad)
-        sizes = (self.num_groups, self.out_features, self.in_features)
-        if ctx.are_padded:
-            dx, make_wgrads = padded_backward(ctx, dy, saved, groups, out, sizes, wanted)
-        elif ctx.has_recipe:
+        wants_dgrad = ctx.input_requires_grad
+        if ctx.is_loop:
+            sizes = (self.num_groups, self.out_features, self.in_features)
+            wanted = (wants_wgrad, wants_dgrad)
             dx, make_wgrads = loop_backward(ctx, dy, saved, groups, out, sizes, wanted)
-        else:
+        elif wants_wgrad or wants_dgrad:
             x, weight = saved
-            dx = None if weight is None else grouped.dgrad(dy, weight, groups, out)
-            make_wgrads = None if x is None else functools.partial(grouped.wgrad, dy, x, groups)
+            products = products_of_backward(ctx, groups, dtype)
+            of_gradient = ctx.quantizers and ctx.quantizers.grad_output
+            made = products.gradient(dy, of_gradient, dgrad=wants_dgrad, wgrad=wants_wgrad)
+            dx = products.output(products.dgrad(made, weight)) if wants_dgrad else None
+            dx = dx if out is None or dx is None else out.copy_(dx)
+            make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
+        else:
+            dx = make_wgrads = None
         if dx is not None:
             dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
         dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
@@ -425,7 +439,7 @@ class GroupedLinear(BasicOperation):
     # -- parts of a pass, of which a fused op makes its own --------------------------------
 
     def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
-        """The weights ``[G, N, K]`` in ``dtype``; notes their versions for :meth:`check_versions`."""
+        """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
         if ctx.requires_grad and ctx.input_requires_grad and self.main_grad_count > 1:
             # A view of separate weights has the version counter of the first one.
             ctx.versions = Versions(self._parts("weight"), type(self).__name__)  # type: ignore[attr-defined]
@@ -462,7 +476,7 @@ class GroupedLinear(BasicOperation):
         scales: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
-        """The gradients of the biases that autograd gets, and of the scales of :meth:`add_biases`."""
+        """The gradients of the biases that autograd gets, and of :meth:`add_biases`' scales."""
         dbiases: list[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
         require_grad = ctx.params_require_grad[self.main_grad_count :]
         if any(require_grad):

@@ -16,7 +16,7 @@ import torch
 from fuser import gemm
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
-from fuser.functional.lazy import LazyTensor
+from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import BasicOperation, OperationContext
@@ -34,8 +34,7 @@ from fuser.tensors import (
     quantizes_groups,
 )
 
-Backward = tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]
-"""dx, and a function that computes the gradients of the weights ``[G, N, K]``; None if unwanted."""
+Values = torch.Tensor | LazyTensor
 
 # -- padded --------------------------------------------------------------------------
 
@@ -81,110 +80,146 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
     return found if all(quantizes_groups(each, groups) for each in needed) else None
 
 
-def quantized_rows(
-    x: torch.Tensor | LazyTensor,
-    groups: PaddedGroups,
-    quantizers: list[Quantizer],
-    *,
-    rowwise: bool,
-    columnwise: bool,
-    is_padded: bool = False,
-) -> QuantizedTensor:
-    """The rows of padded groups, quantized; ``is_padded``: ``x`` has them at their places."""
-    quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
-    return quantizer(padded_rows(x, groups, is_padded=is_padded))
+class Exact:
+    """Products in the compute dtype. Operands that were quantized are dequantized.
 
-
-def quantized_weight(
-    weight: torch.Tensor, quantizers: list[Quantizer], *, columnwise: bool
-) -> QuantizedTensor:
-    """The weights ``[G, N, K]`` as padded groups of N rows."""
-    count, n, k = weight.shape
-    rows = weight.reshape(count * n, k)
-    has_blocks = isinstance(quantizers[0], (Float8BlockQuantizer, MXFP8Quantizer))
-    if has_blocks and n % TILE == 0:  # nothing to pad, and no scales of groups
-        return quantizers[0].with_usage(rowwise=True, columnwise=columnwise)(rows)
-    groups = padded_groups(n, count, count * n, weight.device)
-    return quantized_rows(rows, groups, quantizers, rowwise=True, columnwise=columnwise)
-
-
-def padded_forward(
-    ctx: OperationContext,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    groups: Groups,
-    quantizers: GroupsQuantizers,
-    out: torch.Tensor | None,
-    wanted: tuple[bool, bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The output, and what backward reads: where the padded groups are, the input, the weights.
-
-    ``wanted``: whether the gradients of the weights and of the input are, which read them.
+    Rows are those of the groups, or of the padded groups if these are given.
     """
-    padded = groups.padded
-    assert padded is not None
-    override, size = ctx.backward_override, weight.shape[1]
-    usages = [is_wanted and override is None for is_wanted in wanted]
-    made = (
-        quantized_rows(x, padded, quantizers.input, rowwise=True, columnwise=usages[0]),
-        quantized_weight(weight, quantizers.weight, columnwise=usages[1]),
-    )
-    y = grouped.quantized_forward(*made, padded, size, x.dtype, is_split=ctx.split_accumulators[0])
-    y = unpad(y, padded)
-    kept: tuple[torch.Tensor, ...] = made
-    if override == "high_precision":
-        kept = (x, weight)
-    elif override is None:
-        for operand, is_wanted in zip(made, wanted, strict=True):
-            if is_wanted:
-                operand.release("rowwise")
-    ctx.grad_output_quantizers = quantizers.grad_output  # type: ignore[attr-defined]
-    saved = [tensor if is_wanted else None for tensor, is_wanted in zip(kept, wanted, strict=True)]
-    return y if out is None else out.copy_(y), [padded.padded_ends, padded.tiles, *saved]
 
+    def __init__(self, groups: Groups) -> None:
+        self.padded = groups.padded
+        self.rows = groups if self.padded is None else Groups(self.padded.padded_ends, None)
 
-def padded_backward(
-    ctx: OperationContext,
-    dy: torch.Tensor,
-    saved: list[Any],
-    groups: Groups,
-    out: torch.Tensor | None,
-    shape: tuple[int, int, int],
-    wanted: tuple[bool, bool],
-) -> Backward:
-    """As :func:`loop_backward`."""
-    padded_ends, tiles, x, weight = saved
-    padded = PaddedGroups(groups.ends, padded_ends, tiles, dy.shape[0])
-    dtype, (count, n, k), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
-    if ctx.backward_override is not None:
+    def input(
+        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        """An input as an operand; ``is_padded``: its rows are those of padded groups already."""
+        if self.padded is None or is_padded:
+            return materialize(x)
+        return materialize(padded_rows(x, self.padded))
+
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
+        """The weights ``[G, N, K]`` as an operand."""
+        return weight
+
+    def gradient(
+        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        """A gradient as an operand of the products that are wanted."""
+        return self.input(dy, quantizers, columnwise=wgrad, is_padded=is_padded)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+        """``x_g @ weight_g.T``; ``size`` is N."""
+        return grouped.forward(x, weight, self.rows)
+
+    def dgrad(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``dy_g @ weight_g``."""
         if isinstance(weight, QuantizedTensor):
-            weight = weight.dequantize(dtype=dtype).view(count, -1, k)[:, :n]
-        dx = grouped.dgrad(dy, weight, groups, out) if wants_dgrad else None
+            shape = (len(self.rows.ends), -1, weight.shape[-1])
+            weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
+        return grouped.dgrad(dy, weight, self.rows)
 
-        def exact() -> torch.Tensor:
-            rows = x
-            if isinstance(x, QuantizedTensor):
-                rows = unpad(x.dequantize(dtype=dtype), padded)
-            return grouped.wgrad(dy, rows, groups)
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, *, is_padded: bool = False) -> torch.Tensor:
+        """``dy_g.T @ x_g``; ``is_padded`` as in :meth:`input`."""
+        if isinstance(x, QuantizedTensor):
+            x, is_padded = x.dequantize(dtype=dy.dtype), True
+        x = self.input(x, None, columnwise=True, is_padded=is_padded)
+        return grouped.wgrad(dy, x, self.rows)
 
-        return dx, exact if wants_wgrad else None
-    if not (wants_wgrad or wants_dgrad):
-        return None, None
-    gradient = quantized_rows(
-        dy, padded, ctx.grad_output_quantizers, rowwise=wants_dgrad, columnwise=wants_wgrad
-    )
-    dx = None
-    if wants_dgrad:
-        is_split = ctx.split_accumulators[1]
-        dx = grouped.quantized_dgrad(gradient, weight, padded, dtype, is_split=is_split)
-        dx = unpad(dx, padded)
-        dx = dx if out is None else out.copy_(dx)
-        if wants_wgrad:
-            gradient.release("rowwise")
-    if not wants_wgrad:
-        return dx, None
-    is_split = ctx.split_accumulators[2]
-    return dx, lambda: grouped.quantized_wgrad(gradient, x, padded, dtype, is_split=is_split)
+    def output(self, padded: torch.Tensor) -> torch.Tensor:
+        """The rows of groups without padding."""
+        return padded if self.padded is None else unpad(padded, self.padded)
+
+
+class Quantized(Exact):
+    """Products of quantized operands, whose rows are those of padded groups."""
+
+    padded: PaddedGroups
+
+    def __init__(self, groups: Groups, dtype: torch.dtype, is_split: tuple[bool, ...]) -> None:
+        assert groups.padded is not None
+        super().__init__(groups)
+        self.dtype, self.is_split = dtype, is_split
+
+    def input(
+        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        return self._quantized(x, quantizers, True, columnwise, is_padded)
+
+    def columns(self, x: Values, quantizers: Any) -> torch.Tensor:
+        """An input of padded rows again, as the operand of the weight gradient alone."""
+        return self._quantized(x, quantizers, False, True, True)
+
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
+        count, n, k = weight.shape
+        rows = weight.reshape(count * n, k)
+        has_blocks = isinstance(quantizers[0], (Float8BlockQuantizer, MXFP8Quantizer))
+        if has_blocks and n % TILE == 0:  # nothing to pad, and no scales of groups
+            made: torch.Tensor = quantizers[0].with_usage(rowwise=True, columnwise=columnwise)(rows)
+            return made
+        groups = padded_groups(n, count, count * n, weight.device)
+        quantizer = groups_quantizer(quantizers, groups, rowwise=True, columnwise=columnwise)
+        return quantizer(padded_rows(rows, groups))
+
+    def gradient(
+        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        return self._quantized(dy, quantizers, dgrad, wgrad, is_padded)
+
+    def _quantized(
+        self, x: Values, quantizers: Any, rowwise: bool, columnwise: bool, is_padded: bool
+    ) -> torch.Tensor:
+        groups = self.padded
+        quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
+        return quantizer(padded_rows(x, groups, is_padded=is_padded))
+
+    def forward(self, x: Any, weight: Any, size: int) -> torch.Tensor:
+        is_split = self.is_split[0]
+        return grouped.quantized_forward(
+            x, weight, self.padded, size, self.dtype, is_split=is_split
+        )
+
+    def dgrad(self, dy: Any, weight: Any) -> torch.Tensor:
+        is_split = self.is_split[1]
+        dx = grouped.quantized_dgrad(dy, weight, self.padded, self.dtype, is_split=is_split)
+        if dy._has("columnwise"):
+            dy.release("rowwise")  # nothing reads it again
+        return dx
+
+    def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
+        is_split = self.is_split[2]
+        return grouped.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+
+
+def products_of_forward(
+    ctx: OperationContext, groups: Groups, quantizers: Any, dtype: torch.dtype
+) -> Exact:
+    """The products of a forward; exact if ``quantizers`` is None."""
+    return Exact(groups) if quantizers is None else Quantized(groups, dtype, ctx.split_accumulators)
+
+
+def products_of_backward(ctx: OperationContext, groups: Groups, dtype: torch.dtype) -> Exact:
+    """The products of a backward; quantized if the forward was, and nothing overrides it."""
+    if groups.padded is None or ctx.backward_override is not None:
+        return Exact(groups)
+    return Quantized(groups, dtype, ctx.split_accumulators)
+
+
+def kept(
+    ctx: OperationContext, values: torch.Tensor, operand: torch.Tensor, is_wanted: bool
+) -> torch.Tensor | None:
+    """What backward reads of an input or of weights, of which the forward read ``operand``.
+
+    The operand itself; the values, if the override asks for high precision; None if not wanted.
+    Of an operand with a columnwise copy the rowwise one is dropped.
+    """
+    if not is_wanted:
+        return None
+    if ctx.backward_override == "high_precision":
+        return values
+    if isinstance(operand, QuantizedTensor) and operand._has("columnwise"):
+        operand.release("rowwise")
+    return operand
 
 
 # -- loop ------------------------------------------------------------------------------
@@ -248,7 +283,10 @@ def loop_backward(
     shape: tuple[int, int, int],
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
-    """As :meth:`_backward`, from the operands of each group."""
+    """dx, and a function that computes the gradients of the weights ``[G, N, K]``.
+
+    None if it is not wanted. ``shape`` is that of the weights, ``wanted`` as in the forward.
+    """
     dtype, (count, _, size), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
     xs, weights = saved[:count], saved[count:]
     dx = None

@@ -153,6 +153,11 @@ def _dequantize(element: str, of: str, columnwise: bool, aligned: bool) -> Kerne
     return decoder_kernel("grouped_fp8", producer, element, aligned, columnwise)
 
 
+def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
+    """The kernels of a producer of padded groups with the store of FP8."""
+    return (_quantize(producer, FLOAT8[to], aligned),) if "Grouped" in producer else ()
+
+
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
     dequantizing = tuple(
@@ -161,7 +166,5 @@ def instantiations() -> tuple[Kernel, ...]:
         for columnwise in (False, True)
     )
     return dequantizing + quantizing_kernels(
-        lambda producer, to, aligned: (
-            _quantize(f"fuser::GroupedProducer<{producer}>", FLOAT8[to], aligned),
-        )
+        lambda producer, to, aligned: stores(f"fuser::GroupedProducer<{producer}>", to, aligned)
     )

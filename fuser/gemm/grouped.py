@@ -41,6 +41,24 @@ class Groups(NamedTuple):
     sizes: tuple[int, ...] | None
     padded: PaddedGroups | None = None
 
+    @classmethod
+    def at(
+        cls,
+        ends: torch.Tensor,
+        sizes: tuple[int, ...] | None,
+        padded_ends: torch.Tensor | None,
+        tiles: torch.Tensor | None,
+        rows: int,
+    ) -> Groups:
+        """Groups of ``rows`` rows from the tensors of :meth:`places`."""
+        if padded_ends is None or tiles is None:
+            return cls(ends, sizes)
+        return cls(ends, sizes, PaddedGroups(ends, padded_ends, tiles, rows))
+
+    def places(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the padded groups are, to be saved for backward beside ``ends``."""
+        return (None, None) if self.padded is None else (self.padded.padded_ends, self.padded.tiles)
+
     def slices(self) -> list[slice]:
         """The rows of each group; the sizes must have been read."""
         assert self.sizes is not None

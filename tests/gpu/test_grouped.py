@@ -88,6 +88,16 @@ def test_blocks_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None
     cases.check_grouped_mxfp8(GPU, dtype)
 
 
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["rows", "padded rows"])
+def test_an_activation_of_padded_groups_is_quantized_as_it_is_computed(
+    columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    cases.check_chain_of_padded_groups(GPU, columns, dtype, is_backward, is_padded)
+
+
 def is_one_launch() -> bool:
     return torch.cuda.get_device_capability()[0] in (9, 10)
 
