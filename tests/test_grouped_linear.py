@@ -245,8 +245,8 @@ def test_two_grouped_linears_of_an_expert_must_get_the_same_sizes() -> None:
     for _ in range(3):
         with pytest.raises(
             InputError,
-            match="Ops 0 and 3, GroupedLinears of 4 groups .* different split sizes: 24, 24, 24, 24"
-            r" and 0, 40, 30, 26\. A row would have two experts",
+            match=r"grouped MLP of ops 0 to 3 got split sizes \[24, 24, 24, 24\] for its first "
+            r"GroupedLinear and \[0, 40, 30, 26\] for its second; they must be equal",
         ):
             model(x, sizes, scales, others)
     with pytest.raises(InputError, match=r"split sizes of shape \(3,\)"):

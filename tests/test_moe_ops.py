@@ -195,8 +195,8 @@ def test_the_plan_has_the_kernels_of_both_ops_and_no_gradient_that_nobody_wants(
     assert plan.backward[-1].kernel == "unpermute, unpermute probs"
     only = model.plan(tokens(), indices, probs.clone().requires_grad_())
     assert only.backward[-1].kernel == "unpermute probs"
-    assert model.plan(tokens(), indices, probs).backward[-1].fusion is None
-    assert len(model.plan(tokens(), indices, probs).backward) == 4
+    frozen = model.plan(tokens(), indices, probs)
+    assert not any("unpermute" in step.kernel for step in frozen.backward)
 
 
 def test_a_frozen_input_leaves_the_probabilities_their_gradient() -> None:

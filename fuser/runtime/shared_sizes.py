@@ -35,10 +35,9 @@ class SharedSizes(NamedTuple):
         sizes, others = first.tolist(), second.tolist()
         if sizes != others:
             raise InputError(
-                f"Ops {self.ops[0]} and {self.ops[1]}, GroupedLinears of {len(sizes)} groups with "
-                "only pointwise ops between them, got different split sizes: "
-                f"{_listed(sizes)} and {_listed(others)}. A row would have two experts; give both "
-                "the same tensor, or put them into two pipelines."
+                f"The grouped MLP of ops {self.ops[0]} to {self.ops[1]} got split sizes "
+                f"[{_listed(sizes)}] for its first GroupedLinear and [{_listed(others)}] for its "
+                "second; they must be equal, or the linears in two pipelines."
             )
 
 
