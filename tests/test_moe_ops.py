@@ -10,6 +10,7 @@ import oracles
 import pytest
 import torch
 from emulator import why_unavailable
+from one_launch_experts import in_one_launch
 from pipeline_kernels import on_kernels
 
 import fuser
@@ -365,6 +366,34 @@ def test_recorded_passes_follow_the_routing_of_each_call(
         for a, b in zip(some, others, strict=True):
             torch.testing.assert_close(a, b, rtol=0.05, atol=0.2)
     assert len(played) == 6  # forwards and backwards of the last three steps
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+@pytest.mark.parametrize("options", [{}, OPTIONS["unused rows"]], ids=str)
+def test_a_whole_layer_is_recorded_where_no_size_is_read(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Hopper GPU in bf16."""
+    in_one_launch(monkeypatch)
+    monkeypatch.setattr(moe, "check_values", lambda *args: None)
+    monkeypatch.setattr(moe, "_check_rows", lambda *args: None)
+    model, mlp = layer(BF16, **options), fuser.Sequential(*experts(BF16))
+    played = []
+    play = recorded._played
+    monkeypatch.setattr(recorded, "_played", lambda *args: played.append(1) or play(*args))
+    given = [(tokens(BF16, seed), *routing(seed=seed)) for seed in range(5)]
+    with on_kernels():
+        found = [
+            step(lambda x, p, i=i: model(x, i, p), x, p, model.parameters()) for x, i, p in given
+        ]
+    assert len(played) == 6  # forwards and backwards of the last three steps
+    wanted = [
+        step(lambda x, p, i=i: by_functions(mlp, x, i, p, **options), x, p, mlp.parameters())
+        for x, i, p in given
+    ]
+    for some, others in zip(found, wanted, strict=True):
+        for a, b in zip(some, others, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.05, atol=0.3)
 
 
 # -- bad input --------------------------------------------------------------------
