@@ -36,6 +36,36 @@ def linear_bias(x: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -> torch
     return x @ weight.T + b
 
 
+def grouped_linear(
+    *, bias: bool, scale_bias: bool, single_grouped_weight: bool, single_grouped_bias: bool
+) -> Formula:
+    """Linears of groups of rows: parameters as the op has them, split sizes, and scales if any."""
+
+    def formula(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        parts = list(rest)
+        scales = parts.pop() if scale_bias else None
+        sizes = parts.pop().tolist()
+        weights = list(parts.pop(0)) if single_grouped_weight else parts[: len(sizes)]
+        parts = parts[0 if single_grouped_weight else len(sizes) :]
+        biases = list(parts[0]) if single_grouped_bias and bias else parts
+        rows = x.reshape(-1, x.shape[-1])
+        more = rows.shape[0] - sum(sizes)
+        found = []
+        start = 0
+        for g, size in enumerate(sizes):
+            own = slice(start, start + size)
+            y = rows[own] @ weights[g].T
+            if bias:
+                factor = 1 if scales is None else scales.reshape(-1)[own, None]
+                y = y + factor * biases[g]
+            found.append(y)
+            start += size
+        found.append(rows.new_zeros(more, weights[0].shape[0]))
+        return torch.cat(found).reshape(*x.shape[:-1], weights[0].shape[0])
+
+    return formula
+
+
 def layernorm(dims: int = 1, eps: float = 1e-5, zero_centered: bool = False) -> Formula:
     over = tuple(range(-dims, 0))
 

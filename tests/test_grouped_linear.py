@@ -18,6 +18,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.errors import InputError, StateError
 from fuser.recipe import BACKWARD_OVERRIDES
+from fuser.runtime.shared_sizes import SharedSizes
 
 G, K, N, T = 4, 32, 48, 96
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -222,6 +223,51 @@ def test_a_mixture_of_experts_trains() -> None:
         losses.append(float(loss))
     assert losses[-1] < 0.7 * losses[0]
     assert scales.grad is not None
+
+
+# -- split sizes of two ops ---------------------------------------------------------
+
+
+def up_and_down(*between: Any, groups: int = G) -> fuser.Sequential:
+    return fuser.Sequential(
+        fuser.GroupedLinear(G, K, N, device="cpu"),
+        *between,
+        fuser.GroupedLinear(groups, N, K, device="cpu"),
+    )
+
+
+def test_two_grouped_linears_of_an_expert_must_get_the_same_sizes() -> None:
+    model, x = up_and_down(fuser.ScaledSReLU(), fuser.Bias(N, device="cpu")), values(T, K, seed=1)
+    scales = torch.ones(T)
+    sizes, others = torch.tensor(SPLITS["even"]), torch.tensor(SPLITS["first empty"])
+    y = model(x, sizes, scales, sizes)
+    assert torch.equal(model(x, sizes, scales, sizes.int()), y)
+    for _ in range(3):
+        with pytest.raises(
+            InputError,
+            match=r"grouped MLP of ops 0 to 3 got split sizes \[24, 24, 24, 24\] for its first "
+            r"GroupedLinear and \[0, 40, 30, 26\] for its second; they must be equal",
+        ):
+            model(x, sizes, scales, others)
+    with pytest.raises(InputError, match=r"split sizes of shape \(3,\)"):
+        model(x, sizes, scales, sizes[:3])
+    assert torch.equal(model(x, sizes, scales, sizes), y)
+
+
+def test_split_sizes_on_another_device_are_not_read_to_be_compared() -> None:
+    model, x = up_and_down(), values(T, K, seed=1).to("meta")
+    sizes, others = torch.tensor(SPLITS["even"]), torch.tensor(SPLITS["first empty"])
+    model.to("meta").plan(x, sizes.to("meta"), others.to("meta"))
+    pair = SharedSizes(0, 1, (0, 1))
+    pair.check(sizes.to("meta"), others.to("meta"))
+    pair.check(sizes, others.to("meta"))
+
+
+def test_other_groups_are_allowed_after_other_ops_and_in_other_numbers() -> None:
+    x, sizes, others = values(T, K, seed=1), torch.tensor([24] * 4), torch.tensor([0, 40, 30, 26])
+    for between in (fuser.Linear(N, N, device="cpu"), fuser.Reshape((T, N))):
+        assert up_and_down(between)(x, sizes, others).shape == (T, K)
+    assert up_and_down(groups=2)(x, sizes, torch.tensor([50, 46])).shape == (T, K)
 
 
 # -- parameters -------------------------------------------------------------------

@@ -83,13 +83,30 @@ class Blend(BasicOperation):
 # -- programs -------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Groups:
+    """The groups of rows of a ``GroupedLinear``: their number, and whether there are more rows."""
+
+    count: int
+    has_more_rows: bool
+
+    def split_sizes(self, rows: int, seed: int) -> torch.Tensor:
+        """Random sizes, some of which are 0; the same ones for the same numbers."""
+        generator = torch.Generator().manual_seed(seed + self.count)
+        ends = torch.randint(rows + 1, (self.count,), generator=generator).sort().values
+        if not self.has_more_rows:
+            ends[-1] = rows
+        return ends.diff(prepend=ends.new_zeros(1))
+
+
 @dataclass
 class Piece:
     """One op: how fuser makes it, its formula, and how it is wired.
 
-    The formula gets the main input, the parameters and the extra input, and
+    The formula gets the main input, the parameters and the extra inputs, and
     returns the output, or a pair with the extra output. ``extra`` is the shape
-    of the extra input: ``"same"`` as the main input or ``"rows"``.
+    of an extra input: ``"same"`` as the main input or ``"rows"``. With ``groups``
+    there are split sizes before it.
     """
 
     label: str
@@ -97,6 +114,7 @@ class Piece:
     formula: Formula
     reshape: Callable[[Shape], Shape] = lambda shape: shape
     extra: str | None = None
+    groups: Groups | None = None
     reads: str | None = None
     has_extra_output: bool = False
     writes: str | None = None
@@ -145,16 +163,18 @@ class Program:
     ) -> tuple[torch.Tensor, ...]:
         """The same in plain torch: the output and the extra outputs for the caller.
 
-        ``jitter`` is applied to all that enters or leaves an op.
+        ``jitter`` is applied to all values that enter or leave an op.
         """
         given_extras = iter(extras)
         channels: dict[str, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
         for piece, own in zip(self.pieces, params, strict=True):
             values = [x, *own]
+            if piece.groups is not None:
+                values.append(next(given_extras))
             if piece.extra is not None:
                 values.append(channels[piece.reads] if piece.reads else next(given_extras))
-            result = piece.formula(*map(jitter, values))
+            result = piece.formula(*(jitter(v) if v.is_floating_point() else v for v in values))
             x, *produced = map(jitter, result if piece.has_extra_output else (result,))
             if piece.writes is not None:
                 channels[piece.writes] = produced[0]
@@ -162,13 +182,17 @@ class Program:
                 returned += produced
         return (x, *returned)
 
-    def extra_shapes(self, leading: Shape) -> list[Shape]:
-        """The shapes of the caller's extra inputs for leading dimensions ``leading``."""
+    def extras(self, leading: Shape, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+        """Extra inputs of a caller, for leading dimensions ``leading``."""
         shape: Shape = (*leading, self.width)
-        found = []
+        found: list[torch.Tensor] = []
         for piece in self.pieces:
+            if piece.groups is not None:
+                rows = math.prod(shape[:-1])
+                found.append(piece.groups.split_sizes(rows, seed))
             if piece.extra is not None and piece.reads is None:
-                found.append(shape if piece.extra == "same" else shape[:-1])
+                extra_shape = shape if piece.extra == "same" else shape[:-1]
+                found.append(oracles.random_tensor(extra_shape, dtype, seed + 1 + len(found)))
             shape = piece.reshape(shape)
         return found
 
@@ -270,6 +294,8 @@ class _Writer:
         self.width = self.draw_width()
         self.budget = self.left = budget
         self.layout = 0
+        self.has_more_rows = not draw(st.integers(0, 3))
+        self.has_zero_rows = False
         self.channels: dict[str, tuple[int, int]] = {}
         self.program = Program(self.width)
 
@@ -291,11 +317,37 @@ class _Writer:
         self.add(Piece(f"{kind}{sizes}", make, formula, lambda shape: (*shape[:-1], out)))
         self.width = out
 
+    def grouped_linear(self) -> None:
+        """Norms may not follow rows of no group, which are 0: these have no direction."""
+        out, draw = self.draw_width(), self.draw
+        groups = Groups(draw(st.integers(1, 4)), self.has_more_rows)
+        bias = draw(st.sampled_from(("none", "added", "scaled")))
+        options = {
+            "bias": bias != "none",
+            "scale_bias": bias == "scaled",
+            "single_grouped_weight": draw(st.booleans()),
+            "single_grouped_bias": draw(st.booleans()),
+        }
+        sizes = (groups.count, self.width, out)
+        self.add(
+            Piece(
+                f"GroupedLinear{sizes}({options}, {groups})",
+                typed_op(fuser.GroupedLinear, *sizes, **options),
+                oracles.grouped_linear(**options),
+                lambda shape: (*shape[:-1], out),
+                extra="rows" if bias == "scaled" else None,
+                groups=groups,
+            )
+        )
+        self.width = out
+        self.has_zero_rows = self.has_zero_rows or groups.has_more_rows
+
     def bias(self) -> None:
         self.add(Piece(f"Bias({self.width})", typed_op(fuser.Bias, self.width), oracles.bias))
 
     def norm(self) -> None:
-        if self.width >= 4:  # two values have no direction left once normalized
+        # Two values have no direction left once normalized, and zeros none.
+        if self.width >= 4 and not self.has_zero_rows:
             self.add(self.draw(st.sampled_from(norms(self.width))))
             self.left = self.budget
 
@@ -401,7 +453,7 @@ class _Writer:
     KINDS = (
         *("linear", "bias", "activation", "gated", "norm", "add_extra_input"),
         *("make_extra_output", "scaled_gated", "scaled_srelu", "constant_scale"),
-        *("nothing", "reshape", "custom", "blend"),
+        *("nothing", "reshape", "custom", "blend", "grouped_linear"),
     )
     # Neighbours that the shipped fusions look for; chance alone rarely makes them.
     PHRASES = (
@@ -410,6 +462,7 @@ class _Writer:
         *(("linear", "bias", "add_extra_input"), ("make_extra_output", "linear")),
         *(("make_extra_output", "norm"), ("linear", "constant_scale")),
         *(("add_extra_input", "norm"), ("add_extra_input", "make_extra_output", "norm")),
+        *(("grouped_linear", "scaled_gated", "grouped_linear"), ("linear", "grouped_linear")),
     )
 
     def write(self, count: int) -> Program:
@@ -493,16 +546,15 @@ class Experiment:
         self.program, self.setting, self.dtype = program, setting, dtype
         shape = (*setting.leading, program.width)
         self.x = oracles.random_tensor(shape, dtype, setting.seed)
-        self.extras = [
-            oracles.random_tensor(extra_shape, dtype, setting.seed + 1 + number)
-            for number, extra_shape in enumerate(program.extra_shapes(setting.leading))
-        ]
+        self.extras = program.extras(setting.leading, dtype, setting.seed)
 
     def leaves(self, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Fresh copies of the inputs."""
         x = self.x.to(dtype, copy=True).requires_grad_(self.setting.x_requires_grad)
         extras = [
             extra.to(dtype, copy=True).requires_grad_(turn(self.setting.flags, 3 * number + 1))
+            if extra.is_floating_point()
+            else extra
             for number, extra in enumerate(self.extras)
         ]
         return x, extras
@@ -726,7 +778,7 @@ def test_the_number_of_tokens_does_not_change_the_plan(program: Program, setting
     def plan(leading: Shape) -> fuser.FusionPlan:
         model = program.module(torch.float32)
         Experiment(program, setting, torch.float32).freeze(model)
-        extras = [torch.empty(shape, device="meta") for shape in program.extra_shapes(leading)]
+        extras = [extra.to("meta") for extra in program.extras(leading, torch.float32, 0)]
         x = torch.empty((*leading, program.width), device="meta")
         return model.plan(x.requires_grad_(setting.x_requires_grad), *extras)
 
@@ -737,12 +789,12 @@ def test_random_pipelines_reach_every_fusion() -> None:
     """Else the tests above would show less than they seem to."""
     fired: set[str] = set()
 
-    @settings(max_examples=280, **deterministic)
+    @settings(max_examples=400, **deterministic)
     @given(programs(), run_settings)
     def look(program: Program, setting: Setting) -> None:
         model = program.module(torch.float32)
         Experiment(program, setting, torch.float32).freeze(model)
-        extras = [torch.empty(shape, device="meta") for shape in program.extra_shapes((5,))]
+        extras = [extra.to("meta") for extra in program.extras((5,), torch.float32, 0)]
         x = torch.empty(5, program.width, device="meta")
         plan = model.plan(x.requires_grad_(setting.x_requires_grad), *extras)
         fired.update(step.fusion for step in plan.forward + plan.backward if step.fusion)

@@ -73,8 +73,6 @@ class MoeDispatch(BasicOperation):
     parameter_names = ()
     num_extra_inputs = 2
     num_extra_outputs = 3
-    takes_floating_extras = True
-    index_extras = (0,)
     saves_input = False
     can_quantize_output = ("forward", "backward")
 
@@ -201,8 +199,6 @@ class MoeCombine(BasicOperation):
 
     parameter_names = ()
     num_extra_inputs = 1
-    takes_floating_extras = True
-    index_extras = (0,)
     saves_input = False
     can_quantize_output = ("forward", "backward")
 

@@ -50,7 +50,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     takes_floating_extras: bool = False
     """Whether every extra input must have one of the dtypes that pipelines run in."""
     index_extras: tuple[int, ...] = ()
-    """Extra inputs that are integers, such as split sizes. They may also be on the CPU."""
+    """Extra inputs of a few integers, such as split sizes: their number does not grow with the
+    tokens, and they may also be on the CPU."""
     saves_input: bool = True
     """Whether backward reads the op's main input."""
     is_recordable: bool = True

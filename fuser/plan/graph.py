@@ -217,7 +217,8 @@ class OpGraph:
         tensors to the caller. An edge has ``tensors``, a mapping from the name
         of a memory to its bytes: a tensor that an op returns by reference keeps
         its name, and is counted once. ``arriving`` has the name of each op's
-        main input.
+        main input, ``fixed`` the names of all tensors that do not grow with
+        the tokens.
         """
         self.key = key
         slots = [find_slots(op, _named(self.ops, i)) for i, op in enumerate(self.ops)]
@@ -249,6 +250,9 @@ class OpGraph:
                     if spec.dtype.is_floating_point:
                         _add(gradients, node, i, name, spec.nbytes)
         self.arriving = [value["line", i] for i in range(len(self.ops))]
+        self.fixed = {
+            value["extra input", i, k] for i, op in enumerate(self.ops) for k in op.index_extras
+        }
 
     def _origin(self, op: int, slot: int) -> Node:
         source = self.sources[op][slot]
@@ -315,8 +319,9 @@ class OpGraph:
 
         The kernel reads each tensor that enters once, and writes each tensor
         that leaves or that backward needs once; tensors inside are free. The
-        first number is for all tokens of the pipeline's input. The second is
-        for parameters and their gradients, and does not depend on the tokens.
+        first number is for all tokens of the pipeline's input. The second does
+        not depend on the tokens: it is for parameters, their gradients, and
+        extra inputs such as split sizes.
         A window that ``recomputes`` saves its own input for all its ops, and
         reads extra inputs again.
         """
@@ -344,7 +349,9 @@ class OpGraph:
                 for source, _, tensors in self.flows["forward"].in_edges(i, data="tensors"):
                     entering |= tensors if source not in (i - 1, "input") else {}
             params += self._param_bytes(i, side)
-        return sum((entering | saved | leaving).values()) + statistics, params
+        moved = entering | saved | leaving
+        fixed = sum(nbytes for memory, nbytes in moved.items() if memory in self.fixed)
+        return sum(moved.values()) - fixed + statistics, params + fixed
 
     def gap_bytes(self, gap: int, side: str) -> int:
         """Bytes of the tensor between op ``gap - 1`` and op ``gap``, or of its gradient."""

@@ -288,7 +288,7 @@ class _PipelineFunction(torch.autograd.Function):
                 states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
         if not run.returned:
-            return _for_caller(output, input_)
+            return output if output._base is None else _for_caller(output, input_)
         outputs = [_for_caller(output, input_)]
         without_grad = []
         for n in run.returned:

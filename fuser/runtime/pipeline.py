@@ -31,6 +31,7 @@ from fuser.runtime.checks import Checks
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.padding import padding_notes
+from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -89,6 +90,7 @@ class OperationFuser:
         self.returned = returned_outputs(self.basic_ops, self.open_channels)
         self.checks = Checks(self.basic_ops, self.sources)
         self.num_extra_inputs = self.checks.num_extra_inputs
+        self._shared_sizes = shared_sizes(self.basic_ops, self.sources)
         self.planned_count = 0
         self._plans: dict[PlanKey, CompiledPlan] = {}
         self._runs: dict[tuple[Any, ...], CompiledPlan] = {}
@@ -168,6 +170,10 @@ class OperationFuser:
         known, run = self._last
         if run is None or call_key != known:
             run, params, layout = self._find_run(call_key, input_, extra_inputs, (params, layout))
+        for shared in self._shared_sizes:
+            first, second = extra_inputs[shared.first], extra_inputs[shared.second]
+            if first is not second:
+                shared.check(first, second)
         for index, op in self._hooked:
             op.pre_fuser_forward(requires_grad=run.requires_grad[index])
         try:

@@ -161,31 +161,42 @@ def test_a_router_is_captured_and_nothing_waits(score: str, norm: bool) -> None:
             assert_same(a.detach(), b.detach(), f"result {number}")
 
 
-def test_a_captured_layer_of_experts_is_replayed_with_other_tokens_and_nothing_waits() -> None:
+@pytest.mark.parametrize("form", ["functions", "one pipeline"])
+def test_a_captured_layer_of_experts_is_replayed_with_other_tokens_and_nothing_waits(
+    form: str,
+) -> None:
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("each group has its own product here")
     tokens, hidden, inner, experts = 512, 256, 384, 16
     options = {"bias": False, "device": "cuda", "dtype": torch.bfloat16}
     router = Router(hidden, experts, 4, aux_loss_coefficient=0.01, device="cuda")
-    mlp = fuser.Sequential(
-        fuser.GroupedLinear(experts, hidden, 2 * inner, **options),
-        fuser.ScaledSwiGLU(),
-        fuser.GroupedLinear(experts, inner, hidden, **options),
-    )
+    up = fuser.GroupedLinear(experts, hidden, 2 * inner, **options)
+    act, down = fuser.ScaledSwiGLU(), fuser.GroupedLinear(experts, inner, hidden, **options)
+    dispatch, combine = fuser.MoeDispatch(experts, capacity=5 * tokens), fuser.MoeCombine()
+    if form == "functions":
+        mlp = fuser.Sequential(up, act, down)
+    else:
+        for index, channel in enumerate(("sizes", "probs", "rows")):
+            dispatch.set_extra_output_channel(index, channel, output_to_caller=channel == "sizes")
+        for op, channel in ((up, "sizes"), (act, "probs"), (down, "sizes"), (combine, "rows")):
+            op.set_extra_input_channel(0, channel)
+        mlp = fuser.Sequential(dispatch, up, act, down, combine)
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     leaves = [x, *router.parameters(), *mlp.parameters()]
 
     def step() -> list[torch.Tensor]:
         routing = router(x)
-        permuted = permute(
-            x, routing.expert_indices, routing.probs, num_experts=experts, capacity=5 * tokens
-        )
-        y = mlp(permuted.x, permuted.split_sizes, permuted.probs, permuted.split_sizes)
-        out = unpermute(y, permuted)
+        given = (x, routing.expert_indices, routing.probs)
+        if form == "functions":
+            permuted = permute(*given, num_experts=experts, capacity=5 * tokens)
+            sizes = permuted.split_sizes
+            out = unpermute(mlp(permuted.x, sizes, permuted.probs, sizes), permuted)
+        else:
+            out, sizes = mlp(*given)
         loss = routing.load_balancing_loss
         grads = torch.autograd.grad((out, loss), leaves, (dout, torch.ones_like(loss)))
-        return [out.detach(), permuted.split_sizes, *grads]
+        return [out.detach(), sizes, *grads]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

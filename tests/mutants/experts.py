@@ -137,6 +137,20 @@ EXPERTS = (
         "test_grouped_linear_module.py::test_separate_weights_share_one_buffer_also_after_a_move",
     ),
     Mutant(
+        "two grouped linears of an expert may get other sizes",
+        "runtime/shared_sizes.py",
+        "        if sizes != others:",
+        "        if sum(sizes) != sum(others):",
+        "test_grouped_linear.py::test_two_grouped_linears_of_an_expert_must_get_the_same_sizes",
+    ),
+    Mutant(
+        "grouped linears that are far apart must get the same sizes",
+        "runtime/shared_sizes.py",
+        '        elif not hasattr(op, "stage"):\n            last = None\n',
+        "",
+        "test_grouped_linear.py::test_other_groups_are_allowed_after_other_ops_and_in_other_numbers",
+    ),
+    Mutant(
         "the router multiplies in the dtype of autocast",
         ROUTER,
         "        with _without_autocast(x.device.type):\n            return x",

@@ -47,6 +47,13 @@ CHANNELS = (
         "test_channels.py",
     ),
     Mutant(
+        "split sizes are counted a token",
+        "plan/graph.py",
+        "if memory in self.fixed)",
+        "if memory is None)",
+        "test_random_pipelines.py::test_the_number_of_tokens_does_not_change_the_plan",
+    ),
+    Mutant(
         "an output that is a view of the input loses its base",
         "runtime/executor.py",
         "any(base is t for t in (input_, input_._base))",
@@ -197,8 +204,8 @@ PLANNER = (
     Mutant(
         "what backward needs is written for nothing",
         "plan/graph.py",
-        "sum((entering | saved | leaving).values())",
-        "sum((entering | leaving).values())",
+        "moved = entering | saved | leaving",
+        "moved = entering | leaving",
         "test_planner.py::test_forward_bytes_in_training",
     ),
     Mutant(
