@@ -17,6 +17,8 @@ from fuser.errors import InputError
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+GROUP_TILE = 128
+"""Padded groups of rows have whole tiles of this many rows, so no two groups share a block."""
 # Signs of the random Hadamard transform: if bit i is set, element i of every 16 changes sign.
 HADAMARD_SIGNS = 0xD7E8
 
@@ -204,3 +206,10 @@ def check_multiple(what: str, m: int, k: int, multiple: int) -> None:
                 f"{what} needs {name} (the {where}) to be a multiple of {multiple}; "
                 f"got {name} = {size} of a tensor [{m}, {k}]."
             )
+
+
+def tile_count(rows: int, groups: int, size: int | None = None) -> int:
+    """The most tiles that groups of altogether ``rows`` rows can have, or all have of one size."""
+    if size is not None:
+        return groups * -(-size // GROUP_TILE)
+    return min(rows, (rows + (GROUP_TILE - 1) * groups) // GROUP_TILE)

@@ -9,7 +9,7 @@ from quantize_cases import E4M3, E5M2, Place, assert_same
 from fuser.chain import Stage
 from fuser.cuda import block_scaling, grouped, grouped_fp8, mxfp8, pointwise
 from fuser.cuda.tiled import as_producer
-from fuser.formats import DType, fp8_block_scale_shape, mxfp8_scale_shape
+from fuser.formats import DType, fp8_block_scale_shape, mxfp8_scale_shape, tile_count
 from fuser.reference import block_scaling as block_reference
 from fuser.reference import fp8_scaling as fp8_reference
 from fuser.reference import grouped as reference
@@ -99,7 +99,7 @@ PADDED_SPLITS = (130, 0, 7, 128, 200, 0)
 def check_tiles(place: Place, splits: tuple[int, ...], dtype: torch.dtype) -> None:
     sizes, groups = torch.tensor(splits, dtype=dtype), len(splits)
     ends, padded_ends = (place.empty((groups,), torch.int32) for _ in range(2))
-    tiles = place.empty((reference.tile_count(ROWS, groups), 4), torch.int32)
+    tiles = place.empty((tile_count(ROWS, groups), 4), torch.int32)
     with place.launching(ends, padded_ends, tiles):
         grouped.group_tiles(
             sizes.to(place.device), ROWS, ends=ends, padded_ends=padded_ends, tiles=tiles
@@ -140,7 +140,7 @@ def check_definition_of_tiles(
 
 def padded_groups(place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ends = reference.group_ends(torch.tensor(PADDED_SPLITS), PADDED_ROWS)
-    count = reference.tile_count(PADDED_ROWS, len(PADDED_SPLITS))
+    count = tile_count(PADDED_ROWS, len(PADDED_SPLITS))
     padded_ends, tiles = reference.group_tiles(ends, count)
     return ends.to(place.device), padded_ends.to(place.device), tiles.to(place.device)
 

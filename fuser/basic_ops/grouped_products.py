@@ -15,6 +15,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
+from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped
@@ -23,7 +24,6 @@ from fuser.op import BasicOperation, OperationContext
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import Recipe
-from fuser.reference.grouped import TILE
 from fuser.tensors import (
     Float8BlockQuantizer,
     Float8Quantizer,
@@ -160,7 +160,7 @@ class Quantized(Exact):
         count, n, k = weight.shape
         rows, first = weight.reshape(count * n, k), quantizers.weight[0]
         usages = {"rowwise": True, "columnwise": is_kept and _has_columns(quantizers, "weight")}
-        if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % TILE == 0:
+        if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
             made: torch.Tensor = first.with_usage(**usages)(rows)  # no padding, no scales of groups
             return made
         groups = padded_groups(n, count, count * n, weight.device)

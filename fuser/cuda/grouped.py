@@ -15,7 +15,7 @@ from fuser.cuda.checks import boolean, check_buffer, check_element, is_aligned
 from fuser.cuda.launch import TILE, Kernel, Launch
 from fuser.cuda.tiled import as_producer, launch_decoder, loads
 from fuser.errors import InputError
-from fuser.reference import grouped as reference
+from fuser.formats import tile_count
 
 THREADS = 256
 # Blocks that write zeros: a few for each multiprocessor of the largest GPU.
@@ -83,7 +83,7 @@ def group_tiles(
         _check_vector("split_sizes", sizes, tuple(INDICES), (groups,))
     _check_vector("ends", ends, (torch.int32,), (groups,))
     _check_vector("padded_ends", padded_ends, (torch.int32,), (groups,))
-    count = reference.tile_count(rows, groups, None if sizes is not None else int(split_sizes))
+    count = tile_count(rows, groups, None if sizes is not None else int(split_sizes))
     check_buffer("group_tiles", "tiles", tiles, torch.int32, (count, 4))
     int32(rows + (TILE - 1) * groups)  # the last end
     kernel = _tiles("int" if sizes is None else INDICES[sizes.dtype])

@@ -12,6 +12,7 @@ from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.tiled import as_producer
 from fuser.errors import KernelUnavailable
+from fuser.formats import GROUP_TILE, tile_count
 from fuser.functional.lazy import LazyTensor, materialize, matrix_of, rows_of
 from fuser.reference import grouped as reference
 
@@ -33,7 +34,7 @@ class PaddedGroups(NamedTuple):
     @property
     def padded_rows(self) -> int:
         """Rows of a padded matrix."""
-        return len(self.tiles) * reference.TILE
+        return len(self.tiles) * GROUP_TILE
 
 
 def padded_groups(
@@ -41,7 +42,7 @@ def padded_groups(
 ) -> PaddedGroups:
     """Groups of the given sizes, or all of one size, on the device of the rows; in one launch."""
     one_size = None if isinstance(split_sizes, torch.Tensor) else split_sizes
-    count = reference.tile_count(rows, groups, one_size)
+    count = tile_count(rows, groups, one_size)
     if device.type == "cuda":
         shapes = ((groups,), (groups,), (count, 4))
         ends, padded_ends, tiles = (
@@ -125,7 +126,7 @@ def _padded_by_torch(rows: torch.Tensor, groups: PaddedGroups, is_padded: bool) 
     tiles = groups.tiles
     if is_padded:
         tiles = tiles.clone()
-        tiles[:, 1] = torch.arange(len(tiles), device=tiles.device) * reference.TILE
+        tiles[:, 1] = torch.arange(len(tiles), device=tiles.device) * GROUP_TILE
     return reference.pad(rows, tiles)
 
 

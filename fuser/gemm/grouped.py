@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 
 from fuser.errors import InputError
-from fuser.formats import DType, NumberFormat, round_up
+from fuser.formats import GROUP_TILE, DType, NumberFormat, round_up
 from fuser.functional import grouped
 from fuser.functional.grouped import PaddedGroups
-from fuser.reference.grouped import TILE
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
     Float8GroupsTensor,
@@ -291,7 +290,7 @@ def _e4m3(tensor: QuantizedTensor, usage: str) -> torch.Tensor:
 def _row_scales(tensor: QuantizedTensor) -> torch.Tensor:
     """The scale of each row, ``[C]``."""
     assert isinstance(tensor, Float8GroupsTensor)
-    return tensor._scale_inv[:, None].expand(-1, TILE).reshape(-1)
+    return tensor._scale_inv[:, None].expand(-1, GROUP_TILE).reshape(-1)
 
 
 def _group_scales(weight: QuantizedTensor, groups: int, size: int) -> torch.Tensor:
@@ -303,7 +302,7 @@ def _group_scales(weight: QuantizedTensor, groups: int, size: int) -> torch.Tens
 def _scales_of_groups(tensor: QuantizedTensor, groups: PaddedGroups, size: int) -> torch.Tensor:
     """The scale of each group of rows, ``size`` times: ``[G, size]``; any for an empty group."""
     assert isinstance(tensor, Float8GroupsTensor)
-    last = (groups.padded_ends // TILE - 1).clamp_(min=0)
+    last = (groups.padded_ends // GROUP_TILE - 1).clamp_(min=0)
     return tensor._scale_inv[last][:, None].expand(-1, size).contiguous()
 
 

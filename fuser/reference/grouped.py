@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-TILE = 128
-"""Rows of a tile: a padded group has whole tiles, and no two groups share one."""
+from fuser.formats import GROUP_TILE as TILE
 
 
 def group_ends(split_sizes: torch.Tensor, rows: int) -> torch.Tensor:
@@ -23,18 +22,11 @@ def group_ends(split_sizes: torch.Tensor, rows: int) -> torch.Tensor:
     return sizes.cumsum(0).clamp(max=rows).to(torch.int32)
 
 
-def tile_count(rows: int, groups: int, size: int | None = None) -> int:
-    """The most tiles that groups of altogether ``rows`` rows can have, or all have of one size."""
-    if size is not None:
-        return groups * -(-size // TILE)
-    return min(rows, (rows + (TILE - 1) * groups) // TILE)
-
-
 def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Where each group ends if it is padded, int32 ``[G]``; and the rows of each tile.
 
-    The second is int32 ``[count, 4]``, of :func:`tile_count` tiles: the group, -1 for a tile after
-    the last group; the first row, not padded; the number of rows; 0.
+    The second is int32 ``[count, 4]``, of :func:`fuser.formats.tile_count` tiles: the group, -1 for
+    a tile after the last group; the first row, not padded; the number of rows; 0.
     """
     starts = F.pad(ends[:-1], (1, 0))
     sizes = ends - starts

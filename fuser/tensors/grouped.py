@@ -11,12 +11,11 @@ import torch
 
 from fuser.cuda import grouped_fp8 as kernels
 from fuser.errors import InputError
-from fuser.formats import DType, NumberFormat, round_up
+from fuser.formats import GROUP_TILE, DType, NumberFormat, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
 from fuser.reference import fp8_scaling as reference
 from fuser.reference.fp8 import decode
-from fuser.reference.grouped import TILE
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
@@ -34,10 +33,10 @@ class Float8GroupsTensor(Float8Tensor):
     """
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        return {**super()._layout(m, k), "_scale_inv": (m // TILE,)}
+        return {**super()._layout(m, k), "_scale_inv": (m // GROUP_TILE,)}
 
     def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {**super()._row_units(), "_scale_inv": (0, TILE)}
+        return {**super()._row_units(), "_scale_inv": (0, GROUP_TILE)}
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         columnwise = self._rowwise_data is None
@@ -63,7 +62,7 @@ def _dequantized(
     columnwise: bool,
 ) -> torch.Tensor:
     values = decode(data.t() if columnwise else data, dtype)
-    return (values * scale_inv.repeat_interleave(TILE)[:, None]).to(out_dtype)
+    return (values * scale_inv.repeat_interleave(GROUP_TILE)[:, None]).to(out_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,7 @@ class Float8GroupsQuantizer(Quantizer):
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         m, k = x.shape
         row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
-        scale_inv = x.new_ones(m // TILE, dtype=torch.float32)
+        scale_inv = x.new_ones(m // GROUP_TILE, dtype=torch.float32)
         found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
         start = 0
         for g, end in enumerate(self.groups.padded_ends.tolist()):
@@ -170,7 +169,7 @@ class Float8GroupsQuantizer(Quantizer):
                     eps=self.amax_epsilon,
                 )
             assert made[0] is not None
-            row[rows], scale_inv[rows.start // TILE : end // TILE] = made[0], made[2]
+            row[rows], scale_inv[rows.start // GROUP_TILE : end // GROUP_TILE] = made[0], made[2]
             col[:, rows] = made[0].t()
         if self.scales:
             self._record(found)
