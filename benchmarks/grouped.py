@@ -1,6 +1,7 @@
 """Mixtures of experts, forward and backward: GroupedLinear-ScaledSwiGLU-GroupedLinear.
 
-Variants: fuser as one pipeline; the same in torch with `grouped_mm`, eager and compiled; a loop of
+Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`,
+eager and compiled; a loop of
 linears over the experts, with their sizes on the host; and the six grouped products alone. Tokens
 are split unevenly. All run alternately (timing.py), launched from Python and as CUDA graphs. On a
 CPU sizes are small, to try the script.
@@ -11,7 +12,9 @@ CPU sizes are small, to try the script.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,8 @@ from timing import Call, Failure, Result, Timing, clock, measure
 from torch.nn import functional as F
 
 import fuser
+from fuser import recipe as recipes
+from fuser.recipe import Recipe
 
 # Experts, tokens, hidden and intermediate width.
 SIZES = {
@@ -53,7 +58,7 @@ class Case:
         )
 
 
-def in_fuser(case: Case) -> Call:
+def in_fuser(case: Case, recipe: Recipe | None = None) -> Call:
     options: dict[str, Any] = {
         "bias": False,
         "single_grouped_weight": True,
@@ -66,7 +71,13 @@ def in_fuser(case: Case) -> Call:
         fuser.GroupedLinear(case.experts, case.width, case.hidden, **options),
     )
     model[0].weight, model[2].weight = case.up, case.down
-    return lambda: model(case.x, case.splits, case.scales, case.splits)
+
+    def forward() -> torch.Tensor:
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y: torch.Tensor = model(case.x, case.splits, case.scales, case.splits)
+        return y
+
+    return forward
 
 
 def activation(z: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -122,8 +133,16 @@ def products(case: Case) -> Call:
     return run
 
 
+RECIPES = {
+    "current": recipes.Float8CurrentScaling(),
+    "current, E4M3 only": recipes.Float8CurrentScaling(fp8_format=recipes.Format.E4M3),
+    "delayed": recipes.DelayedScaling(),
+    "128-block": recipes.Float8BlockScaling(),
+    "MXFP8": recipes.MXFP8BlockScaling(),
+}
 VARIANTS: dict[str, Callable[[Case], Call]] = {
     "fuser": in_fuser,
+    **{f"fuser {name}": partial(in_fuser, recipe=recipe) for name, recipe in RECIPES.items()},
     "torch grouped_mm": in_torch,
     "torch.compile": compiled,
     "a loop of linears": in_a_loop,
@@ -211,12 +230,16 @@ def table(records: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write where asked."""
     parser = new_parser(__doc__, {})
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="a regular expression in names of variants"
+    )
     options = parsed(parser, argv, {})
     if options.chart:
         parser.error("grouped.py draws no chart.")
     where = provenance(options.device, torch.bfloat16, options.commit)
     print("  ".join(f"{name} {value}" for name, value in where.items()))
     names = [name for name in VARIANTS if not (options.no_compile and name == "torch.compile")]
+    names = [name for name in names if re.search(options.only, name)]
     sink = Sink(options.out, where)
     for size in SIZES[options.device]:
         records = measured(size, names, options.device, options.rounds)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantize_cases import Place, assert_same
+from quantize_cases import E4M3, E5M2, Place, assert_same
 
-from fuser.cuda import grouped
+from fuser.chain import Stage
+from fuser.cuda import block_scaling, grouped, grouped_fp8, mxfp8, pointwise
+from fuser.cuda.tiled import as_producer
+from fuser.formats import DType, fp8_block_scale_shape, mxfp8_scale_shape
+from fuser.reference import block_scaling as block_reference
+from fuser.reference import fp8_scaling as fp8_reference
 from fuser.reference import grouped as reference
+from fuser.reference import mxfp8 as mxfp8_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 50
@@ -81,3 +87,277 @@ def check_bias(
     with place.launching():
         grouped.add_bias(ends.to(place.device), written(place, bias, 2 * shift), given, out=out)
     assert_same(out, reference.add_bias(ends, bias, factors, values.clone()), "sum")
+
+
+# -- padded to whole tiles ------------------------------------------------------
+
+# Rows of two tiles, of less than one, of none, and of exactly one; the last rows belong to none.
+PADDED_ROWS = 500
+PADDED_SPLITS = (130, 0, 7, 128, 200, 0)
+
+
+def check_tiles(place: Place, splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    sizes, groups = torch.tensor(splits, dtype=dtype), len(splits)
+    ends, padded_ends = (place.empty((groups,), torch.int32) for _ in range(2))
+    tiles = place.empty((reference.tile_count(ROWS, groups), 4), torch.int32)
+    with place.launching(ends, padded_ends, tiles):
+        grouped.group_tiles(
+            sizes.to(place.device), ROWS, ends=ends, padded_ends=padded_ends, tiles=tiles
+        )
+    expected = reference.group_ends(sizes, ROWS)
+    assert ends.tolist() == expected.tolist()
+    for made, wanted in zip(
+        (padded_ends, tiles), reference.group_tiles(expected, len(tiles)), strict=True
+    ):
+        assert made.tolist() == wanted.tolist()
+    check_definition_of_tiles(expected.tolist(), padded_ends.tolist(), tiles.tolist())
+
+
+def check_tiles_of_one_size(place: Place, size: int, groups: int) -> None:
+    """Groups of one size have no tiles to spare."""
+    rows = size * groups
+    ends, padded_ends = (place.empty((groups,), torch.int32) for _ in range(2))
+    tiles = place.empty((groups * -(-size // 128), 4), torch.int32)
+    with place.launching(ends, padded_ends, tiles):
+        grouped.group_tiles(size, rows, ends=ends, padded_ends=padded_ends, tiles=tiles)
+    assert ends.tolist() == [size * (g + 1) for g in range(groups)]
+    check_definition_of_tiles(ends.tolist(), padded_ends.tolist(), tiles.tolist())
+    assert -1 not in tiles[:, 0].tolist()
+
+
+def check_definition_of_tiles(
+    ends: list[int], padded_ends: list[int], tiles: list[list[int]]
+) -> None:
+    expected, end = [], 0
+    for group, (start, stop) in enumerate(zip([0, *ends], ends, strict=False)):
+        for row in range(start, stop, 128):
+            expected.append([group, row, min(128, stop - row), 0])
+        end += -(-(stop - start) // 128) * 128
+        assert padded_ends[group] == end
+    assert tiles[: len(expected)] == expected
+    assert all(tile == [-1, 0, 0, 0] for tile in tiles[len(expected) :])
+
+
+def padded_groups(place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ends = reference.group_ends(torch.tensor(PADDED_SPLITS), PADDED_ROWS)
+    count = reference.tile_count(PADDED_ROWS, len(PADDED_SPLITS))
+    padded_ends, tiles = reference.group_tiles(ends, count)
+    return ends.to(place.device), padded_ends.to(place.device), tiles.to(place.device)
+
+
+def check_padding(place: Place, columns: int, dtype: torch.dtype, shift: int = 0) -> None:
+    """Rows are where the definition says, and come back; nothing after the last group is read."""
+    ends, padded_ends, tiles = padded_groups(place)
+    values = matrix(PADDED_ROWS, columns, dtype, 1)
+    values[int(ends[-1]) :] = float("nan")
+    padded = place.empty((128 * len(tiles), columns), dtype)
+    with place.launching():
+        grouped.pad(written(place, values, shift), tiles, out=padded)
+    expected, used = [], int(padded_ends[-1])
+    for start, stop in zip([0, *ends.tolist()], ends.tolist(), strict=False):
+        rows = values[start:stop]
+        expected.append(torch.cat([rows, rows.new_zeros(-len(rows) % 128, columns)]))
+    assert_same(padded[:used], torch.cat(expected), "padded")
+    assert_same(padded[:used], reference.pad(values, tiles.cpu())[:used], "the reference")
+    padded[used:] = float("nan")
+    out = place.empty(values.shape, dtype, shift)
+    with place.launching(out):
+        grouped.unpad(padded, ends, padded_ends, out=out)
+    values[int(ends[-1]) :] = 0
+    assert_same(out, values, "rows")
+    made = reference.unpad(padded.cpu(), ends.cpu(), padded_ends.cpu(), PADDED_ROWS)
+    assert_same(made, values, "the reference")
+
+
+def check_grouped_fp8(
+    place: Place, columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+) -> None:
+    """Each group has the bytes and the scale of a tensor of its own."""
+    ends, padded_ends, tiles = padded_groups(place)
+    values = matrix(PADDED_ROWS, columns, dtype, 2)
+    values[int(ends[-1]) :] = float("nan")
+    groups, m = len(PADDED_SPLITS), 128 * len(tiles)
+    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    recorded = torch.zeros(groups, device=place.device)
+    row, col = place.empty((m, columns)), place.empty((columns, m))
+    scale_inv = place.empty((len(tiles),), torch.float32)
+    scales = torch.tensor([3.0, 1.0, 0.7, 100.0, 2.0, 1.0], device=place.device)
+    outputs = {"row": row, "col": col, "scale_inv": scale_inv}
+    with place.launching():
+        if is_delayed:
+            grouped_fp8.quantize(source, to, tiles, scale=scales, recorded=recorded, **outputs)
+        else:
+            grouped_fp8.quantize(source, to, tiles, recorded=recorded)
+            grouped_fp8.quantize(source, to, tiles, amax_value=recorded, **outputs)
+    start = end = 0
+    for g, size in enumerate(PADDED_SPLITS):
+        start, end = end, end + size
+        first = int(padded_ends[g]) - -(-size // 128) * 128
+        group = values[start:end]
+        if size == 0:
+            assert recorded[g] == 0
+            continue
+        if is_delayed:
+            scale = scales[g : g + 1].cpu()
+            data, _, inverse, amax = fp8_reference.quantize_delayed(group, scale, to)
+        else:
+            data, _, inverse = fp8_reference.quantize_current(group, to)
+            amax = group.abs().max().float()
+        assert data is not None
+        place_of = slice(first, first + size)
+        assert_same(row[place_of], data, f"row of group {g}")
+        assert_same(col[:, place_of], data.t(), f"column of group {g}")
+        assert_same(recorded[g].view(1), amax.view(1), f"amax of group {g}")
+        for tile in range(first // 128, int(padded_ends[g]) // 128):
+            assert_same(scale_inv[tile : tile + 1], inverse.view(1), f"scale of tile {tile}")
+        padding = slice(first + size, int(padded_ends[g]))
+        assert not row[padding].any()
+        assert not col[:, padding].any()
+    check_dequantize(place, to, ends, padded_ends, row, col, scale_inv, dtype)
+
+
+def check_dequantize(
+    place: Place,
+    to: DType,
+    ends: torch.Tensor,
+    padded_ends: torch.Tensor,
+    row: torch.Tensor,
+    col: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    used = int(padded_ends[-1])
+    for data, columnwise in ((row, False), (col, True)):
+        out = place.empty(row.shape, dtype)
+        with place.launching():
+            grouped_fp8.dequantize(data, scale_inv, to, dtype, columnwise=columnwise, out=out)
+        factors = scale_inv.cpu()[: used // 128].repeat_interleave(128)
+        expected = (row.cpu()[:used].view(to.torch_dtype).float() * factors[:, None]).to(dtype)
+        assert_same(out[:used], expected, "columnwise" if columnwise else "rowwise")
+
+
+def check_grouped_blocks(place: Place, dtype: torch.dtype, block_dim: int) -> None:
+    """Blocks of 128 do not reach over a group's end: the bytes are those of each group alone."""
+    _, padded_ends, tiles = padded_groups(place)
+    columns, m = 136, 128 * len(tiles)
+    values = matrix(PADDED_ROWS, columns, dtype, 3)
+    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    row, col = place.empty((m, columns)), place.empty((columns, m))
+    shapes = [fp8_block_scale_shape(m, columns, c, block_dim) for c in (False, True)]
+    row_scale_inv, col_scale_inv = (place.empty(shape, torch.float32) for shape in shapes)
+    with place.launching():
+        block_scaling.quantize(
+            source,
+            E4M3,
+            block_dim=block_dim,
+            row=row,
+            row_scale_inv=row_scale_inv,
+            col=col,
+            col_scale_inv=col_scale_inv,
+        )
+    start = end = 0
+    for g, size in enumerate(PADDED_SPLITS):
+        start, end = end, end + size
+        first = int(padded_ends[g]) - -(-size // 128) * 128
+        if size:
+            made = block_reference.quantize(values[start:end], E4M3, block_dim=block_dim)
+            data, scales, data_t, scales_t = made
+            rows, tile = slice(first, first + size), slice(first // 128, int(padded_ends[g]) // 128)
+            assert_same(row[rows], data, f"row of group {g}")
+            assert_same(col[:, rows], data_t, f"column of group {g}")
+            assert scales_t is not None
+            if block_dim == 1:
+                assert_same(row_scale_inv[:, rows], scales[:, :size], f"row scales of {g}")
+                assert_same(col_scale_inv[tile], scales_t, f"column scales of {g}")
+            else:
+                assert_same(row_scale_inv[tile], scales, f"row scales of {g}")
+                count = tile.stop - tile.start
+                assert_same(col_scale_inv[:, tile], scales_t[:, :count], f"column scales of {g}")
+
+
+def check_grouped_mxfp8(place: Place, dtype: torch.dtype) -> None:
+    _, padded_ends, tiles = padded_groups(place)
+    columns, m = 160, 128 * len(tiles)
+    values = matrix(PADDED_ROWS, columns, dtype, 4)
+    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    row, col = place.empty((m, columns)), place.empty((m, columns))
+    row_scale, col_scale = (place.empty(mxfp8_scale_shape(m, columns, c)) for c in (False, True))
+    with place.launching():
+        mxfp8.quantize(source, E5M2, row=row, row_scale=row_scale, col=col, col_scale=col_scale)
+    start = end = 0
+    for g, size in enumerate(PADDED_SPLITS):
+        start, end = end, end + size
+        first = int(padded_ends[g]) - -(-size // 128) * 128
+        if size:
+            whole = torch.cat([values[start:end], values.new_zeros(-size % 32, columns)])
+            data, scales, data_t, scales_t = mxfp8_reference.quantize(whole, E5M2)
+            rows, blocks = slice(first, first + len(whole)), len(whole) // 32
+            assert scales_t is not None
+            assert_same(row[rows], data, f"row of group {g}")
+            assert_same(col[rows], data_t, f"column of group {g}")
+            assert_same(row_scale[rows, : columns // 32], scales[: len(whole), : columns // 32], "")
+            of_group = col_scale[first // 32 : first // 32 + blocks, :columns]
+            assert_same(of_group, scales_t[:blocks, :columns], f"column scales of {g}")
+
+
+def check_chain_of_padded_groups(
+    place: Place, columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    """One kernel gives what a kernel of the chain and one that quantizes give."""
+    _, padded_ends, tiles = padded_groups(place)
+    used = int(padded_ends[-1])
+    rows = 128 * len(tiles) if is_padded else PADDED_ROWS
+    x, dy = (
+        matrix(rows, n, dtype, seed).to(place.device)
+        for n, seed in ((2 * columns, 1), (columns, 2))
+    )
+    scales = matrix(1, rows, dtype, 3)[0].to(place.device)
+    stages = (Stage("swiglu").scaled,)
+    width = 2 * columns if is_backward else columns
+    values = place.empty((rows, width), dtype)
+    with place.launching(values):
+        if is_backward:
+            pointwise.pointwise_backward(stages, dy, x, (scales,), values, (None,), None)
+        else:
+            pointwise.pointwise(stages, x, (scales,), values)
+    if is_backward:
+        chain = pointwise.backward_producer(stages, dy, x, (scales,), rows, columns)
+    else:
+        chain = pointwise.forward_producer(stages, x, (scales,), rows, columns)
+    found = []
+    for inner in (chain, as_producer("a test", values)):
+        source = grouped.padded_rows(inner, tiles, is_padded=is_padded)
+        m = source.rows
+        recorded = torch.zeros(len(PADDED_SPLITS), device=place.device)
+        row, col, mx = (place.empty(shape) for shape in ((m, width), (width, m), (m, width)))
+        scale_inv = place.empty((len(tiles),), torch.float32)
+        block, block_t = place.empty((m, width)), place.empty((width, m))
+        shapes = [fp8_block_scale_shape(m, width, c, 1) for c in (False, True)]
+        block_inv, block_t_inv = (place.empty(shape, torch.float32) for shape in shapes)
+        outputs = {"row": row, "col": col, "scale_inv": scale_inv}
+        with place.launching():
+            grouped_fp8.quantize(source, E4M3, tiles, recorded=recorded)
+            grouped_fp8.quantize(source, E4M3, tiles, amax_value=recorded, **outputs)
+            block_scaling.quantize(
+                source,
+                E4M3,
+                block_dim=1,
+                row=block,
+                row_scale_inv=block_inv,
+                col=block_t,
+                col_scale_inv=block_t_inv,
+            )
+        results = [recorded, row[:used], col[:, :used], scale_inv[: used // 128]]
+        results += [block[:used], block_t[:, :used], block_inv[:, :used]]
+        results.append(block_t_inv[: used // 128])
+        if width % 32 == 0:
+            scale = place.empty(mxfp8_scale_shape(m, width, False))
+            with place.launching():
+                mxfp8.quantize(source, E5M2, row=mx, row_scale=scale)
+            results += [mx[:used], scale[:used]]
+        found.append(results)
+    for place_of, (one, other) in enumerate(zip(*found, strict=True)):
+        assert_same(one, other, f"result {place_of}")
+
+
+EVERY_FLOAT8 = pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.label)

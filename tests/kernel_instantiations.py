@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, nvfp4
+from fuser.cuda import block_scaling, grouped_fp8, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.pointwise_instantiations import (
@@ -26,10 +26,11 @@ from fuser.cuda.pointwise_instantiations import (
     BIAS_SWIGLU,
     EVERYTHING,
     GELU,
+    SCALED_SWIGLU,
     SWIGLU,
     producer_types,
 )
-from fuser.cuda.tiled import ALIGNED
+from fuser.cuda.tiled import ALIGNED, loads
 from fuser.formats import DType
 
 COMMON_DTYPES = (torch.bfloat16, torch.float32)
@@ -43,7 +44,7 @@ def instantiations() -> dict[str, tuple[str, ...]]:
     for launcher in launchers():
         for kernel in kernels_of(launcher):
             found.setdefault(kernel.module, set()).add(kernel.symbol)
-    for kernel in chains_into_stores() | norms_into_stores():
+    for kernel in chains_into_stores() | norms_into_stores() | groups_into_stores():
         found.setdefault(kernel.module, set()).add(kernel.symbol)
     return {name: tuple(sorted(symbols)) for name, symbols in sorted(found.items())}
 
@@ -98,6 +99,27 @@ def chains_into_stores() -> frozenset[Kernel]:
                         found.update(block_scaling.stores(producer, E4M3, of_store))
     for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
         found.update(block_scaling.stores(producer, E4M3, True))
+    return frozenset(found)
+
+
+@functools.cache
+def groups_into_stores() -> frozenset[Kernel]:
+    """Padded groups of rows into the stores that they go to: matrices, and scaled SwiGLU."""
+    found: set[Kernel] = set()
+    for dtype in ELEMENTS:
+        for aligned in (True, False):
+            for inner in producer_types(SCALED_SWIGLU, dtype, aligned=aligned, scales=dtype):
+                producer = f"fuser::GroupedProducer<{inner}>"
+                for to in (E4M3, E5M2):
+                    found.update(grouped_fp8.stores(producer, to, aligned))
+                    found.update(block_scaling.stores(producer, to, aligned))
+                    found.update(mxfp8.stores(producer, to, aligned))
+    for element in ELEMENTS.values():
+        for of_producer, of_store in ALIGNED:
+            producer = f"fuser::GroupedProducer<{loads(element, of_producer)}>"
+            for to in (E4M3, E5M2):
+                found.update(block_scaling.stores(producer, to, of_store))
+                found.update(mxfp8.stores(producer, to, of_store))
     return frozenset(found)
 
 

@@ -6,14 +6,20 @@ from typing import Any
 
 import emulator
 import grouped_cases as cases
+import kernel_instantiations
 import pytest
 import torch
 from quantize_cases import EMULATOR
 
-from fuser.cuda import grouped
+from fuser.cuda import grouped, grouped_fp8
 from fuser.errors import InputError
+from fuser.formats import DType
 
-emulator.prepare(*grouped.instantiations())
+emulator.prepare(
+    *grouped.instantiations(),
+    *grouped_fp8.instantiations(),
+    *kernel_instantiations.groups_into_stores(),
+)
 
 
 @cases.EVERY_SPLIT
@@ -41,6 +47,57 @@ def test_biases_are_the_references(
 ) -> None:
     cases.check_bias(EMULATOR, cases.SPLITS[name], columns, dtype, is_scaled)
     cases.check_bias(EMULATOR, cases.SPLITS[name], columns, dtype, is_scaled, shift=1)
+
+
+@cases.EVERY_SPLIT
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_tiles_are_the_references(splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    cases.check_tiles(EMULATOR, splits, dtype)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(128, 3), (160, 40), (1, 5)])
+def test_tiles_of_groups_of_one_size(size: int, groups: int) -> None:
+    cases.check_tiles_of_one_size(EMULATOR, size, groups)
+
+
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("columns", [64, 37, 264])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_of_padded_groups(columns: int, dtype: torch.dtype, shift: int) -> None:
+    cases.check_padding(EMULATOR, columns, dtype, shift)
+
+
+@cases.EVERY_DTYPE
+@cases.EVERY_FLOAT8
+@pytest.mark.parametrize("columns", [136, 37])
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["current", "delayed"])
+def test_a_group_in_fp8_has_a_scale_of_its_own(
+    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+) -> None:
+    cases.check_grouped_fp8(EMULATOR, columns, dtype, to, is_delayed)
+
+
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("block_dim", [1, 2])
+def test_blocks_of_128_do_not_reach_over_the_end_of_a_group(
+    dtype: torch.dtype, block_dim: int
+) -> None:
+    cases.check_grouped_blocks(EMULATOR, dtype, block_dim)
+
+
+@cases.EVERY_DTYPE
+def test_blocks_of_32_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None:
+    cases.check_grouped_mxfp8(EMULATOR, dtype)
+
+
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["rows", "padded rows"])
+def test_an_activation_of_padded_groups_is_quantized_as_it_is_computed(
+    columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    cases.check_chain_of_padded_groups(EMULATOR, columns, dtype, is_backward, is_padded)
 
 
 @pytest.mark.parametrize(

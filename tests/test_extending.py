@@ -275,7 +275,9 @@ class RowSums(fuser.BasicOperation):
 class TellingRowSums(RowSums):
     """The same, with the real shape."""
 
-    def extra_output_specs(self, spec: fuser.TensorSpec) -> tuple[fuser.TensorSpec, ...]:
+    def extra_output_specs(
+        self, spec: fuser.TensorSpec, extras: Any
+    ) -> tuple[fuser.TensorSpec, ...]:
         return (fuser.TensorSpec((*spec.shape[:-1], 1), spec.dtype),)
 
 
@@ -316,8 +318,8 @@ def test_an_extra_output_that_an_op_does_not_tell_of_is_a_warning_that_names_the
     torch.testing.assert_close(y, x - x.mean(-1, keepdim=True))
     assert [str(w.message) for w in warned] == [
         "Extra output 0 of Sums is torch.float32 of shape (4, 1), and plans count it like the "
-        "input, torch.float32 of shape (4, 16). Give Sums a method extra_output_specs(spec), which "
-        "returns a TensorSpec(shape, dtype) for each extra output."
+        "input, torch.float32 of shape (4, 16). Give Sums a method extra_output_specs(spec, "
+        "extras), which returns a TensorSpec(shape, dtype) for each extra output."
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -25,6 +25,7 @@ from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
 from fuser.basic_ops.identity import Identity
 from fuser.basic_ops.make_extra_output import MakeExtraOutput
+from fuser.basic_ops.moe import MoeCombine, MoeDispatch
 from fuser.basic_ops.normalization import L2Normalization, LayerNorm, RMSNorm
 from fuser.basic_ops.quantize import Quantize
 from fuser.basic_ops.reshape import Reshape
@@ -55,6 +56,8 @@ __all__ = [
     "L2Normalization",
     "LayerNorm",
     "MakeExtraOutput",
+    "MoeCombine",
+    "MoeDispatch",
     "Quantize",
     "RMSNorm",
     "ReGLU",

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from fuser import gemm
-from fuser.basic_ops.linear_operands import (
-    gemm_name,
-    original,
-    plain,
-    quantized,
-    readable,
-    saved_operand,
+from fuser.basic_ops.grouped_products import (
+    kept,
+    loop_backward,
+    loop_forward,
+    products_of_backward,
+    products_of_forward,
+    quantizers_of_groups,
+    quantizes_groups_of,
 )
+from fuser.basic_ops.linear_operands import gemm_name, plain
 from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
 from fuser.errors import InputError, InputTypeError, StateError
-from fuser.functional.grouped import add_bias, zero_tail
+from fuser.functional.grouped import add_bias
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import (
@@ -40,7 +41,6 @@ from fuser.op import (
 from fuser.precision.contexts import current_parameter_init
 from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
-from fuser.tensors import QuantizedTensor, Quantizer
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -228,25 +228,39 @@ class GroupedLinear(BasicOperation):
         self._check(spec.shape, extras)
         return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self._dtype)
 
+    def runs_at_once(self, key: PlanKey) -> bool:
+        """Whether all groups are one launch, and the split sizes are not read on the host."""
+        is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
+        has_kernel = is_narrow and key.arch is not None and key.arch[0] in (9, 10)
+        return has_kernel and not self.check_device_splits and quantizes_groups_of(key.recipe)
+
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
+        is_one = self.runs_at_once(key)
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
-        is_narrow = (key.autocast_dtype or self._dtype) is not torch.float32
-        is_one = recipe is None and is_narrow and key.arch is not None and key.arch[0] in (9, 10)
-        is_one = is_one and not self.check_device_splits
-        times = f"{self.num_groups} x "
+        dtype = key.autocast_dtype or self._dtype
+        times, one = f"{self.num_groups} x ", "grouped "
 
         def product(name: str, a: str, b: str) -> str:
+            of = f" of {self.num_groups}" if is_one else ""
+            if is_quantized and is_one:
+                assert recipe is not None
+                formats = [self.quantizer_format(recipe, role) for role in (a, b)]
+                size = (self.out_features, self.in_features)
+                native = grouped.is_native(formats[0], formats[1], size, dtype, "cuda")
+                how = "(native)" if native else "(emulated)"
+                name = name.replace("mm", "scaled_mm") if native else name
+                return f"{one}{name}{of} {how}"
             if is_quantized:
                 return times + gemm_name(name, a, b, key, self.quantizer_format)
-            return f"grouped {name} of {self.num_groups}" if is_one else times + name
+            return f"{one}{name}{of}" if is_one else times + name
 
         if side == "forward":
             quantized_first = ("input", "weight") if is_quantized else ()
-            first = [f"{times}quantize {role}" for role in quantized_first]
+            first = [f"{one if is_one else times}quantize {role}" for role in quantized_first]
             return (*first, product("mm", "input", "weight"), *["grouped add"] * self.has_bias)
         wanted = {
-            f"{times}quantize grad_output": is_quantized,
+            f"{one if is_one else times}quantize grad_output": is_quantized,
             product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
             product("wgrad mm", "grad_output", "input"): any(
                 param.requires_grad for param in op.params[:weights]
@@ -342,34 +356,38 @@ class GroupedLinear(BasicOperation):
         for name, buffer in (("output", output), ("grad_input", grad_input)):
             if buffer is not None and overlap(buffer, input_):
                 raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
-        is_read = ctx.has_recipe or not grouped.has_grouped_mm(x.device, dtype)
-        is_read = is_read or self.check_device_splits
-        groups = grouped.groups_of(extras[0], x, is_read=is_read)
+        is_read = self.check_device_splits or not grouped.has_grouped_mm(x.device, dtype)
+        quantizers = None
+        if ctx.has_recipe:
+            quantizers = None if is_read else quantizers_of_groups(self, ctx)
+            is_read = quantizers is None
+        groups = grouped.groups_of(extras[0], x, is_read=is_read, is_padded=quantizers is not None)
         out = None if output is None else output.view(-1, self.out_features)
-        weight = self._stacked("weight", dtype)
+        weight = self.stacked_weight(ctx, dtype)
         wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
         ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
-        if ctx.has_recipe:
+        ctx.quantizers = quantizers  # type: ignore[attr-defined]
+        ctx.is_loop = ctx.has_recipe and quantizers is None  # type: ignore[attr-defined]
+        saved: list[torch.Tensor | None]
+        if ctx.is_loop:
             wanted = (wants_wgrad, wants_dgrad)
-            y, saved = self._quantized_forward(ctx, x, weight, groups, out, wanted)
+            y, saved = loop_forward(self, ctx, x, weight, groups, out, wanted)
+            saved = [None, None, *saved]
         else:
-            y = grouped.forward(x, weight, groups, out)
-            saved = [x if wants_wgrad else None, weight if wants_dgrad else None]
-        bias = scales = None
-        if self.has_bias:
-            bias = self._stacked("bias", dtype)
-            scales = extras[1].reshape(-1) if self.scale_bias else None
-            y = add_bias(groups.ends, bias, scales if scales is None else cast(scales, dtype), y)
-        # A view of separate parameters has the version counter of the first one.
-        versioned = self._parts("weight") if wants_dgrad and self.main_grad_count > 1 else []
+            products = products_of_forward(ctx, groups, quantizers, dtype)
+            of_x, of_weight, _ = quantizers or (None, None, None)
+            is_quantized = ctx.backward_override is None
+            made_x = products.input(x, of_x, columnwise=wants_wgrad and is_quantized)
+            made = products.weight(weight, of_weight, columnwise=wants_dgrad and is_quantized)
+            y = products.output(products.forward(made_x, made, self.out_features))
+            y = y if out is None else out.copy_(y)
+            saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
+            saved.append(kept(ctx, weight, made, wants_dgrad))
+        scales = extras[1].reshape(-1) if self.scale_bias else None
+        y, bias = self.add_biases(ctx, groups.ends, scales, y)
         if ctx.requires_grad:
-            wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
-            if wants_dscales and len(self._names["bias"]) > 1:
-                versioned += self._parts("bias")
-            ctx.save_for_backward(groups.ends, scales, bias if wants_dscales else None, *saved)
-        if versioned:
-            ctx.versions = Versions(versioned, type(self).__name__)  # type: ignore[attr-defined]
+            ctx.save_for_backward(groups.ends, scales, bias, *saved)
         # Not the caller's tensor itself, of which autograd would make a part of the graph.
         y = y.view(shape) if output is None else output.detach()
         return write_output(y, next_op_input_quantizer), [()]
@@ -382,166 +400,108 @@ class GroupedLinear(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
-        ends, scales, bias, *saved = ctx.saved_tensors
-        if "versions" in ctx.__dict__:
-            ctx.versions.check()
+        ends, scales, bias, padded_ends, tiles, *saved = ctx.saved_tensors
+        self.check_versions(ctx)
         dtype = ctx.compute_dtype
         assert dtype is not None
         if ctx.grad_input_buffer is not None and overlap(ctx.grad_input_buffer, grad_output):
             raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
         dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
-        groups = Groups(ends, ctx.group_sizes)
+        groups = Groups.at(ends, ctx.group_sizes, padded_ends, tiles, len(dy))
         shape = (*grad_output.shape[:-1], self.in_features)
         buffer = ctx.grad_input_buffer
         out = None if buffer is None else buffer.view(-1, self.in_features)
-        multiplied = self._quantized_backward if ctx.has_recipe else self._backward
-        dx, make_wgrads = multiplied(ctx, dy, saved, groups, out)
+        wants_wgrad = any(ctx.params_require_grad[: self.main_grad_count])
+        wants_dgrad = ctx.input_requires_grad
+        if ctx.is_loop:
+            sizes = (self.num_groups, self.out_features, self.in_features)
+            wanted = (wants_wgrad, wants_dgrad)
+            dx, make_wgrads = loop_backward(ctx, dy, saved, groups, out, sizes, wanted)
+        elif wants_wgrad or wants_dgrad:
+            x, weight = saved
+            products = products_of_backward(ctx, groups, dtype)
+            of_gradient = ctx.quantizers and ctx.quantizers.grad_output
+            made = products.gradient(dy, of_gradient, dgrad=wants_dgrad, wgrad=wants_wgrad)
+            dx = products.output(products.dgrad(made, weight)) if wants_dgrad else None
+            dx = dx if out is None or dx is None else out.copy_(dx)
+            make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
+        else:
+            dx = make_wgrads = None
         if dx is not None:
             dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
         dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
         if make_wgrads is not None:
-            dweights = self._weight_gradients(ctx, make_wgrads)
-        dbiases: Sequence[torch.Tensor | None] = ()
-        if self.has_bias:
-            dbiases = [None] * len(self._names["bias"])
-            wanted = ctx.params_require_grad[self.main_grad_count :]
-            if any(wanted):
-                summed = grouped.sums(dy, groups, scales)
-                parts = [summed] if self.single_grouped_bias else summed
-                dbiases = [p if w else None for p, w in zip(parts, wanted, strict=True)]
-        dextras: list[torch.Tensor | None] = [None]
-        if self.scale_bias:
-            dscales = None
-            if bias is not None:
-                of_rows = reference.of_rows(groups.ends, bias, dy.shape[0])
-                products = (dy.float() * of_rows.float()).sum(-1)
-                dscales = reference.zero_tail(groups.ends, products).to(scales.dtype)
-                dscales = dscales.view(grad_output.shape[:-1])
-            dextras.append(dscales)
-        return dx, [(*dweights, *dbiases)], [tuple(dextras)]
+            dweights = self.weight_gradients(ctx, make_wgrads)
+        dbiases, dscales = self.bias_gradients(ctx, dy, groups, scales, bias)
+        dscales = None if dscales is None else dscales.view(grad_output.shape[:-1])
+        return dx, [(*dweights, *dbiases)], [(None, dscales) if self.scale_bias else (None,)]
 
-    def _backward(
-        self,
-        ctx: OperationContext,
-        dy: torch.Tensor,
-        saved: list[Any],
-        groups: Groups,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
-        """dx, and a function that computes the gradients of the weights ``[G, N, K]``."""
-        x, weight = saved
-        dx = None if weight is None else grouped.dgrad(dy, weight, groups, out)
-        return dx, None if x is None else (lambda: grouped.wgrad(dy, x, groups))
+    # -- parts of a pass, of which a fused op makes its own --------------------------------
 
-    # -- quantized ------------------------------------------------------------------
+    def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
+        """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
+        if ctx.requires_grad and ctx.input_requires_grad:
+            self._note_versions(ctx, "weight")
+        return self._stacked("weight", dtype)
 
-    def _quantized_forward(
-        self,
-        ctx: OperationContext,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        groups: Groups,
-        out: torch.Tensor | None,
-        wanted: tuple[bool, bool],
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The output, and the operands of each group that backward reads: inputs, then weights.
+    def _note_versions(self, ctx: OperationContext, what: str) -> None:
+        """Note the versions of separate weights or biases, of which backward reads one view.
 
-        ``wanted``: whether the gradients of the weights and of the input are, which read them.
+        It has the version counter of the first one.
         """
-        dtype, override = x.dtype, ctx.backward_override
-        is_quantized = override is None
-        usage = "rowwise" if override == "dequantized" else "columnwise"
-        y = x.new_empty(x.shape[0], self.out_features) if out is None else out
-        kept: tuple[list[Any], list[Any]] = ([], [])
-        gradients: list[Quantizer | None] = []
-        for g, rows in enumerate(groups.slices()):
-            operands = (x[rows], weight[g])
-            quantizers = [self.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
-            made = []
-            for tensor, quantizer, is_wanted, held in zip(
-                operands, quantizers, wanted, kept, strict=True
-            ):
-                assert quantizer is not None
-                value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
-                if rows.start == rows.stop:
-                    held.append(None)
-                    continue
-                q = quantized(tensor, dtype, value)
-                if override == "high_precision":
-                    held.append(original(tensor, dtype) if is_wanted else None)
-                else:
-                    held.append(saved_operand(q, usage, value) if is_wanted else None)
-                made.append(readable(q, "rowwise", value))
-            if made:
-                is_split = ctx.split_accumulators[0]
-                y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
-            if ctx.requires_grad and is_quantized:
-                gradients.append(self.quantizer_value("backward", g))
-        ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
-        return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
+        if len(self._names[what]) > 1:
+            noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
+            ctx.versions = Versions([*noted, *self._parts(what)], type(self).__name__)  # type: ignore[attr-defined]
 
-    def _quantized_backward(
+    def check_versions(self, ctx: OperationContext) -> None:
+        """Raise StateError if a weight or bias was changed in place since the forward."""
+        if "versions" in ctx.__dict__:
+            ctx.versions.check()
+
+    def add_biases(
+        self,
+        ctx: OperationContext,
+        ends: torch.Tensor,
+        scales: torch.Tensor | None,
+        y: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``y`` with the biases of its groups, and the biases if the gradient of scales reads them.
+
+        ``scales``, one for each row, are those of ``scale_bias``.
+        """
+        if not self.has_bias:
+            return y, None
+        bias = self._stacked("bias", y.dtype)
+        y = add_bias(ends, bias, None if scales is None else cast(scales, y.dtype), y)
+        wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
+        if not (ctx.requires_grad and wants_dscales):
+            return y, None
+        self._note_versions(ctx, "bias")
+        return y, bias
+
+    def bias_gradients(
         self,
         ctx: OperationContext,
         dy: torch.Tensor,
-        saved: list[Any],
         groups: Groups,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
-        """As :meth:`_backward`, from the operands of each group."""
-        dtype = dy.dtype
-        xs, weights = saved[: self.num_groups], saved[self.num_groups :]
-        wants_dgrad = ctx.input_requires_grad
-        wants_wgrad = any(ctx.params_require_grad[: self.main_grad_count])
-        dx = None
-        if wants_dgrad:
-            dx = dy.new_empty(dy.shape[0], self.in_features) if out is None else out
-        operands: list[Any] = []
-        for g, rows in enumerate(groups.slices()):
-            if rows.start == rows.stop:
-                operands.append(None)
-                continue
-            x, weight, gradient = xs[g], weights[g], dy[rows]
-            if ctx.backward_override is not None:
-                if dx is not None:
-                    dx[rows] = gemm.dgrad(gradient, plain(weight, dtype))
-                operands.append((gradient, x))
-                continue
-            quantizer = ctx.grad_output_quantizers[g]
-            value = quantizer.with_usage(rowwise=wants_dgrad, columnwise=wants_wgrad)
-            q = quantized(gradient, dtype, value)
-            if dx is not None:
-                dx[rows] = gemm.quantized_dgrad(
-                    readable(q, "rowwise", value),
-                    weight,
-                    dtype,
-                    is_split=ctx.split_accumulators[1],
-                )
-            operands.append((readable(q, "columnwise", value), x) if wants_wgrad else None)
-        if dx is not None:
-            zero_tail(groups.ends, dx)
-        if not wants_wgrad:
-            return dx, None
-        is_split = ctx.split_accumulators[2]
-        shape = (self.num_groups, self.out_features, self.in_features)
-
-        def wgrads() -> torch.Tensor:
-            made = dy.new_zeros(shape)
-            for product, pair in zip(made, operands, strict=True):
-                if pair is None:
-                    continue
-                gradient, x = pair
-                if isinstance(gradient, QuantizedTensor):
-                    product.copy_(gemm.quantized_wgrad(gradient, x, dtype, is_split=is_split))
-                else:
-                    product.copy_(gemm.wgrad(gradient, plain(x, dtype)))
-            return made
-
-        return dx, wgrads
+        scales: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
+        """The gradients of the biases that autograd gets, and of :meth:`add_biases`' scales."""
+        dbiases: list[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
+        require_grad = ctx.params_require_grad[self.main_grad_count :]
+        if any(require_grad):
+            summed = grouped.sums(dy, groups, scales)
+            parts = [summed] if self.single_grouped_bias else summed
+            dbiases = [p if w else None for p, w in zip(parts, require_grad, strict=True)]
+        if bias is None or scales is None:
+            return dbiases, None
+        products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
+        return dbiases, reference.zero_tail(groups.ends, products).to(scales.dtype)
 
     # -- weight gradients -------------------------------------------------------------
 
-    def _weight_gradients(
+    def weight_gradients(
         self, ctx: OperationContext, make: Callable[[], torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """The gradient of each weight that autograd gets.

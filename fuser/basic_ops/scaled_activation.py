@@ -33,13 +33,9 @@ class ScaledActivation(BasicOperation):
     function
         The activation that is scaled.
     activation_recompute_in_mlp
-        Whether a fused grouped MLP may recompute this activation in backward.
-        This version has no such kernel, and refuses True.
-
-    Raises
-    ------
-    InputError
-        On ``activation_recompute_in_mlp=True``.
+        Whether :class:`~fuser.fused_ops.GroupedMLP` computes this activation again in backward, in
+        place of saving it. It has no effect where the plan does not fuse the op with the linears
+        around it, and under delayed scaling.
     """
 
     parameter_names = ()
@@ -51,12 +47,6 @@ class ScaledActivation(BasicOperation):
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         self.function = function
-        if activation_recompute_in_mlp:
-            raise InputError(
-                f"{type(self).__name__} got activation_recompute_in_mlp=True, which is for the "
-                "fused grouped MLP; this version of fuser has none. Leave it False: the input is "
-                "saved, and backward computes the activation from it."
-            )
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
     def output_spec(

@@ -1,6 +1,7 @@
 """Launchers of groups of consecutive rows: the functions of ``fuser.reference.grouped``.
 
-Group g has the rows from ``ends[g - 1]`` up to ``ends[g]`` of a matrix ``[rows, columns]``.
+Group g has the rows from ``ends[g - 1]`` up to ``ends[g]`` of a matrix ``[rows, columns]``. Padded,
+it starts at a multiple of 128 rows, ``padded_ends[g - 1]``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import functools
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, int32
-from fuser.cuda.checks import boolean, check_element, is_aligned
-from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
+from fuser.cuda.checks import boolean, check_buffer, check_element, is_aligned
+from fuser.cuda.launch import TILE, Kernel, Launch
+from fuser.cuda.tiled import as_producer, launch_decoder, loads
 from fuser.errors import InputError
+from fuser.reference import grouped as reference
 
 THREADS = 256
 # Blocks that write zeros: a few for each multiprocessor of the largest GPU.
 TAIL_BLOCKS = 512
 INDICES = {torch.int32: "int", torch.int64: "long long"}
 _VECTOR_BYTES = 16
+_WORDS = {2: "unsigned short", 4: "unsigned", _VECTOR_BYTES: "uint4"}
 
 
 def group_ends(split_sizes: torch.Tensor, rows: int, *, out: torch.Tensor) -> None:
@@ -44,6 +48,125 @@ def group_ends(split_sizes: torch.Tensor, rows: int, *, out: torch.Tensor) -> No
     _check_vector("out", out, (torch.int32,), split_sizes.shape)
     kernel = _ends(INDICES[split_sizes.dtype])
     kernel(Launch((1,), (32,)), split_sizes, out, int32(len(out)), int32(rows))
+
+
+def group_tiles(
+    split_sizes: torch.Tensor | int,
+    rows: int,
+    *,
+    ends: torch.Tensor,
+    padded_ends: torch.Tensor,
+    tiles: torch.Tensor,
+) -> None:
+    """Write where groups end, also if they are padded to whole tiles, and the rows of each tile.
+
+    Parameters
+    ----------
+    split_sizes
+        As :func:`group_ends` takes them, or one size of all groups.
+    rows
+        The number of rows; with padding less than 2^31.
+    ends, padded_ends
+        Written; int32 ``[G]``.
+    tiles
+        Written; int32 ``[n, 4]`` as the reference's ``group_tiles`` describes them, of n =
+        ``tile_count(rows, G)`` tiles, or ``tile_count(rows, G, size)``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    groups = len(ends)
+    sizes = split_sizes if isinstance(split_sizes, torch.Tensor) else None
+    if sizes is not None:
+        _check_vector("split_sizes", sizes, tuple(INDICES), (groups,))
+    _check_vector("ends", ends, (torch.int32,), (groups,))
+    _check_vector("padded_ends", padded_ends, (torch.int32,), (groups,))
+    count = reference.tile_count(rows, groups, None if sizes is not None else int(split_sizes))
+    check_buffer("group_tiles", "tiles", tiles, torch.int32, (count, 4))
+    int32(rows + (TILE - 1) * groups)  # the last end
+    kernel = _tiles("int" if sizes is None else INDICES[sizes.dtype])
+    size = int32(0 if isinstance(split_sizes, torch.Tensor) else split_sizes)
+    shape = Launch((1,), (THREADS,))
+    kernel(shape, sizes, size, ends, padded_ends, tiles, int32(groups), int32(rows), int32(count))
+
+
+def padded_rows(producer: Producer, tiles: torch.Tensor, *, is_padded: bool = False) -> Producer:
+    """The producer of the rows of padded groups, from one of the same rows without padding.
+
+    ``is_padded``: the rows of ``producer`` are padded too, and what is in their padding is not
+    read. Kernels leave the tiles after the last group as they are.
+    """
+    return Producer(
+        f"fuser::GroupedProducer<{producer.type}>",
+        Struct((*producer.argument.fields, tiles, int32(is_padded))),
+        len(tiles) * TILE,
+        producer.columns,
+        producer.dtype,
+        producer.is_aligned,
+    )
+
+
+def pad(x: torch.Tensor, tiles: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write the rows of padded groups. Moves ``2 b`` bytes an element.
+
+    Parameters
+    ----------
+    x
+        Read; ``[rows, columns]``.
+    tiles
+        Read; int32 ``[n, 4]``.
+    out
+        Written up to the last group; contiguous ``[128 n, columns]``.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    producer = padded_rows(as_producer("pad", x), tiles)
+    check_buffer("pad", "out", out, x.dtype, (producer.rows, producer.columns))
+    if producer.is_aligned and not is_aligned(out, _VECTOR_BYTES):
+        raise InputError("pad takes an output whose address is a multiple of 16 bytes.")
+    launch_decoder(
+        Kernel("grouped_fp8", f"fuser_tiled_rows<{producer.type}>"),
+        producer.argument,
+        out,
+        producer.rows,
+        producer.columns,
+        False,
+    )
+
+
+def unpad(
+    padded: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, *, out: torch.Tensor
+) -> None:
+    """Write the rows of groups from those of padded groups. Moves ``2 b`` bytes an element.
+
+    Parameters
+    ----------
+    padded
+        Read; contiguous ``[padded rows, columns]``.
+    ends, padded_ends
+        Read; int32 ``[G]``.
+    out
+        Written; contiguous ``[rows, columns]`` of the same dtype; zeros after the last group.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    rows, columns, _, width = _matrix(out)
+    check_buffer("unpad", "padded", padded, out.dtype, (len(padded), columns))
+    _check_vector("ends", ends, (torch.int32,), ends.shape)
+    _check_vector("padded_ends", padded_ends, (torch.int32,), ends.shape)
+    if not is_aligned(padded, _VECTOR_BYTES):
+        width = 1
+    kernel = _unpad(width * out.element_size())
+    launch = Launch((rows if columns else 0,), (THREADS,))
+    kernel(launch, padded, out, ends, padded_ends, int32(len(ends)), int32(columns // width))
 
 
 def zero_tail(ends: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -144,6 +267,16 @@ def _ends(index: str) -> Kernel:
 
 
 @functools.cache
+def _tiles(index: str) -> Kernel:
+    return Kernel("grouped", f"fuser_group_tiles<{index}>")
+
+
+@functools.cache
+def _unpad(word_bytes: int) -> Kernel:
+    return Kernel("grouped", f"fuser_unpad<{_WORDS[word_bytes]}>")
+
+
+@functools.cache
 def _tail(element: str, width: int) -> Kernel:
     return Kernel("grouped", f"fuser_zero_tail<{element}, {width}>")
 
@@ -155,7 +288,12 @@ def _bias(element: str, width: int, is_scaled: str) -> Kernel:
 
 def instantiations() -> list[Kernel]:
     """Every kernel of this module."""
-    made = [_ends(index) for index in INDICES.values()]
+    made = [of(index) for index in INDICES.values() for of in (_ends, _tiles)]
+    made += map(_unpad, _WORDS)
+    for element in ELEMENTS.values():
+        for aligned in (False, True):
+            producer = f"fuser::GroupedProducer<{loads(element, aligned)}>"
+            made.append(Kernel("grouped_fp8", f"fuser_tiled_rows<{producer}>"))
     for dtype, element in ELEMENTS.items():
         for width in (1, _VECTOR_BYTES // dtype.itemsize):
             made.append(_tail(element, width))

@@ -96,5 +96,6 @@ def instantiations() -> tuple[Kernel, ...]:
     add(LINEAR, bf16, wanted=(0, 3))
     add(TWO_HALVES, bf16, wanted=(1,))
     for dtype in (bf16, fp32):
+        add(SCALED_SWIGLU, dtype, vectors=(True, False), scales=dtype)
         add(EVERYTHING, dtype, vectors=(True, False), wanted=(0, 2, 4))
     return tuple(kernels)

@@ -2,12 +2,145 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 
 from fuser.cuda import grouped as cuda
+from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
+from fuser.cuda.tiled import as_producer
 from fuser.errors import KernelUnavailable
+from fuser.functional.lazy import LazyTensor, materialize, matrix_of, rows_of
 from fuser.reference import grouped as reference
+
+
+class PaddedGroups(NamedTuple):
+    """Groups of rows that are padded with zeros to whole tiles of 128 rows.
+
+    ``ends`` and ``padded_ends`` are int32 ``[G]``: where each group ends without and with padding;
+    ``tiles`` is int32 ``[n, 4]``, as ``fuser.reference.grouped.group_tiles`` describes it. A padded
+    matrix has 128 n rows, the most that these groups can take; those after the last group are
+    undefined. ``rows`` is the number of rows without padding.
+    """
+
+    ends: torch.Tensor
+    padded_ends: torch.Tensor
+    tiles: torch.Tensor
+    rows: int
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows of a padded matrix."""
+        return len(self.tiles) * reference.TILE
+
+
+def padded_groups(
+    split_sizes: torch.Tensor | int, groups: int, rows: int, device: torch.device
+) -> PaddedGroups:
+    """Groups of the given sizes, or all of one size, on the device of the rows; in one launch."""
+    one_size = None if isinstance(split_sizes, torch.Tensor) else split_sizes
+    count = reference.tile_count(rows, groups, one_size)
+    if device.type == "cuda":
+        shapes = ((groups,), (groups,), (count, 4))
+        ends, padded_ends, tiles = (
+            torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes
+        )
+        made = PaddedGroups(ends, padded_ends, tiles, rows)
+        sizes = split_sizes
+        if isinstance(sizes, torch.Tensor):
+            sizes = sizes.contiguous()
+            sizes = sizes if sizes.dtype in cuda.INDICES else sizes.to(torch.int32)
+        try:
+            cuda.group_tiles(
+                sizes, rows, ends=made.ends, padded_ends=made.padded_ends, tiles=made.tiles
+            )
+        except KernelUnavailable:
+            pass
+        else:
+            return made
+    if not isinstance(split_sizes, torch.Tensor):
+        split_sizes = torch.full((groups,), split_sizes, device=device)
+    ends = reference.group_ends(split_sizes, rows)
+    return PaddedGroups(ends, *reference.group_tiles(ends, count), rows)
+
+
+class _PaddedRows(LazyTensor):
+    """The rows of padded groups, of a matrix or of a lazy one."""
+
+    def __init__(
+        self, rows: torch.Tensor | LazyTensor, groups: PaddedGroups, is_padded: bool
+    ) -> None:
+        self.rows = rows if isinstance(rows, LazyTensor) else rows_of(rows)
+        self.groups, self.is_padded = groups, is_padded
+        self.shape = torch.Size((groups.padded_rows, matrix_of(rows)[1]))
+        self.dtype, self.device = rows.dtype, rows.device
+
+    def _from_kernel(self) -> torch.Tensor:
+        if self.is_padded:
+            return self._from_reference()
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        cuda.pad(materialize(self.rows).view(matrix_of(self.rows)), self.groups.tiles, out=out)
+        return out
+
+    def _from_reference(self) -> torch.Tensor:
+        rows = materialize(self.rows).view(matrix_of(self.rows))
+        return _padded_by_torch(rows, self.groups, self.is_padded)
+
+    def producer(self) -> Producer:
+        rows = self.rows
+        inner = rows.producer() if isinstance(rows, LazyTensor) else as_producer("pad", rows)
+        return cuda.padded_rows(inner, self.groups.tiles, is_padded=self.is_padded)
+
+    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
+        rows, key = self.rows, "rows"  # type: tuple[torch.Tensor | LazyTensor, Hashable | None]
+        tensors: tuple[torch.Tensor | None, ...]
+        if isinstance(rows, LazyTensor):
+            key, tensors = rows.launch_key()
+        else:
+            tensors = (rows,)
+        whole = None if key is None else ("padded groups", self.is_padded, key)
+        return whole, (*tensors, self.groups.tiles)
+
+    def finish(self) -> None:
+        if isinstance(self.rows, LazyTensor):
+            self.rows.finish()
+
+
+def padded_rows(
+    rows: torch.Tensor | LazyTensor, groups: PaddedGroups, *, is_padded: bool = False
+) -> torch.Tensor | LazyTensor:
+    """The rows of padded groups, ``[padded rows, K]``: lazy where kernels run.
+
+    ``rows`` is ``[groups.rows, K]``; or ``[padded rows, K]`` with anything in the padding, if
+    ``is_padded``.
+    """
+    if isinstance(rows, LazyTensor) or kernels_support(rows):
+        return _PaddedRows(rows, groups, is_padded)
+    return _padded_by_torch(rows, groups, is_padded)
+
+
+def _padded_by_torch(rows: torch.Tensor, groups: PaddedGroups, is_padded: bool) -> torch.Tensor:
+    tiles = groups.tiles
+    if is_padded:
+        tiles = tiles.clone()
+        tiles[:, 1] = torch.arange(len(tiles), device=tiles.device) * reference.TILE
+    return reference.pad(rows, tiles)
+
+
+def unpad(padded: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
+    """``[groups.rows, N]`` from the rows of padded groups; zeros after the last group."""
+    if kernels_support(padded):
+        padded = padded.contiguous()
+        out = padded.new_empty(groups.rows, padded.shape[1])
+        try:
+            cuda.unpad(padded, groups.ends, groups.padded_ends, out=out)
+        except KernelUnavailable:
+            pass
+        else:
+            return out
+    return reference.unpad(padded, groups.ends, groups.padded_ends, groups.rows)
 
 
 def group_ends(split_sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

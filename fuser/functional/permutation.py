@@ -34,6 +34,15 @@ def sort_by_expert(
     return reference.sort_by_expert(expert_indices, num_experts, rows)
 
 
+def row_map_of(inverse_map: torch.Tensor, rows: int) -> torch.Tensor:
+    """The ``row_map`` of a permutation to ``rows`` rows, from its ``inverse_map``."""
+    numbers = torch.arange(inverse_map.numel(), dtype=torch.int32, device=inverse_map.device)
+    places = inverse_map.reshape(-1).long()
+    # One place more, for the assignments without a row.
+    row_map = numbers.new_full((rows + 1,), -1)
+    return row_map.scatter_(0, places.masked_fill(places < 0, rows), numbers)[:rows]
+
+
 def permute(x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -> torch.Tensor:
     """The rows of ``x [T, hidden]`` in the order of ``row_map``; see the reference."""
     if kernels_support(x):

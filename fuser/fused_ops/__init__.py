@@ -8,6 +8,7 @@ from fuser.fused_ops.forward_add_norm import ForwardAddLayerNorm, ForwardAddRMSN
 from fuser.fused_ops.forward_linear_bias_activation import ForwardLinearBiasActivation
 from fuser.fused_ops.forward_linear_bias_add import ForwardLinearBiasAdd
 from fuser.fused_ops.forward_linear_scale_add import ForwardLinearScaleAdd
+from fuser.fused_ops.grouped_mlp import GroupedMLP
 from fuser.fused_ops.linear import Linear
 from fuser.fused_ops.pointwise_chain import PointwiseChain
 
@@ -22,6 +23,7 @@ __all__ = [
     "ForwardLinearBiasActivation",
     "ForwardLinearBiasAdd",
     "ForwardLinearScaleAdd",
+    "GroupedMLP",
     "Linear",
     "PointwiseChain",
 ]

@@ -8,10 +8,12 @@ from fuser.fused_ops.forward_add_norm import ForwardAddLayerNorm, ForwardAddRMSN
 from fuser.fused_ops.forward_linear_bias_activation import ForwardLinearBiasActivation
 from fuser.fused_ops.forward_linear_bias_add import ForwardLinearBiasAdd
 from fuser.fused_ops.forward_linear_scale_add import ForwardLinearScaleAdd
+from fuser.fused_ops.grouped_mlp import GroupedMLP
 from fuser.fused_ops.pointwise_chain import PointwiseChain
 from fuser.op import FusedOperation
 
 FUSIONS: tuple[type[FusedOperation], ...] = (
+    GroupedMLP,
     ForwardLinearBiasActivation,
     ForwardLinearBiasAdd,
     ForwardLinearScaleAdd,

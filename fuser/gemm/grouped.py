@@ -3,6 +3,11 @@
 ``x`` is ``[T, K]``, ``weight`` is ``[G, N, K]``, ``dy`` is ``[T, N]``. Group g has the rows from
 ``ends[g - 1]`` up to ``ends[g]``. Rows after the last group belong to none: they are not read into
 any result, and are zeros in results.
+
+Quantized operands are padded groups (``fuser.functional.grouped.PaddedGroups``): ``x`` is ``[C,
+K]``, with zeros from the end of a group to the next multiple of 128 rows, and ``weight`` is the
+padded groups of its N rows. torch multiplies E4M3 with a scale for each row; for other formats the
+operands are dequantized and multiplied.
 """
 
 from __future__ import annotations
@@ -14,8 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from fuser.errors import InputError
-from fuser.formats import round_up
+from fuser.formats import DType, NumberFormat, round_up
 from fuser.functional import grouped
+from fuser.functional.grouped import PaddedGroups
+from fuser.reference.grouped import TILE
+from fuser.tensors import Float8GroupsTensor, QuantizedTensor
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
@@ -25,11 +33,31 @@ class Groups(NamedTuple):
     """The rows of each group.
 
     ``ends`` is int32 ``[G]`` on the device of the rows: where each group ends, and the next one
-    begins. ``sizes`` are the numbers of rows, None if they have not been read.
+    begins. ``sizes`` are the numbers of rows, None if they have not been read. ``padded``: the same
+    groups, padded; None if that was not asked for.
     """
 
     ends: torch.Tensor
     sizes: tuple[int, ...] | None
+    padded: PaddedGroups | None = None
+
+    @classmethod
+    def at(
+        cls,
+        ends: torch.Tensor,
+        sizes: tuple[int, ...] | None,
+        padded_ends: torch.Tensor | None,
+        tiles: torch.Tensor | None,
+        rows: int,
+    ) -> Groups:
+        """Groups of ``rows`` rows from the tensors of :meth:`places`."""
+        if padded_ends is None or tiles is None:
+            return cls(ends, sizes)
+        return cls(ends, sizes, PaddedGroups(ends, padded_ends, tiles, rows))
+
+    def places(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the padded groups are, to be saved for backward beside ``ends``."""
+        return (None, None) if self.padded is None else (self.padded.padded_ends, self.padded.tiles)
 
     def slices(self) -> list[slice]:
         """The rows of each group; the sizes must have been read."""
@@ -50,7 +78,9 @@ def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 
-def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> Groups:
+def groups_of(
+    split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool, is_padded: bool = False
+) -> Groups:
     """The groups of the rows of ``x``, from the number of rows of each.
 
     Parameters
@@ -62,6 +92,8 @@ def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> G
         ``[T, K]``.
     is_read
         Whether the sizes are needed on the host.
+    is_padded
+        Whether padded groups are needed.
 
     Raises
     ------
@@ -83,6 +115,9 @@ def groups_of(split_sizes: torch.Tensor, x: torch.Tensor, *, is_read: bool) -> G
             )
     if split_sizes.device != x.device:
         split_sizes = split_sizes.to(x.device, non_blocking=True)
+    if is_padded:
+        padded = grouped.padded_groups(split_sizes, len(split_sizes), rows, x.device)
+        return Groups(padded.ends, sizes if is_read else None, padded)
     return Groups(grouped.group_ends(split_sizes, x), sizes if is_read else None)
 
 
@@ -128,6 +163,135 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
         return made[:, 0, : dy.shape[1]]
     weighted = dy if scales is None else dy * scales[:, None].to(dy.dtype)
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
+
+
+# -- quantized operands -----------------------------------------------------------
+
+
+def is_native(
+    a: NumberFormat, b: NumberFormat, sizes: tuple[int, int], dtype: torch.dtype, device_type: str
+) -> bool:
+    """Whether torch multiplies groups of these formats: E4M3 with one scale, in bf16 results.
+
+    ``sizes``: the two dimensions of a weight. torch's kernel reads vectors of 16 elements.
+    """
+    e4m3 = NumberFormat("FP8", DType.kFloat8E4M3)
+    is_aligned = not any(size % 16 for size in sizes)
+    return device_type == "cuda" and a == b == e4m3 and is_aligned and dtype is torch.bfloat16
+
+
+def quantized_forward(
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    groups: PaddedGroups,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+) -> torch.Tensor:
+    """``x_g @ weight_g.T``, ``[C, N]``, from the rowwise copies; ``size`` is N.
+
+    ``is_split`` requests a split accumulator, here and in the functions below.
+    """
+    count, (k, device) = len(groups.ends), (x.shape[-1], x.device)
+    if is_native(x.format, weight.format, (size, k), dtype, device.type):
+        data = _e4m3(weight, "rowwise").view(count, -1, k)[:, :size]
+        return torch._scaled_grouped_mm(
+            _e4m3(x, "rowwise"),
+            data.transpose(1, 2),
+            _row_scales(x),
+            _group_scales(weight, count, size),
+            offs=groups.padded_ends,
+            out_dtype=dtype,
+            use_fast_accum=not is_split,
+        )
+    values = _values(weight, "rowwise", dtype).view(count, -1, k)[:, :size]
+    return _padded_product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups)
+
+
+def quantized_dgrad(
+    dy: QuantizedTensor,
+    weight: QuantizedTensor,
+    groups: PaddedGroups,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+) -> torch.Tensor:
+    """``dy_g @ weight_g``, ``[C, K]``, from dy's rowwise and the weight's columnwise copy."""
+    count, n, k = len(groups.ends), dy.shape[-1], weight.shape[-1]
+    if is_native(dy.format, weight.format, (n, k), dtype, dy.device.type):
+        # [K, G, N]: the transposed copy has the rows of each group next to each other.
+        data = _e4m3(weight, "columnwise").view(k, count, -1)[:, :, :n]
+        return torch._scaled_grouped_mm(
+            _e4m3(dy, "rowwise"),
+            data.permute(1, 2, 0),
+            _row_scales(dy),
+            _group_scales(weight, count, k),
+            offs=groups.padded_ends,
+            out_dtype=dtype,
+            use_fast_accum=not is_split,
+        )
+    values = _values(weight, "columnwise", dtype).view(count, -1, k)[:, :n]
+    return _padded_product(_values(dy, "rowwise", dtype), values, groups)
+
+
+def quantized_wgrad(
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    groups: PaddedGroups,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+) -> torch.Tensor:
+    """``dy_g.T @ x_g``, ``[G, N, K]``, from the columnwise copies."""
+    n, k = dy.shape[-1], x.shape[-1]
+    if is_native(dy.format, x.format, (n, k), dtype, dy.device.type):
+        count = len(groups.ends)
+        return torch._scaled_grouped_mm(
+            _e4m3(dy, "columnwise"),
+            _e4m3(x, "columnwise").t(),
+            _scales_of_groups(dy, groups, n).view(count * n),
+            _scales_of_groups(x, groups, k).view(count * k),
+            offs=groups.padded_ends,
+            out_dtype=dtype,
+            use_fast_accum=not is_split,
+        )
+    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    return wgrad(*values, Groups(groups.padded_ends, None))
+
+
+def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.with_usage(usage).dequantize(dtype=dtype)
+
+
+def _e4m3(tensor: QuantizedTensor, usage: str) -> torch.Tensor:
+    return tensor.operand(usage).data.view(torch.float8_e4m3fn)
+
+
+def _row_scales(tensor: QuantizedTensor) -> torch.Tensor:
+    """The scale of each row, ``[C]``."""
+    assert isinstance(tensor, Float8GroupsTensor)
+    return tensor._scale_inv[:, None].expand(-1, TILE).reshape(-1)
+
+
+def _group_scales(weight: QuantizedTensor, groups: int, size: int) -> torch.Tensor:
+    """The scale of each weight, ``size`` times: ``[G, size]``."""
+    assert isinstance(weight, Float8GroupsTensor)
+    return weight._scale_inv.view(groups, -1)[:, :1].expand(groups, size).contiguous()
+
+
+def _scales_of_groups(tensor: QuantizedTensor, groups: PaddedGroups, size: int) -> torch.Tensor:
+    """The scale of each group of rows, ``size`` times: ``[G, size]``; any for an empty group."""
+    assert isinstance(tensor, Float8GroupsTensor)
+    last = (groups.padded_ends // TILE - 1).clamp_(min=0)
+    return tensor._scale_inv[last][:, None].expand(-1, size).contiguous()
+
+
+def _padded_product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
+    """``a_g @ b_g`` for the padded rows of each group; rows after the last group are undefined."""
+    columns = b.shape[2]
+    y = F.grouped_mm(_vectors(a), _matrices(b), offs=groups.padded_ends)
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def _multiply(

@@ -54,7 +54,7 @@ Place = tuple[BasicOperation, str]
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class _Layer(torch.nn.Module):
+class Layer(torch.nn.Module):
     """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
     The ops are not submodules. Each call gives them the layer's parameters, so
@@ -112,17 +112,27 @@ class _Layer(torch.nn.Module):
                 f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
                 "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
             )
+        kwargs = None
+        if is_first_microbatch is not None:
+            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
+            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
+        return self.run(input, op_kwargs=kwargs)
+
+    def run(self, *inputs: torch.Tensor, op_kwargs: Any = None) -> torch.Tensor:
+        """The output of the ops, with the parameters of the layer.
+
+        Raises
+        ------
+        StateError
+            If parameters on meta have an ``init_method``.
+        """
         self._hand_parameters_to_ops()
         if not self._has_run and self._init_methods and self._is_on_meta():
             raise StateError(
                 f"{type(self).__name__} is on meta and has an init_method: call to_empty(device=) "
                 "and reset_parameters() before its first forward."
             )
-        kwargs = None
-        if is_first_microbatch is not None:
-            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
-            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
-        output = self.ops(input, op_kwargs=kwargs)
+        output = self.ops(*inputs, op_kwargs=op_kwargs)
         if not self._has_run:
             if self._is_on_meta():
                 self._take_parameters_of_ops()  # the ops have allocated them
@@ -150,17 +160,17 @@ class _Layer(torch.nn.Module):
 
     def _run_init_methods(self) -> None:
         for name, init_method in self._init_methods.items():
-            linear = self._places[name][0]
-            assert isinstance(linear, basic_ops.BasicLinear)
-            weight = linear.weight
+            linear, name_in_op = self._places[name]
+            weight = getattr(linear, name_in_op)
             if isinstance(weight, QuantizedTensor):
                 data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
                 weight = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-            tracker = linear._rng_state_tracker_function
+            tracker: Any = linear._rng_state_tracker_function
             context = tracker().fork() if tracker is not None else contextlib.nullcontext()
             with context, torch.no_grad():
                 init_method(weight)
-            linear.weight = self._parameters[name] = linear.as_parameter(weight)
+            if isinstance(linear, basic_ops.BasicLinear):
+                linear.weight = self._parameters[name] = linear.as_parameter(weight)
 
     # -- parameters and state ---------------------------------------------------
 
@@ -245,7 +255,7 @@ class _Layer(torch.nn.Module):
             missing_keys.remove(prefix + "_extra_state")
 
 
-class Linear(_Layer):
+class Linear(Layer):
     """``y = x @ weight.T + bias``.
 
     Parameters
@@ -297,8 +307,8 @@ class Linear(_Layer):
             name or "",
             {
                 "device": device,
-                "dtype": _one("params_dtype", params_dtype, "dtype", dtype),
-                **_linear_options(type(self), options),
+                "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
+                **linear_arguments(type(self), options),
             },
         )
         super().__init__(
@@ -310,7 +320,7 @@ class Linear(_Layer):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-class LayerNormLinear(_Layer):
+class LayerNormLinear(Layer):
     """A norm and a linear.
 
     Parameters
@@ -352,9 +362,9 @@ class LayerNormLinear(_Layer):
     ) -> None:
         factory = {
             "device": device,
-            "dtype": _one("params_dtype", params_dtype, "dtype", dtype),
+            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
-        linear_options = {**factory, **_linear_options(type(self), options)}
+        linear_options = {**factory, **linear_arguments(type(self), options)}
         norm = _norm(
             normalization, in_features, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
@@ -376,7 +386,7 @@ class LayerNormLinear(_Layer):
         )
 
 
-class LayerNormMLP(_Layer):
+class LayerNormMLP(Layer):
     """A norm, a linear, an activation and a linear back: a transformer's feed-forward block.
 
     Parameters
@@ -428,9 +438,9 @@ class LayerNormMLP(_Layer):
             )
         factory = {
             "device": device,
-            "dtype": _one("params_dtype", params_dtype, "dtype", dtype),
+            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
-        linear_options = {**factory, **_linear_options(type(self), options)}
+        linear_options = {**factory, **linear_arguments(type(self), options)}
         norm = _norm(
             normalization, hidden_size, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
@@ -465,7 +475,7 @@ class LayerNormMLP(_Layer):
 # -- arguments ------------------------------------------------------------------------
 
 
-def _one(first: str, value: Any, second: str, other: Any) -> Any:
+def one_of_two(first: str, value: Any, second: str, other: Any) -> Any:
     """The value of an argument with two names."""
     if value is not None and other is not None and value != other:
         raise InputError(
@@ -484,7 +494,7 @@ _LINEAR_NAMES = {
 }
 
 
-def _linear_options(layer: type, options: dict[str, Any]) -> dict[str, Any]:
+def linear_arguments(layer: type, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments in ``options`` that the linear op takes. Refuses arguments that are on."""
     names = {**_LINEAR_NAMES, **{name: name for name in _LINEAR_NAMES.values()}}
     taken = {}

@@ -10,14 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from fuser.errors import InputError, InputTypeError
 from fuser.functional import permutation as ops
+from fuser.functional.routing import (
+    check_assignments,
+    check_device,
+    check_options,
+    check_plain,
+    check_probs,
+    check_values,
+    route,
+)
 from fuser.graph_break import breaks_graph
-from fuser.wrapper_tensor import WrapperTensor
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INDEX_DTYPES = (torch.int32, torch.int64)
-DROP_POLICIES = ("position", "probs")
-# Numbers of rows and assignments are int32; kernels count a little past the last assignment.
-MAX_COUNT = 2**31 - 2**16
 
 
 class Permuted(NamedTuple):
@@ -86,20 +88,24 @@ def permute(
     InputTypeError
         If ``num_experts`` or ``capacity`` is no int, or ``x`` no plain tensor.
     """
-    _check_plain("permute", "x", x)
+    check_plain("permute", "x", x)
     if x.dim() == 0:
         raise InputError("permute takes x of shape [..., hidden]; got a scalar.")
     if x.dim() != 2:
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    _check_arguments(x, expert_indices, probs, num_experts, capacity, drop_policy)
-    _check_values(expert_indices, num_experts)
-    count = expert_indices.numel()
-    rows = count if capacity is None else capacity
-    with torch.no_grad():
-        if rows < count:
-            key = probs if drop_policy == "probs" else None
-            expert_indices = _within_capacity(expert_indices, key, num_experts, rows)
-        split_sizes, row_map, inverse_map = ops.sort_by_expert(expert_indices, num_experts, rows)
+    check_options("permute", num_experts, capacity, drop_policy)
+    if drop_policy == "probs" and probs is None:
+        raise InputError("permute got drop_policy='probs' and no probs.")
+    if probs is not None:
+        check_plain("permute", "probs", probs)
+    check_assignments("permute", x.shape[0], expert_indices, probs)
+    check_device("permute", "expert_indices", expert_indices, "x", x)
+    if probs is not None:
+        check_device("permute", "probs", probs, "the rows", x)
+    check_values("permute", expert_indices, num_experts)
+    split_sizes, row_map, inverse_map = route(
+        expert_indices, probs, num_experts, capacity, drop_policy
+    )
     y: torch.Tensor = _Permute.apply(x, row_map, inverse_map)  # type: ignore[no-untyped-call]
     row_probs: torch.Tensor | None = None
     if probs is not None:  # a matrix of one column, and a token for each assignment
@@ -143,16 +149,18 @@ def unpermute(
         raise InputTypeError(
             f"unpermute takes the Permuted that permute returned; got a {type(permuted).__name__}."
         )
-    _check_plain("unpermute", "y", y)
+    check_plain("unpermute", "y", y)
     rows, shape = permuted.row_map.shape[0], tuple(permuted.inverse_map.shape)
     if y.dim() != 2 or y.shape[0] != rows:
         raise InputError(
             f"unpermute takes y of shape [{rows}, hidden], the rows that permute made; got "
             f"{tuple(y.shape)}."
         )
-    _check_device("unpermute", "y", y, "the maps", permuted.row_map)
+    check_device("unpermute", "y", y, "the maps", permuted.row_map)
     if probs is not None:
-        _check_probs("unpermute", probs, shape, y)
+        check_plain("unpermute", "probs", probs)
+        check_probs("unpermute", probs, shape)
+        check_device("unpermute", "probs", probs, "the rows", y)
     out: torch.Tensor = _Unpermute.apply(  # type: ignore[no-untyped-call]
         y, probs, permuted.row_map, permuted.inverse_map
     )
@@ -204,113 +212,3 @@ class _Unpermute(torch.autograd.Function):
             return ops.permute(dout, row_map, inverse_map), None, None, None
         dy, dprobs = ops.unpermute_backward(dout, y, row_map, inverse_map, probs)
         return dy, None if dprobs is None else dprobs.to(probs.dtype), None, None
-
-
-# -- capacity -----------------------------------------------------------------
-
-
-def _within_capacity(
-    expert_indices: torch.Tensor, probs: torch.Tensor | None, num_experts: int, capacity: int
-) -> torch.Tensor:
-    """The indices, with -1 for all but ``capacity`` assignments.
-
-    The first ones remain, or with ``probs`` those of the highest probability.
-    """
-    has_expert = (expert_indices >= 0) & (expert_indices < num_experts)
-    if probs is None:
-        numbers = has_expert.view(-1).cumsum(0).view(has_expert.shape)
-        return expert_indices.masked_fill(has_expert.logical_not() | (numbers > capacity), -1)
-    # Only an assignment without an expert is -infinity.
-    values = probs.clamp(min=torch.finfo(probs.dtype).min).masked_fill(~has_expert, -torch.inf)
-    order = values.view(-1).sort(descending=True, stable=True).indices
-    is_kept = torch.zeros_like(has_expert).view(-1)
-    is_kept.index_fill_(0, order[:capacity], True)
-    return expert_indices.masked_fill(~(has_expert & is_kept.view(has_expert.shape)), -1)
-
-
-# -- checks -------------------------------------------------------------------
-
-
-def _check_arguments(
-    x: torch.Tensor,
-    expert_indices: torch.Tensor,
-    probs: torch.Tensor | None,
-    num_experts: int,
-    capacity: int | None,
-    drop_policy: str,
-) -> None:
-    for name, value, least in (("num_experts", num_experts, 1), ("capacity", capacity, 0)):
-        if value is None and name == "capacity":
-            continue
-        if type(value) is not int:
-            raise InputTypeError(f"permute takes an int as {name}; got {value!r}.")
-        if not least <= value <= MAX_COUNT:
-            raise InputError(f"permute got {name}={value}; it is {least} to {MAX_COUNT}.")
-    if drop_policy not in DROP_POLICIES:
-        raise InputError(f"permute got drop_policy={drop_policy!r}; it is 'position' or 'probs'.")
-    if drop_policy == "probs" and probs is None:
-        raise InputError("permute got drop_policy='probs' and no probs.")
-    tokens, shape = x.shape[0], tuple(expert_indices.shape)
-    if expert_indices.dtype not in INDEX_DTYPES:
-        raise InputError(
-            f"permute takes expert_indices of int32 or int64; got {expert_indices.dtype}."
-        )
-    if len(shape) != 2 or shape[0] != tokens or shape[1] == 0:
-        raise InputError(
-            f"permute takes expert_indices of shape [{tokens}, k], because x has {tokens} tokens; "
-            f"got {shape}."
-        )
-    if expert_indices.numel() > MAX_COUNT:
-        raise InputError(
-            f"permute got {expert_indices.numel()} assignments, {shape[0]} tokens of {shape[1]} "
-            f"experts; the most is {MAX_COUNT}."
-        )
-    _check_device("permute", "expert_indices", expert_indices, "x", x)
-    if probs is not None:
-        _check_probs("permute", probs, shape, x)
-
-
-def _check_plain(function: str, name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, WrapperTensor):
-        raise InputTypeError(
-            f"{function} takes a plain tensor as {name}; got a {type(tensor).__name__}. Call "
-            ".dequantize() on a quantized tensor first."
-        )
-    if tensor.dtype not in DTYPES:
-        raise InputError(
-            f"{function} takes {name} of float64, float32, float16 or bfloat16; got {tensor.dtype}."
-        )
-
-
-def _check_probs(
-    function: str, probs: torch.Tensor, shape: tuple[int, ...], other: torch.Tensor
-) -> None:
-    if tuple(probs.shape) != shape:
-        raise InputError(
-            f"{function} takes probs of shape {shape}, one for each expert index; got "
-            f"{tuple(probs.shape)}."
-        )
-    _check_plain(function, "probs", probs)
-    _check_device(function, "probs", probs, "the rows", other)
-
-
-def _check_device(
-    function: str, name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor
-) -> None:
-    if tensor.device != other.device:
-        raise InputError(
-            f"{function} got {name} on {tensor.device} and {other_name} on {other.device}."
-        )
-
-
-def _check_values(expert_indices: torch.Tensor, num_experts: int) -> None:
-    """Raise if an index on the CPU is neither an expert nor -1. Others are not read."""
-    if expert_indices.device.type != "cpu":
-        return
-    is_wrong = (expert_indices < -1) | (expert_indices >= num_experts)
-    if is_wrong.any():
-        token, choice = is_wrong.nonzero()[0].tolist()
-        raise InputError(
-            f"permute got expert index {int(expert_indices[token, choice])} for token {token}, "
-            f"choice {choice}; an index is 0 to {num_experts - 1}, or -1 to drop it."
-        )

@@ -129,8 +129,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return None
 
-    def extra_output_specs(self, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-        """Shape and dtype of each extra output, for a main input like ``spec``.
+    def extra_output_specs(
+        self, spec: TensorSpec, extras: Sequence[TensorSpec]
+    ) -> tuple[TensorSpec, ...]:
+        """Shape and dtype of each extra output, from the specs of main input and extra inputs.
 
         The default takes them for tensors like the input. Where they are not, plans count wrong
         bytes, and the first call warns.

@@ -196,7 +196,7 @@ class OpGraph:
                 output = None
             shape_is_known = shape_is_known and output is not None
             self.extra_inputs.append(extras)
-            self.extra_outputs.append(op.extra_output_specs(spec))
+            self.extra_outputs.append(op.extra_output_specs(spec, extras))
             self.main_specs.append(output or spec)
 
     def _is_assumed(self, source: Source) -> bool:
@@ -246,7 +246,8 @@ class OpGraph:
                     node = ("extra output", i, k)
                     _add(values, i, node, value["extra output", i, k], spec.nbytes)
                     name = ("gradient of extra output", i, k)
-                    _add(gradients, node, i, name, spec.nbytes)
+                    if spec.dtype.is_floating_point:
+                        _add(gradients, node, i, name, spec.nbytes)
         self.arriving = [value["line", i] for i in range(len(self.ops))]
 
     def _origin(self, op: int, slot: int) -> Node:

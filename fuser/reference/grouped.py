@@ -1,12 +1,17 @@
 """Groups of consecutive rows in PyTorch: where they end, zeros after the last, and their biases.
 
-Group g has the rows from ``ends[g - 1]`` up to ``ends[g]``. Nothing here reads a value on the host.
+Group g has the rows from ``ends[g - 1]`` up to ``ends[g]``. Padded, it starts at a multiple of 128
+rows, ``padded_ends[g - 1]``, and zeros fill the rows after its last. Nothing here reads a value on
+the host.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
+TILE = 128
+"""Rows of a tile: a padded group has whole tiles, and no two groups share one."""
 
 
 def group_ends(split_sizes: torch.Tensor, rows: int) -> torch.Tensor:
@@ -16,6 +21,59 @@ def group_ends(split_sizes: torch.Tensor, rows: int) -> torch.Tensor:
     """
     sizes = split_sizes.to(torch.int64).clamp(0, rows)
     return sizes.cumsum(0).clamp(max=rows).to(torch.int32)
+
+
+def tile_count(rows: int, groups: int, size: int | None = None) -> int:
+    """The most tiles that groups of altogether ``rows`` rows can have, or all have of one size."""
+    if size is not None:
+        return groups * -(-size // TILE)
+    return min(rows, (rows + (TILE - 1) * groups) // TILE)
+
+
+def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each group ends if it is padded, int32 ``[G]``; and the rows of each tile.
+
+    The second is int32 ``[count, 4]``, of :func:`tile_count` tiles: the group, -1 for a tile after
+    the last group; the first row, not padded; the number of rows; 0.
+    """
+    starts = F.pad(ends[:-1], (1, 0))
+    sizes = ends - starts
+    padded = (sizes + (TILE - 1)) // TILE * TILE
+    padded_ends = padded.cumsum(0).to(torch.int32)
+    first = torch.arange(count, dtype=torch.int32, device=ends.device) * TILE
+    group = torch.bucketize(first, padded_ends, right=True)
+    is_used = group < len(ends)
+    group = group.clamp(max=len(ends) - 1)
+    inside = first - (padded_ends - padded)[group]
+    found = torch.stack(
+        [
+            torch.where(is_used, group.to(torch.int32), -1),
+            (starts[group] + inside) * is_used,
+            (sizes[group] - inside).clamp(max=TILE) * is_used,
+            torch.zeros_like(first),
+        ],
+        1,
+    )
+    return padded_ends, found.to(torch.int32)
+
+
+def pad(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
+    """The rows of padded groups, ``[128 tiles, K]``, from ``x [rows, K]``; zeros in between."""
+    inside = torch.arange(TILE, dtype=torch.int32, device=x.device)
+    rows = (tiles[:, 1:2] + inside).clamp(max=max(len(x) - 1, 0)).flatten()
+    is_row = (inside < tiles[:, 2:3]).flatten()
+    return x.index_select(0, rows).masked_fill_(~is_row[:, None], 0)
+
+
+def unpad(
+    padded: torch.Tensor, ends: torch.Tensor, padded_ends: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """``[rows, ...]`` from the rows of padded groups; zeros after the last group."""
+    places = torch.arange(rows, dtype=torch.int32, device=ends.device)
+    group = torch.bucketize(places, ends, right=True).clamp(max=len(ends) - 1)
+    shift = (F.pad(padded_ends[:-1], (1, 0)) - F.pad(ends[:-1], (1, 0)))[group]
+    from_rows = (places + shift).clamp(max=max(len(padded) - 1, 0))
+    return zero_tail(ends, padded.index_select(0, from_rows))
 
 
 def is_after(ends: torch.Tensor, rows: int) -> torch.Tensor:

@@ -67,8 +67,8 @@ def note_extra_outputs(
         warnings.warn(
             f"Extra output {k} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and "
             f"plans count it like the input, {entering[1]} of shape {tuple(entering[0])}. Give "
-            f"{name} a method extra_output_specs(spec), which returns a TensorSpec(shape, dtype) "
-            "for each extra output.",
+            f"{name} a method extra_output_specs(spec, extras), which returns a TensorSpec(shape, "
+            "dtype) for each extra output.",
             stacklevel=2,
         )
 

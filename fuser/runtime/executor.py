@@ -250,6 +250,14 @@ def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
         return None
 
 
+def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
+    """An output that was reshaped here as no view: the caller may write to it."""
+    base = output._base
+    if base is None or output is input_ or any(base is t for t in (input_, input_._base)):
+        return output
+    return output.detach()
+
+
 def _kinds(saved: Iterable[torch.Tensor | None]) -> list[Any]:
     """The quantizer of each saved tensor; None for unquantized tensors."""
     return [t._quantizer if isinstance(t, QuantizedTensor) else None for t in saved]
@@ -280,19 +288,11 @@ class _PipelineFunction(torch.autograd.Function):
                 states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
         if not run.returned:
-            base = output._base
-            # An output reshaped here is not a view for the caller, who may write to it.
-            if (
-                base is not None
-                and all(base is not t for t in (input_, input_._base))
-                and output is not input_
-            ):
-                output = output.detach()
-            return output  # type: ignore[no-any-return]
-        outputs = [output]
+            return output if output._base is None else _for_caller(output, input_)
+        outputs = [_for_caller(output, input_)]
         without_grad = []
         for n in run.returned:
-            tensor = produced[n]
+            tensor = _for_caller(produced[n], input_)
             # Autograd requires a separate tensor object for each output.
             if not run.requires_grad[run.places[n][0]]:
                 tensor = tensor.detach()

@@ -243,7 +243,9 @@ class OperationFuser:
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
         keys = self._op_keys(graph, input, params, extra_inputs)
         made = [(graph.main_specs[-1], any(key.requires_grad for key in keys))]
-        made += [(graph.extra_outputs[i][k], keys[i].requires_grad) for i, k in self.returned]
+        for i, k in self.returned:
+            spec = graph.extra_outputs[i][k]
+            made.append((spec, keys[i].requires_grad and spec.dtype.is_floating_point))
         return tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)
             for spec, requires_grad in made
@@ -372,7 +374,7 @@ class OperationFuser:
                     spec.dtype,
                     enabled and extra_inputs[source.caller_index].requires_grad
                     if source.caller_index is not None
-                    else keys[source.producer or 0].requires_grad,
+                    else keys[source.producer or 0].requires_grad and spec.dtype.is_floating_point,
                 )
                 for source, spec in zip(self.sources[i], graph.extra_inputs[i], strict=True)
             )

@@ -4,6 +4,12 @@ from fuser.tensors import dispatch
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+from fuser.tensors.grouped import (
+    Float8GroupsTensor,
+    GroupedTensor,
+    groups_quantizer,
+    quantizes_groups,
+)
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.operand import Operand
@@ -14,10 +20,12 @@ __all__ = [
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
     "Float8CurrentScalingQuantizer",
+    "Float8GroupsTensor",
     "Float8Quantizer",
     "Float8RowwiseQuantizer",
     "Float8RowwiseTensor",
     "Float8Tensor",
+    "GroupedTensor",
     "MXFP8Quantizer",
     "MXFP8Tensor",
     "NVFP4Quantizer",
@@ -26,4 +34,6 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "dispatch",
+    "groups_quantizer",
+    "quantizes_groups",
 ]

@@ -94,6 +94,10 @@ class Quantizer:
         rows = source if source.dim() == 2 else _rows(source)
         return self._made(self.buffers_of(rows), source)
 
+    def value(self) -> Quantizer:
+        """The frozen quantizer of the present contents: this one, unless it can be changed."""
+        return self
+
     @classmethod
     def of_recipe(cls, recipe: Any, role: str) -> Quantizer:
         """The quantizer of an ``"input"``, ``"weight"`` or ``"grad_output"`` under a recipe.

@@ -422,7 +422,8 @@ def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tenso
         return
     spec, *extras = (TensorSpec(tuple(x.shape), x.dtype) for x in inputs)
     told = {"the output": op.output_spec(spec, extras, None)}
-    told |= {f"extra output {k}": made for k, made in enumerate(op.extra_output_specs(spec))}
+    specs = op.extra_output_specs(spec, extras)
+    told |= {f"extra output {k}": made for k, made in enumerate(specs)}
     for name, made in told.items():
         output = found.get(name)
         if made is None or output is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -27,6 +28,9 @@ from test_grouped_linear import (
 )
 
 import fuser
+from fuser import recipe as recipes
+from fuser.formats import DType
+from fuser.recipe import Format
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -47,6 +51,51 @@ def test_tails_and_biases_are_the_references(
     cases.check_tail(GPU, splits, columns, dtype, shift)
     for is_scaled in (False, True):
         cases.check_bias(GPU, splits, columns, dtype, is_scaled, shift)
+
+
+@cases.EVERY_SPLIT
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_tiles_are_the_references(splits: tuple[int, ...], dtype: torch.dtype) -> None:
+    cases.check_tiles(GPU, splits, dtype)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(128, 3), (160, 40), (1, 5)])
+def test_tiles_of_groups_of_one_size(size: int, groups: int) -> None:
+    cases.check_tiles_of_one_size(GPU, size, groups)
+
+
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("columns", [64, 37, 264, 2056])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_rows_of_padded_groups(columns: int, dtype: torch.dtype, shift: int) -> None:
+    cases.check_padding(GPU, columns, dtype, shift)
+
+
+@cases.EVERY_DTYPE
+@cases.EVERY_FLOAT8
+@pytest.mark.parametrize("columns", [136, 37, 2056])
+@pytest.mark.parametrize("is_delayed", [False, True], ids=["current", "delayed"])
+def test_a_group_in_fp8_has_a_scale_of_its_own(
+    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+) -> None:
+    cases.check_grouped_fp8(GPU, columns, dtype, to, is_delayed)
+
+
+@cases.EVERY_DTYPE
+def test_blocks_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None:
+    for block_dim in (1, 2):
+        cases.check_grouped_blocks(GPU, dtype, block_dim)
+    cases.check_grouped_mxfp8(GPU, dtype)
+
+
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["rows", "padded rows"])
+def test_an_activation_of_padded_groups_is_quantized_as_it_is_computed(
+    columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
+) -> None:
+    cases.check_chain_of_padded_groups(GPU, columns, dtype, is_backward, is_padded)
 
 
 def is_one_launch() -> bool:
@@ -125,7 +174,22 @@ def some_splits(seed: int) -> list[int]:
     return [b - a for a, b in zip([0, *places], places, strict=False)]
 
 
-def test_split_sizes_are_not_read_on_the_host() -> None:
+AT_ONCE = {
+    "bf16": None,
+    "current": recipes.Float8CurrentScaling(),
+    "current, E4M3": recipes.Float8CurrentScaling(fp8_format=Format.E4M3),
+    "delayed": recipes.DelayedScaling(),
+    "128-block": recipes.Float8BlockScaling(),
+    "MXFP8": recipes.MXFP8BlockScaling(),
+    "current, high precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
+    "128-block, dequantized": recipes.Float8BlockScaling(backward_override="dequantized"),
+}
+EVERY_RECIPE = pytest.mark.parametrize("recipe", AT_ONCE.values(), ids=AT_ONCE)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@EVERY_RECIPE
+def test_split_sizes_are_not_read_on_the_host(recipe: Any) -> None:
     if not is_one_launch():
         pytest.skip("each group has its own product here")
     model = experts()
@@ -137,14 +201,20 @@ def test_split_sizes_are_not_read_on_the_host() -> None:
         if i == 1:
             torch.cuda.set_sync_debug_mode("error")
         try:
-            model(x, splits, scales, splits, scales).backward(dy)
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x, splits, scales, splits, scales)
+            y.backward(dy)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_replays_with_other_splits_equal_eager_calls_bit_by_bit() -> None:
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@EVERY_RECIPE
+def test_replays_with_other_splits_equal_eager_calls_bit_by_bit(recipe: Any) -> None:
     if not is_one_launch():
         pytest.skip("each group has its own product here")
+    if recipe is not None and recipe.delayed():
+        pytest.skip("scales change from step to step: see make_graphed_callables")
     model = experts()
     x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
     scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
@@ -153,7 +223,8 @@ def test_replays_with_other_splits_equal_eager_calls_bit_by_bit() -> None:
     leaves = [x, scales, *model.parameters()]
 
     def step() -> list[torch.Tensor]:
-        y = model(x, splits, scales, splits, scales)
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x, splits, scales, splits, scales)
         return [y, *torch.autograd.grad(y, leaves, dy)]
 
     side = torch.cuda.Stream()
@@ -188,6 +259,27 @@ def test_make_graphed_callables_takes_a_mixture_of_experts() -> None:
         splits.copy_(torch.tensor(some_splits(seed)))
         found = graphed(x, splits, scales, splits, scales)
         assert torch.equal(found, plain(x, splits, scales, splits, scales))
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("size", [(K, N), (256, 384)], ids=str)
+@EVERY_RECIPE
+def test_groups_at_once_give_what_a_loop_gives(
+    recipe: Any, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the rounding of other products."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    torch.manual_seed(0)
+    op = fuser.GroupedLinear(G, *size, dtype=BF16, device="cuda")
+    x = torch.randn(900, size[0], dtype=BF16, device="cuda")
+    dy = torch.randn(900, size[1], dtype=BF16, device="cuda")
+    splits = (300, 0, 77, 500)
+    other = copy.deepcopy(op)
+    found = run(op, x, dy, splits, recipe=recipe)
+    monkeypatch.setattr(fuser.GroupedLinear, "check_device_splits", True)
+    exact = {n: t.double() for n, t in run(other, x, dy, splits, recipe=recipe).items()}
+    assert_close(found, exact, 0.01)
 
 
 class MixtureOfExperts(torch.nn.Module):

@@ -4,7 +4,8 @@ from mutants.mutant import Mutant
 
 KERNELS = "cuda/kernels/permutation.cu"
 REFERENCE = "reference/permutation.py"
-MOE = "moe/permutation.py"
+ROUTING = "functional/routing.py"
+OPS = "basic_ops/moe.py"
 ROUTER = "moe/router.py"
 RECORDED = "test_recorded_experts.py::"
 
@@ -74,24 +75,66 @@ EXPERTS = (
     ),
     Mutant(
         "one assignment less than the capacity remains",
-        MOE,
+        ROUTING,
         "(numbers > capacity)",
         "(numbers >= capacity)",
         "test_moe.py::test_split_sizes_agree_with_the_rows_that_there_are",
     ),
     Mutant(
         "assignments without an expert use up the capacity",
-        MOE,
+        ROUTING,
         "        numbers = has_expert.view(-1).cumsum(0)",
         "        numbers = torch.ones_like(has_expert).view(-1).cumsum(0)",
         "test_moe.py::test_position_drops_the_last_tokens",
     ),
     Mutant(
         "the highest probabilities are dropped",
-        MOE,
+        ROUTING,
         "sort(descending=True, stable=True)",
         "sort(stable=True)",
         "test_moe.py::test_probs_drops_the_lowest_probabilities_and_of_equal_ones_the_last",
+    ),
+    Mutant(
+        "the gradient of a dispatched probability is that of another row",
+        OPS,
+        "ops.unpermute(drows, inverse_map.view(-1, 1), None)",
+        "drows[: inverse_map.numel()]",
+        "test_moe_ops.py::test_a_layer_has_the_bits_of_permute_and_unpermute",
+    ),
+    Mutant(
+        "rows are copied in the dtype of the tokens under autocast",
+        OPS,
+        "        dtype = ctx.autocast_dtype or input_.dtype\n        x = cast",
+        "        dtype = input_.dtype\n        x = cast",
+        "test_moe_ops.py::test_rows_are_copied_in_the_dtype_of_autocast",
+    ),
+    Mutant(
+        "the first row has an assignment although it was dropped",
+        "functional/permutation.py",
+        "places.masked_fill(places < 0, rows)",
+        "places.clamp(min=0)",
+        "test_moe_ops.py::test_nothing_in_unused_rows_reaches_a_result_or_a_gradient",
+    ),
+    Mutant(
+        "a row may be combined twice",
+        OPS,
+        "(counts > 1).any()",
+        "(counts > 60).any()",
+        "test_moe_ops.py::test_a_combine_refuses_what_are_not_rows_of_its_input",
+    ),
+    Mutant(
+        "integers in a channel ask for a gradient",
+        "runtime/pipeline.py",
+        "else keys[source.producer or 0].requires_grad and spec.dtype.is_floating_point,",
+        "else keys[source.producer or 0].requires_grad,",
+        "test_channels.py::test_integers_go_through_a_channel_without_a_gradient",
+    ),
+    Mutant(
+        "the weights of a layer that moved are copied at every call",
+        "modules/grouped_linear.py",
+        "        self._op._apply(lambda tensor: tensor)\n",
+        "",
+        "test_grouped_linear_module.py::test_separate_weights_share_one_buffer_also_after_a_move",
     ),
     Mutant(
         "the router multiplies in the dtype of autocast",
@@ -132,8 +175,8 @@ EXPERTS = (
     Mutant(
         "biases that change before the backward are not noticed",
         "basic_ops/grouped_linear.py",
-        'versioned += self._parts("bias")',
-        "versioned += []",
+        '        self._note_versions(ctx, "bias")\n',
+        "",
         RECORDED + "test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed",
     ),
     Mutant(

@@ -12,6 +12,8 @@ template <class Producer>
 constexpr bool kHasHalves = false;
 template <class Producer>
 constexpr int kPrefetchBytes = 0;
+template <class Producer>
+constexpr bool kHasUnusedTiles = false;
 
 // Sets the rows of a patch after the last row of the matrix to zero.
 template <class T>

@@ -21,8 +21,9 @@
 // several rows in flight, or sums their columns) has an overload of `make_patch` instead of
 // operator(). It may specialize these traits: kFewerBlocks is 1 or 2 if it takes many registers;
 // kHasHalves is true if values in the two halves of a row follow from the same inputs;
-// kPrefetchBytes is the part of Tile::scratch that it prefetches into. A producer that used
-// Tile::scratch ends with a barrier.
+// kPrefetchBytes is the part of Tile::scratch that it prefetches into; kHasUnusedTiles is true if
+// it has is_unused(tile), for tiles that are left as they are. A producer that used Tile::scratch
+// ends with a barrier.
 //
 // A thread holds a patch of 8 x 8 values. 16 neighbouring threads make 128 columns, so a row of
 // bf16 is 16 bytes a thread and 256 bytes a tile. A warp holds 16 rows. Patches are packed, two
@@ -59,6 +60,11 @@ __global__ void __launch_bounds__(fuser::kTileThreads, (fuser::kTileBlocks<Produ
     constexpr int kBytes = kPrefetch > Store::kScratchBytes ? kPrefetch : Store::kScratchBytes;
     __shared__ __align__(16) unsigned char scratch[kBytes > 0 ? kBytes : 16];
     fuser::Tile tile(rows, columns, fuser::kHasHalves<Producer>, scratch);
+    if constexpr (fuser::kHasUnusedTiles<Producer>) {
+        if (producer.is_unused(tile)) {
+            return;
+        }
+    }
     __shared__ int index[2];
     if constexpr (kPrefetch > 0) {
         tile.save_index(index);
@@ -78,6 +84,11 @@ __global__ void __launch_bounds__(fuser::kTileThreads)
     const fuser::Tile tile(rows, columns);
     if (tile.columns_left == 0) {
         return;
+    }
+    if constexpr (fuser::kHasUnusedTiles<Producer>) {
+        if (producer.is_unused(tile)) {
+            return;
+        }
     }
     // Reads are the smaller part of the bytes, so four rows in flight are enough; eight would take
     // registers from other blocks.

@@ -1,0 +1,335 @@
+"""Products of a grouped linear whose operands are quantized.
+
+If the recipe's format has a quantizer of groups, the operands of all groups are quantized in one
+launch and multiplied in one: the *padded* path, which does not read the split sizes on the host.
+Otherwise each group has its own quantizers and products: the *loop*, which needs the sizes. Both
+give each group the bytes of a tensor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser import gemm
+from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
+from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
+from fuser.functional.lazy import LazyTensor, materialize
+from fuser.gemm import grouped
+from fuser.gemm.grouped import Groups
+from fuser.op import BasicOperation, OperationContext
+from fuser.precision.contexts import current_recipe
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import Recipe
+from fuser.reference.grouped import TILE
+from fuser.tensors import (
+    Float8BlockQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    groups_quantizer,
+    quantizes_groups,
+)
+
+Values = torch.Tensor | LazyTensor
+
+# -- padded --------------------------------------------------------------------------
+
+
+class GroupsQuantizers(NamedTuple):
+    """Quantizers by role, for all groups or one for each."""
+
+    input: list[Quantizer]
+    weight: list[Quantizer]
+    grad_output: list[Quantizer]
+
+
+def quantizes_groups_of(recipe: Recipe | None) -> bool:
+    """Whether a grouped linear quantizes all groups in one launch under a recipe; for plans."""
+    if recipe is None or recipe.delayed():
+        return True
+    if recipe.custom():
+        return False
+    roles = ("input", "weight", "grad_output")
+    return all(quantizes_groups([make_quantizer(recipe, role)], 1) for role in roles)
+
+
+def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQuantizers | None:
+    """The quantizers of a grouped linear; None if one of them quantizes no groups in one launch."""
+    recipe = current_recipe()
+    assert recipe is not None
+    groups = op.num_quantizers("backward")
+
+    def of(mode: str, first: int, step: int) -> list[Quantizer]:
+        constant = op.constant_quantizer(recipe, mode, first)
+        if constant is not None:
+            return [constant]
+        if not recipe.delayed():
+            return []
+        found = [op.quantizer_value(mode, first + step * g) for g in range(groups)]
+        return [quantizer for quantizer in found if quantizer is not None]
+
+    has_gradient = ctx.requires_grad and ctx.backward_override is None
+    found = GroupsQuantizers(
+        of("forward", 0, 2), of("forward", 1, 2), of("backward", 0, 1) if has_gradient else []
+    )
+    needed = found if has_gradient else found[:2]
+    return found if all(quantizes_groups(each, groups) for each in needed) else None
+
+
+class Exact:
+    """Products in the compute dtype. Operands that were quantized are dequantized.
+
+    Rows are those of the groups, or of the padded groups if these are given.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.padded = groups.padded
+        self.rows = groups if self.padded is None else Groups(self.padded.padded_ends, None)
+
+    def input(
+        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        """An input as an operand; ``is_padded``: its rows are those of padded groups already."""
+        if self.padded is None or is_padded:
+            return materialize(x)
+        return materialize(padded_rows(x, self.padded))
+
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
+        """The weights ``[G, N, K]`` as an operand."""
+        return weight
+
+    def gradient(
+        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        """A gradient as an operand of the products that are wanted."""
+        return self.input(dy, quantizers, columnwise=wgrad, is_padded=is_padded)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
+        """``x_g @ weight_g.T``; ``size`` is N."""
+        return grouped.forward(x, weight, self.rows)
+
+    def dgrad(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``dy_g @ weight_g``."""
+        if isinstance(weight, QuantizedTensor):
+            shape = (len(self.rows.ends), -1, weight.shape[-1])
+            weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
+        return grouped.dgrad(dy, weight, self.rows)
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, *, is_padded: bool = False) -> torch.Tensor:
+        """``dy_g.T @ x_g``; ``is_padded`` as in :meth:`input`."""
+        if isinstance(x, QuantizedTensor):
+            x, is_padded = x.dequantize(dtype=dy.dtype), True
+        x = self.input(x, None, columnwise=True, is_padded=is_padded)
+        return grouped.wgrad(dy, x, self.rows)
+
+    def output(self, padded: torch.Tensor) -> torch.Tensor:
+        """The rows of groups without padding."""
+        return padded if self.padded is None else unpad(padded, self.padded)
+
+
+class Quantized(Exact):
+    """Products of quantized operands, whose rows are those of padded groups."""
+
+    padded: PaddedGroups
+
+    def __init__(self, groups: Groups, dtype: torch.dtype, is_split: tuple[bool, ...]) -> None:
+        assert groups.padded is not None
+        super().__init__(groups)
+        self.dtype, self.is_split = dtype, is_split
+
+    def input(
+        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        return self._quantized(x, quantizers, True, columnwise, is_padded)
+
+    def columns(self, x: Values, quantizers: Any) -> torch.Tensor:
+        """An input of padded rows again, as the operand of the weight gradient alone."""
+        return self._quantized(x, quantizers, False, True, True)
+
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
+        count, n, k = weight.shape
+        rows = weight.reshape(count * n, k)
+        has_blocks = isinstance(quantizers[0], (Float8BlockQuantizer, MXFP8Quantizer))
+        if has_blocks and n % TILE == 0:  # nothing to pad, and no scales of groups
+            made: torch.Tensor = quantizers[0].with_usage(rowwise=True, columnwise=columnwise)(rows)
+            return made
+        groups = padded_groups(n, count, count * n, weight.device)
+        quantizer = groups_quantizer(quantizers, groups, rowwise=True, columnwise=columnwise)
+        return quantizer(padded_rows(rows, groups))
+
+    def gradient(
+        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
+    ) -> torch.Tensor:
+        return self._quantized(dy, quantizers, dgrad, wgrad, is_padded)
+
+    def _quantized(
+        self, x: Values, quantizers: Any, rowwise: bool, columnwise: bool, is_padded: bool
+    ) -> torch.Tensor:
+        groups = self.padded
+        quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
+        return quantizer(padded_rows(x, groups, is_padded=is_padded))
+
+    def forward(self, x: Any, weight: Any, size: int) -> torch.Tensor:
+        is_split = self.is_split[0]
+        return grouped.quantized_forward(
+            x, weight, self.padded, size, self.dtype, is_split=is_split
+        )
+
+    def dgrad(self, dy: Any, weight: Any) -> torch.Tensor:
+        is_split = self.is_split[1]
+        dx = grouped.quantized_dgrad(dy, weight, self.padded, self.dtype, is_split=is_split)
+        if dy._has("columnwise"):
+            dy.release("rowwise")  # nothing reads it again
+        return dx
+
+    def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
+        is_split = self.is_split[2]
+        return grouped.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+
+
+def products_of_forward(
+    ctx: OperationContext, groups: Groups, quantizers: Any, dtype: torch.dtype
+) -> Exact:
+    """The products of a forward; exact if ``quantizers`` is None."""
+    return Exact(groups) if quantizers is None else Quantized(groups, dtype, ctx.split_accumulators)
+
+
+def products_of_backward(ctx: OperationContext, groups: Groups, dtype: torch.dtype) -> Exact:
+    """The products of a backward; quantized if the forward was, and nothing overrides it."""
+    if groups.padded is None or ctx.backward_override is not None:
+        return Exact(groups)
+    return Quantized(groups, dtype, ctx.split_accumulators)
+
+
+def kept(
+    ctx: OperationContext, values: torch.Tensor, operand: torch.Tensor, is_wanted: bool
+) -> torch.Tensor | None:
+    """What backward reads of an input or of weights, of which the forward read ``operand``.
+
+    The operand itself; the values, if the override asks for high precision; None if not wanted.
+    Of an operand with a columnwise copy the rowwise one is dropped.
+    """
+    if not is_wanted:
+        return None
+    if ctx.backward_override == "high_precision":
+        return values
+    if isinstance(operand, QuantizedTensor) and operand._has("columnwise"):
+        operand.release("rowwise")
+    return operand
+
+
+# -- loop ------------------------------------------------------------------------------
+
+
+def loop_forward(
+    op: BasicOperation,
+    ctx: OperationContext,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    groups: Groups,
+    out: torch.Tensor | None,
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """The output, and the operands of each group that backward reads: inputs, then weights.
+
+    ``wanted``: whether the gradients of the weights and of the input are, which read them.
+    """
+    dtype, override = x.dtype, ctx.backward_override
+    is_quantized = override is None
+    usage = "rowwise" if override == "dequantized" else "columnwise"
+    y = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
+    kept: tuple[list[Any], list[Any]] = ([], [])
+    gradients: list[Quantizer | None] = []
+    for g, rows in enumerate(groups.slices()):
+        weight_g = weight[g]
+        operands = (x[rows], weight_g)
+        quantizers = [op.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
+        made = []
+        for tensor, quantizer, is_wanted, held in zip(
+            operands, quantizers, wanted, kept, strict=True
+        ):
+            assert quantizer is not None
+            value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
+            if rows.start == rows.stop:
+                held.append(None)
+                if tensor is weight_g and isinstance(quantizer, Float8Quantizer):
+                    quantizer(weight_g)  # records its amax
+                continue
+            q = quantized(tensor, dtype, value)
+            if override == "high_precision":
+                held.append(original(tensor, dtype) if is_wanted else None)
+            else:
+                held.append(saved_operand(q, usage, value) if is_wanted else None)
+            made.append(readable(q, "rowwise", value))
+        if made:
+            is_split = ctx.split_accumulators[0]
+            y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
+        if ctx.requires_grad and is_quantized:
+            gradients.append(op.quantizer_value("backward", g))
+    ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
+    return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
+
+
+def loop_backward(
+    ctx: OperationContext,
+    dy: torch.Tensor,
+    saved: list[Any],
+    groups: Groups,
+    out: torch.Tensor | None,
+    shape: tuple[int, int, int],
+    wanted: tuple[bool, bool],
+) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
+    """dx, and a function that computes the gradients of the weights ``[G, N, K]``.
+
+    None if it is not wanted. ``shape`` is that of the weights, ``wanted`` as in the forward.
+    """
+    dtype, (count, _, size), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
+    xs, weights = saved[:count], saved[count:]
+    dx = None
+    if wants_dgrad:
+        dx = dy.new_empty(dy.shape[0], size) if out is None else out
+    operands: list[Any] = []
+    for g, rows in enumerate(groups.slices()):
+        if rows.start == rows.stop:
+            operands.append(None)
+            continue
+        x, weight, gradient = xs[g], weights[g], dy[rows]
+        if ctx.backward_override is not None:
+            if dx is not None:
+                dx[rows] = gemm.dgrad(gradient, plain(weight, dtype))
+            operands.append((gradient, x))
+            continue
+        quantizer = ctx.grad_output_quantizers[g]
+        value = quantizer.with_usage(rowwise=wants_dgrad, columnwise=wants_wgrad)
+        q = quantized(gradient, dtype, value)
+        if dx is not None:
+            dx[rows] = gemm.quantized_dgrad(
+                readable(q, "rowwise", value),
+                weight,
+                dtype,
+                is_split=ctx.split_accumulators[1],
+            )
+        operands.append((readable(q, "columnwise", value), x) if wants_wgrad else None)
+    if dx is not None:
+        zero_tail(groups.ends, dx)
+    if not wants_wgrad:
+        return dx, None
+    is_split = ctx.split_accumulators[2]
+
+    def wgrads() -> torch.Tensor:
+        made = dy.new_zeros(shape)
+        for product, pair in zip(made, operands, strict=True):
+            if pair is None:
+                continue
+            gradient, x = pair
+            if isinstance(gradient, QuantizedTensor):
+                product.copy_(gemm.quantized_wgrad(gradient, x, dtype, is_split=is_split))
+            else:
+                product.copy_(gemm.wgrad(gradient, plain(x, dtype)))
+        return made
+
+    return dx, wgrads

@@ -1,0 +1,180 @@
+"""GroupedLinear as a layer, which is called with the sizes of the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fuser import basic_ops
+from fuser.errors import InputError, InputTypeError
+from fuser.modules.layers import InitMethod, Layer, Place, linear_arguments, one_of_two
+from fuser.op import check_parallelism
+from fuser.plan.plan import FusionPlan
+
+
+class GroupedLinear(Layer):
+    """``y_g = x_g @ weight_g.T + bias_g``: a linear for each group of consecutive rows.
+
+    Parameters
+    ----------
+    num_gemms
+        The number of groups.
+    in_features, out_features
+        Last dimension of the input and of the output.
+    bias
+        Whether each group has one.
+    init_method
+        Called with each weight to initialise it; None initialises as ``torch.nn.Linear`` does.
+    params_dtype, dtype
+        Of the parameters; two names of one argument.
+    device
+        Of the parameters.
+    delay_wgrad_compute
+        Leave weight gradients to :meth:`backward_dw`.
+    single_grouped_weight, single_grouped_bias
+        One parameter ``weight`` or ``bias`` in place of ``weight0`` and so on, as in the op.
+    name, options
+        As in :class:`fuser.modules.Linear`.
+
+    Raises
+    ------
+    InputError
+        As :class:`fuser.modules.Linear`, or if a number is not positive.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        init_method: InitMethod | None = None,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        delay_wgrad_compute: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        **options: Any,
+    ) -> None:
+        taken = linear_arguments(type(self), options)
+        mode, group = (taken.pop(f"tensor_parallel_{key}", None) for key in ("mode", "group"))
+        check_parallelism(
+            type(self).__name__, mode, group, sequence=taken.pop("sequence_parallel", False)
+        )
+        op = basic_ops.GroupedLinear(
+            num_gemms,
+            in_features,
+            out_features,
+            bias=bias,
+            device=device,
+            dtype=one_of_two("params_dtype", params_dtype, "dtype", dtype),
+            delay_wgrad_compute=delay_wgrad_compute,
+            single_grouped_weight=single_grouped_weight,
+            single_grouped_bias=single_grouped_bias,
+            **taken,
+        )
+        op.name = name or ""
+        weights, biases = (
+            [what] if is_one else [f"{what}{i}" for i in range(num_gemms)]
+            for what, is_one in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
+        )
+        places: dict[str, Place | None] = {weight: (op, weight) for weight in weights}
+        init = _of_each(init_method) if single_grouped_weight and init_method else init_method
+        super().__init__(
+            op,
+            places={**places, **{each: (op, each) if bias else None for each in biases}},
+            init_methods=dict.fromkeys(weights, init),
+        )
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, "
+            f"out_features={self.out_features}"
+        )
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on ``[..., in_features]``, whose rows are those of group 0, then 1, ...
+
+        ``m_splits`` are the numbers of rows of the groups: ints, or an integer tensor
+        ``[num_gemms]`` on the CPU or the device of ``inp``. Rows after the last group get zeros.
+        Weights are quantized at every call, whatever ``is_first_microbatch`` is.
+
+        Raises
+        ------
+        InputError
+            If the sizes are negative, sum to more than the rows, or are not ``num_gemms``.
+        InputTypeError
+            If they are neither ints nor a tensor.
+        """
+        return self.run(inp, self._sizes(m_splits))
+
+    def plan(  # type: ignore[override]
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        *,
+        training: bool = True,
+    ) -> FusionPlan:
+        """The plan of a call with such arguments."""
+        self._hand_parameters_to_ops()
+        return self.ops.plan(inp, self._sizes(m_splits), training=training)
+
+    def backward_dw(self) -> None:
+        """As ``backward_dw`` of the op: compute weight gradients that a backward has left."""
+        self._hand_parameters_to_ops()
+        self._op.backward_dw()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Call ``hook()`` at the end of each :meth:`backward_dw`."""
+        self._op.register_wgrad_accumulation_and_reduce_hooks(hook)
+
+    @property
+    def _op(self) -> basic_ops.GroupedLinear:
+        op = self.ops[0]
+        assert isinstance(op, basic_ops.GroupedLinear)
+        return op
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; separate parameters become views of one buffer again, by the op."""
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._hand_parameters_to_ops()
+        self._op._apply(lambda tensor: tensor)
+        return result
+
+    def _sizes(self, m_splits: Sequence[int] | torch.Tensor) -> torch.Tensor:
+        if isinstance(m_splits, torch.Tensor):
+            return m_splits
+        try:
+            is_ints = all(type(size) is int for size in m_splits)
+        except TypeError:
+            is_ints = False
+        if not is_ints:
+            raise InputTypeError(
+                f"GroupedLinear takes m_splits as ints or an integer tensor; got {m_splits!r:.60}."
+            )
+        if len(m_splits) != self.num_gemms:
+            raise InputError(
+                f"GroupedLinear got {len(m_splits)} m_splits for {self.num_gemms} groups."
+            )
+        return torch.tensor(m_splits, dtype=torch.int64, device="cpu")
+
+
+def _of_each(init_method: InitMethod) -> InitMethod:
+    """``init_method`` for weights that are one tensor."""
+
+    def of_each(weights: torch.Tensor) -> None:
+        for weight in weights:
+            init_method(weight)
+
+    return of_each

@@ -1,0 +1,353 @@
+"""Quantized groups of rows: one set of buffers, in which each group has scales of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fuser.cuda import grouped_fp8 as kernels
+from fuser.errors import InputError
+from fuser.formats import DType, NumberFormat, round_up
+from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
+from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.reference import fp8_scaling as reference
+from fuser.reference.fp8 import decode
+from fuser.reference.grouped import TILE
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.block_scaling import Float8BlockQuantizer
+from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
+from fuser.tensors.mxfp8 import MXFP8Quantizer
+from fuser.tensors.quantizer import Quantizer
+
+# -- FP8 with one scale a group --------------------------------------------------
+
+
+class Float8GroupsTensor(Float8Tensor):
+    """FP8 bytes of padded groups, with one fp32 scale for each 128 rows.
+
+    Buffers: as :class:`Float8Tensor`, but ``_scale_inv`` is fp32 ``[M / 128]``. The scales of one
+    group are equal.
+    """
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        return {**super()._layout(m, k), "_scale_inv": (m // TILE,)}
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        return {**super()._row_units(), "_scale_inv": (0, TILE)}
+
+    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        columnwise = self._rowwise_data is None
+        data = self._columnwise_data if columnwise else self._rowwise_data
+        assert data is not None
+        return filled(
+            torch.empty(
+                data.shape[::-1] if columnwise else data.shape, dtype=dtype, device=data.device
+            ),
+            kernels.dequantize,
+            _dequantized,
+            *(data, self._scale_inv, self._fp8_dtype, dtype),
+            columnwise=columnwise,
+        )
+
+
+def _dequantized(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+) -> torch.Tensor:
+    values = decode(data.t() if columnwise else data, dtype)
+    return (values * scale_inv.repeat_interleave(TILE)[:, None]).to(out_dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Float8GroupsQuantizer(Quantizer):
+    """FP8 with one scale a group, of the rows of padded ``groups``.
+
+    Parameters
+    ----------
+    groups
+        Where the groups are.
+    fp8_dtype
+        E4M3 or E5M2.
+    force_pow_2_scales, amax_epsilon
+        As :class:`Float8CurrentScalingQuantizer` has them.
+    scales, amaxes
+        Delayed scaling: fp32 ``[1]`` for each group. ``amaxes`` become the maxima of themselves
+        and the amaxes of the groups; empty if nothing is recorded. If ``scales`` is empty, scales
+        follow from the amaxes of the groups.
+    """
+
+    groups: PaddedGroups
+    fp8_dtype: DType = DType.kFloat8E4M3
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+    force_pow_2_scales: bool = field(default=False, kw_only=True)
+    amax_epsilon: float = field(default=0.0, kw_only=True)
+    scales: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
+    amaxes: tuple[torch.Tensor, ...] = field(default=(), kw_only=True)
+
+    tensor_class = Float8GroupsTensor
+    accepts_lazy = True
+
+    @functools.cached_property
+    def format(self) -> NumberFormat:
+        return NumberFormat("FP8", self.fp8_dtype)
+
+    @functools.cached_property
+    def launch_key(self) -> Hashable | None:
+        if self.scales:
+            return None  # more than launches: torch gathers and raises the state of the groups
+        copies = (self.rowwise, self.columnwise)
+        how = (self.force_pow_2_scales, self.amax_epsilon, len(self.groups.ends))
+        return ("groups", self.fp8_dtype, *copies, *how)
+
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.groups.tiles,)
+
+    def encoding(self) -> tuple[Any, ...]:
+        return (self.fp8_dtype,)
+
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        assert isinstance(x, LazyTensor)
+        (m, k), tiles = matrix_of(x), self.groups.tiles
+        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
+        scale_inv = buffer(x, (len(tiles),), dtype=torch.float32)
+        outputs: dict[str, Any] = {"row": row, "col": col, "scale_inv": scale_inv}
+        source: Any = source_of(x)
+        count = len(self.groups.ends)
+        if self.scales:
+            scale = torch.cat(self.scales)
+            found = torch.zeros(count, dtype=torch.float32, device=x.device)
+            kernels.quantize(
+                source,
+                self.fp8_dtype,
+                tiles,
+                scale=scale,
+                recorded=found if self.amaxes else None,
+                **outputs,
+            )
+            self._record(found)
+        else:
+            found = torch.zeros(count, dtype=torch.float32, device=x.device)
+            kernels.quantize(source, self.fp8_dtype, tiles, recorded=found)
+            kernels.quantize(
+                source,
+                self.fp8_dtype,
+                tiles,
+                amax_value=found,
+                pow2=self.force_pow_2_scales,
+                eps=self.amax_epsilon,
+                **outputs,
+            )
+        return dict(zip(Float8Tensor.buffer_names, (row, col, scale_inv), strict=True))
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        m, k = x.shape
+        row, col = x.new_zeros(m, k, dtype=torch.uint8), x.new_zeros(k, m, dtype=torch.uint8)
+        scale_inv = x.new_ones(m // TILE, dtype=torch.float32)
+        found = x.new_zeros(len(self.groups.ends), dtype=torch.float32)
+        start = 0
+        for g, end in enumerate(self.groups.padded_ends.tolist()):
+            rows, start = slice(start, end), end
+            if rows.start == end:
+                continue
+            values = x[rows]
+            found[g : g + 1] = reference.amax(values)
+            if self.scales:
+                made = reference.quantize_delayed(values, self.scales[g], self.fp8_dtype)[:3]
+            else:
+                made = reference.quantize_current(
+                    values,
+                    self.fp8_dtype,
+                    pow2=self.force_pow_2_scales,
+                    eps=self.amax_epsilon,
+                )
+            assert made[0] is not None
+            row[rows], scale_inv[rows.start // TILE : end // TILE] = made[0], made[2]
+            col[:, rows] = made[0].t()
+        if self.scales:
+            self._record(found)
+        kept = (row if self.rowwise else None, col if self.columnwise else None, scale_inv)
+        return dict(zip(Float8Tensor.buffer_names, kept, strict=True))
+
+    def _record(self, found: torch.Tensor) -> None:
+        if self.amaxes:
+            torch._foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
+
+
+# -- all formats ------------------------------------------------------------------
+
+
+def quantizes_groups(quantizers: Sequence[Quantizer], groups: int) -> bool:
+    """Whether all groups can be quantized in one launch.
+
+    ``quantizers``: the quantizer of each group, or one for all of them.
+    """
+    if not quantizers:
+        return False
+    first = quantizers[0]
+    if isinstance(first, Float8Quantizer):
+        is_whole = all(type(q) is Float8Quantizer and q.saturates for q in quantizers)
+        return len(quantizers) == groups and is_whole
+    if isinstance(first, Float8CurrentScalingQuantizer) and first.group is not None:
+        return False
+    return type(first) in (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer)
+
+
+def groups_quantizer(
+    quantizers: Sequence[Quantizer], groups: PaddedGroups, *, rowwise: bool, columnwise: bool
+) -> Quantizer:
+    """The quantizer of the rows of padded groups, where :func:`quantizes_groups` is true."""
+    first = quantizers[0]
+    usages: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+    if isinstance(first, Float8CurrentScalingQuantizer):
+        return Float8GroupsQuantizer(
+            groups,
+            first.fp8_dtype,
+            force_pow_2_scales=first.force_pow_2_scales,
+            amax_epsilon=first.amax_epsilon,
+            **usages,
+        )
+    if isinstance(first, Float8Quantizer):
+        states = [q for q in quantizers if isinstance(q, Float8Quantizer)]
+        amaxes = tuple(q.amax for q in states if q.amax is not None)
+        scales = tuple(q.scale for q in states)
+        return Float8GroupsQuantizer(
+            groups, first.fp8_dtype, scales=scales, amaxes=amaxes, **usages
+        )
+    return first.with_usage(**usages)  # blocks do not reach over the end of a tile
+
+
+class GroupedTensor:
+    """Quantized groups of rows ``[T, K]``, each with scales of its own, in one set of buffers.
+
+    Each group is padded with zeros to whole tiles of 128 rows, so that no block of a format
+    reaches over its end; :attr:`padded` holds that matrix. Rows after the last group belong to
+    none, and are zeros when dequantized.
+    """
+
+    def __init__(self, padded: QuantizedTensor, groups: PaddedGroups, quantizer: Quantizer) -> None:
+        self.padded = padded
+        self.groups = groups
+        self.quantizer = quantizer
+
+    @classmethod
+    def quantize(
+        cls,
+        x: torch.Tensor,
+        split_sizes: torch.Tensor,
+        quantizer: Quantizer | Sequence[Quantizer],
+    ) -> GroupedTensor:
+        """Quantize the groups of consecutive rows of ``x``.
+
+        Parameters
+        ----------
+        x
+            ``[T, K]``; fp32, fp16 or bf16.
+        split_sizes
+            Integers ``[G]``: the number of rows of each group. They are not read on the host;
+            sizes below zero count as zero, and groups end at the last row.
+        quantizer
+            Of all groups; or one for each, which delayed scaling needs.
+
+        Raises
+        ------
+        InputError
+            If ``x`` is no matrix, or the format has no quantizer of groups: those of current and
+            delayed scaling, FP8 in blocks of 128, and MXFP8 have one.
+        """
+        if x.dim() != 2 or split_sizes.dim() != 1:
+            raise InputError(
+                f"GroupedTensor.quantize got a tensor of shape {tuple(x.shape)} and split sizes of "
+                f"shape {tuple(split_sizes.shape)}; it takes a matrix and a vector."
+            )
+        given = [quantizer] if isinstance(quantizer, Quantizer) else list(quantizer)
+        each = [one.value() for one in given]
+        if any(getattr(one, "with_amax_reduction", False) for one in given):
+            raise InputError("GroupedTensor.quantize reduces no amaxes over a process group.")
+        sizes = split_sizes.to(x.device, non_blocking=True)
+        groups = padded_groups(sizes, len(sizes), x.shape[0], x.device)
+        if not quantizes_groups(each, len(sizes)):
+            raise InputError(
+                f"{type(each[0]).__name__} quantizes no groups in one launch: current and delayed "
+                "scaling, FP8 in blocks of 128 and MXFP8 do; delayed scaling takes a quantizer for "
+                f"each of the {len(sizes)} groups."
+            )
+        usages = {"rowwise": each[0].rowwise, "columnwise": each[0].columnwise}
+        of_groups = groups_quantizer(each, groups, **usages)
+        return cls(of_groups(padded_rows(x, groups)), groups, each[0])
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[T, K]``."""
+        return torch.Size((self.groups.rows, self.padded.shape[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype before quantization."""
+        return self.padded.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the buffers."""
+        return self.padded.device
+
+    def __repr__(self) -> str:
+        return (
+            f"GroupedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"groups={len(self.groups.ends)}, {self.quantizer})"
+        )
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values ``[T, K]`` in ``dtype`` or else the nominal dtype; zeros after the last group.
+
+        Does not read the split sizes on the host.
+        """
+        return unpad(self.padded.dequantize(dtype=dtype), self.groups)
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """As :meth:`QuantizedTensor.update_usage`."""
+        self.padded.update_usage(rowwise_usage, columnwise_usage)
+
+    def members(self) -> list[QuantizedTensor]:
+        """Each group as a quantized tensor of its own, with copies of its bytes and scales.
+
+        Waits for the device: the shapes depend on the split sizes.
+        """
+        ends, padded_ends = (torch.stack(self.groups[:2])).tolist()
+        starts = [0, *ends[:-1]]
+        firsts = [0, *padded_ends[:-1]]
+        return [
+            self._member(first, end - start)
+            for first, start, end in zip(firsts, starts, ends, strict=True)
+        ]
+
+    def _member(self, first: int, rows: int) -> QuantizedTensor:
+        """The group of ``rows`` rows that starts at row ``first`` of the padded matrix."""
+        padded, quantizer = self.padded, self.quantizer.unbound()
+        made: QuantizedTensor = quantizer.tensor_class({}, (rows, padded.shape[-1]))
+        made._quantizer = quantizer
+        layout, units = made._layout(rows, padded.shape[-1]), padded._row_units()
+        buffers: dict[str, torch.Tensor | None] = {}
+        stored = round_up(rows, quantizer.multiple)
+        for name, whole in padded.buffers().items():
+            if whole is None:
+                buffers[name] = None
+                continue
+            dim, unit = units[name]
+            part = whole.new_zeros(layout[name])
+            count = min(-(-stored // unit), part.shape[dim])
+            part.narrow(dim, 0, count).copy_(whole.narrow(dim, first // unit, count))
+            buffers[name] = part
+        return quantizer.tensor_class(
+            buffers, (rows, padded.shape[-1]), padded.dtype, padded.device, quantizer
+        )

@@ -1,0 +1,347 @@
+"""GroupedMLP: the bits of the ops one by one, in fewer steps and less memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from every_format import RECIPES
+from test_grouped_products import PADDED, at_once, pytestmark  # noqa: F401 - a fixture, and marks
+from torch.utils.checkpoint import checkpoint
+
+import fuser
+from fuser import recipe as recipes
+from fuser.basic_ops.grouped_products import quantizes_groups_of
+from fuser.errors import InputError, StateError
+from fuser.fused_ops import GroupedMLP
+
+BF16, FP32 = torch.bfloat16, torch.float32
+G, K, F, T = 4, 32, 64, 300
+SPLITS = (130, 0, 47, 100)
+UNFUSED = tuple(fusion for fusion in fuser.FUSIONS if fusion is not GroupedMLP)
+ACTIVATIONS: dict[str, Callable[..., Any]] = {
+    "SwiGLU": fuser.ScaledSwiGLU,
+    "SwiGLU, interleaved": lambda **o: fuser.ScaledSwiGLU(glu_interleave_size=8, **o),
+    "SiTUGLU": fuser.ScaledSiTUGLU,
+    "ClampedQGeGLU": fuser.ScaledClampedQGeGLU,
+    "SReLU": fuser.ScaledSReLU,
+}
+OVERRIDES = {
+    "bf16": lambda: None,
+    **PADDED,
+    "current, exact": lambda: recipes.Float8CurrentScaling(backward_override="high_precision"),
+    "MXFP8, exact": lambda: recipes.MXFP8BlockScaling(backward_override="high_precision"),
+    "block, dequantized": lambda: recipes.Float8BlockScaling(backward_override="dequantized"),
+}
+EVERY_RECIPE = pytest.mark.parametrize("make", OVERRIDES.values(), ids=OVERRIDES)
+
+
+@pytest.fixture
+def groups_at_once(at_once: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """All groups are one product here, and plans know it."""
+    at_once()
+
+    def runs_at_once(self: fuser.GroupedLinear, key: Any) -> bool:
+        return quantizes_groups_of(key.recipe)
+
+    monkeypatch.setattr(fuser.GroupedLinear, "runs_at_once", runs_at_once)
+
+
+def mlp(
+    activation: Any = None, dtype: torch.dtype = BF16, fusions: Any = fuser.FUSIONS, **options: Any
+) -> fuser.Sequential:
+    torch.manual_seed(0)
+    activation = fuser.ScaledSwiGLU() if activation is None else activation
+    options = {"dtype": dtype, "device": "cpu", "bias": False, **options}
+    width = 2 * F if activation.function.is_gated else F
+    ops = (
+        fuser.GroupedLinear(G, K, width, **options),
+        activation,
+        fuser.GroupedLinear(G, F, K, **options),
+    )
+    model = fuser.Sequential(*ops, fusions=fusions)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    return model
+
+
+def tensors(dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
+    """NaN in the rows after the last group."""
+    generator = torch.Generator().manual_seed(1)
+    found = {
+        "x": torch.randn(T, K, generator=generator),
+        "scales": torch.rand(T, generator=generator),
+        "dy": torch.randn(T, K, generator=generator),
+    }
+    for value in found.values():
+        value[sum(SPLITS) :] = float("nan")
+    return {name: value.to(dtype) for name, value in found.items()}
+
+
+def run(model: fuser.Sequential, recipe: Any = None, steps: int = 2) -> list[torch.Tensor]:
+    given, found = tensors(model[0]._dtype), []
+    leaves = [given["x"].requires_grad_(), given["scales"].requires_grad_()]
+    sizes = torch.tensor(SPLITS)
+    for _ in range(steps):
+        for leaf in (*leaves, *model.parameters()):
+            leaf.grad = None
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            extras = [[sizes, leaves[1]][: op.num_extra_inputs] for op in (model[0], model[2])]
+            y = model(leaves[0], *extras[0], leaves[1], *extras[1])
+        y.backward(given["dy"])
+        found += [y.detach(), *(leaf.grad for leaf in (*leaves, *model.parameters()))]
+    return found
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, other), place
+        assert one.isfinite().all()
+
+
+def plan_of(model: fuser.Sequential, recipe: Any = None) -> fuser.FusionPlan:
+    given, sizes = tensors(model[0]._dtype), torch.tensor(SPLITS)
+    extras = [[sizes, given["scales"]][: op.num_extra_inputs] for op in (model[0], model[2])]
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        return model.plan(given["x"].requires_grad_(), *extras[0], given["scales"], *extras[1])
+
+
+def is_fused(model: fuser.Sequential, recipe: Any = None) -> bool:
+    plan = plan_of(model, recipe)
+    sides = (plan.forward, plan.backward)
+    return all([step.fusion for step in side] == ["GroupedMLP"] for side in sides)
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@EVERY_RECIPE
+def test_bits_are_those_of_the_ops(make: Callable[[], Any], name: str) -> None:
+    for again in (False, True):
+        model = mlp(ACTIVATIONS[name](activation_recompute_in_mlp=again))
+        assert is_fused(copy.deepcopy(model), make())
+        alone = mlp(ACTIVATIONS[name](), fusions=UNFUSED)
+        assert_equal(run(model, make()), run(alone, make()))
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True},
+        {"bias": True, "scale_bias": True},
+        {"single_grouped_weight": True},
+        {"bias": True, "scale_bias": True, "single_grouped_bias": True},
+    ],
+    ids=str,
+)
+@EVERY_RECIPE
+def test_biases_and_layouts(make: Callable[[], Any], options: dict[str, bool]) -> None:
+    found, expected = (run(mlp(fusions=f, **options), make()) for f in (fuser.FUSIONS, UNFUSED))
+    for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+        # Sums of rows have other rows of zeros in between.
+        assert torch.allclose(one, other, rtol=0.01, atol=0.01), place
+        assert one.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("options", [{}, {"bias": True, "scale_bias": True}], ids=str)
+def test_in_fp32_on_a_cpu(name: str, options: dict[str, bool]) -> None:
+    for again in (False, True):
+        model = mlp(ACTIVATIONS[name](activation_recompute_in_mlp=again), FP32, **options)
+        assert is_fused(model)
+        alone = mlp(ACTIVATIONS[name](), FP32, UNFUSED, **options)
+        assert_equal(run(model), run(alone))
+
+
+FROZEN = {
+    "x": lambda m: [],
+    "up": lambda m: list(m[0].parameters()),
+    "down": lambda m: list(m[2].parameters()),
+    "one of up": lambda m: [m[0].weight1],
+}
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("frozen", [*FROZEN, "all but x", "all but scales"])
+@EVERY_RECIPE
+def test_what_is_frozen_gets_no_gradient(make: Callable[[], Any], frozen: str) -> None:
+    """And the others get what they get alone."""
+    found = []
+    for fusions in (fuser.FUSIONS, UNFUSED):
+        model = mlp(fusions=fusions)
+        params = list(model.parameters()) if "but" in frozen else FROZEN[frozen](model)
+        for param in params:
+            param.requires_grad_(False)
+        given, sizes = tensors(), torch.tensor(SPLITS)
+        x = given["x"].requires_grad_(frozen not in ("x", "all but scales"))
+        scales = given["scales"].requires_grad_(frozen != "all but x")
+        with fuser.autocast(enabled=make() is not None, recipe=make()):
+            y = model(x, sizes, scales, sizes)
+        y.backward(given["dy"])
+        found.append([x.grad, scales.grad, *(param.grad for param in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_an_evaluation_saves_nothing() -> None:
+    model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
+    with torch.no_grad():
+        y = model(given["x"], sizes, given["scales"], sizes)
+    assert y.grad_fn is None
+    wanted = mlp(fusions=UNFUSED)(given["x"], sizes, given["scales"], sizes)
+    assert torch.equal(y, wanted)
+
+
+def test_recomputing_saves_less() -> None:
+    def saved_bytes(again: bool) -> int:
+        model, given = mlp(fuser.ScaledSwiGLU(activation_recompute_in_mlp=again)), tensors()
+        sizes, kept = torch.tensor(SPLITS), {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(given["x"].requires_grad_(), sizes, given["scales"], sizes)
+        return sum(kept.values())
+
+    assert saved_bytes(False) - saved_bytes(True) == T * F * 2
+
+
+def test_sizes_that_differ_are_refused_on_the_host() -> None:
+    model, given = mlp(), tensors()
+    sizes, other = torch.tensor(SPLITS), torch.tensor(SPLITS[::-1])
+    words = r"split sizes \[130, 0, 47, 100\] for its first .* \[100, 47, 0, 130\] for its second"
+    with pytest.raises(InputError, match=words):
+        model(given["x"], sizes, given["scales"], other)
+    y = model(given["x"], sizes, given["scales"], sizes.clone())
+    assert torch.equal(y, model(given["x"], sizes, given["scales"], sizes.int()))
+
+
+def test_buffers_of_the_caller_are_used() -> None:
+    """By the ops one by one."""
+    model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
+    wanted = model(given["x"], sizes, given["scales"], sizes)
+    out, wide = torch.empty(T, K, dtype=BF16), torch.empty(T, 2 * F, dtype=BF16)
+    grad = torch.empty(T, K, dtype=BF16)
+    x = given["x"].requires_grad_()
+    kwargs = {0: {"output": wide, "grad_input": grad}, 2: {"output": out}}
+    y = model(x, sizes, given["scales"], sizes, op_kwargs=kwargs)
+    assert y.data_ptr() == out.data_ptr()
+    assert torch.equal(y, wanted)
+    assert wide[: sum(SPLITS)].any()
+    y.backward(given["dy"])
+    assert torch.equal(x.grad, grad)
+
+
+def test_main_grad_and_delayed_weight_gradients() -> None:
+    expected = mlp()
+    run(expected, steps=1)
+    for options in (
+        {"accumulate_into_main_grad": True},
+        {"delay_wgrad_compute": True},
+        {"accumulate_into_main_grad": True, "delay_wgrad_compute": True},
+    ):
+        model = mlp(**options)
+        has_main_grad = "accumulate_into_main_grad" in options
+        for param in model.parameters():
+            if has_main_grad:
+                param.main_grad = torch.ones(param.shape)
+                param.grad_added_to_main_grad = False
+        given, sizes = tensors(), torch.tensor(SPLITS)
+        model(given["x"].requires_grad_(), sizes, given["scales"], sizes).backward(given["dy"])
+        if "delay_wgrad_compute" in options:
+            assert all(p.grad is None for p in model.parameters())
+            model[0].backward_dw()
+            model[2].backward_dw()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            if has_main_grad:
+                assert torch.allclose(ours.main_grad - 1, theirs.grad.float(), atol=0.02)
+            else:
+                assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
+    for place, name in itertools.product((0, 2), ("weight0", "weight3")):
+        model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
+        y = model(given["x"].requires_grad_(), sizes, given["scales"].requires_grad_(), sizes)
+        with torch.no_grad():
+            getattr(model[place], name).add_(1)
+        with pytest.raises((StateError, RuntimeError), match=r"changed in place|modified by an in"):
+            y.backward(given["dy"])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_activation_checkpointing(reentrant: bool) -> None:
+    given, sizes, found = tensors(), torch.tensor(SPLITS), []
+    for is_checkpointed in (False, True):
+        model = mlp()
+        x = given["x"].clone().requires_grad_()
+        if is_checkpointed:
+            y = checkpoint(model, x, sizes, given["scales"], sizes, use_reentrant=reentrant)
+        else:
+            y = model(x, sizes, given["scales"], sizes)
+        y.backward(given["dy"])
+        found.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert_equal(*found)
+
+
+def test_other_shapes_than_a_matrix() -> None:
+    model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
+    x = given["x"].view(3, 100, K).requires_grad_()
+    scales = given["scales"].view(3, 100).requires_grad_()
+    y = model(x, sizes, scales, sizes)
+    y.backward(given["dy"].view_as(y))
+    flat = run(mlp(), steps=1)
+    assert_equal([y.detach().view(T, K), x.grad.view(T, K), scales.grad.view(T)], flat[:3])
+
+
+# -- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_under_recipes_a_cpu_runs_the_ops(name: str) -> None:
+    recipe = RECIPES[name]()
+    plan = plan_of(mlp(), recipe)
+    reasons = [refusal.reason for refusal in plan.refusals if refusal.fusion == "GroupedMLP"]
+    assert reasons == [
+        f"under {type(recipe).__name__} here, each group is quantized and multiplied alone."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        (
+            lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(3, 4, 8)),
+            "the linears have 2 and 3 groups.",
+        ),
+        (
+            lambda: (fuser.GroupedLinear(2, 8, 8), fuser.GroupedLinear(2, 4, 8, dtype=BF16)),
+            "the linears compute in torch.float32 and torch.bfloat16.",
+        ),
+    ],
+)
+def test_linears_that_do_not_match_are_refused(ops: Any, words: str) -> None:
+    up, down = ops()
+    model = fuser.Sequential(up, fuser.ScaledSwiGLU(), down)
+    sizes = [torch.full((op.num_groups,), 1) for op in (up, down)]
+    plan = model.plan(torch.ones(4, 8), sizes[0], torch.ones(4), sizes[1])
+    assert words in [refusal.reason for refusal in plan.refusals]
+
+
+def test_wrong_shapes_are_named_by_their_op() -> None:
+    model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
+    with pytest.raises(InputError, match="ScaledSwiGLU got scales of shape"):
+        model(given["x"], sizes, given["scales"][1:], sizes)
+    with pytest.raises(InputError, match="it takes one for each of its 4 groups"):
+        model(given["x"], sizes[1:], given["scales"], sizes[1:])
+    with pytest.raises(InputError, match="sum to 554, more than the 300 rows"):
+        model(given["x"], 2 * sizes, given["scales"], 2 * sizes)
+    assert model(given["x"], sizes, given["scales"], sizes).isfinite().all()
