@@ -438,18 +438,21 @@ class GroupedLinear(BasicOperation):
 
     def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
         """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
-        # A view of separate parameters has the version counter of the first one.
-        versioned = []
-        if ctx.requires_grad and ctx.input_requires_grad and self.main_grad_count > 1:
-            versioned = self._parts("weight")
-        if ctx.requires_grad and self.scale_bias and ctx.extra_inputs_require_grad[1]:
-            versioned += self._parts("bias") if len(self._names["bias"]) > 1 else []
-        if versioned:
-            ctx.versions = Versions(versioned, type(self).__name__)  # type: ignore[attr-defined]
+        if ctx.requires_grad and ctx.input_requires_grad:
+            self._note_versions(ctx, "weight")
         return self._stacked("weight", dtype)
 
+    def _note_versions(self, ctx: OperationContext, what: str) -> None:
+        """Note the versions of separate weights or biases, of which backward reads one view.
+
+        It has the version counter of the first one.
+        """
+        if len(self._names[what]) > 1:
+            noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
+            ctx.versions = Versions([*noted, *self._parts(what)], type(self).__name__)  # type: ignore[attr-defined]
+
     def check_versions(self, ctx: OperationContext) -> None:
-        """Raise StateError if a parameter was changed in place since the forward."""
+        """Raise StateError if a weight or bias was changed in place since the forward."""
         if "versions" in ctx.__dict__:
             ctx.versions.check()
 
@@ -469,7 +472,10 @@ class GroupedLinear(BasicOperation):
         bias = self._stacked("bias", y.dtype)
         y = add_bias(ends, bias, None if scales is None else cast(scales, y.dtype), y)
         wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
-        return y, bias if ctx.requires_grad and wants_dscales else None
+        if not (ctx.requires_grad and wants_dscales):
+            return y, None
+        self._note_versions(ctx, "bias")
+        return y, bias
 
     def bias_gradients(
         self,

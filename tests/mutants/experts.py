@@ -189,8 +189,8 @@ EXPERTS = (
     Mutant(
         "biases that change before the backward are not noticed",
         "basic_ops/grouped_linear.py",
-        'versioned += self._parts("bias")',
-        "versioned += []",
+        '        self._note_versions(ctx, "bias")\n',
+        "",
         RECORDED + "test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed",
     ),
     Mutant(
