@@ -581,6 +581,14 @@ def test_loaded_weights_beside_biases_on_meta_are_kept() -> None:
     assert not other.bias0.any()
 
 
+def test_weights_of_another_dtype_in_the_buffer_are_read_as_they_are() -> None:
+    op, x = made(BF16, bias=False), values(T, K, seed=1, dtype=BF16)
+    op.weight1.data = op.weight1.data.view(FP16).fill_(0.5)
+    y = op(x, torch.tensor(SPLITS["even"]))
+    wanted = x[24:48].sum(1, keepdim=True).expand(24, N) / 2
+    torch.testing.assert_close(y[24:48], wanted, rtol=0.02, atol=0.05)
+
+
 def test_separate_memory_under_an_autocast_of_another_dtype() -> None:
     op = copy.deepcopy(made(FP16))
     with torch.autocast("cpu", BF16):

@@ -61,6 +61,10 @@ def experts(**options: Any) -> fuser.Sequential:
     return oracles.randomize(model)
 
 
+def scaled_bias() -> fuser.GroupedLinear:
+    return oracles.randomize(fuser.GroupedLinear(E, H, F, dtype=BF16, scale_bias=True))
+
+
 def called(model: torch.nn.Module, *inputs: torch.Tensor, seed: int = 0) -> torch.Tensor:
     x, scales = inputs or inputs_of(seed)
     sizes = torch.tensor(SIZES[seed % len(SIZES)])
@@ -185,6 +189,10 @@ def written(op: Any) -> None:
         getattr(op, name).data.mul_(2)
 
 
+def applied(op: Any) -> None:
+    op._apply(lambda parameter: 2 * parameter)
+
+
 def frozen(op: Any) -> None:
     op.weight2.requires_grad_(False)
 
@@ -241,6 +249,7 @@ CHANGES = [
     assigned_state,
     loaded_state,
     written,
+    applied,
     frozen,
     all_frozen,
     other_strides,
@@ -379,8 +388,36 @@ def test_each_backward_compares_the_versions_of_its_own_forward(played: list[Any
         model[2].weight3.mul_(2)
     after = called(model)
     after.sum().backward()
-    with pytest.raises(RuntimeError, match=r"weight of GroupedLinear, of shape \(16, 24\)"):
+    with pytest.raises(RuntimeError, match=r"parameter of GroupedLinear, of shape \(16, 24\)"):
         before.sum().backward()
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "not recorded"])
+def test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed(
+    is_recorded: bool, played: list[Any]
+) -> None:
+    op = copy.deepcopy(scaled_bias()).to("cpu")
+    for g in range(E):
+        for repeat in range(STEPS if is_recorded else 1):
+            x, scales = inputs_of(g)
+            y = op(x, torch.tensor(SIZES[0]), scales)
+            if repeat + 1 < STEPS and is_recorded:
+                y.sum().backward()
+        with torch.no_grad():
+            getattr(op, f"bias{g}").mul_(2)
+        with pytest.raises(RuntimeError, match=r"in.?place"):
+            y.sum().backward()
+    assert bool(played)
+
+
+def test_one_expert_is_recorded(played: list[Any]) -> None:
+    op = oracles.randomize(fuser.GroupedLinear(1, H, F, bias=False, dtype=BF16))
+    for seed in range(STEPS):
+        x, _ = inputs_of(seed)
+        y = op(x, torch.tensor([T]))
+        assert torch.equal(y, torch.nn.functional.linear(x, op.weight0))
+        y.sum().backward()
+    assert len(played) == 4
 
 
 # -- views beside a tensor ------------------------------------------------------------------

@@ -376,10 +376,9 @@ class GroupedLinear(BasicOperation):
             saved = [None, None, *saved]
         else:
             products = products_of_forward(ctx, groups, quantizers, dtype)
-            of_x, of_weight, _ = quantizers or (None, None, None)
             is_quantized = ctx.backward_override is None
-            made_x = products.input(x, of_x, columnwise=wants_wgrad and is_quantized)
-            made = products.weight(weight, of_weight, columnwise=wants_dgrad and is_quantized)
+            made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
+            made = products.weight(weight, quantizers, is_kept=wants_dgrad and is_quantized)
             y = products.output(products.forward(made_x, made, self.out_features))
             y = y if out is None else out.copy_(y)
             saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
@@ -420,8 +419,7 @@ class GroupedLinear(BasicOperation):
         elif wants_wgrad or wants_dgrad:
             x, weight = saved
             products = products_of_backward(ctx, groups, dtype)
-            of_gradient = ctx.quantizers and ctx.quantizers.grad_output
-            made = products.gradient(dy, of_gradient, dgrad=wants_dgrad, wgrad=wants_wgrad)
+            made = products.gradient(dy, ctx.quantizers, dgrad=wants_dgrad, wgrad=wants_wgrad)
             dx = products.output(products.dgrad(made, weight)) if wants_dgrad else None
             dx = dx if out is None or dx is None else out.copy_(dx)
             make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
@@ -440,13 +438,18 @@ class GroupedLinear(BasicOperation):
 
     def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
         """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
+        # A view of separate parameters has the version counter of the first one.
+        versioned = []
         if ctx.requires_grad and ctx.input_requires_grad and self.main_grad_count > 1:
-            # A view of separate weights has the version counter of the first one.
-            ctx.versions = Versions(self._parts("weight"), type(self).__name__)  # type: ignore[attr-defined]
+            versioned = self._parts("weight")
+        if ctx.requires_grad and self.scale_bias and ctx.extra_inputs_require_grad[1]:
+            versioned += self._parts("bias") if len(self._names["bias"]) > 1 else []
+        if versioned:
+            ctx.versions = Versions(versioned, type(self).__name__)  # type: ignore[attr-defined]
         return self._stacked("weight", dtype)
 
     def check_versions(self, ctx: OperationContext) -> None:
-        """Raise StateError if a weight was changed in place since the forward."""
+        """Raise StateError if a parameter was changed in place since the forward."""
         if "versions" in ctx.__dict__:
             ctx.versions.check()
 

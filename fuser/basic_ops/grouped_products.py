@@ -83,7 +83,8 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
 class Exact:
     """Products in the compute dtype. Operands that were quantized are dequantized.
 
-    Rows are those of the groups, or of the padded groups if these are given.
+    Rows are those of the groups, or of the padded groups if these are given. Methods that make
+    operands take the quantizers of the linear; here these are not used.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -91,22 +92,25 @@ class Exact:
         self.rows = groups if self.padded is None else Groups(self.padded.padded_ends, None)
 
     def input(
-        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+        self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        """An input as an operand; ``is_padded``: its rows are those of padded groups already."""
+        """An input as the operand of the forward, and of the weight gradient if ``is_kept``.
+
+        ``is_padded``: its rows are those of padded groups already.
+        """
         if self.padded is None or is_padded:
             return materialize(x)
         return materialize(padded_rows(x, self.padded))
 
-    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
-        """The weights ``[G, N, K]`` as an operand."""
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
+        """The weights ``[G, N, K]`` as the operand of the forward, and of dgrad if ``is_kept``."""
         return weight
 
     def gradient(
         self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
     ) -> torch.Tensor:
         """A gradient as an operand of the products that are wanted."""
-        return self.input(dy, quantizers, columnwise=wgrad, is_padded=is_padded)
+        return self.input(dy, quantizers, is_kept=wgrad, is_padded=is_padded)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
         """``x_g @ weight_g.T``; ``size`` is N."""
@@ -123,7 +127,7 @@ class Exact:
         """``dy_g.T @ x_g``; ``is_padded`` as in :meth:`input`."""
         if isinstance(x, QuantizedTensor):
             x, is_padded = x.dequantize(dtype=dy.dtype), True
-        x = self.input(x, None, columnwise=True, is_padded=is_padded)
+        x = self.input(x, None, is_kept=True, is_padded=is_padded)
         return grouped.wgrad(dy, x, self.rows)
 
     def output(self, padded: torch.Tensor) -> torch.Tensor:
@@ -142,32 +146,41 @@ class Quantized(Exact):
         self.dtype, self.is_split = dtype, is_split
 
     def input(
-        self, x: Values, quantizers: Any, *, columnwise: bool, is_padded: bool = False
+        self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        return self._quantized(x, quantizers, True, columnwise, is_padded)
+        has_columns = is_kept and _has_columns(quantizers, "input")
+        return self._rows(x, quantizers.input, True, has_columns, is_padded)
 
-    def columns(self, x: Values, quantizers: Any) -> torch.Tensor:
-        """An input of padded rows again, as the operand of the weight gradient alone."""
-        return self._quantized(x, quantizers, False, True, True)
+    def kept_input(self, x: Values, quantizers: Any) -> torch.Tensor:
+        """An input of padded rows as the operand of the weight gradient alone."""
+        has_columns = _has_columns(quantizers, "input")
+        return self._rows(x, quantizers.input, not has_columns, has_columns, True)
 
-    def weight(self, weight: torch.Tensor, quantizers: Any, *, columnwise: bool) -> torch.Tensor:
+    def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
         count, n, k = weight.shape
-        rows = weight.reshape(count * n, k)
-        has_blocks = isinstance(quantizers[0], (Float8BlockQuantizer, MXFP8Quantizer))
-        if has_blocks and n % TILE == 0:  # nothing to pad, and no scales of groups
-            made: torch.Tensor = quantizers[0].with_usage(rowwise=True, columnwise=columnwise)(rows)
+        rows, first = weight.reshape(count * n, k), quantizers.weight[0]
+        usages = {"rowwise": True, "columnwise": is_kept and _has_columns(quantizers, "weight")}
+        if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % TILE == 0:
+            made: torch.Tensor = first.with_usage(**usages)(rows)  # no padding, no scales of groups
             return made
         groups = padded_groups(n, count, count * n, weight.device)
-        quantizer = groups_quantizer(quantizers, groups, rowwise=True, columnwise=columnwise)
+        quantizer = groups_quantizer(quantizers.weight, groups, **usages)
         return quantizer(padded_rows(rows, groups))
 
     def gradient(
         self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        return self._quantized(dy, quantizers, dgrad, wgrad, is_padded)
+        has_columns = wgrad and _has_columns(quantizers, "grad_output")
+        rowwise = dgrad or not has_columns
+        return self._rows(dy, quantizers.grad_output, rowwise, has_columns, is_padded)
 
-    def _quantized(
-        self, x: Values, quantizers: Any, rowwise: bool, columnwise: bool, is_padded: bool
+    def _rows(
+        self,
+        x: Values,
+        quantizers: list[Quantizer],
+        rowwise: bool,
+        columnwise: bool,
+        is_padded: bool,
     ) -> torch.Tensor:
         groups = self.padded
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
@@ -189,6 +202,12 @@ class Quantized(Exact):
     def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
         is_split = self.is_split[2]
         return grouped.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+
+
+def _has_columns(quantizers: GroupsQuantizers, role: str) -> bool:
+    """Whether backward reads a columnwise copy of the tensor of a role."""
+    other = quantizers.input if role == "grad_output" else quantizers.grad_output
+    return grouped.reads_columns(getattr(quantizers, role)[0], other[0])
 
 
 def products_of_forward(

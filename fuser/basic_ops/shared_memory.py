@@ -67,8 +67,8 @@ class Versions:
             pairs = zip(self.tensors, self.versions, found, strict=True)
             tensor = next(tensor for tensor, before, now in pairs if before != now)
             raise StateError(
-                f"A weight of {self.owner}, of shape {tuple(tensor.shape)}, was changed in place "
-                "between forward and backward."
+                f"A parameter of {self.owner}, of shape {tuple(tensor.shape)}, was changed in "
+                "place between forward and backward."
             )
 
 

@@ -586,6 +586,7 @@ _METHODS = {
     _aten.t.default: "t",
     _aten.detach.default: "detach",
     _aten.transpose.int: "transpose",
+    _aten.as_strided.default: "as_strided",
 }
 _FUNCTIONS = {
     _aten.mm.default: torch.mm,

@@ -164,10 +164,8 @@ class GroupedMLP(FusedOperation):
         scales: Any = _of_rows(extras[1][0].reshape(-1), padded)
 
         up_weight = up.stacked_weight(ctx, dtype)
-        x_made = products.input(x, of_up and of_up.input, columnwise=wants_up and is_quantized)
-        up_made = products.weight(
-            up_weight, of_up and of_up.weight, columnwise=wants_dx and is_quantized
-        )
+        x_made = products.input(x, of_up, is_kept=wants_up and is_quantized)
+        up_made = products.weight(up_weight, of_up, is_kept=wants_dx and is_quantized)
         z = products.forward(x_made, up_made, up.out_features)
         z, up_bias = up.add_biases(ctx, ends, up_scales, z)
 
@@ -178,14 +176,12 @@ class GroupedMLP(FusedOperation):
         is_again = is_again or ctx.backward_override == "high_precision"
         h = products.input(
             pointwise.scaled_activation(activation.function, z, scales),
-            of_down and of_down.input,
-            columnwise=wants_down and is_quantized and not is_again,
+            of_down,
+            is_kept=wants_down and is_quantized and not is_again,
             is_padded=True,
         )
         down_weight = down.stacked_weight(ctxs[2], dtype)
-        down_made = products.weight(
-            down_weight, of_down and of_down.weight, columnwise=wants_dh and is_quantized
-        )
+        down_made = products.weight(down_weight, of_down, is_kept=wants_dh and is_quantized)
         y = products.output(products.forward(h, down_made, down.out_features))
         y, down_bias = down.add_biases(ctxs[2], groups.ends, down_scales, y)
         reads_z = wants_dh or (wants_down and is_again)
@@ -236,7 +232,7 @@ class GroupedMLP(FusedOperation):
         groups = Groups.at(saved.ends, ctx.group_sizes, saved.padded_ends, saved.tiles, len(dy))
         products: Any = products_of_backward(ctx, groups, dtype)
         wants_up, wants_dx, wants_down, wants_dh = self._wanted(basic_op_ctxs)
-        of_up, of_down = (each and each.grad_output for each in ctx.quantizers)
+        of_up, of_down = ctx.quantizers
 
         dy_made = None
         if wants_dh or wants_down:
@@ -301,7 +297,7 @@ class GroupedMLP(FusedOperation):
         if h is None:
             h = pointwise.scaled_activation(self.members[1].function, saved.z, saved.scales)
             is_quantized = isinstance(products, Quantized)
-            h = products.columns(h, ctx.quantizers[1].input) if is_quantized else materialize(h)
+            h = products.kept_input(h, ctx.quantizers[1]) if is_quantized else materialize(h)
         made: torch.Tensor = products.wgrad(dy, h, is_padded=True)
         return made
 

@@ -23,7 +23,13 @@ from fuser.formats import DType, NumberFormat, round_up
 from fuser.functional import grouped
 from fuser.functional.grouped import PaddedGroups
 from fuser.reference.grouped import TILE
-from fuser.tensors import Float8GroupsTensor, QuantizedTensor
+from fuser.tensors import (
+    Float8CurrentScalingQuantizer,
+    Float8GroupsTensor,
+    Float8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+)
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
@@ -175,9 +181,20 @@ def is_native(
 
     ``sizes``: the two dimensions of a weight. torch's kernel reads vectors of 16 elements.
     """
-    e4m3 = NumberFormat("FP8", DType.kFloat8E4M3)
     is_aligned = not any(size % 16 for size in sizes)
-    return device_type == "cuda" and a == b == e4m3 and is_aligned and dtype is torch.bfloat16
+    return device_type == "cuda" and a == b == _E4M3 and is_aligned and dtype is torch.bfloat16
+
+
+_E4M3 = NumberFormat("FP8", DType.kFloat8E4M3)
+
+
+def reads_columns(own: Quantizer, other: Quantizer) -> bool:
+    """Whether a product over columns reads a columnwise copy of what ``own`` quantizes.
+
+    If both copies have the same values and the product is emulated, it reads the rowwise copy.
+    """
+    has_one_scale = isinstance(own, (Float8CurrentScalingQuantizer, Float8Quantizer))
+    return not has_one_scale or own.format == other.format == _E4M3
 
 
 def quantized_forward(
@@ -261,6 +278,9 @@ def quantized_wgrad(
 
 
 def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
+    """The values of one copy, or of a rowwise copy that has the same values."""
+    if not tensor._has(usage) and tensor._is_transposable():
+        usage = "rowwise"
     return tensor.with_usage(usage).dequantize(dtype=dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,9 +72,8 @@ class KnownParameters:
         if layout is None or TensorGuards is None:
             self.state = (None, None, (), None, key, layout)
             return key, layout
-        sizes: Any = [list(p.shape) for p in params]
-        strides: Any = [list(p.stride()) for p in params]
-        guard = TensorGuards(*params, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        # None: sizes and strides are those of the tensors.
+        guard = TensorGuards(*params, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         heads = [first for first, _ in layout.runs]
         addresses = [p.data_ptr() for p in params]
         self.state = (guard.check, addresses, heads, ends_of_memory(params, heads), key, layout)
@@ -86,7 +84,7 @@ class KnownParameters:
             return None
         places = list(map(id, params))
         ties = tuple(map(places.index, places)) if len(set(places)) < len(places) else None
-        runs = _runs([_follows(one, other) for one, other in itertools.pairwise(params)])
+        runs = _runs(list(map(_follows, params, params[1:])))
         are_parameters = all(type(p) is Parameter for p in params)
         facts = (ties, runs, are_parameters, *map(layout_of, params))
         found = self._layouts.get(facts)

@@ -7,6 +7,7 @@ REFERENCE = "reference/permutation.py"
 ROUTING = "functional/routing.py"
 OPS = "basic_ops/moe.py"
 ROUTER = "moe/router.py"
+RECORDED = "test_recorded_experts.py::"
 
 EXPERTS = (
     Mutant(
@@ -173,10 +174,80 @@ EXPERTS = (
     ),
     Mutant(
         "a weight that changes before the backward is not noticed",
-        "basic_ops/grouped_linear.py",
-        "if weight._version != version:",
-        "if weight._version < version:",
+        "basic_ops/shared_memory.py",
+        "        if found != self.versions:\n",
+        "        if found < self.versions:\n",
         "test_grouped_linear.py::test_a_weight_that_changes_before_the_backward_is_noticed",
+    ),
+    Mutant(
+        "a recorded backward compares no versions",
+        "runtime/recorded.py",
+        "                each.check()\n",
+        "                pass\n",
+        RECORDED + "test_each_weight_that_changes_before_the_backward_is_noticed",
+    ),
+    Mutant(
+        "biases that change before the backward are not noticed",
+        "basic_ops/grouped_linear.py",
+        'versioned += self._parts("bias")',
+        "versioned += []",
+        RECORDED + "test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed",
+    ),
+    Mutant(
+        "weights that moved are taken for those before",
+        "runtime/call_key.py",
+        "or list(map(address_of, params)) != addresses ",
+        "",
+        RECORDED + "test_weights_that_change_are_read_as_they_are",
+    ),
+    Mutant(
+        "weights that were frozen, cast or turned are taken for those before",
+        "runtime/call_key.py",
+        "is_same is None or not is_same(*params) ",
+        "is_same is None ",
+        RECORDED + "test_weights_that_change_are_read_as_they_are",
+    ),
+    Mutant(
+        "other storages at the same addresses are taken for those before",
+        "runtime/call_key.py",
+        "or heads and ends_of_memory(params, heads) != ends:",
+        "or False:",
+        RECORDED + "test_weights_that_change_are_read_as_they_are",
+    ),
+    Mutant(
+        "a recording is used for weights that do not follow one another",
+        "runtime/known_parameters.py",
+        "facts = (ties, runs, are_parameters,",
+        "facts = (ties, are_parameters,",
+        RECORDED + "test_weights_that_change_are_read_as_they_are",
+    ),
+    Mutant(
+        "a weight follows another one in another storage",
+        "runtime/known_parameters.py",
+        "        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()\n",
+        "",
+        RECORDED + "test_parameters_follow_one_another_only_in_one_memory",
+    ),
+    Mutant(
+        "a weight is read as of the dtype of the first",
+        "basic_ops/shared_memory.py",
+        "if set(map(_dtype, parts)) != {first.dtype}:",
+        "if not parts:",
+        "test_grouped_linear.py::test_weights_of_another_dtype_in_the_buffer_are_read_as_they_are",
+    ),
+    Mutant(
+        "a view beside a tensor is recorded wherever it begins in the storage",
+        "cuda/sequence.py",
+        "        if len(args) > 3 or kwargs:\n",
+        "        if False:\n",
+        RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",
+    ),
+    Mutant(
+        "a view beside a tensor is recorded however far it reaches",
+        "cuda/sequence.py",
+        "any(first <= start and end <= last for first, last in spans)",
+        "any(first <= start for first, last in spans)",
+        RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",
     ),
     Mutant(
         "cuBLASLt gets rows that are in one another",
