@@ -49,6 +49,7 @@ SLOW_FILES = frozenset(
         "test_low_precision.py",
         "test_memory_benchmark.py",
         "test_mixed_residuals.py",
+        "test_moe_ops.py",
         "test_mutants.py",
         "test_operand_flow.py",
         "test_ops.py",
