@@ -78,7 +78,7 @@ KEPT_WEIGHTS = (
     Mutant(
         "a kept weight serves for any other weight",
         "basic_ops/kept_weight.py",
-        "kept.get(weight) if kept else None",
+        "kept.get(weights[0]) if kept else None",
         "next(iter(kept.values()), None) if kept else None",
         "test_microbatches.py::"
         "test_a_weight_that_was_replaced_over_the_same_memory_is_quantized_anew",
@@ -86,8 +86,8 @@ KEPT_WEIGHTS = (
     Mutant(
         "under delayed scaling a recomputation finds no kept weight, which had another scale",
         "basic_ops/kept_weight.py",
-        "how = quantizer.encoding() if is_delayed else both",
-        "how = both",
+        "return quantizer.encoding() if is_delayed else both",
+        "return both",
         "test_recomputation.py::test_a_kept_weight_survives_checkpointing_under_delayed_scaling",
     ),
 )
