@@ -130,6 +130,53 @@ def test_bits_are_those_of_the_ops(make: Callable[[], Any], name: str) -> None:
 
 
 @pytest.mark.usefixtures("groups_at_once")
+@EVERY_RECIPE
+def test_of_one_group(make: Callable[[], Any]) -> None:
+    """One quantizer of one group is not one quantizer of all groups."""
+    found = []
+    for again, fusions in ((True, fuser.FUSIONS), (False, fuser.FUSIONS), (False, UNFUSED)):
+        torch.manual_seed(0)
+        options = {"dtype": BF16, "device": "cpu", "bias": False}
+        model = fuser.Sequential(
+            fuser.GroupedLinear(1, K, 2 * F, **options),
+            fuser.ScaledSwiGLU(activation_recompute_in_mlp=again),
+            fuser.GroupedLinear(1, F, K, **options),
+            fusions=fusions,
+        )
+        steps, recipe = [], make()
+        for scale in (1.0, 8.0, 0.5, 3.0):
+            given, sizes = tensors(), torch.tensor([T - 40])
+            x = (scale * given["x"]).requires_grad_()
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(x, sizes, given["scales"], sizes)
+            y.backward(given["dy"])
+            grads = [param.grad.clone() for param in model.parameters()]
+            state = [v.clone() for v in model.state_dict().values()]
+            steps += [y.detach(), x.grad, *grads, *state]
+        found.append(steps)
+    for each in found[1:]:
+        for one, other in zip(found[0], each, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("make", [lambda: None, recipes.MXFP8BlockScaling], ids=["bf16", "MXFP8"])
+def test_scales_in_fp32_get_gradients_in_fp32(make: Callable[[], Any]) -> None:
+    found = []
+    for fusions in (fuser.FUSIONS, UNFUSED):
+        model = mlp(fusions=fusions, bias=True, scale_bias=True)
+        given, sizes, recipe = tensors(), torch.tensor(SPLITS), make()
+        scales = [given["scales"].float().requires_grad_() for _ in range(3)]
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(given["x"], sizes, scales[0], scales[1], sizes, scales[2])
+        y.backward(given["dy"])
+        found.append([each.grad for each in scales])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("groups_at_once")
 @pytest.mark.parametrize(
     "options",
     [

@@ -25,6 +25,7 @@ from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import FusedOperation, Grads, OperationContext, cast, write_grad_input, write_output
 from fuser.specs import PlanKey
+from fuser.tensors import Float8Quantizer
 
 
 class _Saved(NamedTuple):
@@ -115,7 +116,10 @@ class GroupedMLP(FusedOperation):
         # Buffers of the caller, and sizes that may be others, belong to the ops one by one.
         firsts = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
         are_no_buffers = all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs)
-        ctx.is_fused = _are_same(extras[0][0], extras[2][0]) and are_no_buffers
+        # Identity alone: a recorded pass knows which inputs are one tensor, but not their memory.
+        ctx.is_fused = extras[0][0] is extras[2][0] and are_no_buffers
+        if ctx.has_recipe and (up.check_device_splits or down.check_device_splits):
+            ctx.is_fused = False  # sizes that are read belong to products of each group
         quantizers: list[Any] = [None, None]
         if ctx.is_fused and ctx.has_recipe:
             pairs = ((up, ctx), (down, basic_op_ctxs[2]))
@@ -162,8 +166,7 @@ class GroupedMLP(FusedOperation):
         wants_up, wants_dx, wants_down, wants_dh = self._wanted(ctxs)
         is_quantized = ctx.backward_override is None
         up_scales, down_scales = (
-            cast(extras[i][1].reshape(-1), dtype) if op.scale_bias else None
-            for i, op in ((0, up), (2, down))
+            extras[i][1].reshape(-1) if op.scale_bias else None for i, op in ((0, up), (2, down))
         )
         up_scales = _of_rows(up_scales, padded)
         scales: Any = _of_rows(extras[1][0].reshape(-1), padded)
@@ -176,7 +179,9 @@ class GroupedMLP(FusedOperation):
 
         # Computing h again gives the same bits, but quantizing it again might not.
         is_exact = of_down is None or ctx.backward_override == "high_precision"
-        can_repeat = is_exact or (is_quantized and len(of_down.input) == 1)
+        can_repeat = is_exact or (
+            is_quantized and not isinstance(of_down.input[0], Float8Quantizer)
+        )
         is_again = wants_down and can_repeat and activation.activation_recompute_in_mlp
         is_again = is_again or ctx.backward_override == "high_precision"
         h = products.input(
@@ -255,7 +260,9 @@ class GroupedMLP(FusedOperation):
             del dh
         dweights: list[Any] = [[None] * op.main_grad_count for op in (up, down)]
         if wants_down:
-            make = functools.partial(self._down_gradient, ctx, products, dy_made, saved)
+            h = saved.h
+            source = (saved.z, saved.scales) if h is None else (None, None)
+            make = functools.partial(self._down_gradient, products, of_down, dy_made, h, *source)
             dweights[1] = down.weight_gradients(basic_op_ctxs[2], make)
         down_biases, down_dscales = down.bias_gradients(
             basic_op_ctxs[2], dy, groups, saved.down_scales, saved.down_bias
@@ -296,13 +303,14 @@ class GroupedMLP(FusedOperation):
             ],
         )
 
-    def _down_gradient(self, ctx: Any, products: Any, dy: Any, saved: _Saved) -> torch.Tensor:
-        """The gradients of the second linear's weights ``[G, N, K]``."""
-        h: Any = saved.h
+    def _down_gradient(
+        self, products: Any, of_down: Any, dy: Any, h: Any, z: Any, scales: Any
+    ) -> torch.Tensor:
+        """The gradients of the second linear's weights ``[G, N, K]``; h from z if it is None."""
         if h is None:
-            h = pointwise.scaled_activation(self.members[1].function, saved.z, saved.scales)
+            h = pointwise.scaled_activation(self.members[1].function, z, scales)
             is_quantized = isinstance(products, Quantized)
-            h = products.kept_input(h, ctx.quantizers[1]) if is_quantized else materialize(h)
+            h = products.kept_input(h, of_down) if is_quantized else materialize(h)
         made: torch.Tensor = products.wgrad(dy, h, is_padded=True)
         return made
 
@@ -340,14 +348,6 @@ class GroupedMLP(FusedOperation):
                 ctxs[i : i + 1], found, basic_op_grad_extra_outputs=[()]
             )
         return found, params, extras
-
-
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of split sizes are one, or views of the same elements; reads no value."""
-    if one is other:
-        return True
-    layouts = [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in (one, other)]
-    return layouts[0] == layouts[1]
 
 
 def _of_rows(values: torch.Tensor | None, padded: PaddedGroups | None) -> torch.Tensor | None:

@@ -261,6 +261,8 @@ def quantized_wgrad(
 ) -> torch.Tensor:
     """``dy_g.T @ x_g``, ``[G, N, K]``, from the columnwise copies."""
     n, k = dy.shape[-1], x.shape[-1]
+    if dy.shape[0] == 0:
+        return torch.zeros(len(groups.ends), n, k, dtype=dtype, device=dy.device)
     if is_native(dy.format, x.format, (n, k), dtype, dy.device.type):
         count = len(groups.ends)
         return torch._scaled_grouped_mm(
@@ -300,10 +302,16 @@ def _group_scales(weight: QuantizedTensor, groups: int, size: int) -> torch.Tens
 
 
 def _scales_of_groups(tensor: QuantizedTensor, groups: PaddedGroups, size: int) -> torch.Tensor:
-    """The scale of each group of rows, ``size`` times: ``[G, size]``; any for an empty group."""
+    """The scale of each group of rows, ``size`` times: ``[G, size]``; 1 for an empty group.
+
+    No kernel writes the scales of tiles without a group, and NaN would reach a sum of no rows.
+    """
     assert isinstance(tensor, Float8GroupsTensor)
-    last = (groups.padded_ends // GROUP_TILE - 1).clamp_(min=0)
-    return tensor._scale_inv[last][:, None].expand(-1, size).contiguous()
+    ends = groups.padded_ends
+    last = (ends // GROUP_TILE - 1).clamp_(min=0)
+    is_empty = ends == F.pad(ends[:-1], (1, 0))
+    scales = tensor._scale_inv.index_select(0, last).masked_fill_(is_empty, 1.0)
+    return scales[:, None].expand(-1, size).contiguous()
 
 
 def _padded_product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:

@@ -293,6 +293,43 @@ def test_groups_at_once_give_what_a_loop_gives(
     assert_close(found, exact, 0.01)
 
 
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("rows", [0, 20])
+@EVERY_RECIPE
+def test_no_group_has_a_row(recipe: Any, rows: int) -> None:
+    """Gradients are zeros, whatever memory held before."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    model = experts()
+    splits = torch.zeros(G, dtype=torch.int32, device="cuda")
+    scales = torch.rand(rows, dtype=BF16, device="cuda")
+    for _ in range(4):
+        poison = [torch.full((n,), float("nan"), device="cuda") for n in (1, 8, 64, 512, 4096)]
+        del poison
+        x = torch.randn(rows, K, dtype=BF16, device="cuda", requires_grad=True)
+        model.zero_grad(set_to_none=True)
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x, splits, scales, splits, scales)
+        y.backward(torch.randn_like(y))
+        assert not y.any()
+        assert not x.grad.any()
+        for param in model.parameters():
+            assert torch.equal(param.grad, torch.zeros_like(param))
+
+
+def test_sizes_are_checked_under_a_recipe_if_that_is_asked() -> None:
+    model = experts()
+    x = torch.randn(T, K, dtype=BF16, device="cuda")
+    scales = torch.rand(T, dtype=BF16, device="cuda")
+    fitting, wild = (torch.tensor(s, device="cuda") for s in ([T, 0, 0, 0], [T, 1, 0, 0]))
+    with fuser.autocast(recipe=recipes.Float8CurrentScaling()):
+        model(x, fitting, scales, fitting, scales)
+        model[0].check_device_splits = model[2].check_device_splits = True
+        for _ in range(3):
+            with pytest.raises(ValueError, match=f"sum to {T + 1}, more than the {T} rows"):
+                model(x, wild, scales, wild, scales)
+
+
 class MixtureOfExperts(torch.nn.Module):
     """A router, the permutation, experts, and back."""
 
