@@ -1,9 +1,8 @@
 """Mixtures of experts, forward and backward: GroupedLinear-ScaledSwiGLU-GroupedLinear.
 
 Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`,
-eager and compiled; a loop of
-linears over the experts, with their sizes on the host; and the six grouped products alone. Tokens
-are split unevenly. All run alternately (timing.py), launched from Python and as CUDA graphs. On a
+eager and compiled; a loop of linears over the experts, with their sizes on the host; and the six
+grouped products alone. Tokens are split unevenly. All run alternately (timing.py), launched from Python and as CUDA graphs. On a
 CPU sizes are small, to try the script.
 
     python benchmarks/grouped.py --out out/grouped.csv
@@ -139,6 +138,7 @@ RECIPES = {
     "delayed": recipes.DelayedScaling(),
     "128-block": recipes.Float8BlockScaling(),
     "MXFP8": recipes.MXFP8BlockScaling(),
+    "NVFP4": recipes.NVFP4BlockScaling(),
 }
 VARIANTS: dict[str, Callable[[Case], Call]] = {
     "fuser": in_fuser,

@@ -7,13 +7,20 @@ import torch
 from quantize_cases import E4M3, E5M2, Place, assert_same
 
 from fuser.chain import Stage
-from fuser.cuda import block_scaling, grouped, grouped_fp8, mxfp8, pointwise
+from fuser.cuda import block_scaling, grouped, grouped_fp8, grouped_nvfp4, mxfp8, pointwise
 from fuser.cuda.tiled import as_producer
-from fuser.formats import DType, fp8_block_scale_shape, mxfp8_scale_shape, tile_count
+from fuser.formats import (
+    DType,
+    fp8_block_scale_shape,
+    mxfp8_scale_shape,
+    nvfp4_scale_shape,
+    tile_count,
+)
 from fuser.reference import block_scaling as block_reference
 from fuser.reference import fp8_scaling as fp8_reference
 from fuser.reference import grouped as reference
 from fuser.reference import mxfp8 as mxfp8_reference
+from fuser.reference import nvfp4 as nvfp4_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 50
@@ -298,6 +305,58 @@ def check_grouped_mxfp8(place: Place, dtype: torch.dtype) -> None:
             assert_same(row_scale[rows, : columns // 32], scales[: len(whole), : columns // 32], "")
             of_group = col_scale[first // 32 : first // 32 + blocks, :columns]
             assert_same(of_group, scales_t[:blocks, :columns], f"column scales of {g}")
+
+
+def check_grouped_nvfp4(
+    place: Place, columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+) -> None:
+    """Bytes, scales and amaxes are the reference's, whose members are those of a group alone."""
+    _, padded_ends, tiles = padded_groups(place)
+    m, used = 128 * len(tiles), int(padded_ends[-1])
+    values = matrix(PADDED_ROWS, columns, dtype, 5)
+    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    amaxes = torch.zeros(len(PADDED_SPLITS), 1 + hadamard, device=place.device)
+    row, col = place.empty((m, columns // 2)), place.empty((columns, m // 2))
+    row_scale, col_scale = (place.empty(nvfp4_scale_shape(m, columns, c)) for c in (False, True))
+    row_amax, col_amax = (place.empty((len(tiles),), torch.float32) for _ in range(2))
+    options = {"hadamard": hadamard, "stochastic": stochastic, "seed": 7 * stochastic}
+    with place.launching():
+        if hadamard:
+            grouped_nvfp4.hadamard_amaxes(source, tiles, out=amaxes)
+        else:
+            grouped_fp8.quantize(source, E4M3, tiles, recorded=amaxes.view(-1))
+        grouped_nvfp4.quantize(
+            source,
+            tiles,
+            **options,
+            amax_value=amaxes,
+            row=row,
+            row_scale=row_scale,
+            row_amax=row_amax,
+            col=col,
+            col_scale=col_scale,
+            col_amax=col_amax,
+        )
+    padded = reference.pad(values, tiles.cpu())
+    wanted = nvfp4_reference.quantize_groups(padded, padded_ends.tolist(), **options)
+    blocks, k_blocks = used // 16, columns // 16
+    assert_same(row[:used], wanted[0][:used], "row")
+    assert_same(row_scale[:used, :k_blocks], wanted[1][:used, :k_blocks], "row scales")
+    assert_same(row_amax[: used // 128], wanted[2][: used // 128], "row amaxes")
+    assert_same(col[:, : used // 2], wanted[3][:, : used // 2], "col")
+    assert_same(col_scale[:columns, :blocks], wanted[4][:columns, :blocks], "col scales")
+    assert_same(col_amax[: used // 128], wanted[5][: used // 128], "col amaxes")
+    copies = ((row, row_scale, row_amax, False), (col, col_scale, col_amax, True))
+    for data, scale, amax, columnwise in copies:
+        out = place.empty((m, columns), dtype)
+        with place.launching():
+            grouped_nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise, out=out)
+        of_rows = amax.cpu().repeat_interleave(128)
+        of_blocks = of_rows[None, ::16] if columnwise else of_rows[:, None]
+        expected = nvfp4_reference.dequantize(
+            data.cpu(), scale.cpu(), of_blocks, dtype, columnwise=columnwise
+        )
+        assert_same(out[:used], expected[:used], "columnwise" if columnwise else "rowwise")
 
 
 def check_chain_of_padded_groups(

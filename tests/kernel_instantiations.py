@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, grouped_fp8, mxfp8, nvfp4
+from fuser.cuda import block_scaling, grouped_fp8, grouped_nvfp4, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.pointwise_instantiations import (
@@ -114,6 +114,7 @@ def groups_into_stores() -> frozenset[Kernel]:
                     found.update(grouped_fp8.stores(producer, to, aligned))
                     found.update(block_scaling.stores(producer, to, aligned))
                     found.update(mxfp8.stores(producer, to, aligned))
+                found.update(grouped_nvfp4.grouped_stores(producer, aligned))
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
             producer = f"fuser::GroupedProducer<{loads(element, of_producer)}>"

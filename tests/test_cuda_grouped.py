@@ -11,13 +11,14 @@ import pytest
 import torch
 from quantize_cases import EMULATOR
 
-from fuser.cuda import grouped, grouped_fp8
+from fuser.cuda import grouped, grouped_fp8, grouped_nvfp4
 from fuser.errors import InputError
 from fuser.formats import DType
 
 emulator.prepare(
     *grouped.instantiations(),
     *grouped_fp8.instantiations(),
+    *grouped_nvfp4.instantiations(),
     *kernel_instantiations.groups_into_stores(),
 )
 
@@ -88,6 +89,16 @@ def test_blocks_of_128_do_not_reach_over_the_end_of_a_group(
 @cases.EVERY_DTYPE
 def test_blocks_of_32_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None:
     cases.check_grouped_mxfp8(EMULATOR, dtype)
+
+
+@pytest.mark.parametrize("columns", [144, 16])
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "Hadamard"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+def test_a_group_in_nvfp4_has_an_amax_of_its_own(
+    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+) -> None:
+    cases.check_grouped_nvfp4(EMULATOR, columns, dtype, hadamard, stochastic)
 
 
 @pytest.mark.parametrize("columns", [64, 37])

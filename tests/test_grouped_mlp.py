@@ -302,6 +302,64 @@ def test_other_shapes_than_a_matrix() -> None:
     assert_equal([y.detach().view(T, K), x.grad.view(T, K), scales.grad.view(T)], flat[:3])
 
 
+# -- microbatches -----------------------------------------------------------------------
+
+
+def microbatches(model: fuser.Sequential, recipe: Any, firsts: list[bool | None]) -> list[Any]:
+    """Output and accumulated gradients of microbatches with these flags."""
+    found, sizes = [], torch.tensor(SPLITS)
+    for seed, first in enumerate(firsts):
+        given = tensors()
+        x = (given["x"] * (seed + 1)).requires_grad_()
+        kwargs = {op: {"is_first_microbatch": first} for op in (model[0], model[2])}
+        with fuser.autocast(recipe=recipe):
+            y = model(x, sizes, given["scales"], sizes, op_kwargs=kwargs)
+        y.backward(given["dy"])
+        found += [y.detach(), x.grad]
+    return [*found, *(param.grad for param in model.parameters())]
+
+
+KEEPING = {name: make for name, make in PADDED.items() if name != "delayed"}
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, UNFUSED], ids=["fused", "unfused"])
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+@pytest.mark.parametrize("options", [{}, {"single_grouped_weight": True}], ids=str)
+def test_weights_of_the_first_microbatch_are_kept(
+    make: Callable[[], Any], fusions: Any, options: Any, request: pytest.FixtureRequest
+) -> None:
+    for is_at_once in (False, True):
+        if is_at_once:
+            request.getfixturevalue("groups_at_once")
+        model, plain = (mlp(fusions=fusions, **options) for _ in range(2))
+        found = microbatches(model, make(), [True, False, False])
+        kept = next(iter(model[0]._kept_weight.values()))[1]
+        assert_equal(found, microbatches(plain, make(), [None] * 3))
+        assert next(iter(model[0]._kept_weight.values()))[1] is kept
+        with torch.no_grad():
+            for each in (model, plain):
+                next(each.parameters()).mul_(2)
+        for each in (model, plain):
+            each.zero_grad()
+        # A changed weight is quantized again, whatever the flag says.
+        assert_equal(microbatches(model, make(), [False]), microbatches(plain, make(), [None]))
+        assert next(iter(model[0]._kept_weight.values()))[1] is not kept
+
+
+def test_kept_weights_serve_a_backward_after_an_evaluation(groups_at_once: None) -> None:
+    model, plain = mlp(), mlp()
+    recipe, given, sizes = recipes.MXFP8BlockScaling(), tensors(), torch.tensor(SPLITS)
+    kwargs = {op: {"is_first_microbatch": True} for op in (model[0], model[2])}
+    with torch.no_grad(), fuser.autocast(recipe=recipe):
+        model(given["x"], sizes, given["scales"], sizes, op_kwargs=kwargs)
+    found = microbatches(model, recipe, [False])
+    assert_equal(found, microbatches(plain, recipe, [None]))
+    copied = copy.deepcopy(model)
+    assert copied[0]._kept_weight is None
+    model.load_state_dict(plain.state_dict())
+    assert model[0]._kept_weight is None
+
+
 # -- refusals -------------------------------------------------------------------------
 
 

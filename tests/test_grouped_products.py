@@ -50,6 +50,7 @@ PADDED = {
             recipes.DelayedScaling,
             recipes.Float8BlockScaling,
             recipes.MXFP8BlockScaling,
+            recipes.NVFP4BlockScaling,
         ),
     )
 }

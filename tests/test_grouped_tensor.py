@@ -17,6 +17,7 @@ from fuser.tensors import (
     Float8RowwiseQuantizer,
     GroupedTensor,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Quantizer,
 )
 
@@ -44,6 +45,9 @@ QUANTIZERS = {
     "1x128": lambda: Float8BlockQuantizer(block_scaling_dim=1),
     "128x128": lambda: Float8BlockQuantizer(block_scaling_dim=2),
     "MXFP8": lambda: MXFP8Quantizer(),
+    "NVFP4": lambda: NVFP4Quantizer(),
+    "NVFP4, 16x16": lambda: NVFP4Quantizer(with_2d_quantization=True),
+    "NVFP4, Hadamard": lambda: NVFP4Quantizer(with_rht=True),
     "MXFP8, 32x32": lambda: MXFP8Quantizer(with_2d_quantization=True),
 }
 EVERY_FORMAT = pytest.mark.parametrize("name", QUANTIZERS)

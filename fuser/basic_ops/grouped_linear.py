@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.basic_ops.group_notes import bits_note, padding_note
 from fuser.basic_ops.grouped_products import (
     kept,
     loop_backward,
     loop_forward,
+    needs_columns,
     products_of_backward,
     products_of_forward,
     quantizers_of_groups,
     quantizes_groups_of,
 )
-from fuser.basic_ops.linear_operands import gemm_name, plain
+from fuser.basic_ops.kept_weight import kept_weights
+from fuser.basic_ops.linear_operands import gemm_name, plain, quantized
 from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
 from fuser.errors import InputError, InputTypeError, StateError
@@ -42,6 +45,7 @@ from fuser.op import (
 from fuser.precision.contexts import current_parameter_init
 from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors import QuantizedTensor
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -139,6 +143,8 @@ class GroupedLinear(BasicOperation):
         self._rng_state_tracker_function = rng_state_tracker_function
         self._delayed_wgrads: deque[Callable[[], None]] = deque()
         self._wgrad_hooks: list[Callable[[], Any]] = []
+        # The quantized weights of the first microbatch (kept_weight.py).
+        self._kept_weight: WeakTensorKeyDictionary | None = None
         is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
         self._names = {
             what: (what,) if one else tuple(f"{what}{g}" for g in range(num_groups))
@@ -195,6 +201,7 @@ class GroupedLinear(BasicOperation):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; separate parameters become views of one buffer again."""
+        self._kept_weight = None
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         for parts in self._separate():
             pack(parts)
@@ -349,17 +356,20 @@ class GroupedLinear(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        """``op_kwargs`` may have buffers of the caller: ``output``, and ``grad_input``.
+        """``op_kwargs`` may have ``is_first_microbatch``, and buffers of the caller.
 
-        A buffer belongs to one call until its result has been read: two calls that share one
-        overwrite each other's results.
+        ``is_first_microbatch`` is as in :class:`BasicLinear`: True quantizes the weights and keeps
+        them, False uses the kept ones. A buffer, ``output`` or ``grad_input``, belongs to one call
+        until its result has been read: two calls that share one overwrite each other's results.
         """
         (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
-        buffers = dict(basic_op_kwargs[0])
-        output, grad_input = buffers.pop("output", None), buffers.pop("grad_input", None)
-        if buffers:
+        options = dict(basic_op_kwargs[0])
+        output, grad_input = options.pop("output", None), options.pop("grad_input", None)
+        is_first = options.pop("is_first_microbatch", None)
+        if options:
             raise InputError(
-                f"GroupedLinear got {', '.join(buffers)}; it takes output and grad_input."
+                f"GroupedLinear got {', '.join(options)}; it takes output, grad_input and "
+                "is_first_microbatch."
             )
         self._check(input_.shape, extras)
         dtype = ctx.autocast_dtype or self._dtype
@@ -389,17 +399,18 @@ class GroupedLinear(BasicOperation):
         saved: list[torch.Tensor | None]
         if ctx.is_loop:
             wanted = (wants_wgrad, wants_dgrad)
-            y, saved = loop_forward(self, ctx, x, weight, groups, out, wanted)
+            made_weights = self._looped_weights(ctx, weight, dtype, wants_dgrad, is_first)
+            y, saved = loop_forward(self, ctx, x, weight, made_weights, groups, out, wanted)
             saved = [None, None, *saved]
         else:
             products = products_of_forward(ctx, groups, quantizers, dtype)
             is_quantized = ctx.backward_override is None
             made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
-            made = products.weight(weight, quantizers, is_kept=wants_dgrad and is_quantized)
+            made = self.weight_operand(ctx, products, weight, quantizers, is_first)
             y = products.output(products.forward(made_x, made, self.out_features))
             y = y if out is None else out.copy_(y)
             saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
-            saved.append(kept(ctx, weight, made, wants_dgrad))
+            saved.append(kept(ctx, weight, made, wants_dgrad, is_own=is_first is None))
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y, bias = self.add_biases(ctx, groups.ends, scales, y)
         if ctx.requires_grad:
@@ -467,6 +478,68 @@ class GroupedLinear(BasicOperation):
         if len(self._names[what]) > 1:
             noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
             ctx.versions = Versions([*noted, *self._parts(what)], type(self).__name__)  # type: ignore[attr-defined]
+
+    def weight_operand(
+        self,
+        ctx: OperationContext,
+        products: Any,
+        weight: torch.Tensor,
+        quantizers: Any,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """The weights ``[G, N, K]`` as an operand, perhaps that of the first microbatch."""
+        is_kept = ctx.requires_grad and ctx.input_requires_grad and ctx.backward_override is None
+
+        def make() -> torch.Tensor:
+            made: torch.Tensor = products.weight(weight, quantizers, is_kept=is_kept)
+            return made
+
+        if is_first_microbatch is None or quantizers is None:
+            return make()
+        has_columns = is_kept and needs_columns(quantizers, "weight")
+        found, self._kept_weight = kept_weights(
+            self._kept_weight,
+            self._parts("weight"),
+            weight.dtype,
+            quantizers.weight,
+            is_first_microbatch,
+            make,
+            lambda made: not has_columns or made._has("columnwise"),  # type: ignore[attr-defined]
+        )
+        return found
+
+    def _looped_weights(
+        self,
+        ctx: OperationContext,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        wants_dgrad: bool,
+        is_first_microbatch: bool | None,
+    ) -> list[QuantizedTensor]:
+        """The weight of each group, quantized alone, perhaps in the first microbatch."""
+        columnwise = wants_dgrad and ctx.backward_override is None
+        quantizers = []
+        for g in range(self.num_groups):
+            quantizer = self.quantizer_value("forward", 2 * g + 1)
+            assert quantizer is not None
+            quantizers.append(quantizer.with_usage(rowwise=True, columnwise=columnwise))
+
+        def make() -> list[QuantizedTensor]:
+            pairs = zip(weight, quantizers, strict=True)
+            return [quantized(each, dtype, quantizer) for each, quantizer in pairs]
+
+        if is_first_microbatch is None:
+            return make()
+        found, self._kept_weight = kept_weights(
+            self._kept_weight,
+            self._parts("weight"),
+            dtype,
+            quantizers,
+            is_first_microbatch,
+            make,
+            lambda made: not columnwise or all(each._has("columnwise") for each in made),
+        )
+        return found
 
     def check_versions(self, ctx: OperationContext) -> None:
         """Raise StateError if a weight or bias was changed in place since the forward."""
@@ -605,7 +678,16 @@ class GroupedLinear(BasicOperation):
         self._wgrad_hooks.append(hook)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_delayed_wgrads": deque(), "_wgrad_hooks": []}
+        fresh: dict[str, Any] = {
+            "_delayed_wgrads": deque(),
+            "_wgrad_hooks": [],
+            "_kept_weight": None,
+        }
+        return {**super().__getstate__(), **fresh, "_kept_weight": None}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None  # torch refuses to swap a tensor that has weak references
+        super()._load_from_state_dict(*args, **kwargs)
 
     # -- checks -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ give each group the bytes of a tensor of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import Recipe
 from fuser.tensors import (
     Float8BlockQuantizer,
-    Float8Quantizer,
     MXFP8Quantizer,
     QuantizedTensor,
     Quantizer,
@@ -148,18 +147,18 @@ class Quantized(Exact):
     def input(
         self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        has_columns = is_kept and _has_columns(quantizers, "input")
+        has_columns = is_kept and needs_columns(quantizers, "input")
         return self._rows(x, quantizers.input, True, has_columns, is_padded)
 
     def kept_input(self, x: Values, quantizers: Any) -> torch.Tensor:
         """An input of padded rows as the operand of the weight gradient alone."""
-        has_columns = _has_columns(quantizers, "input")
+        has_columns = needs_columns(quantizers, "input")
         return self._rows(x, quantizers.input, not has_columns, has_columns, True)
 
     def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
         count, n, k = weight.shape
         rows, first = weight.reshape(count * n, k), quantizers.weight[0]
-        usages = {"rowwise": True, "columnwise": is_kept and _has_columns(quantizers, "weight")}
+        usages = {"rowwise": True, "columnwise": is_kept and needs_columns(quantizers, "weight")}
         if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
             made: torch.Tensor = first.with_usage(**usages)(rows)  # no padding, no scales of groups
             return made
@@ -170,7 +169,7 @@ class Quantized(Exact):
     def gradient(
         self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        has_columns = wgrad and _has_columns(quantizers, "grad_output")
+        has_columns = wgrad and needs_columns(quantizers, "grad_output")
         rowwise = dgrad or not has_columns
         return self._rows(dy, quantizers.grad_output, rowwise, has_columns, is_padded)
 
@@ -204,7 +203,7 @@ class Quantized(Exact):
         return grouped.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
 
 
-def _has_columns(quantizers: GroupsQuantizers, role: str) -> bool:
+def needs_columns(quantizers: GroupsQuantizers, role: str) -> bool:
     """Whether backward reads a columnwise copy of the tensor of a role."""
     other = quantizers.input if role == "grad_output" else quantizers.grad_output
     return grouped.reads_columns(getattr(quantizers, role)[0], other[0])
@@ -225,18 +224,26 @@ def products_of_backward(ctx: OperationContext, groups: Groups, dtype: torch.dty
 
 
 def kept(
-    ctx: OperationContext, values: torch.Tensor, operand: torch.Tensor, is_wanted: bool
+    ctx: OperationContext,
+    values: torch.Tensor,
+    operand: torch.Tensor,
+    is_wanted: bool,
+    *,
+    is_own: bool = True,
 ) -> torch.Tensor | None:
     """What backward reads of an input or of weights, of which the forward read ``operand``.
 
     The operand itself; the values, if the override asks for high precision; None if not wanted.
-    Of an operand with a columnwise copy the rowwise one is dropped.
+    Of an operand with a columnwise copy the rowwise one is dropped; if the operand is not this
+    call's own, the copy is an alias.
     """
     if not is_wanted:
         return None
     if ctx.backward_override == "high_precision":
         return values
     if isinstance(operand, QuantizedTensor) and operand._has("columnwise"):
+        if not is_own:
+            return operand.with_usage("columnwise")
         operand.release("rowwise")
     return operand
 
@@ -249,13 +256,15 @@ def loop_forward(
     ctx: OperationContext,
     x: torch.Tensor,
     weight: torch.Tensor,
+    made_weights: Sequence[QuantizedTensor],
     groups: Groups,
     out: torch.Tensor | None,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The output, and the operands of each group that backward reads: inputs, then weights.
 
-    ``wanted``: whether the gradients of the weights and of the input are, which read them.
+    ``made_weights``: the weight of each group, quantized. ``wanted``: whether the gradients of the
+    weights and of the input are, which read the operands.
     """
     dtype, override = x.dtype, ctx.backward_override
     is_quantized = override is None
@@ -264,31 +273,26 @@ def loop_forward(
     kept: tuple[list[Any], list[Any]] = ([], [])
     gradients: list[Quantizer | None] = []
     for g, rows in enumerate(groups.slices()):
-        weight_g = weight[g]
-        operands = (x[rows], weight_g)
-        quantizers = [op.quantizer_value("forward", 2 * g + place) for place in (0, 1)]
-        made = []
-        for tensor, quantizer, is_wanted, held in zip(
-            operands, quantizers, wanted, kept, strict=True
-        ):
-            assert quantizer is not None
-            value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
-            if rows.start == rows.stop:
-                held.append(None)
-                if tensor is weight_g and isinstance(quantizer, Float8Quantizer):
-                    quantizer(weight_g)  # records its amax
-                continue
-            q = quantized(tensor, dtype, value)
-            if override == "high_precision":
-                held.append(original(tensor, dtype) if is_wanted else None)
-            else:
-                held.append(saved_operand(q, usage, value) if is_wanted else None)
-            made.append(readable(q, "rowwise", value))
-        if made:
-            is_split = ctx.split_accumulators[0]
-            y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
         if ctx.requires_grad and is_quantized:
             gradients.append(op.quantizer_value("backward", g))
+        if rows.start == rows.stop:
+            kept[0].append(None)
+            kept[1].append(None)
+            continue
+        made = []
+        for place, tensor in enumerate((x[rows], weight[g])):
+            quantizer = op.quantizer_value("forward", 2 * g + place)
+            assert quantizer is not None
+            is_wanted = wanted[place]
+            value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
+            q = made_weights[g] if place else quantized(tensor, dtype, value)
+            if override == "high_precision":
+                kept[place].append(original(tensor, dtype) if is_wanted else None)
+            else:
+                kept[place].append(saved_operand(q, usage, value) if is_wanted else None)
+            made.append(readable(q, "rowwise", value))
+        is_split = ctx.split_accumulators[0]
+        y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
     ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
     return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
 

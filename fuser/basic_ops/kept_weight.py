@@ -1,9 +1,10 @@
-"""The weight of the first microbatch, kept quantized for the microbatches that follow."""
+"""Weights of the first microbatch, kept quantized for the microbatches that follow."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -13,6 +14,8 @@ from fuser.basic_ops.linear_operands import quantized
 from fuser.precision.contexts import recomputed_state
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
+Made = TypeVar("Made")
+
 
 def kept_weight(
     kept: WeakTensorKeyDictionary | None,
@@ -21,25 +24,51 @@ def kept_weight(
     quantizer: Quantizer,
     is_first_microbatch: bool,
 ) -> tuple[QuantizedTensor, WeakTensorKeyDictionary]:
-    """The quantized weight of a microbatch, and the dictionary to keep for the next one.
+    """The quantized weight of a microbatch, and the dictionary to keep for the next one."""
+    return kept_weights(
+        kept,
+        [weight],
+        dtype,
+        [quantizer],
+        is_first_microbatch,
+        lambda: quantized(weight, dtype, quantizer),
+        lambda made: made._has("columnwise") or not quantizer.columnwise,
+    )
 
-    ``kept`` has one entry: the weight, with all that its quantized form was made for and that form.
-    A weight that has changed since is quantized again, whatever the caller says.
+
+def kept_weights(
+    kept: WeakTensorKeyDictionary | None,
+    weights: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    quantizers: Sequence[Quantizer],
+    is_first_microbatch: bool,
+    make: Callable[[], Made],
+    is_complete: Callable[[Made], bool],
+) -> tuple[Made, WeakTensorKeyDictionary]:
+    """What ``make`` makes of weights in a microbatch, and the dictionary to keep for the next one.
+
+    ``kept`` has one entry: the first weight, with all that its quantized form was made for and that
+    form. Weights that have changed since are quantized again, whatever the caller says, and so are
+    those whose form is not ``is_complete``.
     """
-    version = None if weight.is_inference() else weight._version
+    versions = tuple(None if w.is_inference() else w._version for w in weights)
+    places = tuple((id(w), w.data_ptr()) for w in weights)
     # A recomputation under delayed scaling has another scale, and so another quantizer.
-    is_delayed = isinstance(quantizer, Float8Quantizer)
-    both = quantizer.with_usage(rowwise=True, columnwise=True)
-    how = quantizer.encoding() if is_delayed else both
-    made_for = (version, optimizer_steps(), weight.data_ptr(), dtype, how)
-    entry = kept.get(weight) if kept else None  # type: ignore[no-untyped-call]
+    how = tuple(
+        q.encoding()
+        if isinstance(q, Float8Quantizer)
+        else q.with_usage(rowwise=True, columnwise=True)
+        for q in quantizers
+    )
+    made_for = (versions, optimizer_steps(), places, dtype, how)
+    entry = kept.get(weights[0]) if kept else None  # type: ignore[no-untyped-call]
     if kept is not None and entry is not None and entry[0] == made_for:
-        made: QuantizedTensor = entry[1]
+        made: Made = entry[1]
         is_taken = recomputed_state() is not None or not is_first_microbatch
-        if is_taken and (made._has("columnwise") or not quantizer.columnwise):
+        if is_taken and is_complete(made):
             return made, kept
-    made = quantized(weight, dtype, quantizer)
-    return made, WeakTensorKeyDictionary({weight: (made_for, made)})
+    made = make()
+    return made, WeakTensorKeyDictionary({weights[0]: (made_for, made)})
 
 
 _steps = 0

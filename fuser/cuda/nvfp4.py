@@ -65,7 +65,7 @@ def hadamard_amax(
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))
-    launch_store(_amax(producer.type), producer, Struct((out, _signs(random_signs))))
+    launch_store(_amax(producer.type), producer, Struct((out, signs_of(random_signs))))
 
 
 def quantize(
@@ -136,7 +136,7 @@ def quantize(
     aligned = producer.is_aligned and is_aligned(row, 4) and is_aligned(col, 8)
     copies = (amax_value, row, row_scale, row_amax, col, col_scale, col_amax)
     rounding = (np.uint64(seed % 2**64), np.uint64(offset))
-    how = (int32(amaxes - 1), int32(two_dimensional), _signs(random_signs))
+    how = (int32(amaxes - 1), int32(two_dimensional), signs_of(random_signs))
     store = Struct((*copies, *rounding, *how))
     kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
     launch_store(kernel, producer, store)
@@ -181,7 +181,8 @@ def dequantize(
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
-def _signs(random_signs: bool) -> np.int32:
+def signs_of(random_signs: bool) -> np.int32:
+    """The argument of the signs of a Hadamard transform."""
     return int32(HADAMARD_SIGNS if random_signs else 0)
 
 

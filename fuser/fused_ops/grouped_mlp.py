@@ -123,7 +123,9 @@ class GroupedMLP(FusedOperation):
         ctx: Any = basic_op_ctxs[0]
         extras = basic_op_extra_inputs
         # Buffers of the caller, and sizes that may be others, belong to the ops one by one.
-        ctx.is_fused = _are_same(extras[0][0], extras[2][0]) and not any(basic_op_kwargs)
+        firsts = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
+        are_no_buffers = all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs)
+        ctx.is_fused = _are_same(extras[0][0], extras[2][0]) and are_no_buffers
         quantizers: list[Any] = [None, None]
         if ctx.is_fused and ctx.has_recipe:
             pairs = ((up, ctx), (down, basic_op_ctxs[2]))
@@ -141,7 +143,7 @@ class GroupedMLP(FusedOperation):
         dtype = ctx.autocast_dtype or up._dtype
         ctx.compute_dtype, ctx.quantizers = dtype, quantizers
         x = cast(plain(input_, dtype), dtype).reshape(-1, up.in_features)
-        y, saved = self._forward(basic_op_ctxs, x, extras)
+        y, saved = self._forward(basic_op_ctxs, x, extras, firsts)
         if ctx.requires_grad:
             ctx.save_for_backward(*saved)
         return write_output(y.view(*leading, down.out_features), next_op_input_quantizer), [()] * 3
@@ -151,8 +153,12 @@ class GroupedMLP(FusedOperation):
         ctxs: list[OperationContext],
         x: torch.Tensor,
         extras: list[tuple[torch.Tensor, ...]],
+        firsts: list[bool | None],
     ) -> tuple[torch.Tensor, _Saved]:
-        """The output ``[T, N]``, and what backward reads."""
+        """The output ``[T, N]``, and what backward reads.
+
+        ``firsts``: the ``is_first_microbatch`` of each op.
+        """
         up, activation, down = self.members
         ctx: Any = ctxs[0]
         dtype: torch.dtype = x.dtype
@@ -174,7 +180,7 @@ class GroupedMLP(FusedOperation):
 
         up_weight = up.stacked_weight(ctx, dtype)
         x_made = products.input(x, of_up, is_kept=wants_up and is_quantized)
-        up_made = products.weight(up_weight, of_up, is_kept=wants_dx and is_quantized)
+        up_made = up.weight_operand(ctx, products, up_weight, of_up, firsts[0])
         z = products.forward(x_made, up_made, up.out_features)
         z, up_bias = up.add_biases(ctx, ends, up_scales, z)
 
@@ -190,7 +196,7 @@ class GroupedMLP(FusedOperation):
             is_padded=True,
         )
         down_weight = down.stacked_weight(ctxs[2], dtype)
-        down_made = products.weight(down_weight, of_down, is_kept=wants_dh and is_quantized)
+        down_made = down.weight_operand(ctxs[2], products, down_weight, of_down, firsts[2])
         y = products.output(products.forward(h, down_made, down.out_features))
         y, down_bias = down.add_biases(ctxs[2], groups.ends, down_scales, y)
         reads_z = wants_dh or (wants_down and is_again)
@@ -198,11 +204,11 @@ class GroupedMLP(FusedOperation):
             groups.ends,
             *groups.places(),
             kept(ctx, x, x_made, wants_up),
-            kept(ctx, up_weight, up_made, wants_dx),
+            kept(ctx, up_weight, up_made, wants_dx, is_own=firsts[0] is None),
             z if reads_z else None,
             scales if reads_z else None,
             kept(ctx, h, h, wants_down and not is_again),
-            kept(ctx, down_weight, down_made, wants_dh),
+            kept(ctx, down_weight, down_made, wants_dh, is_own=firsts[2] is None),
             up_scales,
             up_bias,
             down_scales,

@@ -108,7 +108,8 @@ class GroupedLinear(Layer):
 
         ``m_splits`` are the numbers of rows of the groups: ints, or an integer tensor
         ``[num_gemms]`` on the CPU or the device of ``inp``. Rows after the last group get zeros.
-        Weights are quantized at every call, whatever ``is_first_microbatch`` is.
+        ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights and keeps them,
+        False uses the kept ones, None quantizes at every call.
 
         Raises
         ------
@@ -117,7 +118,10 @@ class GroupedLinear(Layer):
         InputTypeError
             If they are neither ints nor a tensor.
         """
-        return self.run(inp, self._sizes(m_splits))
+        kwargs = None
+        if is_first_microbatch is not None:
+            kwargs = {0: {"is_first_microbatch": is_first_microbatch}}
+        return self.run(inp, self._sizes(m_splits), op_kwargs=kwargs)
 
     def plan(  # type: ignore[override]
         self,

@@ -13,10 +13,18 @@ scale is NaN; since the tensor's amax is NaN too, all of the tensor dequantizes 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, DType, check_multiple, nvfp4_scale_shape
+from fuser.formats import (
+    GROUP_TILE,
+    HADAMARD_SIGNS,
+    NVFP4_BLOCK,
+    DType,
+    check_multiple,
+    nvfp4_scale_shape,
+)
 
 Wanted = torch.Tensor | None  # None if not requested
 
@@ -86,6 +94,63 @@ def quantize(
     return row, row_scale, amax_row, col, col_scale, amax_col
 
 
+def quantize_groups(
+    x: torch.Tensor,
+    ends: Sequence[int],
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    hadamard: bool = False,
+    random_signs: bool = True,
+    two_dimensional: bool = False,
+    stochastic: bool = False,
+    seed: int = 0,
+) -> tuple[Wanted, Wanted, Wanted, Wanted, Wanted, Wanted]:
+    """Quantize groups of rows of ``x [M, K]``, each as a tensor of its own, in one set of buffers.
+
+    ``ends`` are where the groups end, multiples of :data:`~fuser.formats.GROUP_TILE`. Random words
+    are those of the whole matrix. Returns what :func:`quantize` returns, with amaxes for each
+    ``GROUP_TILE`` rows; rows after the last group are zeros.
+    """
+    m, k = x.shape
+    x = x.float()
+    blocks = NVFP4_BLOCK if two_dimensional else 1
+    found: list[Wanted] = []
+    for is_wanted, is_turned in ((rowwise, False), (columnwise, True)):
+        if not is_wanted:
+            found += [None, None, None]
+            continue
+        words = None
+        if stochastic:
+            shape = (k, m) if is_turned else (m, k)
+            stream = _COLUMNWISE_STREAM if is_turned else _ROWWISE_STREAM
+            words = random_words(seed, 0, torch.Size(shape), stream, x.device)
+        scale = x.new_zeros(nvfp4_scale_shape(m, k, is_turned), dtype=torch.uint8)
+        data = x.new_zeros((k, m // 2) if is_turned else (m, k // 2), dtype=torch.uint8)
+        amax = x.new_zeros(m // GROUP_TILE)
+        start = 0
+        for end in ends:
+            rows, start = slice(start, end), end
+            if rows.start == end:
+                continue
+            values, own = x[rows], words
+            if is_turned:
+                values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
+            if words is not None:
+                own = words[:, rows] if is_turned else words[rows]
+            made, scales, largest = _quantize_rows(values.contiguous(), blocks, None, own)
+            amax[rows.start // GROUP_TILE : end // GROUP_TILE] = largest
+            if is_turned:
+                data[:, rows.start // 2 : end // 2] = made
+                first, last = rows.start // NVFP4_BLOCK, end // NVFP4_BLOCK
+                scale[:k, first:last] = scales[:k, : last - first]
+            else:
+                data[rows] = made
+                scale[rows] = scales[: len(values)]
+        found += [data, scale, amax]
+    return tuple(found)  # type: ignore[return-value]
+
+
 def dequantize(
     data: torch.Tensor,
     scale: torch.Tensor,
@@ -95,6 +160,8 @@ def dequantize(
     columnwise: bool,
 ) -> torch.Tensor:
     """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
+
+    ``amax`` is fp32 ``[1]``, or one that broadcasts to the blocks of ``data``.
 
     Columnwise ``data`` is ``[K, M / 2]``, and is transposed back; a Hadamard transform remains.
     """

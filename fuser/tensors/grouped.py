@@ -10,16 +10,26 @@ from typing import Any
 import torch
 
 from fuser.cuda import grouped_fp8 as kernels
+from fuser.cuda import grouped_nvfp4 as nvfp4_kernels
 from fuser.errors import InputError
-from fuser.formats import GROUP_TILE, DType, NumberFormat, round_up
+from fuser.formats import (
+    GROUP_TILE,
+    NVFP4_BLOCK,
+    DType,
+    NumberFormat,
+    nvfp4_scale_shape,
+    round_up,
+)
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
 from fuser.reference import fp8_scaling as reference
+from fuser.reference import nvfp4 as nvfp4_reference
 from fuser.reference.fp8 import decode
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer
+from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
 # -- FP8 with one scale a group --------------------------------------------------
@@ -181,6 +191,124 @@ class Float8GroupsQuantizer(Quantizer):
             torch._foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
 
 
+# -- NVFP4 with the amaxes of groups ---------------------------------------------
+
+
+class NVFP4GroupsTensor(NVFP4Tensor):
+    """NVFP4 of padded groups, with an amax for each 128 rows.
+
+    Buffers: as :class:`NVFP4Tensor`, but the amaxes are fp32 ``[M / 128]``. Those of one group are
+    equal.
+    """
+
+    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (m // GROUP_TILE,))
+        return {**super()._layout(m, k), **amaxes}
+
+    def _row_units(self) -> dict[str, tuple[int, int]]:
+        amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (0, GROUP_TILE))
+        return {**super()._row_units(), **amaxes}
+
+    def _decoded(
+        self,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        *,
+        columnwise: bool,
+    ) -> torch.Tensor:
+        def by_torch(
+            data: torch.Tensor, *args: Any, columnwise: bool, out_dtype: torch.dtype = out.dtype
+        ) -> torch.Tensor:
+            of_rows = amax.repeat_interleave(GROUP_TILE)
+            of_blocks = of_rows[None, ::NVFP4_BLOCK] if columnwise else of_rows[:, None]
+            return nvfp4_reference.dequantize(
+                data, scale, of_blocks, out_dtype, columnwise=columnwise
+            )
+
+        args = (data, scale, amax, out.dtype)
+        return filled(out, nvfp4_kernels.dequantize, by_torch, *args, columnwise=columnwise)
+
+
+@dataclass(frozen=True, eq=False)
+class NVFP4GroupsQuantizer(Quantizer):
+    """NVFP4 of the rows of padded ``groups``, each with an amax of its own.
+
+    ``alone`` is the quantizer of one group. Stochastic rounding draws one seed for all groups.
+    """
+
+    groups: PaddedGroups
+    alone: NVFP4Quantizer
+    rowwise: bool = field(default=True, kw_only=True)
+    columnwise: bool = field(default=True, kw_only=True)
+
+    tensor_class = NVFP4GroupsTensor
+    accepts_lazy = True
+    multiple = NVFP4_BLOCK
+
+    @functools.cached_property
+    def format(self) -> NumberFormat:
+        return self.alone.format
+
+    @functools.cached_property
+    def launch_key(self) -> Hashable | None:
+        key = self.alone.launch_key
+        copies = (self.rowwise, self.columnwise, len(self.groups.ends))
+        return None if key is None else ("groups", copies, key)
+
+    def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.groups.tiles,)
+
+    def encoding(self) -> tuple[Any, ...]:
+        return self.alone.encoding()
+
+    def unbound(self) -> Quantizer:
+        return self.alone
+
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if isinstance(x, torch.Tensor):  # whose columns were padded to whole blocks
+            lazy = padded_rows(x, self.groups, is_padded=True)
+            return self.from_kernel(lazy) if lazy is not x else self.from_reference(x)
+        (m, k), groups = matrix_of(x), self.groups
+        source: Any = source_of(x)
+        has_rht = self.alone.with_rht
+        amaxes = torch.zeros(len(groups.ends), 1 + has_rht, dtype=torch.float32, device=x.device)
+        if has_rht:
+            signs = self.alone.with_random_sign_mask
+            nvfp4_kernels.hadamard_amaxes(source, groups.tiles, random_signs=signs, out=amaxes)
+        else:
+            kernels.quantize(
+                source, DType.kFloat8E4M3, groups.tiles, recorded=amaxes.view(len(amaxes))
+            )
+        row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
+        row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
+        col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
+        row_amax, col_amax = (
+            buffer(x, (len(groups.tiles),), is_needed, torch.float32)
+            for is_needed in (self.rowwise, self.columnwise)
+        )
+        nvfp4_kernels.quantize(
+            source,
+            groups.tiles,
+            **self.alone._options(),
+            amax_value=amaxes,
+            row=row,
+            row_scale=row_scale,
+            row_amax=row_amax,
+            col=col,
+            col_scale=col_scale,
+            col_amax=col_amax,
+        )
+        return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
+
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        ends = self.groups.padded_ends.tolist()
+        made = nvfp4_reference.quantize_groups(x, ends, **usages, **self.alone._options())
+        return self.copies(*made)
+
+
 # -- all formats ------------------------------------------------------------------
 
 
@@ -197,7 +325,8 @@ def quantizes_groups(quantizers: Sequence[Quantizer], groups: int) -> bool:
         return len(quantizers) == groups and is_whole
     if isinstance(first, Float8CurrentScalingQuantizer) and first.group is not None:
         return False
-    return type(first) in (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer)
+    kinds = (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer)
+    return type(first) in kinds
 
 
 def groups_quantizer(
@@ -221,6 +350,10 @@ def groups_quantizer(
         return Float8GroupsQuantizer(
             groups, first.fp8_dtype, scales=scales, amaxes=amaxes, **usages
         )
+    if isinstance(first, NVFP4Quantizer):
+        alone = first.with_usage(rowwise=True, columnwise=True)
+        assert isinstance(alone, NVFP4Quantizer)
+        return NVFP4GroupsQuantizer(groups, alone, **usages)
     return first.with_usage(**usages)  # blocks do not reach over the end of a tile
 
 
@@ -259,8 +392,8 @@ class GroupedTensor:
         Raises
         ------
         InputError
-            If ``x`` is no matrix, or the format has no quantizer of groups: those of current and
-            delayed scaling, FP8 in blocks of 128, and MXFP8 have one.
+            If ``x`` is no matrix, or the format has no quantizer of groups, as FP8 with a scale for
+            each row.
         """
         if x.dim() != 2 or split_sizes.dim() != 1:
             raise InputError(
@@ -276,8 +409,8 @@ class GroupedTensor:
         if not quantizes_groups(each, len(sizes)):
             raise InputError(
                 f"{type(each[0]).__name__} quantizes no groups in one launch: current and delayed "
-                "scaling, FP8 in blocks of 128 and MXFP8 do; delayed scaling takes a quantizer for "
-                f"each of the {len(sizes)} groups."
+                "scaling, FP8 in blocks of 128, MXFP8 and NVFP4 do; delayed scaling takes a "
+                f"quantizer for each of the {len(sizes)} groups."
             )
         usages = {"rowwise": each[0].rowwise, "columnwise": each[0].columnwise}
         of_groups = groups_quantizer(each, groups, **usages)

@@ -68,21 +68,29 @@ class NVFP4Tensor(BlockScaledTensor):
         assert amax is not None
         is_transformed = columnwise and self._quantizer.with_rht
         rows, pairs = data.shape
-        values = filled(
-            torch.empty(
-                (2 * pairs, rows) if columnwise else (rows, 2 * pairs),
-                dtype=torch.float32 if is_transformed else dtype,
-                device=data.device,
-            ),
-            kernels.dequantize,
-            reference.dequantize,
-            *(data, scale, amax, torch.float32 if is_transformed else dtype),
-            columnwise=columnwise,
+        out = torch.empty(
+            (2 * pairs, rows) if columnwise else (rows, 2 * pairs),
+            dtype=torch.float32 if is_transformed else dtype,
+            device=data.device,
         )
+        values = self._decoded(out, data, scale, amax, columnwise=columnwise)
         if not is_transformed:
             return values
         signs = self._quantizer.with_random_sign_mask
         return inverse_hadamard_transform(values.t(), signs).t().to(dtype).contiguous()
+
+    def _decoded(
+        self,
+        out: torch.Tensor,
+        data: torch.Tensor,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        *,
+        columnwise: bool,
+    ) -> torch.Tensor:
+        """The values of a copy as they are stored, in the dtype and shape of ``out``."""
+        args = (data, scale, amax, out.dtype)
+        return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
 
 
 @dataclass(frozen=True)

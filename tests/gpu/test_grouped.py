@@ -88,6 +88,16 @@ def test_blocks_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None
     cases.check_grouped_mxfp8(GPU, dtype)
 
 
+@pytest.mark.parametrize("columns", [144, 16])
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "Hadamard"])
+@pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+def test_a_group_in_nvfp4_has_an_amax_of_its_own(
+    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+) -> None:
+    cases.check_grouped_nvfp4(GPU, columns, dtype, hadamard, stochastic)
+
+
 @pytest.mark.parametrize("columns", [64, 37])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
@@ -181,6 +191,7 @@ AT_ONCE = {
     "delayed": recipes.DelayedScaling(),
     "128-block": recipes.Float8BlockScaling(),
     "MXFP8": recipes.MXFP8BlockScaling(),
+    "NVFP4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True),
     "current, high precision": recipes.Float8CurrentScaling(backward_override="high_precision"),
     "128-block, dequantized": recipes.Float8BlockScaling(backward_override="dequantized"),
 }
