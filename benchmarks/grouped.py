@@ -2,8 +2,8 @@
 
 Variants: fuser as one pipeline, in bf16 and under recipes; the same in torch with `grouped_mm`,
 eager and compiled; a loop of linears over the experts, with their sizes on the host; and the six
-grouped products alone. Tokens are split unevenly. All run alternately (timing.py), launched from Python and as CUDA graphs. On a
-CPU sizes are small, to try the script.
+grouped products alone. Tokens are split unevenly. All run alternately (timing.py), launched from
+Python and as CUDA graphs. On a CPU sizes are small, to try the script.
 
     python benchmarks/grouped.py --out out/grouped.csv
 """

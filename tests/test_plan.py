@@ -360,9 +360,7 @@ def test_notes_have_the_padding_of_groups_and_its_cost(at_once: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")
-def test_notes_of_groups_that_are_quantized_alone_have_the_padding_of_the_format(
-    at_once: None,
-) -> None:
+def test_notes_of_groups_that_are_quantized_alone_have_the_padding_of_the_format() -> None:
     plan = experts(fuser.recipe.NVFP4BlockScaling())
     said = notes_of(plan, 1)
     assert "split sizes are read on the host" in said

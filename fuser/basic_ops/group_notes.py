@@ -14,9 +14,10 @@ OWN_BITS = "The bits of a row depend on that row and its group alone"
 def padding_note(
     recipe: Recipe | None, groups: int, rows: int, *, is_one_launch: bool
 ) -> str | None:
-    """The rows that quantizing adds to ``rows`` rows in groups; None if it adds none, or a custom recipe.
+    """The rows that quantizing adds to ``rows`` rows in groups.
 
-    A group ends on average in the middle of its last tile, or block of a format.
+    None if it adds none, or if the recipe is custom. A group ends on average in the middle of its
+    last tile, or block of a format.
     """
     if recipe is None or recipe.custom():
         return None
