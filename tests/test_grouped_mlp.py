@@ -18,6 +18,7 @@ from fuser import recipe as recipes
 from fuser.basic_ops.grouped_products import quantizes_groups_of
 from fuser.errors import InputError, StateError
 from fuser.fused_ops import GroupedMLP
+from fuser.op import OperationContext
 
 BF16, FP32 = torch.bfloat16, torch.float32
 G, K, F, T = 4, 32, 64, 300
@@ -222,6 +223,26 @@ def test_sizes_that_differ_are_refused_on_the_host() -> None:
         model(given["x"], sizes, given["scales"], other)
     y = model(given["x"], sizes, given["scales"], sizes.clone())
     assert torch.equal(y, model(given["x"], sizes, given["scales"], sizes.int()))
+
+
+def test_sizes_of_two_tensors_run_the_ops_one_by_one(groups_at_once: None) -> None:
+    """With the same sizes, or with others that a GPU holds and the host does not know."""
+    model, given = mlp(fuser.ScaledSwiGLU()), tensors()
+    up, activation, down = copy.deepcopy(model)
+    sizes, other = torch.tensor(SPLITS), torch.tensor([100, 47, 30, 100])
+    fused = fuser.fused_ops.GroupedMLP(list(model))
+    contexts = [OperationContext() for _ in range(3)]
+    for context in contexts:
+        context.requires_grad = False
+    y, _ = fused.fuser_forward(
+        contexts,
+        given["x"],
+        basic_op_extra_inputs=[(sizes,), (given["scales"],), (other,)],
+        prev_op_grad_output_quantizer=None,
+        next_op_input_quantizer=None,
+        basic_op_kwargs=[{}, {}, {}],
+    )
+    assert torch.equal(y, down(activation(up(given["x"], sizes), given["scales"]), other))
 
 
 def test_buffers_of_the_caller_are_used() -> None:

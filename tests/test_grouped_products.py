@@ -146,6 +146,33 @@ def test_what_is_frozen_gets_no_gradient(
         assert (weight.grad is None) == (not weight.requires_grad)
 
 
+@pytest.mark.parametrize("override", BACKWARD_OVERRIDES)
+def test_overrides_save_what_they_say(override: str, at_once: Callable[[], None]) -> None:
+    """The operands themselves, or their rowwise copies."""
+    at_once()
+    op, saved = made(BF16, bias=False, single_grouped_weight=True), []
+    x = values(T, K, seed=1, dtype=BF16).requires_grad_()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        fuser.autocast(recipe=recipes.Float8CurrentScaling(backward_override=override)),
+    ):
+        op(x, torch.tensor(SPLITS["even"]))
+    kept = [tensor for tensor in saved if tensor.dtype is BF16]
+    assert len(kept) == 2
+    for tensor in kept:
+        if override == "high_precision":
+            assert type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            assert tensor.shape in ((T, K), (GROUPS, N, K))
+        else:
+            assert tensor._has("rowwise")
+            assert not tensor._has("columnwise")
+
+
 def test_other_recipes_run_group_by_group(at_once: Callable[[], None]) -> None:
     at_once()
     op = made(BF16)

@@ -52,14 +52,8 @@ def kept_weights(
     those whose form is not ``is_complete``.
     """
     versions = tuple(None if w.is_inference() else w._version for w in weights)
-    places = tuple((id(w), w.data_ptr()) for w in weights)
-    # A recomputation under delayed scaling has another scale, and so another quantizer.
-    how = tuple(
-        q.encoding()
-        if isinstance(q, Float8Quantizer)
-        else q.with_usage(rowwise=True, columnwise=True)
-        for q in quantizers
-    )
+    places = (*(w.data_ptr() for w in weights), *map(id, weights[1:]))
+    how = tuple(_encoding(quantizer) for quantizer in quantizers)
     made_for = (versions, optimizer_steps(), places, dtype, how)
     entry = kept.get(weights[0]) if kept else None  # type: ignore[no-untyped-call]
     if kept is not None and entry is not None and entry[0] == made_for:
@@ -69,6 +63,14 @@ def kept_weights(
             return made, kept
     made = make()
     return made, WeakTensorKeyDictionary({weights[0]: (made_for, made)})
+
+
+def _encoding(quantizer: Quantizer) -> Any:
+    """What a quantized weight depends on besides the weight and its copies."""
+    # A recomputation under delayed scaling has another scale, and so another quantizer.
+    is_delayed = isinstance(quantizer, Float8Quantizer)
+    both = quantizer.with_usage(rowwise=True, columnwise=True)
+    return quantizer.encoding() if is_delayed else both
 
 
 _steps = 0

@@ -7,6 +7,7 @@ with the sources.
 
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
+from mutants.groups import GROUPS
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
@@ -32,6 +33,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "checks and sentences": SENTENCES,
     "extensions of users": EXTENDING,
     "router and permutation by expert": EXPERTS,
+    "groups of rows": GROUPS,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,
     "kernels: arithmetic": ARITHMETIC,

@@ -1,0 +1,120 @@
+"""Mistakes in padded groups of rows, their quantization, and the grouped MLP."""
+
+from mutants.mutant import Mutant
+
+PRODUCER = "cuda/kernels/fuser/producer/grouped.cuh"
+STORE = "cuda/kernels/fuser/store/grouped_fp8.cuh"
+NVFP4 = "cuda/kernels/fuser/store/grouped_nvfp4.cuh"
+KERNELS = "cuda/kernels/grouped.cu"
+PRODUCTS = "basic_ops/grouped_products.py"
+MLP = "fused_ops/grouped_mlp.py"
+TENSORS = "tensors/grouped.py"
+EMULATED = "test_cuda_grouped.py::"
+
+GROUPS = (
+    Mutant(
+        "a group reads rows of the next one into its padding",
+        PRODUCER,
+        "        const int left = min(of.count - first, kPatch);\n",
+        "        const int left = kPatch;\n",
+        EMULATED + "test_a_group_in_fp8_has_a_scale_of_its_own",
+    ),
+    Mutant(
+        "padded rows are read where they would be without padding",
+        PRODUCER,
+        "        found.row = is_padded ? tile.row : of.row + first;\n",
+        "        found.row = of.row + first;\n",
+        EMULATED + "test_an_activation_of_padded_groups_is_quantized_as_it_is_computed",
+    ),
+    Mutant(
+        "all groups have the scale of the first",
+        STORE,
+        "        const int group = tiles[tile.row_tile].group;\n",
+        "        const int group = 0;\n",
+        EMULATED + "test_a_group_in_fp8_has_a_scale_of_its_own",
+    ),
+    Mutant(
+        "the columnwise copy of NVFP4 has the amax of the rowwise one",
+        NVFP4,
+        "own.amaxes[own.col_at];",
+        "own.amaxes[0];",
+        EMULATED + "test_a_group_in_nvfp4_has_an_amax_of_its_own",
+    ),
+    Mutant(
+        "groups that do not fit are padded as if they did",
+        KERNELS,
+        "            const long long count = end - (lane == 0 ? before : up);\n",
+        "            const long long count = own + 0 * up;\n",
+        EMULATED + "test_tiles_are_the_references",
+    ),
+    Mutant(
+        "rows are taken from where padded groups end, not begin",
+        KERNELS,
+        "    const int padded_start = group == 0 || !is_inside ? 0 : padded_ends[group - 1];\n",
+        "    const int padded_start = group == 0 || !is_inside ? 0 : padded_ends[group] - 128;\n",
+        EMULATED + "test_rows_of_padded_groups",
+    ),
+    Mutant(
+        "a launch with other groups' tiles is taken for the same",
+        TENSORS,
+        '        return ("groups", self.fp8_dtype, *copies, *how)\n',
+        '        return ("groups", self.fp8_dtype, *copies)\n',
+        "test_grouped_tensor.py::test_launches_are_known_by_all_that_they_depend_on",
+    ),
+    Mutant(
+        "a member's scales are those of the first tile",
+        TENSORS,
+        "whole.narrow(dim, first // unit, count)",
+        "whole.narrow(dim, 0, count)",
+        "test_grouped_tensor.py::test_a_member_has_the_buffers_of_the_group_alone",
+    ),
+    Mutant(
+        "amaxes of delayed scaling are not recorded",
+        TENSORS,
+        "        if self.amaxes:\n            torch._foreach",
+        "        if not self.amaxes:\n            torch._foreach",
+        "test_grouped_tensor.py::test_a_member_has_the_buffers_of_the_group_alone",
+    ),
+    Mutant(
+        "a kept weight loses the rowwise copy that the next microbatch reads",
+        PRODUCTS,
+        "        if not is_own:\n",
+        "        if False:\n",
+        "test_grouped_mlp.py::test_weights_of_the_first_microbatch_are_kept",
+    ),
+    Mutant(
+        "under an override the gradient is quantized",
+        PRODUCTS,
+        "    if groups.padded is None or ctx.backward_override is not None:\n",
+        "    if groups.padded is None:\n",
+        "test_grouped_mlp.py::test_bits_are_those_of_the_ops",
+    ),
+    Mutant(
+        "high precision saves the quantized operand",
+        PRODUCTS,
+        '    if ctx.backward_override == "high_precision":\n        return values\n',
+        "",
+        "test_grouped_products.py::test_overrides_save_what_they_say",
+    ),
+    Mutant(
+        "the activation is computed again under delayed scaling too",
+        MLP,
+        "(is_quantized and len(of_down.input) == 1)",
+        "is_quantized",
+        "test_grouped_mlp.py::test_bits_are_those_of_the_ops",
+    ),
+    Mutant(
+        "gradients of scales keep the places of padded rows",
+        MLP,
+        "    return values if padded is None else unpad(values.view(-1, 1), padded).view(-1)\n",
+        "    return values if padded is None else values[: padded.rows]\n",
+        "test_grouped_mlp.py::test_bits_are_those_of_the_ops",
+    ),
+    Mutant(
+        "sizes of two tensors are taken for the same",
+        MLP,
+        "    return layouts[0] == layouts[1]\n",
+        "    return layouts[0][1:] == layouts[1][1:]\n",
+        "test_grouped_mlp.py::test_sizes_of_two_tensors_run_the_ops_one_by_one",
+    ),
+)
