@@ -116,6 +116,33 @@ def test_integers_go_through_a_channel_without_a_gradient(between: Any, is_retur
         assert torch.equal(order[0], x[:, 0].argsort())
 
 
+def test_backward_gets_no_gradient_of_integers() -> None:
+    given: list[Any] = []
+
+    class Counted(Ranked):
+        num_extra_outputs = 2
+
+        def extra_output_specs(self, spec: Any, extras: Any) -> tuple[fuser.TensorSpec, ...]:
+            return (fuser.TensorSpec(spec.shape[:1], torch.int64), spec)
+
+        def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **_: Any) -> Any:
+            return input_, [(input_[:, 0].argsort(), input_ * 2)]
+
+        def fuser_backward(
+            self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+        ) -> Any:
+            given.extend(basic_op_grad_extra_outputs[0])
+            return grad_output, [()], [()]
+
+    counted = Counted().set_extra_output_channel(0, "order", output_to_caller=False)
+    model = fuser.Sequential(counted, fuser.GELU(), Taken().set_extra_input_channel(0, "order"))
+    x = oracles.random_tensor((5, N), torch.float32, 1).requires_grad_()
+    y, _ = model(x)
+    y.sum().backward()
+    assert given[0] is None
+    assert torch.equal(given[1], torch.zeros_like(x))
+
+
 def test_a_caller_may_write_into_an_extra_output_that_an_op_has_reshaped() -> None:
     class Flat(fuser.BasicOperation):
         num_extra_outputs = 1

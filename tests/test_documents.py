@@ -126,6 +126,21 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
         assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
 
 
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_the_notes_of_a_layer_of_experts_are_those_of_its_plan(
+    ran: Callable[[str], Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = "docs/experts.md"
+    layer, x, routing = (ran(document).names[name] for name in ("layer", "x", "routing"))
+    # As on the GPU that the page names.
+    monkeypatch.setattr(fuser.GroupedLinear, "runs_at_once", lambda op, key: True)
+    recipe = fuser.recipe.Float8CurrentScaling()
+    with torch.autocast("cpu", torch.bfloat16), fuser.autocast(recipe=recipe):
+        text = str(layer.plan(x, routing.expert_indices, routing.probs))
+    (notes,) = re.findall(r"^notes\n.*?\n\n", text, re.M | re.S)
+    assert f"```\n{notes.rstrip()}\n```\n" in read(document)
+
+
 def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
     layers = (fuser.Linear(8, 16), fuser.GELU(), fuser.Linear(16, 8, bias=False))
     pipeline = fuser.OperationFuser(layers)

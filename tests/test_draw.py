@@ -105,6 +105,23 @@ def forty_ops_plan():
     return fuser.Sequential(*ops).plan(X)
 
 
+def experts_plan():
+    """A layer of experts, whose op of groups has notes, and channels of integers."""
+    dispatch = fuser.MoeDispatch(4)
+    for index, channel in enumerate(("split sizes", "probs", "rows")):
+        dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
+    layer = fuser.Sequential(
+        dispatch,
+        fuser.GroupedLinear(4, 64, 256).set_extra_input_channel(0, "split sizes"),
+        fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+        fuser.GroupedLinear(4, 128, 64).set_extra_input_channel(0, "split sizes"),
+        fuser.MoeCombine().set_extra_input_channel(0, "rows"),
+    )
+    indices, probs = (torch.empty(8, 2, dtype=t, device="meta") for t in (torch.int64, X.dtype))
+    with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):
+        return layer.plan(X, indices, probs.requires_grad_())
+
+
 def mixed_dtypes_plan():
     ops = linear_gelu_linear(torch.bfloat16)
     ops[0].bias = torch.nn.Parameter(torch.zeros(256))
@@ -156,6 +173,7 @@ PLANS = [
     linear_gelu_linear_plan,
     one_op_plan,
     forty_ops_plan,
+    experts_plan,
     mixed_dtypes_plan,
     many_refusals_plan,
     extra_tensors_plan,
@@ -322,6 +340,26 @@ def test_no_arrow_leaves_backward_where_the_input_needs_no_gradient(tmp_path):
     texts = svg_texts(plan.draw(tmp_path / "only wgrad.svg"))
     assert "grad input" not in texts
     assert "wgrad mm" in texts
+
+
+def test_a_picture_has_the_notes_of_the_printed_plan(tmp_path):
+    plan = experts_plan()
+    texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
+    start = texts.index("notes")
+    said = " ".join(texts[start + 1 :])
+    assert len(plan.note_lines()) == 2
+    assert all(" ".join(note.split()) in said for note in plan.note_lines())
+    assert "notes" not in svg_texts(mlp_plan().draw(tmp_path / "none.svg"))
+
+
+def test_channels_of_integers_are_drawn_in_forward_alone(tmp_path):
+    texts = svg_texts(experts_plan().draw(tmp_path / "plan.svg"))
+    assert texts.count("split sizes") == 2
+    assert "rows" in texts
+    assert [text for text in texts if text.startswith("grad of")] == [
+        "grad of probs",
+        "grad of extra input",
+    ]
 
 
 def test_fused_window_is_one_box_around_its_ops():

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fuser
+from fuser.basic_ops.grouped_products import quantizes_groups_of
+from fuser.formats import GROUP_TILE, tile_count
 from fuser.op import FusedOperation
 from fuser.plan.plan import Channel
 from fuser.specs import TensorSpec
@@ -291,6 +293,131 @@ def test_text_keeps_large_numbers_short() -> None:
     text = str(mlp(4096).plan(torch.empty(2, 4096, device="meta")))
     assert re.search(r"\d+\.\d kB", text)
     assert all(len(line) < 160 for line in text.splitlines())
+
+
+def experts(recipe: Any = None, **options: Any) -> fuser.FusionPlan:
+    """The plan of a layer of 4 experts for 512 tokens and 2 experts a token, in bf16."""
+    sizes = {"bias": False, "dtype": torch.bfloat16, "device": "cpu"}
+    dispatch = fuser.MoeDispatch(4, **options)
+    for index, channel in enumerate(("sizes", "probs", "rows")):
+        dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
+    layer = fuser.Sequential(
+        dispatch,
+        fuser.GroupedLinear(4, 64, 256, **sizes).set_extra_input_channel(0, "sizes"),
+        fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+        fuser.GroupedLinear(4, 128, 64, **sizes).set_extra_input_channel(0, "sizes"),
+        fuser.MoeCombine().set_extra_input_channel(0, "rows"),
+    )
+    x = torch.empty(512, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    indices = torch.empty(512, 2, dtype=torch.int64, device="meta")
+    probs = torch.empty(512, 2, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        return layer.plan(x, indices, probs)
+
+
+def notes_of(plan: fuser.FusionPlan, *ops: int) -> str:
+    return " ".join(note.text for note in plan.notes if note.ops == ops)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are those of a GPU on which all groups are one launch."""
+
+    def runs_at_once(self: fuser.GroupedLinear, key: fuser.PlanKey) -> bool:
+        return quantizes_groups_of(key.recipe)
+
+    monkeypatch.setattr(fuser.GroupedLinear, "runs_at_once", runs_at_once)
+
+
+def test_text_has_notes_only_if_an_op_has_some() -> None:
+    assert "\nnotes\n" not in str(mlp().plan(torch.empty(2, 8)))
+    text = " ".join(str(experts()).split("\nnotes\n")[1].split("\n\n")[0].split())
+    both = "GroupedLinear over 1, 3: 4 groups, one after the other; split sizes are read on the"
+    assert text.count("GroupedLinear over") == 1
+    assert both in text
+    assert "padded" not in text
+    assert "MoeDispatch over 0: 4 experts; no fixed capacity" in text
+
+
+def test_a_note_has_the_capacity_of_a_dispatch() -> None:
+    assert "a capacity of 96 rows" in notes_of(experts(capacity=96), 0)
+    assert 'drop_policy "probs"' in notes_of(experts(capacity=96, drop_policy="probs"), 0)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_notes_have_the_padding_of_groups_and_its_cost(at_once: None) -> None:
+    plan = experts(fuser.recipe.Float8CurrentScaling())
+    rows = 2 * plan.nominal_tokens
+    said = notes_of(plan, 1)
+    assert "4 groups, one launch for all; split sizes are not read on the host" in said
+    assert f"a multiple of 128 rows: about 64 more a group, of {rows} rows 1.6% more." in said
+    largest = tile_count(rows, 4) * GROUP_TILE
+    assert largest == (rows + 127 * 4) // 128 * 128
+    assert f"up to T + 127 x 4 rows: here {largest}, {100 * (largest / rows - 1):.1f}%" in said
+    assert notes_of(plan, 1) == notes_of(plan, 3)
+    assert "rows stay padded between the products" in notes_of(plan, 1, 2, 3)
+    assert "padded" not in notes_of(experts(), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_notes_of_groups_that_are_quantized_alone_have_the_padding_of_the_format() -> None:
+    plan = experts(fuser.recipe.NVFP4BlockScaling())
+    said = notes_of(plan, 1)
+    assert "split sizes are read on the host" in said
+    assert "a multiple of 16 rows: about 8 more a group" in said
+    assert "T + 127" not in said
+    assert notes_of(plan, 1, 2, 3) == ""
+    assert "padded" not in notes_of(experts(fuser.recipe.Float8RowwiseScaling()), 1)
+
+
+OWN = "The bits of a row depend on that row and its group alone"
+SHARED = "The bits of a row may depend on other rows: its"
+BITS = {
+    "none": (None, f"{OWN}."),
+    "rowwise": (fuser.recipe.Float8RowwiseScaling(), f"{OWN}."),
+    "mxfp8": (fuser.recipe.MXFP8BlockScaling(), f"{OWN}."),
+    "block": (fuser.recipe.Float8BlockScaling(), f"{OWN}."),
+    "delayed": (fuser.recipe.DelayedScaling(), f"{OWN}, and on scales of earlier steps."),
+    "rows": (
+        fuser.recipe.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
+        f"{SHARED} input shares a scale with 127 rows of its group.",
+    ),
+    "rows of gradients": (
+        fuser.recipe.Float8BlockScaling(grad_block_scaling_dim=2, w_block_scaling_dim=1),
+        f"{SHARED} gradient shares a scale with 127 rows of its group.",
+    ),
+    "current": (
+        fuser.recipe.Float8CurrentScaling(),
+        f"{SHARED} input shares a scale with all rows of its group, and its gradient shares a "
+        "scale with all rows of its group.",
+    ),
+    "nvfp4": (
+        fuser.recipe.NVFP4BlockScaling(backward_override="high_precision"),
+        f"{SHARED} input shares a scale with all rows of its group.",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize(("recipe", "said"), BITS.values(), ids=BITS)
+def test_a_note_says_what_the_bits_of_a_row_depend_on(recipe: Any, said: str) -> None:
+    assert notes_of(experts(recipe), 1).endswith(said)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_long_list_of_kernels_has_several_lines(at_once: None) -> None:
+    plan = experts(fuser.recipe.MXFP8BlockScaling())
+    lines = str(plan).split("\nnotes")[0].splitlines()
+    assert max(map(len, lines)) < 130
+    assert max(len(step.kernel) for step in plan.backward) > 160
+    printed = " ".join(" ".join(lines).split())
+    words = [word for step in plan.forward for word in step.kernel.split(", ")]
+    assert all(word in printed for word in words)
+
+
+def test_a_channel_of_integers_has_no_gradient() -> None:
+    has = {channel.name: channel.has_gradient for channel in experts().channels}
+    assert has == {"sizes": False, "probs": True, "rows": False}
 
 
 def test_text_is_an_ipython_block() -> None:

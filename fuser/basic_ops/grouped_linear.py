@@ -13,6 +13,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fuser.basic_ops.group_notes import bits_note, padding_note
 from fuser.basic_ops.grouped_products import (
     kept,
     loop_backward,
@@ -276,6 +277,22 @@ class GroupedLinear(BasicOperation):
             "grouped sum": any(param.requires_grad for param in op.params[weights:]),
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
+        """Groups, split sizes, padding, and what the bits of a row depend on."""
+        is_one, recipe = self.runs_at_once(key), key.recipe
+        how = (
+            "one launch for all; split sizes are not read on the host, so that a CUDA graph can "
+            "contain it."
+            if is_one
+            else "one after the other; split sizes are read on the host."
+        )
+        found = (
+            f"{self.num_groups} groups, {how}",
+            padding_note(recipe, self.num_groups, rows, is_one_launch=is_one),
+            bits_note(recipe, key.autocast_dtype or self._dtype),
+        )
+        return tuple(note for note in found if note is not None)
 
     def num_quantizers(self, mode: str) -> int:
         return (2 if mode == "forward" else 1) * self.num_groups

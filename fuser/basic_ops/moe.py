@@ -114,6 +114,17 @@ class MoeDispatch(BasicOperation):
     def _rows(self, expert_indices: TensorSpec) -> int:
         return math.prod(expert_indices.shape) if self.capacity is None else self.capacity
 
+    def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
+        """Experts, and the number of rows."""
+        if self.capacity is None:
+            how = "no fixed capacity: a row for each assignment, none is dropped."
+        else:
+            how = (
+                f"a capacity of {self.capacity} rows, whatever the number of tokens; of more "
+                f'assignments some are dropped (drop_policy "{self.drop_policy}").'
+            )
+        return (f"{self.num_experts} experts; {how}",)
+
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         if side == "forward":
             return ("sort by expert", "permute", "permute probs")

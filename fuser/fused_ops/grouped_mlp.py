@@ -98,6 +98,16 @@ class GroupedMLP(FusedOperation):
         names = (*first, middle, *last)
         return tuple((name, 3 * (i + 1 == len(names))) for i, name in enumerate(names))
 
+    def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
+        """Shared work of the three ops, and what backward computes again."""
+        found = ["Finds the groups once."]
+        if key.recipe is not None:
+            found = ["Finds and pads the groups once: rows stay padded between the products."]
+        is_delayed = key.recipe is not None and key.recipe.delayed()
+        if self.members[1].activation_recompute_in_mlp and key.requires_grad and not is_delayed:
+            found.append("Backward computes the scaled activation again.")
+        return tuple(found)
+
     # -- forward ----------------------------------------------------------------------
 
     def fuser_forward(

@@ -12,6 +12,7 @@ import torch
 from fuser.errors import StateError
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
+from fuser.specs import PlanKey
 
 _RUNNING_METHODS = (
     *("op_forward", "op_backward", "fuser_forward", "fuser_backward"),
@@ -116,6 +117,15 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     @abc.abstractmethod
     def is_fused_op(self) -> bool:
         """Whether this op is the fusion of one or more basic ops."""
+
+    def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
+        """Sentences about the op that its plan shows, such as what it pads.
+
+        ``key`` is the plan key narrowed to this op or to the ops that it fuses, and ``rows`` the
+        rows of its main input at the plan's nominal token count. A fused op adds notes to those of
+        its basic ops.
+        """
+        return ()
 
     def pre_first_fuser_forward(self) -> None:
         """Called once, before the first forward of a pipeline that holds this op."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,8 @@ from typing import Any
 from fuser.cuda.launch import off_cuda
 from fuser.errors import InputError
 from fuser.specs import PlanKey, QuantSpec
+
+KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,15 @@ class VectorNote:
 
 
 @dataclass(frozen=True)
+class OpNote:
+    """A sentence of an operation about itself: ``fusion`` is the fused op, None for a basic op."""
+
+    fusion: str | None
+    ops: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
 class ModuleCall:
     """A module that is called outside of pipelines, and the reason.
 
@@ -73,11 +85,15 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Channel:
-    """An extra output that is an extra input of a later op, perhaps in another pipeline."""
+    """An extra output that is an extra input of a later op, perhaps in another pipeline.
+
+    A channel of integers has no gradient.
+    """
 
     name: str
     producer: int
     consumer: int
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,8 @@ class FusionPlan:
     backward from the last op to the first, and empty if nothing needs a
     gradient. ``activation_bytes[i]`` are the bytes per token of the main input
     of op ``i``, and ``grad_activation_bytes[i]`` those of its gradient; the last
-    entries are for the output. ``layout`` and ``padding`` are notes on the
+    entries are for the output. ``notes`` are sentences of the operations about
+    themselves. ``layout`` and ``padding`` are notes on the
     tensors given to ``plan``; a cached plan has none. ``modules`` are called
     between the pipelines, in a plan for several, and are not modelled.
     """
@@ -107,6 +124,7 @@ class FusionPlan:
     layout: tuple[VectorNote, ...] = ()
     modules: tuple[ModuleCall, ...] = ()
     padding: tuple[VectorNote, ...] = ()
+    notes: tuple[OpNote, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -125,6 +143,9 @@ class FusionPlan:
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
             lines += ["", *self._side_lines(side)]
+        lines += ["", "notes"] if self.notes else []
+        for paragraph in self.note_lines():
+            lines += textwrap.wrap(paragraph, 96, initial_indent="  ", subsequent_indent="    ")
         for heading, notes in (
             ("inputs that kernels cannot read in 16-byte vectors", self.layout),
             ("tensors that are padded to whole blocks", self.padding),
@@ -164,17 +185,18 @@ class FusionPlan:
         if not steps:
             return [f"{side}: nothing needs a gradient"]
         emits = any(step.emits for step in steps)
-        rows = [
-            (
+        rows: list[tuple[str, ...]] = []
+        for step in steps:
+            first, *more = _wrapped("", (step.kernel or "(no kernel)").split(", "), KERNELS_WIDTH)
+            row = (
                 span(step.ops),
                 step.fusion or self.ops[step.ops[0]],
-                step.kernel or "(no kernel)",
+                first,
                 *((str(step.emits or ""),) if emits else ()),
                 format_bytes(step.bytes_per_token),
                 format_time(step.microseconds),
             )
-            for step in steps
-        ]
+            rows += [row, *(("", "", line, *[""] * (len(row) - 3)) for line in more)]
         what = ("emits",) if emits else ()
         heading = (side, "runs as", "kernels", *what, "bytes/token", "modelled")
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
@@ -186,6 +208,14 @@ class FusionPlan:
     def modules_before(self, op: int) -> list[ModuleCall]:
         """The modules, except ops, that are called between op ``op - 1`` and op ``op``."""
         return [call for call in self.modules if call.before == op and not call.ops]
+
+    def note_lines(self) -> list[str]:
+        """The notes of each operation as one line; operations with equal notes share one."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for (fusion, ops), notes in _grouped(self.notes, "fusion", "ops").items():
+            text = " ".join(note.text for note in notes)
+            found.setdefault((fusion or self.ops[ops[0]], text), []).append(span(ops))
+        return [f"{name} over {', '.join(spans)}: {text}" for (name, text), spans in found.items()]
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
         """Labels of the tensor before op ``gap``, or of its gradient: bytes, and format."""
@@ -227,6 +257,7 @@ class FusionPlan:
             "modules": [{**vars(call), "ops": list(call.ops)} for call in self.modules],
             "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
+            "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
         }
 
@@ -346,6 +377,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         refusals=first.refusals + moved(second.refusals),
         layout=first.layout + moved(second.layout),
         padding=first.padding + moved(second.padding),
+        notes=first.notes + moved(second.notes),
         activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
         grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import Channel, FusionPlan, Refusal
+from fuser.plan.plan import Channel, FusionPlan, OpNote, Refusal
 from fuser.plan.registered import Pinned, RegisteredFusions, apply_registered
 from fuser.plan.window import matches
 from fuser.specs import PlanKey
@@ -52,6 +53,11 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
     backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     lost = [*unchosen(forward, cover.forward), *unchosen(backward, cover.backward)]
     lost += unchosen_joint(len(graph.ops), forward, backward, joint, cover)
+    made: dict[tuple[int, int, Any], FusibleOperation] = {}
+    run = {
+        "forward": tuple(_operation(graph.ops, c, made) for c in forward_run),
+        "backward": tuple(_operation(graph.ops, c, made) for c in backward_run),
+    }
     plan = FusionPlan(
         key=key,
         ops=tuple(type(op).__name__ for op in graph.ops),
@@ -63,21 +69,39 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         ),
         refusals=(*search.refusals, *lost),
         channels=tuple(
-            Channel(source.channel or "", source.producer, consumer)
+            Channel(
+                source.channel or "",
+                source.producer,
+                consumer,
+                key.ops[consumer].extra_inputs[k].dtype.is_floating_point,
+            )
             for consumer, row in enumerate(graph.sources)
-            for source in row
+            for k, source in enumerate(row)
             if source.producer is not None
         ),
         activation_bytes=_bytes_per_token(graph, "forward"),
         grad_activation_bytes=_bytes_per_token(graph, "backward"),
         nominal_tokens=NOMINAL_TOKENS,
+        notes=_notes(graph, key, (*run["forward"], *run["backward"])),
     )
-    made: dict[tuple[int, int, Any], FusibleOperation] = {}
-    return Planned(
-        plan,
-        tuple(_operation(graph.ops, c, made) for c in forward_run),
-        tuple(_operation(graph.ops, c, made) for c in backward_run),
-    )
+    return Planned(plan, run["forward"], run["backward"])
+
+
+def _notes(
+    graph: OpGraph, key: PlanKey, run: Sequence[tuple[FusibleOperation, tuple[int, ...]]]
+) -> tuple[OpNote, ...]:
+    """The notes of the basic ops, and of the fused ops that run."""
+    fused = [(op, ops) for op, ops in run if op.is_fused_op]
+    asked = dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused])
+    notes = []
+    for op, ops in asked:
+        rows = math.prod(graph.main_specs[ops[0]].shape[:-1])
+        texts = op.notes(
+            key.window(ops[0], ops[-1] + 1), round(rows * NOMINAL_TOKENS / graph.tokens)
+        )
+        name = type(op).__name__ if op.is_fused_op else None
+        notes += [OpNote(name, ops, text) for text in texts]
+    return tuple(notes)
 
 
 class _Search:

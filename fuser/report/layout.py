@@ -85,6 +85,7 @@ class _Layout(Columns):
                 self._line((MARGIN, y), (MARGIN + self.width, y), color="faint")
             for side in self.sides:
                 y = self._row(side, ops, y + 13)
+        y = self._notes(y + 22) if self.plan.notes else y
         y = self._legend(y + 28)
         right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
         return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
@@ -134,6 +135,15 @@ class _Layout(Columns):
         for line in wrap(text.split(), self.width, size):
             y += 1.5 * size
             self._text(MARGIN, y, line, size=size, color="muted")
+        return y
+
+    def _notes(self, y: float) -> float:
+        self._text(MARGIN, y, "notes", size=9.5, bold=True)
+        y += 2
+        for line in self.plan.note_lines():
+            for number, part in enumerate(wrap(line.split(), self.width - 12, 8.0)):
+                y += 12 if number else 14
+                self._text(MARGIN + 12 * bool(number), y, part, size=8.0)
         return y
 
     def _legend(self, y: float) -> float:
@@ -285,7 +295,8 @@ class _Layout(Columns):
 
     def _wires(self, side: str, ops: range) -> list[_Wire]:
         """The extra inputs, extra outputs and channels of ``ops``."""
-        channels, known = self.plan.channels, self.step_of[side].keys()
+        known = self.step_of[side].keys()
+        channels = [c for c in self.plan.channels if side == "forward" or c.has_gradient]
         wires = [_Wire(c.name, c.producer, c.consumer) for c in channels]
         for i, key in enumerate(self.plan.key.ops):
             wanted = sum(side == "forward" or extra.requires_grad for extra in key.extra_inputs)
@@ -293,7 +304,7 @@ class _Layout(Columns):
             if wanted > 0:
                 wires.append(_Wire(_several(wanted, "extra input"), None, i))
             made = getattr(getattr(basic_ops, self.plan.ops[i], None), "num_extra_outputs", 0)
-            if made and all(c.producer != i for c in channels):
+            if made and all(c.producer != i for c in self.plan.channels):
                 wires.append(_Wire(_several(made, "extra output"), i, None))
         if side == "backward":
             wires = [_Wire(f"grad of {w.name}", w.target, w.source) for w in wires]
@@ -303,15 +314,17 @@ class _Layout(Columns):
     def _routed(self, wires: list[_Wire], ops: range) -> list[_Wire]:
         """Give each wire its place: short wires lowest, and no overlap in a lane."""
         targets = {wire.target for wire in wires}
+        leaving = {wire.source for wire in wires if wire.is_channel}
         crowd = Counter(end for wire in wires for end in (wire.source, wire.target))
         found = []
         for wire in wires:
             ends, name = [], wire.name
             for op, word in ((wire.source, "from"), (wire.target, "to")):
                 if op is not None and op in ops:
-                    beside = (word == "from" and op in targets) - (
-                        not wire.is_channel and crowd[op] > 1
-                    )
+                    if word == "from":
+                        beside = (op in targets) + (not wire.is_channel and op in leaving)
+                    else:
+                        beside = -(not wire.is_channel and crowd[op] > 1)
                     ends.append(self.x[op] + self.widths[op] / 2 + 14 * beside)
                 elif op is not None:
                     ends.append(MARGIN if op < ops.start else self.row_right(ops) + END)

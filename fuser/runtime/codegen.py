@@ -580,9 +580,11 @@ def _names_of_rows(prefix: str, indices: Iterable[int], counts: Iterable[int]) -
 
 def _filled(
     grad: torch.Tensor | None, spec: tuple[torch.Size, torch.dtype], like: torch.Tensor
-) -> torch.Tensor:
-    """``grad``, or zeros if a channel returned no gradient."""
-    return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad
+) -> torch.Tensor | None:
+    """``grad``, or zeros if a channel returned no gradient; None for integers, which have none."""
+    if grad is not None or not spec[1].is_floating_point:
+        return grad
+    return like.new_zeros(spec[0], dtype=spec[1])
 
 
 def _marked(tensor: torch.Tensor, wants_grad: bool) -> torch.Tensor:

@@ -314,13 +314,19 @@ class Grouping:
         self._check_extra_inputs(len(extra_inputs))
         if self.only is not None:
             return self.only.plan(x, *extra_inputs, training=training)
+        parts, _ = self.planned(x, extra_inputs, training=training)
+        keys = [key for part in parts if isinstance(part, FusionPlan) for key in part.key.ops]
         channels = [
-            Channel(source.channel or "", source.producer, reader)
+            Channel(
+                source.channel or "",
+                source.producer,
+                reader,
+                keys[reader].extra_inputs[k].dtype.is_floating_point,
+            )
             for reader, row in enumerate(self.sources)
-            for source in row
+            for k, source in enumerate(row)
             if source.producer is not None
         ]
-        parts, _ = self.planned(x, extra_inputs, training=training)
         return merged(parts, channels)
 
     def planned(

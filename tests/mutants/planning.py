@@ -13,9 +13,23 @@ CHANNELS = (
     Mutant(
         "an extra output that got no gradient has one in the line's dtype",
         "runtime/codegen.py",
-        "return like.new_zeros(spec[0], dtype=spec[1]) if grad is None else grad",
-        "return like.new_zeros(spec[0]) if grad is None else grad",
+        "return like.new_zeros(spec[0], dtype=spec[1])",
+        "return like.new_zeros(spec[0])",
         "test_context.py::test_a_gradient_that_does_not_come_is_zeros_like_the_extra_output",
+    ),
+    Mutant(
+        "an extra output of integers gets zeros as its gradient",
+        "runtime/codegen.py",
+        "if grad is not None or not spec[1].is_floating_point:",
+        "if grad is not None:",
+        "test_channels.py::test_backward_gets_no_gradient_of_integers",
+    ),
+    Mutant(
+        "a note on padded groups counts the rows of one group",
+        "basic_ops/group_notes.py",
+        "more = groups * multiple // 2",
+        "more = multiple // 2",
+        "test_plan.py::test_notes_have_the_padding_of_groups_and_its_cost",
     ),
     Mutant(
         "two outputs that are one tensor leave as one object",

@@ -1,0 +1,74 @@
+"""Notes of a plan on groups of rows: their padding, and what the bits of a row depend on."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.formats import GROUP_TILE, tile_count
+from fuser.precision.quantizer_for import role_format
+from fuser.recipe import Float8BlockScaling, Recipe
+
+OWN_BITS = "The bits of a row depend on that row and its group alone"
+
+
+def padding_note(
+    recipe: Recipe | None, groups: int, rows: int, *, is_one_launch: bool
+) -> str | None:
+    """The rows that quantizing adds to ``rows`` rows in groups.
+
+    None if it adds none, or if the recipe is custom. A group ends on average in the middle of its
+    last tile, or block of a format.
+    """
+    if recipe is None or recipe.custom():
+        return None
+    multiple = GROUP_TILE if is_one_launch else role_format(recipe, "input").multiple
+    if multiple == 1:
+        return None
+    more = groups * multiple // 2
+    text = (
+        f"Each group is padded to a multiple of {multiple} rows: about {multiple // 2} more a "
+        f"group, of {rows} rows {_percent(more, rows)}."
+    )
+    if not is_one_launch:
+        return text
+    buffer = tile_count(rows, groups) * GROUP_TILE
+    return (
+        f"{text} Sizes are not known when memory is allocated, so a padded matrix of T rows has "
+        f"up to T + {GROUP_TILE - 1} x {groups} rows: here {buffer}, "
+        f"{_percent(buffer - rows, rows)}."
+    )
+
+
+def _percent(more: int, rows: int) -> str:
+    return f"{100 * more / rows:.1f}% more"
+
+
+def bits_note(recipe: Recipe | None, dtype: torch.dtype) -> str | None:
+    """What the output and the input gradient of a row depend on; None if that is not known."""
+    if recipe is None:
+        is_torchs = dtype is torch.float32
+        but = ", if torch's product does not depend on the number of rows" if is_torchs else ""
+        return f"{OWN_BITS}{but}."
+    if recipe.custom():
+        return None
+    if recipe.delayed():
+        return f"{OWN_BITS}, and on scales of earlier steps."
+    shared = {role: _rows_of_a_scale(recipe, role) for role in ("input", "grad_output")}
+    if not recipe.quantizes_backward:
+        del shared["grad_output"]
+    found = [
+        f"its {what} shares a scale with {shared[role]} of its group"
+        for role, what in (("input", "input"), ("grad_output", "gradient"))
+        if shared.get(role)
+    ]
+    if not found:
+        return f"{OWN_BITS}."
+    return f"The bits of a row may depend on other rows: {', and '.join(found)}."
+
+
+def _rows_of_a_scale(recipe: Recipe, role: str) -> str:
+    """The rows with which a row shares a scale; empty if it has scales of its own."""
+    if isinstance(recipe, Float8BlockScaling):
+        dims = {"input": recipe.x_block_scaling_dim, "grad_output": recipe.grad_block_scaling_dim}
+        return "127 rows" if dims[role] == 2 else ""
+    return "all rows" if recipe.nvfp4() or role_format(recipe, role).has_one_scale else ""
