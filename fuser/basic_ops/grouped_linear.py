@@ -61,7 +61,9 @@ class GroupedLinear(BasicOperation):
     With fp16 and bf16 operands on a Hopper or Blackwell GPU all groups are one launch, and the
     sizes are not read on the host: the op can be captured in a CUDA graph, and its output may be
     replayed with other sizes. There negative sizes count as zero, and groups end at the last row.
-    Elsewhere, and under a recipe, each group has its own product, and sizes on a GPU are read.
+    So it is under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4, whose
+    operands are quantized in one launch. Elsewhere each group has its own product, and sizes on a
+    GPU are read.
 
     Parameters
     ----------
@@ -683,7 +685,7 @@ class GroupedLinear(BasicOperation):
             "_wgrad_hooks": [],
             "_kept_weight": None,
         }
-        return {**super().__getstate__(), **fresh, "_kept_weight": None}
+        return {**super().__getstate__(), **fresh}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._kept_weight = None  # torch refuses to swap a tensor that has weak references
