@@ -22,9 +22,9 @@ from pointwise_cases import SCALARS
 import fuser.tensors
 from fuser.chain import STAGES, Stage
 from fuser.formats import DType
-from fuser.functional import normalization, pointwise
+from fuser.functional import grouped, normalization, pointwise
 from fuser.functional.lazy import LazyTensor
-from fuser.tensors import Float8CurrentScalingQuantizer, Quantizer
+from fuser.tensors import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROWS, COLUMNS = 32, 64
@@ -159,6 +159,16 @@ BIAS = drawn(11)[0].clone()
 SCALES = drawn(12, 1, F32).flatten()
 SEED = torch.tensor([2**40, 2**61])
 
+# Rows of padded groups, one tile for each of two groups.
+PADDED = torch.cat([drawn(seed) for seed in range(256 // ROWS)])
+
+
+def padded(*sizes: int) -> grouped.PaddedGroups:
+    groups = grouped.padded_groups(torch.tensor(sizes), len(sizes), ROWS, torch.device("cpu"))
+    assert groups.padded_rows == len(PADDED)
+    return groups
+
+
 GELU, SWIGLU = Stage("gelu"), Stage("swiglu")
 Options = dict[str, Any]
 
@@ -184,7 +194,10 @@ BASES: dict[type[LazyTensor], Options] = {
         "operands": (None,),
         "grads": (None,),
     },
+    grouped._PaddedRows: {"rows": drawn(1), "groups": padded(20, 12), "is_padded": False},
 }
+# Where a tensor with one scale does not fit: rows after the last group are undefined.
+QUANTIZERS: dict[type[LazyTensor], Quantizer] = {grouped._PaddedRows: MXFP8Quantizer()}
 EXTRA = drawn(6, dtype=F32)
 LAYERNORM = {"parameters": (GAMMA, BETA), "statistics": (MEAN, RSTD), "wanted": (True, True)}
 BIASED = {"stages": (Stage("bias"), GELU), "operands": (BIAS, None)}
@@ -225,6 +238,11 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
             {**BIASED, "grads": (None, None)},
             {**BIASED, "grads": (None, None), "saved": 1},
         ),
+    },
+    grouped._PaddedRows: {
+        "rows": ({}, {"rows": drawn(5)}),
+        "groups": ({}, {"groups": padded(12, 20)}),
+        "is_padded": ({"rows": PADDED}, {"rows": PADDED, "is_padded": True}),
     },
 }
 
@@ -291,13 +309,15 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
     """What is written plainly and quantized, and what is written beside it."""
 
     def on(device: str, value: Any) -> Any:
+        if isinstance(value, grouped.PaddedGroups):
+            return value._make(on(device, item) for item in value)
         if isinstance(value, tuple):
             return tuple(on(device, item) for item in value)
         return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
     def run(device: str) -> Results:
         results: Results = []
-        for quantizer in (None, Float8CurrentScalingQuantizer()):
+        for quantizer in (None, QUANTIZERS.get(cls, Float8CurrentScalingQuantizer())):
             given = {name: on(device, value) for name, value in options.items()}
             values = cls(**given)
             beside = list(given.get("grads", getattr(values, "grads", ())))

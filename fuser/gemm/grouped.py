@@ -149,6 +149,8 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``dy_g.T @ x_g`` of each group: the gradient of the weights, ``[G, N, K]``."""
     if groups.sizes is None:
         n, k = dy.shape[1], x.shape[1]
+        if not len(dy):  # torch refuses a product over no rows
+            return dy.new_zeros(len(groups.ends), n, k)
         made = F.grouped_mm(_vectors(dy).t(), _vectors(x), offs=groups.ends)
         return made if made.shape[1:] == (n, k) else made[:, :n, :k]
     made = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
@@ -159,6 +161,8 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of the rows of each group, times their ``scales`` ``[T]``: ``[G, N]``."""
+    if groups.sizes is None and not len(dy):
+        return dy.new_zeros(len(groups.ends), dy.shape[1])
     if groups.sizes is None:
         # A product with rows of ones, of which it needs whole vectors.
         factors = dy.new_ones(1) if scales is None else scales.to(dy.dtype)
