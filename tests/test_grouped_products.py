@@ -33,13 +33,7 @@ from fuser import recipe as recipes
 from fuser.gemm import grouped
 from fuser.recipe import BACKWARD_OVERRIDES
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.* is emulated"),
-    pytest.mark.skipif(
-        not hasattr(torch.nn.functional, "grouped_mm") or torch.__version__ < "2.12",
-        reason="this torch has no product of groups on a CPU",
-    ),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 PADDED = {
     name: make
     for name, make in RECIPES.items()
