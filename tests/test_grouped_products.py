@@ -174,3 +174,21 @@ def test_other_recipes_run_group_by_group(at_once: Callable[[], None]) -> None:
     recipe = recipes.Float8RowwiseScaling()
     found = run(op, x, dy, SPLITS["even"], recipe=recipe)
     assert all(t.isfinite().all() for t in found.values())
+
+
+@pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)
+def test_all_quantizers_are_those_one_by_one(make: Callable[[], Any]) -> None:
+    """In training, in evaluation, and of an op that chooses its own."""
+
+    class Chooses(fuser.GroupedLinear):
+        def get_quantizer(self, mode: str, index: int, *args: Any) -> Any:
+            return fuser.MXFP8Quantizer()
+
+    for cls in (fuser.GroupedLinear, Chooses):
+        op = cls(GROUPS, K, N, dtype=BF16, device="cpu")
+        with fuser.autocast(recipe=make()):
+            for mode in ("forward", "backward"):
+                count = op.num_quantizers(mode)
+                one_by_one = [op.quantizer_value(mode, index) for index in range(count)]
+                assert op.quantizer_values(mode) == one_by_one
+                assert len(one_by_one) == count

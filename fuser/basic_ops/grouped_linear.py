@@ -520,11 +520,11 @@ class GroupedLinear(BasicOperation):
     ) -> list[QuantizedTensor]:
         """The weight of each group, quantized alone, perhaps in the first microbatch."""
         columnwise = wants_dgrad and ctx.backward_override is None
-        quantizers = []
-        for g in range(self.num_groups):
-            quantizer = self.quantizer_value("forward", 2 * g + 1)
-            assert quantizer is not None
-            quantizers.append(quantizer.with_usage(rowwise=True, columnwise=columnwise))
+        quantizers = [
+            quantizer.with_usage(rowwise=True, columnwise=columnwise)
+            for quantizer in self.quantizer_values("forward")[1::2]
+            if quantizer is not None
+        ]
 
         def make() -> list[QuantizedTensor]:
             pairs = zip(weight, quantizers, strict=True)

@@ -62,19 +62,19 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
     assert recipe is not None
     groups = op.num_quantizers("backward")
 
-    def of(mode: str, first: int, step: int) -> list[Quantizer]:
-        constant = op.constant_quantizer(recipe, mode, first)
-        if constant is not None:
-            return [constant]
+    def of(mode: str) -> list[list[Quantizer]]:
+        """The quantizers of each role."""
+        roles = op.num_quantizers(mode) // groups
+        constants = [op.constant_quantizer(recipe, mode, role) for role in range(roles)]
+        if None not in constants:
+            return [[constant] for constant in constants if constant is not None]
         if not recipe.delayed():
-            return []
-        found = [op.quantizer_value(mode, first + step * g) for g in range(groups)]
-        return [quantizer for quantizer in found if quantizer is not None]
+            return [[]] * roles
+        values = [value for value in op.quantizer_values(mode) if value is not None]
+        return [values[role::roles] for role in range(roles)]
 
     has_gradient = ctx.requires_grad and ctx.backward_override is None
-    found = GroupsQuantizers(
-        of("forward", 0, 2), of("forward", 1, 2), of("backward", 0, 1) if has_gradient else []
-    )
+    found = GroupsQuantizers(*of("forward"), *(of("backward") if has_gradient else [[]]))
     needed = found if has_gradient else found[:2]
     return found if all(quantizes_groups(each, groups) for each in needed) else None
 
@@ -271,17 +271,17 @@ def loop_forward(
     usage = "rowwise" if override == "dequantized" else "columnwise"
     y = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     kept: tuple[list[Any], list[Any]] = ([], [])
-    gradients: list[Quantizer | None] = []
+    quantizers = op.quantizer_values("forward")
+    has_gradient = ctx.requires_grad and is_quantized
+    gradients = op.quantizer_values("backward") if has_gradient else []
     for g, rows in enumerate(groups.slices()):
-        if ctx.requires_grad and is_quantized:
-            gradients.append(op.quantizer_value("backward", g))
         if rows.start == rows.stop:
             kept[0].append(None)
             kept[1].append(None)
             continue
         made = []
         for place, tensor in enumerate((x[rows], weight[g])):
-            quantizer = op.quantizer_value("forward", 2 * g + place)
+            quantizer = quantizers[2 * g + place]
             assert quantizer is not None
             is_wanted = wanted[place]
             value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)

@@ -296,6 +296,20 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 return made
         return self._quantizer_under(recipe, mode, index, device)
 
+    def quantizer_values(self, mode: str) -> list[Quantizer | None]:
+        """:meth:`quantizer_value` of every index of ``mode``.
+
+        Delayed scaling's state is looked up once, which matters for the hundreds of a grouped op.
+        """
+        recipe, count = current_recipe(), self.num_quantizers(mode)
+        is_own = self._has_constant_quantizers
+        is_own = is_own and self.__dict__.keys().isdisjoint(QUANTIZER_METHODS)
+        if not (is_own and isinstance(recipe, DelayedScaling)):
+            return [self.quantizer_value(mode, index) for index in range(count)]
+        self.__dict__["_last_recipe"] = recipe
+        state, dtypes, device = self._delayed_state(mode, recipe)
+        return [state.quantizer(recipe, dtypes, index, device) for index in range(count)]
+
     def constant_quantizer(self, recipe: Recipe, mode: str, index: int) -> Quantizer | None:
         """:meth:`quantizer_value` if it is the same at every call, so that a plan can hold it.
 
