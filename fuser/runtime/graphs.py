@@ -67,7 +67,8 @@ def make_graphed_callables(
         As of :class:`fuser.autocast`: the modules run under it in the capture, so their graphs are
         quantized. By default under the recipe of the autocast around this call. Delayed scaling's
         scales are read and its steps end as without a graph; the runs before the capture leave no
-        amax.
+        amax. NVFP4's stochastic rounding takes its seed from the host, so that all replays of a
+        graph round with the same random bits.
     pool
         Memory of another graph to share, from :func:`torch.cuda.graph_pool_handle`.
 
