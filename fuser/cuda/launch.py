@@ -91,6 +91,10 @@ class Kernel:
     symbol
         An ``extern "C"`` function, or a template instantiation such as
         ``fuser_swiglu<float, 4>``; names of fuser's kernels start with ``fuser_``.
+    has_tensor_maps
+        Whether it has parameters of type ``TensorMap``. They are aligned to 64 bytes, and the
+        driver then gets the arguments one by one, because it lays them out itself. Such a launch
+        is not recorded: its arguments contain addresses in a form that nothing can replace.
 
     Raises
     ------
@@ -100,6 +104,7 @@ class Kernel:
 
     module: str | Path
     symbol: str
+    has_tensor_maps: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.module, Path):
@@ -130,7 +135,7 @@ class Kernel:
             If the source has no such kernel, or a user's source does not compile.
         """
         if 0 not in launch.grid:
-            if recording.listener is not None:
+            if recording.listener is not None and not self.has_tensor_maps:
                 recording.listener(self, launch, args)
             backend.run(self, launch, args)
 
@@ -165,6 +170,9 @@ class LaunchBackend:
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         """Run ``kernel`` over ``args``; no size in the launch's grid is 0."""
+        if kernel.has_tensor_maps:
+            _run_one_by_one(kernel, launch, args)
+            return
         encoded = encode(kernel.symbol, args)
         device = encoded.device
         if device is None:
@@ -189,6 +197,19 @@ class LaunchBackend:
     def shared_bytes(self, device: torch.device) -> int:
         """As the function :func:`shared_bytes`."""
         return _shared_bytes(device)
+
+    def has_wgmma(self, device: torch.device) -> bool:
+        """Whether a device has TMA copies and wgmma, which are Hopper's."""
+        return _capability(device) == (9, 0)
+
+    def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
+        """The fields of a ``TensorMap`` (fuser/core/sm90.cuh) of contiguous uint8 ``[M, K]``.
+
+        The copy engine reads boxes of ``box_rows`` rows of 128 bytes.
+        """
+        from fuser.cuda.tensor_map import driver_map
+
+        return driver_map(matrix.data_ptr(), *matrix.shape, box_rows)
 
 
 class Prepared(NamedTuple):
@@ -237,6 +258,20 @@ def begin(device: int) -> tuple[Callable[..., None], Any, Any, int, int]:
     # CuPy's own current stream differs from torch's.
     stream = torch._C._cuda_getCurrentRawStream(device)
     return module.driver_launch(), slot.buffer, slot.size, stream, slot.extra
+
+
+def _run_one_by_one(kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
+    """Run a kernel with the address of each argument, of which the first has a tensor."""
+    parts = [encode(kernel.symbol, (arg,)) for arg in args]
+    device = next(part.device for part in parts if part.device is not None)
+    buffers = [_packer(part.format).pack(*part.values) for part in parts]
+    addresses = (ctypes.c_char_p * len(parts))(*buffers)
+    with torch.cuda.device(device):
+        ready = prepared(kernel, launch, "", device)
+        launches, _, _, stream, _ = begin(device)
+        sizes, shared_bytes = ready.sizes, ready.shared_bytes
+        at = ctypes.addressof(addresses)
+        launches(ready.function, *sizes, shared_bytes, stream, at, 0)
 
 
 # There are about as many formats as kernels.
@@ -298,6 +333,9 @@ def kernels_support(tensor: torch.Tensor) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a device, for grids that fill it once."""
     return backend.multiprocessors(device)
+
+
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 @functools.cache

@@ -289,7 +289,7 @@ __device__ __forceinline__ void multiply_split(const GroupedGemm& gemm, GemmShar
                        tile.b_depth / kGemmDepth;
         }
         for (int block = 0; block < tile.blocks; ++block, turn.advance()) {
-            float b_scale = 0.0f;
+            [[maybe_unused]] float b_scale = 0.0f;
             if constexpr (kSums == Sums::kBlocks2d) {
                 b_scale = b_scales[block];
             }
@@ -297,6 +297,22 @@ __device__ __forceinline__ void multiply_split(const GroupedGemm& gemm, GemmShar
             wait(&shared.full[s], turn.parity);
             const GemmStage& stage = shared.stages[s];
             const unsigned long long b = operand(stage.b + consumer * 128 * kGemmDepth);
+            // Scales are loaded before the products: loads take longer beside them.
+            float a_scales[4];
+            float2 b_pairs[16];
+            if constexpr (kSums == Sums::kBlocks1d || kSums == Sums::kBlocks2d) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    a_scales[i] = shared.a_scales[s][own_row + i / 2 * 64 + i % 2 * 8];
+                }
+            }
+            if constexpr (kSums == Sums::kBlocks1d) {
+                const float* columns = shared.b_scales[s] + consumer * 128 + 2 * (lane % 4);
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    b_pairs[j] = *reinterpret_cast<const float2*>(columns + 8 * j);
+                }
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const unsigned long long a = operand(stage.a + half * 64 * kGemmDepth);
@@ -307,46 +323,24 @@ __device__ __forceinline__ void multiply_split(const GroupedGemm& gemm, GemmShar
                     add_product<kA, kB>(part, a + 2 * k, b + 2 * k, k > 0);
                 }
                 close_products();
-                float a_scale[2] = {1.0f, 1.0f};
-                if constexpr (kSums == Sums::kBlocks1d || kSums == Sums::kBlocks2d) {
-                    a_scale[0] = shared.a_scales[s][half * 64 + own_row];
-                    a_scale[1] = shared.a_scales[s][half * 64 + own_row + 8];
-                }
                 wait_for_products<0>();
                 pin(part);
-                if constexpr (kSums == Sums::kSplit) {
-                    if (half == 1 && lane == 0) {
+                if (half == 1) {
+                    __syncwarp();  // all lanes have their scales
+                    if (lane == 0) {
                         arrive(&shared.empty[s]);
                     }
+                }
 #pragma unroll
-                    for (int i = 0; i < 64; ++i) {
-                        sums[half][i] += part[i];
-                    }
-                } else if constexpr (kSums == Sums::kBlocks2d) {
-                    if (half == 1 && lane == 0) {
-                        arrive(&shared.empty[s]);
-                    }
-                    const float scales[2] = {a_scale[0] * b_scale, a_scale[1] * b_scale};
-#pragma unroll
-                    for (int i = 0; i < 64; ++i) {
-                        sums[half][i] = fmaf(part[i], scales[i / 2 % 2], sums[half][i]);
-                    }
-                } else {
-                    const float* scales =
-                        shared.b_scales[s] + consumer * 128 + 2 * (lane % 4);
-#pragma unroll
-                    for (int j = 0; j < 16; ++j) {
-                        const float2 pair = *reinterpret_cast<const float2*>(scales + 8 * j);
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) {
-                            const float scale = a_scale[i / 2] * (i % 2 == 0 ? pair.x : pair.y);
-                            float& sum = sums[half][4 * j + i];
-                            sum = fmaf(part[4 * j + i], scale, sum);
-                        }
-                    }
-                    __syncwarp();
-                    if (half == 1 && lane == 0) {
-                        arrive(&shared.empty[s]);
+                for (int i = 0; i < 64; ++i) {
+                    float& sum = sums[half][i];
+                    if constexpr (kSums == Sums::kSplit) {
+                        sum += part[i];
+                    } else if constexpr (kSums == Sums::kBlocks2d) {
+                        sum = fmaf(part[i], a_scales[2 * half + i / 2 % 2] * b_scale, sum);
+                    } else {
+                        const float b_scale = i % 2 == 0 ? b_pairs[i / 4].x : b_pairs[i / 4].y;
+                        sum = fmaf(part[i], a_scales[2 * half + i / 2 % 2] * b_scale, sum);
                     }
                 }
             }
