@@ -9,6 +9,7 @@ import torch
 
 from fuser.basic_ops import GroupedLinear
 from fuser.errors import InputError
+from fuser.gemm.grouped import listed
 from fuser.op import BasicOperation
 from fuser.plan.graph import Source
 
@@ -36,7 +37,7 @@ class SharedSizes(NamedTuple):
         if sizes != others:
             raise InputError(
                 f"The grouped MLP of ops {self.ops[0]} to {self.ops[1]} got split sizes "
-                f"[{_listed(sizes)}] for its first GroupedLinear and [{_listed(others)}] for its "
+                f"[{listed(sizes)}] for its first GroupedLinear and [{listed(others)}] for its "
                 "second; they must be equal, or the linears in two pipelines."
             )
 
@@ -61,8 +62,3 @@ def shared_sizes(
         elif not hasattr(op, "stage"):
             last = None
     return tuple(found)
-
-
-def _listed(sizes: list[int], most: int = 16) -> str:
-    more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
-    return f"{', '.join(map(str, sizes[:most]))}{more}"
