@@ -61,9 +61,9 @@ class GroupedLinear(BasicOperation):
     With fp16 and bf16 operands on a Hopper or Blackwell GPU all groups are one launch, and the
     sizes are not read on the host: the op can be captured in a CUDA graph, and its output may be
     replayed with other sizes. There negative sizes count as zero, and groups end at the last row.
-    So it is under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4, whose
-    operands are quantized in one launch. Elsewhere each group has its own product, and sizes on a
-    GPU are read.
+    The same holds under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4,
+    which quantize the operands of all groups in one launch. Elsewhere each group has its own
+    product, and sizes on a GPU are read.
 
     Parameters
     ----------
@@ -325,9 +325,9 @@ class GroupedLinear(BasicOperation):
         return [own[n] if n in own else getattr(self, n) for n in self._names[what]]
 
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weights ``[G, N, K]`` or biases ``[G, N]``: the buffer of which they are views.
+        """The weights ``[G, N, K]`` or biases ``[G, N]`` as one tensor.
 
-        A copy if they are not.
+        This is the buffer of which the parameters are views, or a copy if they are not.
         """
         parts = self._parts(what)
         size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
@@ -475,7 +475,7 @@ class GroupedLinear(BasicOperation):
     def _note_versions(self, ctx: OperationContext, what: str) -> None:
         """Note the versions of separate weights or biases, of which backward reads one view.
 
-        It has the version counter of the first one.
+        The view has the version counter of the first one alone.
         """
         if len(self._names[what]) > 1:
             noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
@@ -596,8 +596,8 @@ class GroupedLinear(BasicOperation):
     ) -> list[torch.Tensor | None]:
         """The gradient of each weight that autograd gets.
 
-        Others go into ``main_grad``, or wait for :meth:`backward_dw`: those of the leaves whose
-        gradients this backward accumulates. A weight that a hook computes is no leaf.
+        The gradients of leaves that this backward accumulates may instead go into ``main_grad``, or
+        wait for :meth:`backward_dw`. A weight that a hook computes is not a leaf.
         """
         wanted = ctx.params_require_grad[: self.main_grad_count]
         owners: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
@@ -653,9 +653,10 @@ class GroupedLinear(BasicOperation):
     def backward_dw(self) -> None:
         """Compute the weight gradients of the oldest backward that left them to this call.
 
-        They go into ``grad``, or into ``main_grad``. A backward leaves those of leaves that it
-        accumulates into; hooks of these weights are not called. Do not change the input or the
-        gradient of the output in place before. Does nothing without ``delay_wgrad_compute``.
+        They go into ``grad``, or into ``main_grad``. A backward leaves the gradients of the leaves
+        into which it accumulates. Hooks of these weights are not called. Do not change the input or
+        the gradient of the output in place before this call. Without ``delay_wgrad_compute`` it
+        does nothing.
 
         Raises
         ------

@@ -40,7 +40,7 @@ class Groups(NamedTuple):
 
     ``ends`` is int32 ``[G]`` on the device of the rows: where each group ends, and the next one
     begins. ``sizes`` are the numbers of rows, None if they have not been read. ``padded``: the same
-    groups, padded; None if that was not asked for.
+    groups with padding, None if :func:`groups_of` was called without ``is_padded``.
     """
 
     ends: torch.Tensor

@@ -38,7 +38,7 @@ class SharedSizes(NamedTuple):
             raise InputError(
                 f"The grouped MLP of ops {self.ops[0]} to {self.ops[1]} got split sizes "
                 f"[{listed(sizes)}] for its first GroupedLinear and [{listed(others)}] for its "
-                "second; they must be equal, or the linears in two pipelines."
+                "second; they must be equal, unless the linears are in two pipelines."
             )
 
 
@@ -47,8 +47,8 @@ def shared_sizes(
 ) -> tuple[SharedSizes, ...]:
     """The pairs of split sizes that must be equal.
 
-    They belong to grouped linears with one number of groups, between which there are only pointwise
-    ops: an expert's parts. With other ops between them, other groups may be meant.
+    A pair belongs to two grouped linears with equal numbers of groups and only pointwise ops
+    between them: parts of one expert. With other ops between them, the groups may differ.
     """
     found = []
     last: int | None = None

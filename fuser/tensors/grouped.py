@@ -86,7 +86,7 @@ class Float8GroupsQuantizer(Quantizer):
     fp8_dtype
         E4M3 or E5M2.
     force_pow_2_scales, amax_epsilon
-        As :class:`Float8CurrentScalingQuantizer` has them.
+        As in :class:`Float8CurrentScalingQuantizer`.
     scales, amaxes
         Delayed scaling: fp32 ``[1]`` for each group. ``amaxes`` become the maxima of themselves
         and the amaxes of the groups; empty if nothing is recorded. If ``scales`` is empty, scales
@@ -392,8 +392,8 @@ class GroupedTensor:
         Raises
         ------
         InputError
-            If ``x`` is no matrix, or the format has no quantizer of groups, as FP8 with a scale for
-            each row.
+            If ``x`` is not a matrix, or the format has no quantizer of groups, as FP8 with a scale
+            for each row.
         """
         if x.dim() != 2 or split_sizes.dim() != 1:
             raise InputError(
