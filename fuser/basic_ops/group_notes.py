@@ -16,8 +16,8 @@ def padding_note(
 ) -> str | None:
     """The rows that quantizing adds to ``rows`` rows in groups.
 
-    None if it adds none, or if the recipe is custom. A group ends on average in the middle of its
-    last tile, or block of a format.
+    None if it adds no rows, or if the recipe is custom. A group ends on average in the middle of
+    its last tile, or block of a format.
     """
     if recipe is None or recipe.custom():
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -24,16 +23,15 @@ from fuser.basic_ops.grouped_products import (
     quantizers_of_groups,
     quantizes_groups_of,
 )
+from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
 from fuser.basic_ops.kept_weight import kept_weights
 from fuser.basic_ops.linear_operands import gemm_name, plain, quantized
-from fuser.basic_ops.main_grad import check_main_grad, main_grad_of, stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
-from fuser.errors import InputError, InputTypeError, StateError
+from fuser.errors import InputError, InputTypeError
 from fuser.functional.grouped import add_bias
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.op import (
-    BasicOperation,
     Grads,
     OperationContext,
     cast,
@@ -50,7 +48,7 @@ from fuser.tensors import QuantizedTensor
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class GroupedLinear(BasicOperation):
+class GroupedLinear(GroupedWeightGradients):
     """``y_g = x_g @ weight_g.T (+ bias_g)``: a linear for each group of consecutive rows.
 
     The first extra input, ``split_sizes``, is an integer tensor ``[num_groups]`` with the number of
@@ -61,9 +59,9 @@ class GroupedLinear(BasicOperation):
     With fp16 and bf16 operands on a Hopper or Blackwell GPU all groups are one launch, and the
     sizes are not read on the host: the op can be captured in a CUDA graph, and its output may be
     replayed with other sizes. There negative sizes count as zero, and groups end at the last row.
-    So it is under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4, whose
-    operands are quantized in one launch. Elsewhere each group has its own product, and sizes on a
-    GPU are read.
+    The same holds under recipes of current and delayed scaling, blocks of 128, MXFP8 and NVFP4,
+    which quantize the operands of all groups in one launch. Elsewhere each group has its own
+    product, and sizes on a GPU are read.
 
     Parameters
     ----------
@@ -119,7 +117,7 @@ class GroupedLinear(BasicOperation):
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(accumulate_into_main_grad, delay_wgrad_compute)
         for name, size in (
             ("num_groups", num_groups),
             ("in_features", in_features),
@@ -140,11 +138,7 @@ class GroupedLinear(BasicOperation):
         self.single_grouped_bias = single_grouped_bias
         self.scale_bias = scale_bias and bias
         self.num_extra_inputs = 1 + self.scale_bias
-        self.delay_wgrad_compute = delay_wgrad_compute
-        self._accumulate_into_main_grad = accumulate_into_main_grad
         self._rng_state_tracker_function = rng_state_tracker_function
-        self._delayed_wgrads: deque[Callable[[], None]] = deque()
-        self._wgrad_hooks: list[Callable[[], Any]] = []
         # The quantized weights of the first microbatch (kept_weight.py).
         self._kept_weight: WeakTensorKeyDictionary | None = None
         is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
@@ -221,16 +215,6 @@ class GroupedLinear(BasicOperation):
     def saves_input(self) -> bool:  # type: ignore[override]
         """The weight gradients read the input."""
         return any(getattr(self, name).requires_grad for name in self._names["weight"])
-
-    @property
-    def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
-        """Whether gradients go elsewhere than to autograd: backward then gets the weights."""
-        return self._accumulate_into_main_grad or self.delay_wgrad_compute
-
-    @property
-    def is_recordable(self) -> bool:  # type: ignore[override]
-        """A repeated backward would leave no weight gradients to :meth:`backward_dw`."""
-        return not self.delay_wgrad_compute
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -325,9 +309,9 @@ class GroupedLinear(BasicOperation):
         return [own[n] if n in own else getattr(self, n) for n in self._names[what]]
 
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
-        """The weights ``[G, N, K]`` or biases ``[G, N]``: the buffer of which they are views.
+        """The weights ``[G, N, K]`` or biases ``[G, N]`` as one tensor.
 
-        A copy if they are not.
+        This is the buffer of which the parameters are views, or a copy if they are not.
         """
         parts = self._parts(what)
         size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
@@ -475,7 +459,7 @@ class GroupedLinear(BasicOperation):
     def _note_versions(self, ctx: OperationContext, what: str) -> None:
         """Note the versions of separate weights or biases, of which backward reads one view.
 
-        It has the version counter of the first one.
+        The view has the version counter of the first one alone.
         """
         if len(self._names[what]) > 1:
             noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
@@ -589,103 +573,10 @@ class GroupedLinear(BasicOperation):
         products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
         return dbiases, reference.zero_tail(groups.ends, products).to(scales.dtype)
 
-    # -- weight gradients -------------------------------------------------------------
-
-    def weight_gradients(
-        self, ctx: OperationContext, make: Callable[[], torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """The gradient of each weight that autograd gets.
-
-        Others go into ``main_grad``, or wait for :meth:`backward_dw`: those of the leaves whose
-        gradients this backward accumulates. A weight that a hook computes is no leaf.
-        """
-        wanted = ctx.params_require_grad[: self.main_grad_count]
-        owners: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
-        if self.accumulates_into_main_grad:
-            owners = ctx.main_grad_owners
-        if not self.delay_wgrad_compute:
-            return self._added(make(), owners, wanted)
-        if any(owner is not None for owner in owners):
-            self._delayed_wgrads.append(functools.partial(self._add_later, make, owners))
-        now = [is_wanted and owner is None for is_wanted, owner in zip(wanted, owners, strict=True)]
-        if not any(now):
-            return [None] * self.main_grad_count
-        return self._added(make(), [None] * self.main_grad_count, now)
-
-    def _added(
-        self,
-        made: torch.Tensor,
-        owners: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool],
-    ) -> list[torch.Tensor | None]:
-        """The gradients that autograd gets, after others were added to their ``main_grad``."""
-        parts = [made] if self.single_grouped_weight else list(made)
-        names = self._names["weight"]
-        if not self._accumulate_into_main_grad:
-            owners = [None] * self.main_grad_count
-        for name, owner, part in zip(names, owners, parts, strict=True):  # before any is added to
-            check_main_grad(name, owner, self._parameters.get(name), part.shape)
-        grads: list[torch.Tensor | None] = []
-        for name, owner, part, is_wanted in zip(names, owners, parts, wanted, strict=True):
-            own = self._parameters.get(name)
-            main_grad = None if owner is None else main_grad_of(owner, own)
-            if main_grad is None:
-                grads.append(part if is_wanted else None)
-            else:
-                main_grad.view(part.shape).add_(part)
-                grads.append(stand_in_gradient(owner))
-        return grads
-
-    def _add_later(
-        self, make: Callable[[], torch.Tensor], owners: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Add gradients to the ``main_grad`` or the ``grad`` of their weights."""
-        is_leaf = [owner is not None for owner in owners]
-        for owner, grad in zip(owners, self._added(make(), owners, is_leaf), strict=True):
-            has_main_grad = self._accumulate_into_main_grad and hasattr(owner, "main_grad")
-            if owner is None or grad is None or has_main_grad:
-                continue
-            if owner.grad is None:
-                owner.grad = grad.to(owner.dtype)
-            else:
-                owner.grad.add_(grad)
-
-    def backward_dw(self) -> None:
-        """Compute the weight gradients of the oldest backward that left them to this call.
-
-        They go into ``grad``, or into ``main_grad``. A backward leaves those of leaves that it
-        accumulates into; hooks of these weights are not called. Do not change the input or the
-        gradient of the output in place before. Does nothing without ``delay_wgrad_compute``.
-
-        Raises
-        ------
-        StateError
-            If no backward has left any.
-        """
-        if not self.delay_wgrad_compute:
-            return
-        if not self._delayed_wgrads:
-            raise StateError(
-                "GroupedLinear.backward_dw() was called, and no backward has left weight gradients "
-                "to it: call it once for each backward."
-            )
-        with torch.no_grad():
-            self._delayed_wgrads[0]()
-        self._delayed_wgrads.popleft()
-        for hook in self._wgrad_hooks:
-            hook()
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
-        """Call ``hook()`` at the end of each :meth:`backward_dw`."""
-        self._wgrad_hooks.append(hook)
+    # -- state ------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "_delayed_wgrads": deque(),
-            "_wgrad_hooks": [],
-            "_kept_weight": None,
-        }
-        return {**super().__getstate__(), **fresh}
+        return {**super().__getstate__(), "_kept_weight": None}
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._kept_weight = None  # torch refuses to swap a tensor that has weak references

@@ -231,11 +231,11 @@ def kept(
     *,
     is_own: bool = True,
 ) -> torch.Tensor | None:
-    """What backward reads of an input or of weights, of which the forward read ``operand``.
+    """The tensor to save for backward: of an input or of weights, from which ``operand`` was made.
 
-    The operand itself; the values, if the override asks for high precision; None if not wanted.
-    Of an operand with a columnwise copy the rowwise one is dropped; if the operand is not this
-    call's own, the copy is an alias.
+    This is the operand; the values, if the override is high precision; None if not wanted. An
+    operand with a columnwise copy loses its rowwise copy. If it is not this call's own operand, the
+    result is an alias of its columnwise copy instead.
     """
     if not is_wanted:
         return None
@@ -263,8 +263,8 @@ def loop_forward(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """The output, and the operands of each group that backward reads: inputs, then weights.
 
-    ``made_weights``: the weight of each group, quantized. ``wanted``: whether the gradients of the
-    weights and of the input are, which read the operands.
+    ``made_weights``: the weight of each group, quantized. ``wanted``: whether backward
+    computes the gradients of the weights and of the input, which read the operands.
     """
     dtype, override = x.dtype, ctx.backward_override
     is_quantized = override is None
@@ -308,7 +308,8 @@ def loop_backward(
 ) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
     """dx, and a function that computes the gradients of the weights ``[G, N, K]``.
 
-    None if it is not wanted. ``shape`` is that of the weights, ``wanted`` as in the forward.
+    Either is None if it is not wanted. ``shape`` is that of the weights, ``wanted`` as in the
+    forward.
     """
     dtype, (count, _, size), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
     xs, weights = saved[:count], saved[count:]

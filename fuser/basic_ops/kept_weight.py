@@ -47,9 +47,9 @@ def kept_weights(
 ) -> tuple[Made, WeakTensorKeyDictionary]:
     """What ``make`` makes of weights in a microbatch, and the dictionary to keep for the next one.
 
-    ``kept`` has one entry: the first weight, with all that its quantized form was made for and that
-    form. Weights that have changed since are quantized again, whatever the caller says, and so are
-    those whose form is not ``is_complete``.
+    ``kept`` has one entry: the first weight, with everything on which the quantized form depends,
+    and that form. Weights that have changed since are quantized again, whatever the caller says,
+    and so are those whose form is not ``is_complete``.
     """
     versions = tuple(None if w.is_inference() else w._version for w in weights)
     places = (*(w.data_ptr() for w in weights), *map(id, weights[1:]))
@@ -87,7 +87,7 @@ def _register_step_count() -> None:
 
 
 def optimizer_steps() -> int:
-    """Steps of optimizers since this was first asked.
+    """Steps of optimizers since the first call of this function.
 
     Fused optimizers write to parameters without raising their version.
     """

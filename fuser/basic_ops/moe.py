@@ -67,7 +67,7 @@ class MoeDispatch(BasicOperation):
         If a number or a name is not as described, or the group has more than one rank. A call
         raises it if a shape, dtype, device or index is not.
     InputTypeError
-        If ``num_experts`` or ``capacity`` is no int.
+        If ``num_experts`` or ``capacity`` is not an int.
     """
 
     parameter_names = ()
@@ -193,8 +193,8 @@ class MoeCombine(BasicOperation):
     gradient of 0, and nothing in them reaches a result. Nothing waits for the device.
 
     The extra input, on the device of the input, is the extra output 2 of ``MoeDispatch``:
-    ``inverse_map``, int32 ``[T, k]``. On a CPU its rows are checked: each is one of the input's and
-    there once, or -1.
+    ``inverse_map``, int32 ``[T, k]``. On a CPU its values are checked: each is -1, or a row
+    of the input that occurs once.
 
     Parameters
     ----------
@@ -277,13 +277,13 @@ def _check_ranks(name: str, group: Any | None) -> None:
     ranks = 1 if group is None else torch.distributed.get_world_size(group)
     if ranks > 1:
         raise InputError(
-            f"{name} was asked for experts on {ranks} ranks; this version of fuser has all experts "
-            "on the rank of their tokens."
+            f"{name} got an expert_parallel_group of {ranks} ranks; this version of fuser computes "
+            "all experts on the rank of their tokens."
         )
 
 
 def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
-    """Raise if a row of a map on the CPU is none of the input, or is there twice."""
+    """Raise if a map on the CPU names a row that the input does not have, or a row twice."""
     if inverse_map.device.type != "cpu":
         return
     found = inverse_map.reshape(-1)
@@ -291,8 +291,8 @@ def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
     is_wrong = (found < 0) | (found >= rows)
     if is_wrong.any():
         raise InputError(
-            f"MoeCombine got row {int(found[is_wrong][0])} of an input of {rows} rows; a row is "
-            "there, or -1."
+            f"MoeCombine got row {int(found[is_wrong][0])} of an input of {rows} rows; its "
+            "extra input has rows of the input, or -1."
         )
     counts = found.bincount()
     if (counts > 1).any():

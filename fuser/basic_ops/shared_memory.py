@@ -55,7 +55,7 @@ class Versions:
         self.versions = list(map(_version, tensors))
 
     def check(self) -> None:
-        """Compare them with those of now.
+        """Compare the noted versions with the present ones.
 
         Raises
         ------

@@ -204,8 +204,8 @@ def add_bias(
     bias
         Read; contiguous ``[G, columns]``, in the dtype of ``out``.
     scales
-        Read; ``[rows]`` in the dtype of ``out``, or None for ones. Its product with the bias is
-        rounded to that dtype.
+        Read; ``[rows]`` in the dtype of ``out``, to which its product with the bias is rounded. If
+        None, every factor is 1.
     out
         Read and written; contiguous ``[rows, columns]``.
 

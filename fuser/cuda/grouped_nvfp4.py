@@ -81,7 +81,7 @@ def quantize(
     Raises
     ------
     InputError
-        If a tensor does not match its description, or K is no multiple of 16.
+        If a tensor does not match its description, or K is not a multiple of 16.
     """
     what = "grouped NVFP4 quantize"
     m, k = x.rows, x.columns

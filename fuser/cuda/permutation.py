@@ -1,8 +1,8 @@
 """Launchers of the permutation by expert: the functions of ``fuser.reference.permutation``.
 
 The maps ``row_map`` and ``inverse_map`` are those of the reference. A kernel reads and writes only
-rows that exist, whatever is in ``inverse_map``; ``row_map`` must have its -1 after all other
-numbers, as :func:`sort_by_expert` writes it.
+rows that exist, whatever is in ``inverse_map``; every -1 of ``row_map`` must be after all
+other numbers, as :func:`sort_by_expert` writes it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sort_by_expert(
     row_map, inverse_map
         Written; int32 ``[rows]`` and ``[T, k]``.
     counts
-        Overwritten; int32 of :func:`counts_shape`, None if that is None.
+        Overwritten; int32 of the shape :func:`counts_shape`; None if that function returns None.
 
     Raises
     ------
@@ -168,7 +168,7 @@ def unpermute(
     inverse_map
         Read; int32 ``[T, k]``.
     probs
-        Read; fp32 ``[T, k]``, contiguous; None for ones.
+        Read; fp32 ``[T, k]``, contiguous. If None, every factor is 1.
     out
         Written; ``[T, hidden]`` in the dtype of y, contiguous.
 
@@ -212,7 +212,8 @@ def unpermute_backward(
     dout
         Read; ``[T, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
     y
-        Read; ``[rows, hidden]`` in the dtype of dout, likewise. None without dprobs.
+        Read; ``[rows, hidden]`` in the dtype of dout, with adjacent elements in a row. None without
+        dprobs.
     row_map, inverse_map
         Read; int32 ``[rows]`` and ``[T, k]``.
     probs
@@ -291,7 +292,7 @@ def _backward_kernel(element: str, with_dot: bool, aligned: bool) -> Kernel:
 
 
 def instantiations() -> tuple[Kernel, ...]:
-    """Every kernel that the launchers may ask for."""
+    """Every kernel of these launchers."""
     flags = [(a, b) for a in (False, True) for b in (False, True)]
     return (
         *(make(index) for make in (_count_kernel, _sort_kernel) for index in INDICES.values()),

@@ -88,7 +88,7 @@ def check_assignments(name: str, tokens: int, expert_indices: Any, probs: Any | 
     if math.prod(shape) > MAX_COUNT:
         raise InputError(
             f"{name} got {math.prod(shape)} assignments, {shape[0]} tokens of {shape[1]} "
-            f"experts; the most is {MAX_COUNT}."
+            f"experts; at most {MAX_COUNT} are possible."
         )
     if probs is not None:
         check_probs(name, probs, shape)

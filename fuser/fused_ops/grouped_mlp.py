@@ -29,7 +29,7 @@ from fuser.tensors import Float8Quantizer
 
 
 class _Saved(NamedTuple):
-    """What backward reads; None for what it need not.
+    """The tensors that backward reads; None in place of those that it does not read.
 
     Rows of ``z``, ``h`` and ``scales`` are those of padded groups under a recipe. Without ``h`` it
     is computed again.
@@ -123,13 +123,13 @@ class GroupedMLP(FusedOperation):
         up, activation, down = self.members
         ctx: Any = basic_op_ctxs[0]
         extras = basic_op_extra_inputs
-        # Buffers of the caller, and sizes that may be others, belong to the ops one by one.
+        # With buffers of the caller, or split sizes of two tensors, the ops run one by one.
         firsts = [kwargs.get("is_first_microbatch") for kwargs in basic_op_kwargs]
         are_no_buffers = all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs)
         # Identity alone: a recorded pass knows which inputs are one tensor, but not their memory.
         ctx.is_fused = extras[0][0] is extras[2][0] and are_no_buffers
         if ctx.has_recipe and (up.check_device_splits or down.check_device_splits):
-            ctx.is_fused = False  # sizes that are read belong to products of each group
+            ctx.is_fused = False  # if sizes are read, each group has its own products
         quantizers: list[Any] = [None, None]
         if ctx.is_fused and ctx.has_recipe:
             pairs = ((up, ctx), (down, basic_op_ctxs[2]))

@@ -13,6 +13,7 @@ operands are dequantized and multiplied.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Groups(NamedTuple):
 
     ``ends`` is int32 ``[G]`` on the device of the rows: where each group ends, and the next one
     begins. ``sizes`` are the numbers of rows, None if they have not been read. ``padded``: the same
-    groups, padded; None if that was not asked for.
+    groups with padding, None if :func:`groups_of` was called without ``is_padded``.
     """
 
     ends: torch.Tensor
@@ -112,11 +113,11 @@ def groups_of(
         sizes = tuple(split_sizes.tolist())
         total = sum(sizes)
         if any(size < 0 for size in sizes):
-            raise InputError(f"Split sizes must not be negative; got {_listed(sizes)}.")
+            raise InputError(f"Split sizes must not be negative; got {listed(sizes)}.")
         if total > rows:
             raise InputError(
                 f"Split sizes sum to {total}, more than the {rows} rows of the input: "
-                f"{_listed(sizes)}."
+                f"{listed(sizes)}."
             )
     if split_sizes.device != x.device:
         split_sizes = split_sizes.to(x.device, non_blocking=True)
@@ -126,7 +127,8 @@ def groups_of(
     return Groups(grouped.group_ends(split_sizes, x), sizes if is_read else None)
 
 
-def _listed(sizes: tuple[int, ...], most: int = 16) -> str:
+def listed(sizes: Sequence[int], most: int = 16) -> str:
+    """Split sizes for an error message: the first ``most`` of them, and the number of others."""
     more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
     return f"{', '.join(map(str, sizes[:most]))}{more}"
 

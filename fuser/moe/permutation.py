@@ -86,7 +86,7 @@ def permute(
     InputError
         If a shape, dtype, device or value does not match its description.
     InputTypeError
-        If ``num_experts`` or ``capacity`` is no int, or ``x`` no plain tensor.
+        If ``num_experts`` or ``capacity`` is not an int, or ``x`` is not a plain tensor.
     """
     check_plain("permute", "x", x)
     if x.dim() == 0:
@@ -122,7 +122,7 @@ def unpermute(
 ) -> torch.Tensor:
     """Add the rows of each token: ``[T, hidden_out]``, in the dtype of ``y``.
 
-    ``out[t] = sum over j of y[inverse_map[t, j]] * probs[t, j]``, in the order of j, begun with 0.
+    ``out[t] = sum over j of y[inverse_map[t, j]] * probs[t, j]``, from 0 and in the order of j.
     Products and sums are in fp32 (fp64 for fp64), and only the result is rounded to the dtype of
     ``y``. A dropped assignment adds nothing; a token without a row gets 0. Gradients flow to ``y``
     and to ``probs``, and are the same in every run; unused rows of ``y`` get 0. Nothing waits for
@@ -135,15 +135,15 @@ def unpermute(
     permuted
         The result of :func:`permute`.
     probs
-        ``[T, k]``; weights of the rows, such as the probabilities of the router. None for ones,
-        which is right if the experts have used ``permuted.probs``.
+        ``[T, k]``; weights of the rows, such as the probabilities of the router. If None,
+        every weight is 1, which is right if the experts have used ``permuted.probs``.
 
     Raises
     ------
     InputError
         If a shape, dtype or device does not match its description.
     InputTypeError
-        If ``permuted`` is no :class:`Permuted`, or ``y`` no plain tensor.
+        If ``permuted`` is not a :class:`Permuted`, or ``y`` is not a plain tensor.
     """
     if not isinstance(permuted, Permuted):
         raise InputTypeError(

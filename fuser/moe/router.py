@@ -89,7 +89,7 @@ class Router(torch.nn.Module):
     InputError
         If a value does not match its description.
     InputTypeError
-        If a size is no int.
+        If a size is not an int.
     """
 
     def __init__(

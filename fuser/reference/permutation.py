@@ -58,8 +58,8 @@ def unpermute(
 ) -> torch.Tensor:
     """``out[t] = sum over j of y[inverse_map[t, j]] * probs[t, j]``, in the order of j.
 
-    The sum begins with 0 and leaves out dropped assignments. ``probs`` is ``[T, k]``; None stands
-    for ones.
+    The sum begins with 0 and leaves out dropped assignments. ``probs`` is ``[T, k]``; without it
+    every factor is 1.
     """
     tokens, choices = inverse_map.shape
     out = torch.zeros(tokens, y.shape[1], dtype=_wide(y), device=y.device)

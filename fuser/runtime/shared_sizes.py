@@ -9,6 +9,7 @@ import torch
 
 from fuser.basic_ops import GroupedLinear
 from fuser.errors import InputError
+from fuser.gemm.grouped import listed
 from fuser.op import BasicOperation
 from fuser.plan.graph import Source
 
@@ -36,8 +37,8 @@ class SharedSizes(NamedTuple):
         if sizes != others:
             raise InputError(
                 f"The grouped MLP of ops {self.ops[0]} to {self.ops[1]} got split sizes "
-                f"[{_listed(sizes)}] for its first GroupedLinear and [{_listed(others)}] for its "
-                "second; they must be equal, or the linears in two pipelines."
+                f"[{listed(sizes)}] for its first GroupedLinear and [{listed(others)}] for its "
+                "second; they must be equal, unless the linears are in two pipelines."
             )
 
 
@@ -46,8 +47,8 @@ def shared_sizes(
 ) -> tuple[SharedSizes, ...]:
     """The pairs of split sizes that must be equal.
 
-    They belong to grouped linears with one number of groups, between which there are only pointwise
-    ops: an expert's parts. With other ops between them, other groups may be meant.
+    A pair belongs to two grouped linears with equal numbers of groups and only pointwise ops
+    between them: parts of one expert. With other ops between them, the groups may differ.
     """
     found = []
     last: int | None = None
@@ -61,8 +62,3 @@ def shared_sizes(
         elif not hasattr(op, "stage"):
             last = None
     return tuple(found)
-
-
-def _listed(sizes: list[int], most: int = 16) -> str:
-    more = f" and {len(sizes) - most} more" if len(sizes) > most else ""
-    return f"{', '.join(map(str, sizes[:most]))}{more}"

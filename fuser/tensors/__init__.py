@@ -4,12 +4,8 @@ from fuser.tensors import dispatch
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
-from fuser.tensors.grouped import (
-    Float8GroupsTensor,
-    GroupedTensor,
-    groups_quantizer,
-    quantizes_groups,
-)
+from fuser.tensors.group_formats import Float8GroupsTensor, groups_quantizer, quantizes_groups
+from fuser.tensors.grouped import GroupedTensor
 from fuser.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.operand import Operand

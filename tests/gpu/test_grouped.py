@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import grouped_cases as cases
@@ -225,7 +226,7 @@ def test_replays_with_other_splits_equal_eager_calls_bit_by_bit(recipe: Any) -> 
     if not is_one_launch():
         pytest.skip("each group has its own product here")
     if recipe is not None and recipe.delayed():
-        pytest.skip("scales change from step to step: see make_graphed_callables")
+        pytest.skip("scales change from step to step; the next test compares steps")
     model = experts()
     x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
     scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
@@ -256,20 +257,66 @@ def test_replays_with_other_splits_equal_eager_calls_bit_by_bit(recipe: Any) -> 
             assert torch.equal(found, wanted)
 
 
-def test_make_graphed_callables_takes_a_mixture_of_experts() -> None:
+def arguments(seed: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of experts: other values and split sizes for each seed, and larger values.
+
+    The scales of the activation and of the bias are two tensors: a graph returns the whole gradient
+    of a tensor for every place in which it is passed.
+    """
+    torch.manual_seed(seed)
+    like: dict[str, Any] = {"dtype": BF16, "device": "cuda"}
+    x = torch.randn(T, K, **like) * 2.0 ** (seed - 3)
+    scales, bias_scales = (torch.rand(T, **like) for _ in range(2))
+    splits = torch.tensor(some_splits(seed), device="cuda")
+    given = (x, splits, scales, splits, bias_scales)
+    return tuple(t.requires_grad_() if t.is_floating_point() else t for t in given)
+
+
+def training_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, recipe: Any, seed: int
+) -> list[torch.Tensor]:
+    """The output and all gradients of one step."""
+    given = arguments(seed)
+    dy = torch.randn(T, K, dtype=BF16, device="cuda")
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(*given)
+    y.backward(dy)
+    leaves = [t for t in (*given, *model.parameters()) if t.requires_grad]
+    found = [y.detach().clone(), *(leaf.grad.clone() for leaf in leaves)]
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def assert_equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert torch.isfinite(other).all()
+        assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@EVERY_RECIPE
+def test_make_graphed_callables_takes_a_mixture_of_experts(recipe: Any) -> None:
+    """A graphed and an eager model take the same steps from the same state.
+
+    Under delayed scaling each step quantizes with the scales that the steps before have left, so
+    neither the runs before the capture nor the capture may leave an amax.
+    """
     if not is_one_launch():
         pytest.skip("each group has its own product here")
-    model = experts()
-    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
-    scales = torch.rand(T, dtype=BF16, device="cuda", requires_grad=True)
-    splits = torch.tensor(some_splits(0), device="cuda")
-    plain = experts()
+    model, plain = experts(), experts()
     plain.load_state_dict(model.state_dict())
-    graphed = fuser.make_graphed_callables(model, (x, splits, scales, splits, scales))
-    for seed in range(5):
-        splits.copy_(torch.tensor(some_splits(seed)))
-        found = graphed(x, splits, scales, splits, scales)
-        assert torch.equal(found, plain(x, splits, scales, splits, scales))
+    graphed = fuser.make_graphed_callables(model, arguments(0), recipe=recipe)
+    of_graphed, of_plain = (
+        torch.optim.SGD(each.parameters(), lr=0.01) for each in (graphed, plain)
+    )
+    for seed in range(6):
+        found = training_step(graphed, of_graphed, recipe, seed)
+        assert_equal(found, training_step(plain, of_plain, recipe, seed))
+    assert_equal(graphed.state_dict().values(), plain.state_dict().values())
+    if recipe is not None and recipe.delayed():
+        for op in (graphed[0], graphed[2]):
+            assert all((state.scale != 1).any() for state in op._delayed.values())
 
 
 @pytest.mark.filterwarnings("ignore:.* is emulated")

@@ -8,6 +8,7 @@ NVFP4 = "cuda/kernels/fuser/store/grouped_nvfp4.cuh"
 KERNELS = "cuda/kernels/grouped.cu"
 PRODUCTS = "basic_ops/grouped_products.py"
 MLP = "fused_ops/grouped_mlp.py"
+FORMATS = "tensors/group_formats.py"
 TENSORS = "tensors/grouped.py"
 EMULATED = "test_cuda_grouped.py::"
 
@@ -56,7 +57,7 @@ GROUPS = (
     ),
     Mutant(
         "a launch with other groups' tiles is taken for the same",
-        TENSORS,
+        FORMATS,
         '        return ("groups", self.fp8_dtype, *copies, *how)\n',
         '        return ("groups", self.fp8_dtype, *copies)\n',
         "test_grouped_tensor.py::test_launches_are_known_by_all_that_they_depend_on",
@@ -70,7 +71,7 @@ GROUPS = (
     ),
     Mutant(
         "amaxes of delayed scaling are not recorded",
-        TENSORS,
+        FORMATS,
         "        if self.amaxes:\n            torch._foreach",
         "        if not self.amaxes:\n            torch._foreach",
         "test_grouped_tensor.py::test_a_member_has_the_buffers_of_the_group_alone",
