@@ -27,10 +27,12 @@ from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
 from fuser.basic_ops.kept_weight import kept_weights
 from fuser.basic_ops.linear_operands import gemm_name, plain, quantized
 from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
+from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
 from fuser.functional.grouped import add_bias
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
+from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
     Grads,
     OperationContext,
@@ -232,7 +234,8 @@ class GroupedLinear(GroupedWeightGradients):
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
         is_one = self.runs_at_once(key)
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
-        dtype = key.autocast_dtype or self._dtype
+        sizes = (self.out_features, self.in_features)
+        has_kernel = key.arch == (9, 0) and grouped_gemm.is_aligned(sizes)
         times, one = f"{self.num_groups} x ", "grouped "
 
         def product(name: str, a: str, b: str) -> str:
@@ -240,10 +243,9 @@ class GroupedLinear(GroupedWeightGradients):
             if is_quantized and is_one:
                 assert recipe is not None
                 formats = [self.quantizer_format(recipe, role) for role in (a, b)]
-                size = (self.out_features, self.in_features)
-                native = grouped.is_native(formats[0], formats[1], size, dtype, "cuda")
-                how = "(native)" if native else "(emulated)"
-                name = name.replace("mm", "scaled_mm") if native else name
+                is_native = has_kernel and sums_of(formats[0], formats[1], True) is not None
+                how = "(native)" if is_native else "(emulated)"
+                name = name.replace("mm", "scaled_mm") if is_native else name
                 return f"{one}{name}{of} {how}"
             if is_quantized:
                 return times + gemm_name(name, a, b, key, self.quantizer_format)
@@ -393,7 +395,7 @@ class GroupedLinear(GroupedWeightGradients):
             is_quantized = ctx.backward_override is None
             made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
             made = self.weight_operand(ctx, products, weight, quantizers, is_first)
-            y = products.output(products.forward(made_x, made, self.out_features))
+            y = products.forward(made_x, made, self.out_features)
             y = y if out is None else out.copy_(y)
             saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
             saved.append(kept(ctx, weight, made, wants_dgrad, is_own=is_first is None))
@@ -434,7 +436,7 @@ class GroupedLinear(GroupedWeightGradients):
             x, weight = saved
             products = products_of_backward(ctx, groups, dtype)
             made = products.gradient(dy, ctx.quantizers, dgrad=wants_dgrad, wgrad=wants_wgrad)
-            dx = products.output(products.dgrad(made, weight)) if wants_dgrad else None
+            dx = products.dgrad(made, weight) if wants_dgrad else None
             dx = dx if out is None or dx is None else out.copy_(dx)
             make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
         else:
@@ -482,7 +484,7 @@ class GroupedLinear(GroupedWeightGradients):
 
         if is_first_microbatch is None or quantizers is None:
             return make()
-        has_columns = is_kept and needs_columns(quantizers, "weight")
+        has_columns = is_kept and needs_columns(quantizers, "weight", weight.device)
         found, self._kept_weight = kept_weights(
             self._kept_weight,
             self._parts("weight"),

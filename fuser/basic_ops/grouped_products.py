@@ -18,8 +18,9 @@ from fuser.basic_ops.linear_operands import original, plain, quantized, readable
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import LazyTensor, materialize
-from fuser.gemm import grouped
+from fuser.gemm import grouped, quantized_groups
 from fuser.gemm.grouped import Groups
+from fuser.gemm.quantized_groups import reads_columns
 from fuser.op import BasicOperation, OperationContext
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer
@@ -111,16 +112,22 @@ class Exact:
         """A gradient as an operand of the products that are wanted."""
         return self.input(dy, quantizers, is_kept=wgrad, is_padded=is_padded)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor, size: int) -> torch.Tensor:
-        """``x_g @ weight_g.T``; ``size`` is N."""
-        return grouped.forward(x, weight, self.rows)
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, size: int, *, is_padded: bool = False
+    ) -> torch.Tensor:
+        """``x_g @ weight_g.T``; ``size`` is N. ``is_padded``: padded rows remain padded."""
+        y = grouped.forward(x, weight, self.rows)
+        return y if is_padded or self.padded is None else unpad(y, self.padded)
 
-    def dgrad(self, dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``dy_g @ weight_g``."""
+    def dgrad(
+        self, dy: torch.Tensor, weight: torch.Tensor, *, is_padded: bool = False
+    ) -> torch.Tensor:
+        """``dy_g @ weight_g``; ``is_padded`` as in :meth:`forward`."""
         if isinstance(weight, QuantizedTensor):
             shape = (len(self.rows.ends), -1, weight.shape[-1])
             weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
-        return grouped.dgrad(dy, weight, self.rows)
+        dx = grouped.dgrad(dy, weight, self.rows)
+        return dx if is_padded or self.padded is None else unpad(dx, self.padded)
 
     def wgrad(self, dy: torch.Tensor, x: torch.Tensor, *, is_padded: bool = False) -> torch.Tensor:
         """``dy_g.T @ x_g``; ``is_padded`` as in :meth:`input`."""
@@ -128,10 +135,6 @@ class Exact:
             x, is_padded = x.dequantize(dtype=dy.dtype), True
         x = self.input(x, None, is_kept=True, is_padded=is_padded)
         return grouped.wgrad(dy, x, self.rows)
-
-    def output(self, padded: torch.Tensor) -> torch.Tensor:
-        """The rows of groups without padding."""
-        return padded if self.padded is None else unpad(padded, self.padded)
 
 
 class Quantized(Exact):
@@ -147,18 +150,21 @@ class Quantized(Exact):
     def input(
         self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        has_columns = is_kept and needs_columns(quantizers, "input")
+        has_columns = is_kept and needs_columns(quantizers, "input", x.device)
         return self._rows(x, quantizers.input, True, has_columns, is_padded)
 
     def kept_input(self, x: Values, quantizers: Any) -> torch.Tensor:
         """An input of padded rows as the operand of the weight gradient alone."""
-        has_columns = needs_columns(quantizers, "input")
+        has_columns = needs_columns(quantizers, "input", x.device)
         return self._rows(x, quantizers.input, not has_columns, has_columns, True)
 
     def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
         count, n, k = weight.shape
         rows, first = weight.reshape(count * n, k), quantizers.weight[0]
-        usages = {"rowwise": True, "columnwise": is_kept and needs_columns(quantizers, "weight")}
+        usages = {
+            "rowwise": True,
+            "columnwise": is_kept and needs_columns(quantizers, "weight", weight.device),
+        }
         if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
             made: torch.Tensor = first.with_usage(**usages)(rows)  # no padding, no scales of groups
             return made
@@ -169,7 +175,7 @@ class Quantized(Exact):
     def gradient(
         self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
     ) -> torch.Tensor:
-        has_columns = wgrad and needs_columns(quantizers, "grad_output")
+        has_columns = wgrad and needs_columns(quantizers, "grad_output", dy.device)
         rowwise = dgrad or not has_columns
         return self._rows(dy, quantizers.grad_output, rowwise, has_columns, is_padded)
 
@@ -185,28 +191,26 @@ class Quantized(Exact):
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
         return quantizer(padded_rows(x, groups, is_padded=is_padded))
 
-    def forward(self, x: Any, weight: Any, size: int) -> torch.Tensor:
-        is_split = self.is_split[0]
-        return grouped.quantized_forward(
-            x, weight, self.padded, size, self.dtype, is_split=is_split
-        )
+    def forward(self, x: Any, weight: Any, size: int, *, is_padded: bool = False) -> torch.Tensor:
+        how: Any = {"is_split": self.is_split[0], "is_padded": is_padded}
+        return quantized_groups.quantized_forward(x, weight, self.padded, size, self.dtype, **how)
 
-    def dgrad(self, dy: Any, weight: Any) -> torch.Tensor:
-        is_split = self.is_split[1]
-        dx = grouped.quantized_dgrad(dy, weight, self.padded, self.dtype, is_split=is_split)
+    def dgrad(self, dy: Any, weight: Any, *, is_padded: bool = False) -> torch.Tensor:
+        how: Any = {"is_split": self.is_split[1], "is_padded": is_padded}
+        dx = quantized_groups.quantized_dgrad(dy, weight, self.padded, self.dtype, **how)
         if dy._has("columnwise"):
             dy.release("rowwise")  # nothing reads it again
         return dx
 
     def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
         is_split = self.is_split[2]
-        return grouped.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+        return quantized_groups.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
 
 
-def needs_columns(quantizers: GroupsQuantizers, role: str) -> bool:
+def needs_columns(quantizers: GroupsQuantizers, role: str, device: torch.device) -> bool:
     """Whether backward reads a columnwise copy of the tensor of a role."""
     other = quantizers.input if role == "grad_output" else quantizers.grad_output
-    return grouped.reads_columns(getattr(quantizers, role)[0], other[0])
+    return reads_columns(getattr(quantizers, role)[0], other[0], device)
 
 
 def products_of_forward(

@@ -23,7 +23,7 @@ ROWS, COLUMNS, DEPTH, STAGES, THREADS = 128, 256, 128, 4, 384
 _SHARED_BYTES = 1024 + STAGES * ((ROWS + COLUMNS) * (DEPTH + 4) + 2 * 8)
 # TMA reads rows in units of 16 bytes.
 ALIGNMENT = 16
-_FORMATS = {DType.kFloat8E4M3: "kE4m3", DType.kFloat8E5M2: "kE5m2"}
+_FORMATS = {DType.kFloat8E4M3.name: "kE4m3", DType.kFloat8E5M2.name: "kE5m2"}
 
 
 class Sums(enum.Enum):
@@ -51,11 +51,20 @@ class Operand(NamedTuple):
     scales: torch.Tensor
 
 
+def has_kernel(device: torch.device) -> bool:
+    """Whether the kernel runs on a device."""
+    backend = launches.backend
+    return launches.kernel_refusal(device.type) is None and backend.has_wgmma(device)
+
+
 def serves(sizes: tuple[int, ...], out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel multiplies operands here whose unpadded sizes are these."""
-    if out_dtype not in ELEMENTS or device.type != launches.backend.device_type:
-        return False
-    return not any(size % ALIGNMENT for size in sizes) and launches.backend.has_wgmma(device)
+    """Whether the kernel multiplies here, if these are the sizes of a weight."""
+    return is_aligned(sizes) and out_dtype in ELEMENTS and has_kernel(device)
+
+
+def is_aligned(sizes: tuple[int, ...]) -> bool:
+    """Whether rows of these sizes are whole units of the copy engine."""
+    return not any(size % ALIGNMENT for size in sizes)
 
 
 def multiply_rows(
@@ -92,31 +101,14 @@ def multiply_rows(
     InputError
         If a tensor does not match its description.
     """
-    groups, columns, depth = len(padded_ends), out.shape[1], a.data.shape[1]
-    if 0 in (*a.data.shape, columns):
-        return out
     has_rows = b_groups == "rows"
     size = b.data.shape[0 if has_rows else 1]
-    if size % groups or (a.data.shape[0] != GROUP_TILE * len(tiles)):
+    if size % len(padded_ends) or a.data.shape[0] != GROUP_TILE * len(tiles):
         raise InputError(
             f"multiply_rows got {tuple(a.data.shape)} rows and {tuple(b.data.shape)} weights of "
-            f"{groups} groups with {len(tiles)} tiles."
+            f"{len(padded_ends)} groups with {len(tiles)} tiles."
         )
-    step = size // groups
-    scale_step = step // FP8_BLOCK if sums in (Sums.FAST, Sums.SPLIT) else b.scales.shape[-1]
-    _launch(
-        "kRows",
-        sums,
-        a,
-        b,
-        out,
-        (padded_ends, tiles, int32(groups), int32(0), int32(columns), int32(depth)),
-        (step if has_rows else 0, 0 if has_rows else step),
-        scale_step,
-        is_padded,
-        ceil_div(columns, COLUMNS) * len(tiles),
-    )
-    return out
+    return _multiply(a, b, padded_ends, tiles, sums, out, is_padded, not has_rows)
 
 
 def multiply_depth(
@@ -146,85 +138,97 @@ def multiply_depth(
             f"multiply_depth got {tuple(a.data.shape)} and {tuple(b.data.shape)} for "
             f"{len(padded_ends)} groups of results {tuple(out.shape)}."
         )
-    if 0 in (*a.data.shape, rows, columns):
-        return out.zero_()
-    _launch(
-        "kDepth",
-        sums,
-        a,
-        b,
+    return _multiply(a, b, padded_ends, None, sums, out, False, False)
+
+
+def _multiply(
+    a: Operand,
+    b: Operand,
+    padded_ends: torch.Tensor,
+    tiles: torch.Tensor | None,
+    sums: Sums,
+    out: torch.Tensor,
+    is_padded: bool,
+    divides_depth_of_b: bool,
+) -> torch.Tensor:
+    for name, operand in (("a", a), ("b", b)):
+        data = operand.data
+        check_buffer("grouped_gemm", f"{name}.data", data, torch.uint8, tuple(data.shape), 16)
+    check_buffer("grouped_gemm", "out", out, out.dtype, tuple(out.shape), 16)
+    made: torch.Tensor = torch.ops.fuser.multiply_groups(
         out,
-        (padded_ends, None, int32(groups), int32(rows), int32(columns), int32(0)),
-        (0, 0),
-        b.scales.shape[-1],
-        False,
-        ceil_div(rows, ROWS) * ceil_div(columns, COLUMNS) * groups,
+        *(a.data, a.scales, b.data, b.scales, padded_ends, tiles),
+        *(sums.value, a.dtype.name, b.dtype.name, is_padded, divides_depth_of_b),
     )
-    return out
+    return made
+
+
+# An operation of torch, so that recorded passes and torch's tools observe it.
+_operations = torch.library.Library("fuser", "FRAGMENT")  # type: ignore[no-untyped-call]
+_operations.define(  # type: ignore[no-untyped-call]
+    "multiply_groups(Tensor(a!) out, Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, "
+    "Tensor padded_ends, Tensor? tiles, str sums, str a_format, str b_format, bool is_padded, "
+    "bool divides_depth_of_b) -> Tensor(a!)"
+)
 
 
 def _launch(
-    grouping: str,
-    sums: Sums,
-    a: Operand,
-    b: Operand,
     out: torch.Tensor,
-    places: tuple[object, ...],
-    b_steps: tuple[int, int],
-    b_scale_stride: int,
+    a: torch.Tensor,
+    a_scales: torch.Tensor,
+    b: torch.Tensor,
+    b_scales: torch.Tensor,
+    padded_ends: torch.Tensor,
+    tiles: torch.Tensor | None,
+    sums: str,
+    a_format: str,
+    b_format: str,
     is_padded: bool,
-    tiles: int,
-) -> None:
+    divides_depth_of_b: bool,
+) -> torch.Tensor:
+    """The operation; with tiles the groups divide the rows of ``a``, else the depth of both."""
+    if 0 in (*out.shape, *a.shape, *b.shape):
+        return out if tiles is not None else out.zero_()
+    groups, rows, columns, b_scale_stride = len(padded_ends), 0, out.shape[-1], b_scales.shape[-1]
+    b_steps = (0, 0)
+    if tiles is None:
+        rows = out.shape[1]
+        count = ceil_div(rows, ROWS) * groups
+    else:
+        step = b.shape[1 if divides_depth_of_b else 0] // groups
+        b_steps = (0, step) if divides_depth_of_b else (step, 0)
+        count = len(tiles)
+        if sums in (Sums.FAST.value, Sums.SPLIT.value):
+            b_scale_stride = step // FP8_BLOCK
     backend = launches.backend
-    for name, operand in (("a", a), ("b", b)):
-        data = operand.data
-        check_buffer("grouped_gemm", f"{name}.data", data, torch.uint8, tuple(data.shape))
-    check_buffer("grouped_gemm", "out", out, out.dtype, tuple(out.shape))
-    kernel = _kernel(grouping, sums, a.dtype, b.dtype, out.dtype)
-    gemm = Struct(
-        (
-            *(out, a.scales, b.scales, *places, *map(int32, b_steps)),
-            *(int32(a.scales.shape[-1]), int32(b_scale_stride), int32(len(b.scales))),
-            int32(is_padded),
-        )
-    )
-    blocks = min(backend.multiprocessors(out.device), tiles)
-    kernel(
-        Launch((blocks,), (THREADS,), _SHARED_BYTES),
-        Struct(backend.tensor_map(a.data, ROWS)),
-        Struct(backend.tensor_map(b.data, COLUMNS)),
-        gemm,
-    )
+    sizes = (groups, rows, columns, a.shape[1], *b_steps)
+    strides = (a_scales.shape[-1], b_scale_stride, len(b_scales), is_padded)
+    gemm = Struct((out, a_scales, b_scales, padded_ends, tiles, *map(int32, (*sizes, *strides))))
+    blocks = min(backend.multiprocessors(out.device), count * ceil_div(columns, COLUMNS))
+    maps = (Struct(backend.tensor_map(t, n)) for t, n in ((a, ROWS), (b, COLUMNS)))
+    kernel = _kernel("kDepth" if tiles is None else "kRows", sums, a_format, b_format, out.dtype)
+    kernel(Launch((blocks,), (THREADS,), _SHARED_BYTES), *maps, gemm)
+    return out
+
+
+_operations.impl("multiply_groups", _launch, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_operations.impl("multiply_groups", lambda out, *_: out, "Meta")  # type: ignore[no-untyped-call]
 
 
 @functools.cache
-def _kernel(grouping: str, sums: Sums, a: DType, b: DType, out: torch.dtype) -> Kernel:
-    arguments = (
-        f"fuser::Grouping::{grouping}",
-        f"fuser::Sums::{sums.value}",
-        f"fuser::Fp8::{_FORMATS[a]}",
-        f"fuser::Fp8::{_FORMATS[b]}",
-        ELEMENTS[out],
-    )
-    return Kernel(
-        "grouped_gemm", f"fuser_grouped_gemm<{', '.join(arguments)}>", has_tensor_maps=True
-    )
+def _kernel(grouping: str, sums: str, a: str, b: str, out: torch.dtype) -> Kernel:
+    formats = (f"fuser::Fp8::{_FORMATS[name]}" for name in (a, b))
+    of = f"fuser::Grouping::{grouping}, fuser::Sums::{sums}, {', '.join(formats)}, {ELEMENTS[out]}"
+    return Kernel("grouped_gemm", f"fuser_grouped_gemm<{of}>", has_tensor_maps=True)
 
 
 def instantiations() -> list[Kernel]:
     """The kernels of the recipes."""
-    e4m3, e5m2 = DType.kFloat8E4M3, DType.kFloat8E5M2
-    by_sums = {
-        Sums.FAST: ((e4m3, e4m3), (e5m2, e4m3)),
-        Sums.SPLIT: ((e4m3, e4m3), (e5m2, e4m3)),
-        Sums.BLOCKS_1D: ((e4m3, e4m3),),
-        Sums.BLOCKS_2D: ((e4m3, e4m3),),
-    }
+    e4m3, e5m2 = DType.kFloat8E4M3.name, DType.kFloat8E5M2.name
     return [
-        _kernel(grouping, sums, a, b, dtype)
-        for sums, formats in by_sums.items()
-        for a, b in formats
+        _kernel(grouping, sums.value, a, e4m3, dtype)
+        for sums in Sums
+        for a in ((e4m3, e5m2) if sums in (Sums.FAST, Sums.SPLIT) else (e4m3,))
         for grouping in ("kRows", "kDepth")
-        for dtype in (torch.bfloat16, torch.float32)
-        if grouping == "kRows" or sums is not Sums.BLOCKS_2D
+        for dtype in (torch.bfloat16, torch.float16)
     ]

@@ -184,7 +184,7 @@ class GroupedMLP(FusedOperation):
         up_weight = up.stacked_weight(ctx, dtype)
         x_made = products.input(x, of_up, is_kept=wants_up and is_quantized)
         up_made = up.weight_operand(ctx, products, up_weight, of_up, firsts[0])
-        z = products.forward(x_made, up_made, up.out_features)
+        z = products.forward(x_made, up_made, up.out_features, is_padded=True)
         z, up_bias = up.add_biases(ctx, ends, up_scales, z)
 
         # Computing h again gives the same bits, but quantizing it again might not.
@@ -202,7 +202,7 @@ class GroupedMLP(FusedOperation):
         )
         down_weight = down.stacked_weight(ctxs[2], dtype)
         down_made = down.weight_operand(ctxs[2], products, down_weight, of_down, firsts[2])
-        y = products.output(products.forward(h, down_made, down.out_features))
+        y = products.forward(h, down_made, down.out_features)
         y, down_bias = down.add_biases(ctxs[2], groups.ends, down_scales, y)
         reads_z = wants_dh or (wants_down and is_again)
         return y, _Saved(
@@ -259,7 +259,7 @@ class GroupedMLP(FusedOperation):
             dy_made = products.gradient(dy, of_down, dgrad=wants_dh, wgrad=wants_down)
         dz = dscales = dx = None
         if wants_dh:
-            dh = products.dgrad(dy_made, saved.down)
+            dh = products.dgrad(dy_made, saved.down, is_padded=True)
             dz, dscales = pointwise.scaled_activation_backward(
                 activation.function,
                 dh,
@@ -291,7 +291,7 @@ class GroupedMLP(FusedOperation):
                 made = products.gradient(dz, of_up, dgrad=wants_dx, wgrad=wants_up, is_padded=True)
                 del dz
                 if wants_dx:
-                    dx = products.output(products.dgrad(made, saved.up))
+                    dx = products.dgrad(made, saved.up)
                     dx = write_grad_input(dx.view(*leading, up.in_features), ctx)
                 if wants_up:
                     make = functools.partial(products.wgrad, made, saved.x)

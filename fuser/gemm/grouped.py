@@ -3,11 +3,6 @@
 ``x`` is ``[T, K]``, ``weight`` is ``[G, N, K]``, ``dy`` is ``[T, N]``. Group g has the rows from
 ``ends[g - 1]`` up to ``ends[g]``. Rows after the last group belong to none: they are not read into
 any result, and are zeros in results.
-
-Quantized operands are padded groups (``fuser.functional.grouped.PaddedGroups``): ``x`` is ``[C,
-K]``, with zeros from the end of a group to the next multiple of 128 rows, and ``weight`` is the
-padded groups of its N rows. torch multiplies E4M3 with a scale for each row; for other formats the
-operands are dequantized and multiplied.
 """
 
 from __future__ import annotations
@@ -20,16 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from fuser.errors import InputError
-from fuser.formats import GROUP_TILE, DType, NumberFormat, round_up
+from fuser.formats import round_up
 from fuser.functional import grouped
 from fuser.functional.grouped import PaddedGroups
-from fuser.tensors import (
-    Float8CurrentScalingQuantizer,
-    Float8GroupsTensor,
-    Float8Quantizer,
-    QuantizedTensor,
-    Quantizer,
-)
 
 # grouped_mm reads rows in vectors of 16 bytes.
 VECTOR_BYTES = 16
@@ -153,7 +141,7 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         n, k = dy.shape[1], x.shape[1]
         if not len(dy):  # torch refuses a product over no rows
             return dy.new_zeros(len(groups.ends), n, k)
-        made = F.grouped_mm(_vectors(dy).t(), _vectors(x), offs=groups.ends)
+        made = F.grouped_mm(whole_vectors(dy).t(), whole_vectors(x), offs=groups.ends)
         return made if made.shape[1:] == (n, k) else made[:, :n, :k]
     made = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
     for product, rows in zip(made, groups.slices(), strict=True):
@@ -170,161 +158,10 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
         factors = dy.new_ones(1) if scales is None else scales.to(dy.dtype)
         width = VECTOR_BYTES // dy.element_size()
         left = factors[:, None].expand(dy.shape[0], width).contiguous()
-        made = F.grouped_mm(left.t(), _vectors(dy), offs=groups.ends)
+        made = F.grouped_mm(left.t(), whole_vectors(dy), offs=groups.ends)
         return made[:, 0, : dy.shape[1]]
     weighted = dy if scales is None else dy * scales[:, None].to(dy.dtype)
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
-
-
-# -- quantized operands -----------------------------------------------------------
-
-
-def is_native(
-    a: NumberFormat, b: NumberFormat, sizes: tuple[int, int], dtype: torch.dtype, device_type: str
-) -> bool:
-    """Whether torch multiplies groups of these formats: E4M3 with one scale, in bf16 results.
-
-    ``sizes``: the two dimensions of a weight. torch's kernel reads vectors of 16 elements.
-    """
-    is_aligned = not any(size % 16 for size in sizes)
-    return device_type == "cuda" and a == b == _E4M3 and is_aligned and dtype is torch.bfloat16
-
-
-_E4M3 = NumberFormat("FP8", DType.kFloat8E4M3)
-
-
-def reads_columns(own: Quantizer, other: Quantizer) -> bool:
-    """Whether a product over columns reads a columnwise copy of what ``own`` quantizes.
-
-    If both copies have the same values and the product is emulated, it reads the rowwise copy.
-    """
-    has_one_scale = isinstance(own, (Float8CurrentScalingQuantizer, Float8Quantizer))
-    return not has_one_scale or own.format == other.format == _E4M3
-
-
-def quantized_forward(
-    x: QuantizedTensor,
-    weight: QuantizedTensor,
-    groups: PaddedGroups,
-    size: int,
-    dtype: torch.dtype,
-    *,
-    is_split: bool,
-) -> torch.Tensor:
-    """``x_g @ weight_g.T``, ``[C, N]``, from the rowwise copies; ``size`` is N.
-
-    ``is_split`` requests a split accumulator, here and in the functions below.
-    """
-    count, (k, device) = len(groups.ends), (x.shape[-1], x.device)
-    if is_native(x.format, weight.format, (size, k), dtype, device.type):
-        data = _e4m3(weight, "rowwise").view(count, -1, k)[:, :size]
-        return torch._scaled_grouped_mm(
-            _e4m3(x, "rowwise"),
-            data.transpose(1, 2),
-            _row_scales(x),
-            _group_scales(weight, count, size),
-            offs=groups.padded_ends,
-            out_dtype=dtype,
-            use_fast_accum=not is_split,
-        )
-    values = _values(weight, "rowwise", dtype).view(count, -1, k)[:, :size]
-    return _padded_product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups)
-
-
-def quantized_dgrad(
-    dy: QuantizedTensor,
-    weight: QuantizedTensor,
-    groups: PaddedGroups,
-    dtype: torch.dtype,
-    *,
-    is_split: bool,
-) -> torch.Tensor:
-    """``dy_g @ weight_g``, ``[C, K]``, from dy's rowwise and the weight's columnwise copy."""
-    count, n, k = len(groups.ends), dy.shape[-1], weight.shape[-1]
-    if is_native(dy.format, weight.format, (n, k), dtype, dy.device.type):
-        # [K, G, N]: the transposed copy has the rows of each group next to each other.
-        data = _e4m3(weight, "columnwise").view(k, count, -1)[:, :, :n]
-        return torch._scaled_grouped_mm(
-            _e4m3(dy, "rowwise"),
-            data.permute(1, 2, 0),
-            _row_scales(dy),
-            _group_scales(weight, count, k),
-            offs=groups.padded_ends,
-            out_dtype=dtype,
-            use_fast_accum=not is_split,
-        )
-    values = _values(weight, "columnwise", dtype).view(count, -1, k)[:, :n]
-    return _padded_product(_values(dy, "rowwise", dtype), values, groups)
-
-
-def quantized_wgrad(
-    dy: QuantizedTensor,
-    x: QuantizedTensor,
-    groups: PaddedGroups,
-    dtype: torch.dtype,
-    *,
-    is_split: bool,
-) -> torch.Tensor:
-    """``dy_g.T @ x_g``, ``[G, N, K]``, from the columnwise copies."""
-    n, k = dy.shape[-1], x.shape[-1]
-    if dy.shape[0] == 0:
-        return torch.zeros(len(groups.ends), n, k, dtype=dtype, device=dy.device)
-    if is_native(dy.format, x.format, (n, k), dtype, dy.device.type):
-        count = len(groups.ends)
-        return torch._scaled_grouped_mm(
-            _e4m3(dy, "columnwise"),
-            _e4m3(x, "columnwise").t(),
-            _scales_of_groups(dy, groups, n).view(count * n),
-            _scales_of_groups(x, groups, k).view(count * k),
-            offs=groups.padded_ends,
-            out_dtype=dtype,
-            use_fast_accum=not is_split,
-        )
-    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
-    return wgrad(*values, Groups(groups.padded_ends, None))
-
-
-def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
-    """The values of one copy, or of a rowwise copy that has the same values."""
-    if not tensor._has(usage) and tensor._is_transposable():
-        usage = "rowwise"
-    return tensor.with_usage(usage).dequantize(dtype=dtype)
-
-
-def _e4m3(tensor: QuantizedTensor, usage: str) -> torch.Tensor:
-    return tensor.operand(usage).data.view(torch.float8_e4m3fn)
-
-
-def _row_scales(tensor: QuantizedTensor) -> torch.Tensor:
-    """The scale of each row, ``[C]``."""
-    assert isinstance(tensor, Float8GroupsTensor)
-    return tensor._scale_inv[:, None].expand(-1, GROUP_TILE).reshape(-1)
-
-
-def _group_scales(weight: QuantizedTensor, groups: int, size: int) -> torch.Tensor:
-    """The scale of each weight, ``size`` times: ``[G, size]``."""
-    assert isinstance(weight, Float8GroupsTensor)
-    return weight._scale_inv.view(groups, -1)[:, :1].expand(groups, size).contiguous()
-
-
-def _scales_of_groups(tensor: QuantizedTensor, groups: PaddedGroups, size: int) -> torch.Tensor:
-    """The scale of each group of rows, ``size`` times: ``[G, size]``; 1 for an empty group.
-
-    No kernel writes the scales of tiles without a group, and NaN would reach a sum of no rows.
-    """
-    assert isinstance(tensor, Float8GroupsTensor)
-    ends = groups.padded_ends
-    last = (ends // GROUP_TILE - 1).clamp_(min=0)
-    is_empty = ends == F.pad(ends[:-1], (1, 0))
-    scales = tensor._scale_inv.index_select(0, last).masked_fill_(is_empty, 1.0)
-    return scales[:, None].expand(-1, size).contiguous()
-
-
-def _padded_product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
-    """``a_g @ b_g`` for the padded rows of each group; rows after the last group are undefined."""
-    columns = b.shape[2]
-    y = F.grouped_mm(_vectors(a), _matrices(b), offs=groups.padded_ends)
-    return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
 def _multiply(
@@ -333,7 +170,7 @@ def _multiply(
     """``a_g @ b_g`` for the rows of each group; ``b`` is ``[G, inner, columns]``."""
     if groups.sizes is None:
         columns = b.shape[2]
-        y = F.grouped_mm(_vectors(a), _matrices(b), offs=groups.ends)
+        y = F.grouped_mm(whole_vectors(a), aligned_matrices(b), offs=groups.ends)
         y = y if y.shape[1] == columns else y[:, :columns].contiguous()
         y = grouped.zero_tail(groups.ends, y)
         return y if out is None else out.copy_(y)
@@ -342,7 +179,7 @@ def _multiply(
     return y if out is None else out.copy_(y)
 
 
-def _vectors(matrix: torch.Tensor) -> torch.Tensor:
+def whole_vectors(matrix: torch.Tensor) -> torch.Tensor:
     """A matrix whose rows are contiguous whole vectors; padded with zeros if they are not."""
     width = VECTOR_BYTES // matrix.element_size()
     missing = round_up(matrix.shape[1], width) - matrix.shape[1]
@@ -355,7 +192,7 @@ def _vectors(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _matrices(b: torch.Tensor) -> torch.Tensor:
+def aligned_matrices(b: torch.Tensor) -> torch.Tensor:
     """Matrices ``[G, inner, columns]``, padded with zeros to whole vectors in both sizes."""
     width = VECTOR_BYTES // b.element_size()
     missing = [round_up(size, width) - size for size in b.shape[1:]]

@@ -221,6 +221,8 @@ class Emulator(launching.LaunchBackend):
     outputs: list[Output]
 
     device_type = "cpu"
+    emulates_wgmma = False
+    """Whether products of Hopper's tensor cores run here, which takes long."""
 
     def refusal(self) -> str | None:
         return None
@@ -230,6 +232,9 @@ class Emulator(launching.LaunchBackend):
 
     def shared_bytes(self, device: torch.device) -> int:
         return MAX_SHARED_BYTES
+
+    def has_wgmma(self, device: torch.device) -> bool:
+        return self.emulates_wgmma
 
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         self._check_registered(kernel)

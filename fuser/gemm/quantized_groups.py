@@ -1,0 +1,166 @@
+"""Products of grouped linears whose operands are quantized.
+
+``x`` is ``[C, K]`` and ``dy`` ``[C, N]``: the rows of padded groups
+(``fuser.functional.grouped.PaddedGroups``), with zeros from the end of a group to the next multiple
+of 128 rows. ``weight`` is the padded groups of its N rows. A kernel multiplies FP8 with a scale for
+each group or for blocks of 128; operands in other formats, or on other devices, are dequantized and
+multiplied by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fuser.cuda import grouped_gemm as kernel
+from fuser.cuda.grouped_gemm import Sums
+from fuser.errors import KernelUnavailable
+from fuser.formats import NumberFormat
+from fuser.functional.grouped import PaddedGroups, unpad, zero_tail
+from fuser.gemm.grouped import Groups, aligned_matrices, wgrad, whole_vectors
+from fuser.tensors import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+)
+
+
+def sums_of(a: NumberFormat, b: NumberFormat, is_split: bool) -> Sums | None:
+    """How the kernel forms sums of operands of these formats; None if it does not take them."""
+    found = {
+        ("FP8", "FP8"): Sums.SPLIT if is_split else Sums.FAST,
+        ("FP8 1x128", "FP8 1x128"): Sums.BLOCKS_1D,
+        ("FP8 1x128", "FP8 128x128"): Sums.BLOCKS_2D,
+    }
+    return found.get((a.name, b.name))
+
+
+def reads_columns(own: Quantizer, other: Quantizer, device: torch.device) -> bool:
+    """Whether a product over columns reads a columnwise copy of what ``own`` quantizes.
+
+    If both copies have the same values and the product is emulated, it reads the rowwise copy.
+    """
+    has_one_scale = isinstance(own, (Float8CurrentScalingQuantizer, Float8Quantizer))
+    return not has_one_scale or (
+        kernel.has_kernel(device) and sums_of(own.format, other.format, True) is not None
+    )
+
+
+def quantized_forward(
+    x: QuantizedTensor,
+    weight: QuantizedTensor,
+    groups: PaddedGroups,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    is_padded: bool,
+) -> torch.Tensor:
+    """``x_g @ weight_g.T`` from the rowwise copies; ``size`` is N.
+
+    ``[C, N]`` if ``is_padded``, else ``[T, N]``: the rows of groups without padding, and zeros
+    after the last group. ``is_split`` requests a split accumulator, here and in the functions
+    below.
+    """
+    made = _by_kernel(x, weight, "rowwise", groups, size, dtype, is_split, is_padded)
+    if made is not None:
+        return made
+    values = _values(weight, "rowwise", dtype).view(len(groups.ends), -1, x.shape[-1])[:, :size]
+    y = _product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups)
+    return y if is_padded else unpad(y, groups)
+
+
+def quantized_dgrad(
+    dy: QuantizedTensor,
+    weight: QuantizedTensor,
+    groups: PaddedGroups,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+    is_padded: bool,
+) -> torch.Tensor:
+    """``dy_g @ weight_g`` from dy's rowwise and the weight's columnwise copy.
+
+    ``[C, K]`` if ``is_padded``, else ``[T, K]`` as in the forward.
+    """
+    n, k = dy.shape[-1], weight.shape[-1]
+    made = _by_kernel(dy, weight, "columnwise", groups, k, dtype, is_split, is_padded)
+    if made is not None:
+        return made
+    values = _values(weight, "columnwise", dtype).view(len(groups.ends), -1, k)[:, :n]
+    dx = _product(_values(dy, "rowwise", dtype), values, groups)
+    return dx if is_padded else unpad(dx, groups)
+
+
+def quantized_wgrad(
+    dy: QuantizedTensor,
+    x: QuantizedTensor,
+    groups: PaddedGroups,
+    dtype: torch.dtype,
+    *,
+    is_split: bool,
+) -> torch.Tensor:
+    """``dy_g.T @ x_g``, ``[G, N, K]``, from the columnwise copies."""
+    n, k = dy.shape[-1], x.shape[-1]
+    sums = sums_of(dy.format, x.format, is_split)
+    if sums is not None and kernel.serves((n, k), dtype, dy.device):
+        made = torch.empty(len(groups.ends), n, k, dtype=dtype, device=dy.device)
+        of_dy, of_x = _operand(dy, "columnwise"), _operand(x, "columnwise")
+        try:
+            return kernel.multiply_depth(of_dy, of_x, groups.padded_ends, sums, out=made)
+        except KernelUnavailable:
+            pass
+    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    return wgrad(*values, Groups(groups.padded_ends, None))
+
+
+def _by_kernel(
+    a: QuantizedTensor,
+    weight: QuantizedTensor,
+    usage: str,
+    groups: PaddedGroups,
+    columns: int,
+    dtype: torch.dtype,
+    is_split: bool,
+    is_padded: bool,
+) -> torch.Tensor | None:
+    """The product of the rows of ``a`` and one copy of the weight; None if there is no kernel."""
+    sums = sums_of(a.format, weight.format, is_split)
+    if sums is None or not kernel.serves((a.shape[-1], columns), dtype, a.device):
+        return None
+    rows = groups.padded_rows if is_padded else groups.rows
+    out = torch.empty(rows, columns, dtype=dtype, device=a.device)
+    try:
+        out = kernel.multiply_rows(
+            _operand(a, "rowwise"),
+            _operand(weight, usage),
+            groups.padded_ends,
+            groups.tiles,
+            sums,
+            out=out,
+            is_padded=is_padded,
+            b_groups="rows" if usage == "rowwise" else "depth",
+        )
+    except KernelUnavailable:
+        return None
+    return out if is_padded else zero_tail(groups.ends, out)
+
+
+def _operand(tensor: QuantizedTensor, usage: str) -> kernel.Operand:
+    data, number_format, scales = tensor.operand(usage)
+    return kernel.Operand(data, number_format.element, scales)
+
+
+def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Tensor:
+    """The values of one copy, or of a rowwise copy that has the same values."""
+    if not tensor._has(usage) and tensor._is_transposable():
+        usage = "rowwise"
+    return tensor.with_usage(usage).dequantize(dtype=dtype)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
+    """``a_g @ b_g`` for the padded rows of each group; rows after the last group are undefined."""
+    columns = b.shape[2]
+    y = F.grouped_mm(whole_vectors(a), aligned_matrices(b), offs=groups.padded_ends)
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
