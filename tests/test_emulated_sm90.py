@@ -74,10 +74,9 @@ def product_kernel(a: str, b: str, sums: int) -> Kernel:
     return Kernel("sm90", f"fuser_product<Fp8::{a}, Fp8::{b}, {sums}>")
 
 
-LOAD, STAGES = Kernel("sm90", "fuser_load"), Kernel("sm90", "fuser_stages")
-prepare(
-    LOAD, STAGES, *(product_kernel(a, b, n) for a in FORMATS for b in FORMATS for n in (64, 128))
-)
+LOAD = Kernel("sm90", "fuser_load")
+STAGES = {meets: Kernel("sm90_faults", f"fuser_stages<{meets}>") for meets in ("true", "false")}
+prepare(LOAD, *(product_kernel(a, b, n) for a in FORMATS for b in FORMATS for n in (64, 128)))
 FAULTS = {
     (kind, name): Kernel("sm90_faults", f"fuser_{kernel}<{kind}::{name}>")
     for kind, kernel, names in (
@@ -87,7 +86,7 @@ FAULTS = {
     )
     for name in ("kRight", *names)
 }
-prepare(*FAULTS.values())
+prepare(*FAULTS.values(), *STAGES.values())
 
 
 def map_of(
@@ -143,8 +142,16 @@ def test_bytes_go_through_stages_that_take_turns(readers: int) -> None:
     x = torch.randint(-100, 100, (9, 32), dtype=torch.int32)
     y = torch.empty(readers, 32, dtype=torch.int32)
     with emulated(sources=SOURCES, written=(y,)):
-        STAGES(Launch((1,), (32 * (readers + 1),)), x, y, int32(9))
+        STAGES["true"](Launch((1,), (32 * (readers + 1),)), x, y, int32(9))
     assert torch.equal(y, (x * torch.arange(1, 10)[:, None]).sum(0).int().expand(readers, 32))
+
+
+def test_a_stage_that_is_released_before_all_lanes_have_read_it_is_found() -> None:
+    x = torch.randint(-100, 100, (9, 32), dtype=torch.int32)
+    y = torch.empty(3, 32, dtype=torch.int32)
+    words = "argument 1 .* not the same when a warp runs to its next barrier"
+    with emulated(sources=SOURCES), pytest.raises(KernelError, match=words):
+        STAGES["false"](Launch((1,), (128,)), x, y, int32(9))
 
 
 @pytest.mark.parametrize("mistake", ["kRight", *COPIES])

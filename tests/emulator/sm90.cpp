@@ -110,7 +110,7 @@ void end_phase_if_complete(const Barrier* barrier, Phases& phases) {
     for (unsigned number = 0; number < thread_count; ++number) {
         Thread& thread = threads[number];
         if (thread.state == State::kAtPhase && thread.barrier == barrier) {
-            thread.state = State::kReady;
+            wake(thread);
         }
     }
 }
@@ -369,7 +369,11 @@ void arrive(Site site, Barrier* barrier, long long announced_bytes) {
              phases.count);
     }
     --phases.pending;
+    const unsigned phase = phases.phase;
     end_phase_if_complete(barrier, phases);
+    if (running->schedule == kWarpByWarp && phases.phase != phase) {
+        suspend();
+    }
 }
 
 void wait_for_phase(Site site, const Barrier* barrier, unsigned parity) {

@@ -73,6 +73,7 @@ fuser_switch_stacks:
 void* scheduler_stack_pointer = nullptr;
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_bytes = 0;
+std::vector<Thread*> woken;
 
 // ---- the launch that runs ----
 
@@ -161,6 +162,13 @@ void suspend() {
                                    scheduler_stack, scheduler_stack_bytes);
     fuser_switch_stacks(&current->stack_pointer, scheduler_stack_pointer);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
+}
+
+void wake(Thread& thread) {
+    thread.state = State::kReady;
+    if (running->schedule == kWarpByWarp && current != nullptr) {
+        woken.push_back(&thread);
+    }
 }
 
 bool same(const Site& a, const Site& b) {
@@ -310,6 +318,11 @@ bool run_warp(unsigned warp) {
         if (barriers == turn && threads[number].state == State::kReady) {
             resume(threads[number]);
             progress = true;
+        }
+        while (!woken.empty()) {
+            Thread& thread = *woken.back();
+            woken.pop_back();
+            resume(thread);
         }
     }
     return progress;

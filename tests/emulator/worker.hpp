@@ -106,6 +106,8 @@ extern unsigned thread_count;
 
 // Ends the current thread's turn.
 void suspend();
+// Makes a thread ready; where warps run one by one, it goes on before its waker's warp does.
+void wake(Thread& thread);
 bool same(const Site& a, const Site& b);
 
 // ---- sm90.cpp: barriers in shared memory, the copy engine, registers ----

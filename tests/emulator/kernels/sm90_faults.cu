@@ -86,6 +86,44 @@ __global__ void fuser_copy(const __grid_constant__ TensorMap matrix, const unsig
     y[128 + threadIdx.x] = bytes[threadIdx.x];
 }
 
+// ---- bytes that go through two stages: one warp loads, the others add, all lanes before one says so ----
+
+template <bool kMeets>
+__global__ void fuser_stages(const int* x, int* y, int rounds) {
+    __shared__ __align__(16) int stages[2][32];
+    __shared__ Barrier full[2];
+    __shared__ Barrier empty[2];
+    const int lane = threadIdx.x % 32, readers = blockDim.x / 32 - 1;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; ++i) {
+            init_barrier(&full[i], 1);
+            init_barrier(&empty[i], readers);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        for (int i = 0; i < rounds && lane == 0; ++i) {
+            wait(&empty[i % 2], (i / 2 & 1) ^ 1);
+            arrive_expecting(&full[i % 2], 128);
+            load_bytes(stages[i % 2], x + 32 * i, 128, &full[i % 2]);
+        }
+        return;
+    }
+    int total = 0;
+    for (int i = 0; i < rounds; ++i) {
+        wait(&full[i % 2], i / 2 & 1);
+        total += (i + 1) * stages[i % 2][lane];
+        if (kMeets) {
+            __syncwarp();
+        }
+        if (lane == 0) {
+            arrive(&empty[i % 2]);
+        }
+    }
+    y[threadIdx.x - 32] = total;
+}
+
 // ---- a product of 64 x 128 sums, and stages that are loaded again ----
 
 enum class Product {
