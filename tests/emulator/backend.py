@@ -236,6 +236,32 @@ class Emulator(launching.LaunchBackend):
     def has_wgmma(self, device: torch.device) -> bool:
         return self.emulates_wgmma
 
+    def tensor_map(self, matrix: torch.Tensor, box_rows: int) -> tuple[Any, ...]:
+        """The fields of a ``TensorMap`` of ``fuser/core/sm90.cuh``, as ``sm90.cpp`` reads them.
+
+        A matrix of bytes, of which boxes of 128 columns are loaded with a swizzle of 128 bytes. The
+        matrix itself takes the place of its address.
+
+        Raises
+        ------
+        KernelError
+            For what CUDA's driver refuses.
+        """
+        (rows, columns), row_bytes, address = matrix.shape, matrix.stride(0), matrix.data_ptr()
+        if not (0 < columns <= 2**32 and 0 < rows <= 2**32):
+            raise KernelError(f"A tensor map gets a matrix of {rows} rows and {columns} columns.")
+        if row_bytes % 16 != 0 or not columns <= row_bytes < 2**40:
+            raise KernelError(
+                f"A tensor map of {columns} columns gets rows of {row_bytes} bytes; it is a "
+                "multiple of 16."
+            )
+        if address % 16 != 0:
+            raise KernelError(f"A tensor map gets the address {address:#x}, no multiple of 16.")
+        if not 1 <= box_rows <= 256:
+            raise KernelError(f"A tensor map gets a box of {box_rows} rows; it has 1 to 256.")
+        words = (columns, rows, row_bytes, 128, box_rows, 128, *(0,) * 9)
+        return (matrix, *map(np.uint64, words))
+
     def run(self, kernel: Kernel, launch: Launch, args: tuple[Any, ...]) -> None:
         self._check_registered(kernel)
         encode(kernel.symbol, args, "cpu")  # refuses what a GPU would be refused

@@ -47,6 +47,10 @@ FLAGS = (
 )
 # What a kernel source may include: the precompiled header has it, and NVRTC finds it.
 CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda_fp4.h")
+# The files that may include a header of the emulator, where FUSER_EMULATED is defined, and which.
+EMULATOR_HEADERS = {"sm90.cuh": "emulator/sm90.hpp"}
+
+WORKER = ("worker.cpp", "sm90.cpp", "sm90_products.cpp")
 
 
 # -- what must be there -------------------------------------------------------
@@ -135,7 +139,8 @@ def _toolchain() -> str:
     """The hash of what goes into every compilation: g++, flags, the emulator's own sources."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
     own = sorted(path for path in (HERE / "include").rglob("*") if path.is_file())
-    texts = [path.read_text(encoding="utf-8") for path in [*own, HERE / "worker.cpp"]]
+    own += [HERE / name for name in (*WORKER, "worker.hpp")]
+    texts = [path.read_text(encoding="utf-8") for path in own]
     include = cuda_include()
     assert include is not None
     cuda = [(include / header).read_text(encoding="utf-8") for header in CUDA_HEADERS]
@@ -163,7 +168,8 @@ def worker() -> Path:
 
     def make(folder: Path) -> None:
         # -rdynamic: kernels find threadIdx and barriers in the executable that loads them.
-        _compile([str(HERE / "worker.cpp"), "-rdynamic", "-ldl", "-o", str(folder / "worker")])
+        sources = (str(HERE / name) for name in WORKER)
+        _compile([*sources, "-rdynamic", "-ldl", "-o", str(folder / "worker")])
 
     return _cached(_toolchain(), "worker", make)
 
@@ -250,6 +256,7 @@ def _rewritten(path: Path) -> str:
 def _rewritten_text(path: Path, text: str) -> str:
     for included in INCLUDE.findall(text):
         is_known = included.startswith("fuser/") or included in CUDA_HEADERS
+        is_known = is_known or EMULATOR_HEADERS.get(path.name) == included
         if not is_known and not (path.parent / included).is_file():
             raise KernelError(
                 f"{_shown(path)} includes {included}; kernels include fuser/**/*.cuh and "

@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include <emulator/runtime.hpp>
+#include "worker.hpp"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -29,6 +29,12 @@ dim3 blockDim;
 dim3 gridDim;
 
 namespace fuser_emulator {
+
+std::vector<Thread> threads(1024);
+Thread* current = nullptr;
+Launch* running = nullptr;
+unsigned thread_count = 0;
+
 namespace {
 
 // ---- fibers ----
@@ -39,29 +45,6 @@ constexpr std::size_t kGuardBytes = 4096;
 
 // What a block has for static variables.
 constexpr std::size_t kMostStaticBytes = 48 * 1024;
-
-enum class State { kReady, kAtBarrier, kInMeeting, kReturned };
-
-// A copy under way: what was read, and where it will be.
-struct Copy {
-    char* to;
-    char bytes[16];
-    std::size_t count;
-    unsigned group;
-};
-
-struct Thread {
-    void* stack_pointer = nullptr;
-    char* stack = nullptr;
-    State state = State::kReturned;
-    unsigned number = 0;
-    Site site{};
-    unsigned mask = 0;
-    std::uint64_t value = 0;
-    Meeting met{};
-    std::vector<Copy> copies{};
-    unsigned closed_groups = 0;
-};
 
 extern "C" void fuser_switch_stacks(void** save, void* load);
 asm(R"(
@@ -87,64 +70,13 @@ fuser_switch_stacks:
 .size fuser_switch_stacks, .-fuser_switch_stacks
 )");
 
-std::vector<Thread> threads(1024);
-Thread* current = nullptr;
 void* scheduler_stack_pointer = nullptr;
 const void* scheduler_stack = nullptr;
 std::size_t scheduler_stack_bytes = 0;
+std::vector<Thread*> woken;
 
 // ---- the launch that runs ----
 
-// Heap memory that ends exactly with its last byte, at an address that is `offset` beyond a multiple
-// of 256.
-struct Memory {
-    Memory(std::string what, std::size_t bytes, std::size_t offset);
-    Memory(Memory&& other) noexcept
-        : what(std::move(other.what)),
-          data(other.data),
-          bytes(other.bytes),
-          begin(std::exchange(other.begin, nullptr)) {}
-    ~Memory() {
-        if (begin != nullptr) {
-            __asan_unpoison_memory_region(begin, static_cast<std::size_t>(data - begin));
-            std::free(begin);
-        }
-    }
-
-    // The sanitizer guards memory in units of 8 bytes. These are in the first byte's unit.
-    char* front() const { return data - reinterpret_cast<std::uintptr_t>(data) % 8; }
-    void guard_front(unsigned char byte) { std::fill(front(), data, static_cast<char>(byte)); }
-    bool front_is(unsigned char byte) const {
-        return std::all_of(front(), data, [&](char c) { return c == static_cast<char>(byte); });
-    }
-
-    std::string what;
-    char* data = nullptr;
-    std::size_t bytes = 0;
-    char* begin = nullptr;
-};
-
-// In which order threads run; worker.py says it in words.
-enum Schedule { kInOrder, kBackwards, kWarpByWarp };
-
-struct Launch {
-    unsigned long long number = 0;
-    std::string name;
-    const Entry* entry = nullptr;
-    Schedule schedule = kInOrder;
-    unsigned char poison = 0;
-    std::vector<Memory> buffers;
-    std::vector<void*> arguments;
-    // What the block's threads have asked for so far.
-    std::vector<Memory> shared;
-    std::size_t static_bytes = 0;
-    std::size_t dynamic_bytes = 0;
-    char* dynamic = nullptr;
-    std::size_t dynamic_alignment = 0;
-};
-
-Launch* running = nullptr;
-unsigned thread_count = 0;
 unsigned at_barrier = 0;
 unsigned barriers = 0;  // that the block is past
 int barrier_predicates = 0;
@@ -167,6 +99,8 @@ void print_place() {
     _exit(1);
 }
 
+}  // namespace
+
 Memory::Memory(std::string what, std::size_t bytes, std::size_t offset)
     : what(std::move(what)), bytes(bytes) {
     // The front is a red zone of its own: the allocator's would be left by a small step over it.
@@ -181,6 +115,8 @@ Memory::Memory(std::string what, std::size_t bytes, std::size_t offset)
     data = begin + front;
     __asan_poison_memory_region(begin, front);
 }
+
+namespace {
 
 // Called by the sanitizers after their report.
 void explain_report() {
@@ -217,6 +153,8 @@ uint3 index_of(unsigned number) {
     return {x, y, number / blockDim.x / blockDim.y};
 }
 
+}  // namespace
+
 void suspend() {
     void* fake_stack = nullptr;
     // A thread that has returned gives its stack back.
@@ -226,6 +164,20 @@ void suspend() {
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
 
+void wake(Thread& thread) {
+    thread.state = State::kReady;
+    if (running->schedule == kWarpByWarp && current != nullptr) {
+        woken.push_back(&thread);
+    }
+}
+
+bool same(const Site& a, const Site& b) {
+    return a.line == b.line && std::strcmp(a.function, b.function) == 0 &&
+           std::strcmp(a.file, b.file) == 0;
+}
+
+namespace {
+
 void resume(Thread& thread) {
     current = &thread;
     threadIdx = index_of(thread.number);
@@ -234,11 +186,6 @@ void resume(Thread& thread) {
     fuser_switch_stacks(&scheduler_stack_pointer, thread.stack_pointer);
     __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
     current = nullptr;
-}
-
-bool same(const Site& a, const Site& b) {
-    return a.line == b.line && std::strcmp(a.function, b.function) == 0 &&
-           std::strcmp(a.file, b.file) == 0;
 }
 
 // Whether all lanes of a collective are there; lanes that have returned are not waited for.
@@ -338,6 +285,7 @@ void print_threads(const std::vector<unsigned>& numbers) {
             std::snprintf(mask, sizeof mask, ", mask 0x%08x", thread.mask);
             what += mask;
         }
+        what += awaited(thread);
         groups[what].push_back(number);
     }
     for (const auto& [what, numbers] : groups) {
@@ -358,6 +306,7 @@ void run_in_step() {
                 progress = true;
             }
         }
+        progress = progress || land_copy();
     }
 }
 
@@ -369,6 +318,11 @@ bool run_warp(unsigned warp) {
         if (barriers == turn && threads[number].state == State::kReady) {
             resume(threads[number]);
             progress = true;
+        }
+        while (!woken.empty()) {
+            Thread& thread = *woken.back();
+            woken.pop_back();
+            resume(thread);
         }
     }
     return progress;
@@ -387,6 +341,7 @@ void run_warp_by_warp(unsigned long long block) {
                 progress = true;
             }
         }
+        progress = progress || land_copy();
     }
 }
 
@@ -400,6 +355,8 @@ void run_block(unsigned long long block) {
     at_barrier = 0;
     barrier_predicates = 0;
     barriers = 0;
+    start_block_of_sm90();
+    start_block_of_products();
     if (running->schedule == kWarpByWarp) {
         run_warp_by_warp(block);
     } else {
@@ -410,6 +367,8 @@ void run_block(unsigned long long block) {
             report_deadlock();
         }
     }
+    end_block_of_sm90();
+    end_block_of_products();
 }
 
 void run_grid() {

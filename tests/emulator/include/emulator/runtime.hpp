@@ -72,6 +72,43 @@ struct Shared {
 void* static_shared(Shared& variable);
 void* dynamic_shared(std::size_t alignment);
 
+// ---- what kernels for Hopper ask of it: include/emulator/sm90.hpp has their names for it ----
+
+// A barrier in shared memory ends a phase after `count` arrivals and all announced bytes.
+using Barrier = unsigned long long;
+void init_barrier(Site site, Barrier* barrier, int count);
+void publish_barriers();
+void arrive(Site site, Barrier* barrier, long long announced_bytes);
+void wait_for_phase(Site site, const Barrier* barrier, unsigned parity);
+
+// Copies by the copy engine. In the first run of a launch they land at once, in the others when no
+// thread can go on without them; meanwhile garbage is where they will be. The last copies land
+// first where threads run backwards. `map` is Emulator.tensor_map of backend.py.
+void load_box(Site site, void* to, const unsigned long long* map, int column, int row,
+              Barrier* barrier);
+void load_bytes(Site site, void* to, const void* from, int bytes, Barrier* barrier);
+
+// The registers of each thread of the warpgroup from here on.
+void set_registers(Site site, int count, bool takes);
+
+// One product of a warpgroup: `a` and `b` are matrix descriptors, `columns` are rows of b.
+struct Product {
+    std::uint64_t a;
+    std::uint64_t b;
+    bool a_is_e5m2;
+    bool b_is_e5m2;
+    bool adds;
+    unsigned columns;
+};
+
+// Products read shared memory and have their sums, like copies, at once in the first run; in the
+// others when a wait completes their group, and until then their sums are NaN.
+std::uint64_t operand(Site site, const void* matrix);
+void begin_products(Site site);
+void add_product(Site site, const Product& product, float* sums);
+void close_products(Site site);
+void wait_for_products(Site site, unsigned left);
+
 // End the worker with a message that goes on "... in <kernel>, block <b>, thread <t>".
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
