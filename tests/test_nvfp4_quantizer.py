@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fuser
-from fuser import DType
+from fuser import DType, gemm
 from fuser import recipe as recipes
 
 MASKS = {True: 0xD7E8, False: 0}
@@ -60,11 +60,30 @@ def test_a_recipe_reaches_the_sign_mask_by_a_factory() -> None:
     dy = oracles.random_tensor((32, 32), torch.float32, 2)
     with fuser.autocast(recipe=recipe):
         op(x).backward(dy)
-    expected = (
-        made(dy).with_usage("columnwise").dequantize().T
-        @ made(x).with_usage("columnwise").dequantize()
-    )
+    of_dy, of_x = made(dy), made(x)
+    expected = of_dy.transformed_columns(torch.float32).T @ of_x.transformed_columns(torch.float32)
     assert torch.equal(op.weight.grad, expected)
+
+
+@pytest.mark.parametrize("signs", [True, False])
+def test_a_transform_of_both_operands_cancels(signs: bool) -> None:
+    made = fuser.NVFP4Quantizer(with_rht=True, with_random_sign_mask=signs)
+    dy, x = (made(oracles.random_tensor((40, 32), torch.float32, seed)) for seed in (1, 2))
+    product = gemm.quantized_wgrad(dy, x, torch.float32, is_split=False)
+    a, b = (t.with_usage("columnwise").dequantize_padded(torch.float32).double() for t in (dy, x))
+    torch.testing.assert_close(product.double(), a.T @ b, atol=1e-4, rtol=1e-5)
+
+
+def test_a_transform_of_one_operand_is_inverted() -> None:
+    dy = fuser.NVFP4Quantizer(with_rht=True)(oracles.random_tensor((32, 32), torch.float32, 1))
+    for other in (
+        fuser.NVFP4Quantizer(),
+        fuser.NVFP4Quantizer(with_rht=True, with_random_sign_mask=False),
+    ):
+        x = other(oracles.random_tensor((32, 32), torch.float32, 2))
+        product = gemm.quantized_wgrad(dy, x, torch.float32, is_split=False)
+        a, b = (t.with_usage("columnwise").dequantize() for t in (dy, x))
+        assert torch.equal(product, a.T @ b)
 
 
 def test_arguments_of_what_is_not_here_are_accepted_off() -> None:

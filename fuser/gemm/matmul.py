@@ -159,7 +159,7 @@ def quantized_wgrad(
     """``scale * dy.T @ x``, ``[N, K]`` in ``dtype``, from the columnwise copies."""
     row = _native(dy, x)
     if row is None:
-        return wgrad(*_column_values(dy, x, dtype), scale)
+        return wgrad(*column_values(dy, x, dtype), scale)
     return _product(row, dy, "columnwise", x, "columnwise", dtype, is_split, scale=scale)
 
 
@@ -174,7 +174,7 @@ def quantized_wgrad_accumulate(
 ) -> None:
     """Add :func:`quantized_wgrad` to ``main_grad`` in place, in the precision of ``main_grad``."""
     if _native(dy, x) is None:
-        wgrad_accumulate(main_grad, *_column_values(dy, x, dtype), scale)
+        wgrad_accumulate(main_grad, *column_values(dy, x, dtype), scale)
         return
     a, b = dy.operand("columnwise"), x.operand("columnwise")
     if by_cublaslt(main_grad, a, b, is_split, scale=scale, addend=main_grad) is None:
@@ -186,23 +186,29 @@ def _values(tensor: QuantizedTensor, usage: str, dtype: torch.dtype) -> torch.Te
     return tensor.with_usage(usage).dequantize(dtype=dtype)
 
 
-def _column_values(
+def column_values(
     dy: QuantizedTensor, x: QuantizedTensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of the columnwise copies, as matrices with all rows that a GEMM contracts.
 
-    Rows that pad the last block are zeros, except after a Hadamard transform, which spreads the
+    An orthogonal transform that both copies have is not inverted: the product is the same. Rows
+    that pad the last block are zeros, except after a Hadamard transform, which spreads the
     rounding errors of a block over all of its rows.
     """
-    a, b = _columns(dy, dtype), _columns(x, dtype)
+    is_transformed = dy.column_transform is not None and dy.column_transform == x.column_transform
+    a, b = _columns(dy, dtype, is_transformed), _columns(x, dtype, is_transformed)
     if a.shape[0] != b.shape[0]:  # two formats with different padding: at least one has zeros there
         rows = min(a.shape[0], b.shape[0])
         return a[:rows], b[:rows]
     return a, b
 
 
-def _columns(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    values, k = tensor.with_usage("columnwise").dequantize_padded(dtype), tensor.shape[-1]
+def _columns(tensor: QuantizedTensor, dtype: torch.dtype, is_transformed: bool) -> torch.Tensor:
+    if is_transformed:
+        values = tensor.transformed_columns(dtype)
+    else:
+        values = tensor.with_usage("columnwise").dequantize_padded(dtype)
+    k = tensor.shape[-1]
     return values if values.shape[1] == k else values[:, :k]
 
 

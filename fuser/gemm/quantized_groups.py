@@ -18,6 +18,7 @@ from fuser.errors import KernelUnavailable
 from fuser.formats import NumberFormat
 from fuser.functional.grouped import PaddedGroups, unpad, zero_tail
 from fuser.gemm.grouped import Groups, aligned_matrices, wgrad, whole_vectors
+from fuser.gemm.matmul import column_values
 from fuser.tensors import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -111,7 +112,10 @@ def quantized_wgrad(
             return kernel.multiply_depth(of_dy, of_x, groups.padded_ends, sums, out=made)
         except KernelUnavailable:
             pass
-    values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
+    if dy.column_transform is not None:
+        values = column_values(dy, x, dtype)
+    else:
+        values = _values(dy, "columnwise", dtype), _values(x, "columnwise", dtype)
     return wgrad(*values, Groups(groups.padded_ends, None))
 
 

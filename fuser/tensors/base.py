@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -213,6 +213,18 @@ class QuantizedTensor(WrapperTensor):
     def dequantize_padded(self, dtype: torch.dtype) -> torch.Tensor:
         """The values as a matrix ``[M, K]``, including the padding of its last blocks."""
         return self.compact()._dequantize_rows(dtype)
+
+    @property
+    def column_transform(self) -> Hashable | None:
+        """The orthogonal transform of the columnwise copy along M; None without one.
+
+        A product that contracts M may skip the inverse if both operands have the same transform.
+        """
+        return None
+
+    def transformed_columns(self, dtype: torch.dtype) -> torch.Tensor:
+        """The columnwise copy as a padded matrix ``[M, K]``, without the inverse transform."""
+        return self.with_usage("columnwise").dequantize_padded(dtype)
 
     @property
     def high_precision_source(self) -> torch.Tensor | None:

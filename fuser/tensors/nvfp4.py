@@ -62,22 +62,31 @@ class NVFP4Tensor(BlockScaledTensor):
         how = self._quantizer
         return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)
 
+    @property
+    def column_transform(self) -> Hashable | None:
+        how = self._quantizer
+        return ("hadamard", how.with_random_sign_mask) if how.with_rht else None
+
+    def transformed_columns(self, dtype: torch.dtype) -> torch.Tensor:
+        tensor: Any = self.with_usage("columnwise").compact()
+        values: torch.Tensor = tensor._stored_values(dtype)
+        return values
+
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._rowwise_data is not None or not self._quantizer.with_rht:
+            return self._stored_values(dtype)
+        values, signs = self._stored_values(torch.float32), self._quantizer.with_random_sign_mask
+        return inverse_hadamard_transform(values.t(), signs).t().to(dtype).contiguous()
+
+    def _stored_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values of one copy, ``[M, K]``, without the inverse of its transform."""
         data, scale, columnwise = self._one_copy()
         amax = self._amax_columnwise if columnwise else self._amax_rowwise
         assert amax is not None
-        is_transformed = columnwise and self._quantizer.with_rht
         rows, pairs = data.shape
-        out = torch.empty(
-            (2 * pairs, rows) if columnwise else (rows, 2 * pairs),
-            dtype=torch.float32 if is_transformed else dtype,
-            device=data.device,
-        )
-        values = self._decoded(out, data, scale, amax, columnwise=columnwise)
-        if not is_transformed:
-            return values
-        signs = self._quantizer.with_random_sign_mask
-        return inverse_hadamard_transform(values.t(), signs).t().to(dtype).contiguous()
+        shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
+        out = torch.empty(shape, dtype=dtype, device=data.device)
+        return self._decoded(out, data, scale, amax, columnwise=columnwise)
 
     def _decoded(
         self,
@@ -88,7 +97,7 @@ class NVFP4Tensor(BlockScaledTensor):
         *,
         columnwise: bool,
     ) -> torch.Tensor:
-        """The values of a copy as they are stored, in the dtype and shape of ``out``."""
+        """The values of a copy as they are stored, written to ``out``."""
         args = (data, scale, amax, out.dtype)
         return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
 

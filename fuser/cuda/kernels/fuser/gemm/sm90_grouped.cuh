@@ -340,7 +340,7 @@ __device__ __forceinline__ void multiply_split(const GroupedGemm& gemm, GemmShar
                         sum = fmaf(part[i], a_scales[2 * half + i / 2 % 2] * b_scale, sum);
                     } else {
                         const float b_scale = i % 2 == 0 ? b_pairs[i / 4].x : b_pairs[i / 4].y;
-                        sum = fmaf(part[i], a_scales[2 * half + i / 2 % 2] * b_scale, sum);
+                        sum = fmaf(part[i] * a_scales[2 * half + i / 2 % 2], b_scale, sum);
                     }
                 }
             }
