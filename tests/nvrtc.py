@@ -27,6 +27,8 @@ from emulator.compile import cuda_include
 from fuser.cuda import module
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+# Where wgmma is.
+HOPPER = ((9, 0),)
 # CuPy's own, after those of the library.
 CUPY_OPTIONS = ("-ftz=true",)
 # The first NVRTC that keeps what it compiled.
@@ -117,6 +119,12 @@ def compiled(
             written.replace(kept)
     arch = module.arch_name(capability)
     return [Resources(symbol, arch, *known[symbol]) for symbol in symbols]
+
+
+def capabilities_of(sources: Path, name: str) -> tuple[tuple[int, int], ...]:
+    """The architectures that a source of kernels is for: Hopper alone if it uses its products."""
+    texts = _with_headers(sources / f"{name}.cu")
+    return HOPPER if any(Path(header).name == "sm90.cuh" for header in texts) else CAPABILITIES
 
 
 def compilation_key(path: Path, capability: tuple[int, int], library: ctypes.CDLL) -> str:
@@ -272,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in options.names or instantiations():
         for arch in options.arch or architectures:
             capability = architectures[arch]
+            if capability not in capabilities_of(module.KERNELS, name):
+                continue
             for kernel in compiled(module.KERNELS, name, instantiations()[name], capability):
                 print(kernel, flush=True)
                 count += 1

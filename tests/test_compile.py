@@ -69,7 +69,7 @@ def parts() -> list[Any]:
     return [
         pytest.param(name, capability, first, id=f"{name}-{module.arch_name(capability)}-{first}")
         for name, symbols in instantiations().items()
-        for capability in CAPABILITIES
+        for capability in nvrtc.capabilities_of(module.KERNELS, name)
         for first in range(0, len(share(symbols, capability, step)), TOGETHER)
     ]
 
@@ -255,6 +255,12 @@ def test_the_emulators_own_kernels_are_cuda_too() -> None:
     for capability in CAPABILITIES:
         kernels = compiled(folder, "conversions", ("fuser_convert", *copies), capability, oldest)
         assert all(k.spill_bytes == k.stack_bytes == 0 for k in kernels)
+
+
+def test_products_of_hopper_are_compiled_for_hopper_alone() -> None:
+    names = {n for n in instantiations() if len(nvrtc.capabilities_of(module.KERNELS, n)) == 1}
+    assert names == {"grouped_gemm"}
+    assert nvrtc.capabilities_of(module.KERNELS, "grouped_gemm") == ((9, 0),)
 
 
 def test_a_log_is_read() -> None:
