@@ -169,7 +169,7 @@ def worker() -> Path:
     def make(folder: Path) -> None:
         # -rdynamic: kernels find threadIdx and barriers in the executable that loads them.
         sources = (str(HERE / name) for name in WORKER)
-        _compile([*sources, "-rdynamic", "-ldl", "-o", str(folder / "worker")])
+        _compile([*sources, "-O2", "-rdynamic", "-ldl", "-o", str(folder / "worker")])
 
     return _cached(_toolchain(), "worker", make)
 

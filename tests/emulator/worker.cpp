@@ -172,8 +172,10 @@ void wake(Thread& thread) {
 }
 
 bool same(const Site& a, const Site& b) {
-    return a.line == b.line && std::strcmp(a.function, b.function) == 0 &&
-           std::strcmp(a.file, b.file) == 0;
+    const auto are_equal = [](const char* x, const char* y) {
+        return x == y || std::strcmp(x, y) == 0;
+    };
+    return a.line == b.line && are_equal(a.function, b.function) && are_equal(a.file, b.file);
 }
 
 namespace {
