@@ -50,7 +50,7 @@ CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda_fp4.h")
 # The files that may include a header of the emulator, where FUSER_EMULATED is defined, and which.
 EMULATOR_HEADERS = {"sm90.cuh": "emulator/sm90.hpp"}
 
-WORKER = ("worker.cpp", "sm90.cpp", "sm90_products.cpp")
+WORKER = ("worker.cpp", "sm90.cpp", "sm90_products.cpp", "sm90_warpgroups.cpp")
 
 
 # -- what must be there -------------------------------------------------------
