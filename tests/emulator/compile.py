@@ -50,7 +50,9 @@ CUDA_HEADERS = ("cuda_bf16.h", "cuda_fp16.h", "cuda_fp8.h", "cuda_fp4.h")
 # The files that may include a header of the emulator, where FUSER_EMULATED is defined, and which.
 EMULATOR_HEADERS = {"sm90.cuh": "emulator/sm90.hpp"}
 
-WORKER = ("worker.cpp", "sm90.cpp", "sm90_products.cpp")
+WORKER = ("worker.cpp", "sm90.cpp", "sm90_warpgroups.cpp")
+# The worker's arithmetic.
+PRODUCTS = "sm90_products.cpp"
 
 
 # -- what must be there -------------------------------------------------------
@@ -139,7 +141,7 @@ def _toolchain() -> str:
     """The hash of what goes into every compilation: g++, flags, the emulator's own sources."""
     version = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
     own = sorted(path for path in (HERE / "include").rglob("*") if path.is_file())
-    own += [HERE / name for name in (*WORKER, "worker.hpp")]
+    own += [HERE / name for name in (*WORKER, PRODUCTS, "worker.hpp")]
     texts = [path.read_text(encoding="utf-8") for path in own]
     include = cuda_include()
     assert include is not None
@@ -168,8 +170,10 @@ def worker() -> Path:
 
     def make(folder: Path) -> None:
         # -rdynamic: kernels find threadIdx and barriers in the executable that loads them.
+        products = str(folder / "products.o")
+        _compile(["-O2", "-c", str(HERE / PRODUCTS), "-o", products])
         sources = (str(HERE / name) for name in WORKER)
-        _compile([*sources, "-rdynamic", "-ldl", "-o", str(folder / "worker")])
+        _compile([*sources, products, "-rdynamic", "-ldl", "-o", str(folder / "worker")])
 
     return _cached(_toolchain(), "worker", make)
 

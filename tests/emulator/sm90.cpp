@@ -1,4 +1,4 @@
-// Hopper in the emulator's worker: barriers in shared memory, the copy engine, registers.
+// Hopper in the emulator's worker: barriers in shared memory, and the copy engine.
 
 #include <cstdio>
 #include <cstring>
@@ -27,14 +27,6 @@ struct Transfer {
     std::function<void()> write;
 };
 
-struct Warpgroup {
-    unsigned present = 0;
-    Site site{};
-    Request request{};
-    unsigned registers = 0;
-    unsigned wanted = 0;
-};
-
 constexpr Barrier kMark = 0xba221e2ull << 32;
 constexpr unsigned kMostArrivals = (1u << 20) - 1;
 constexpr long long kMostBytes = (1 << 20) - 1;
@@ -42,12 +34,8 @@ constexpr long long kMostBytes = (1 << 20) - 1;
 // Where a shared address has as many bits as a matrix descriptor.
 constexpr unsigned kWindow = 1u << 18;
 
-constexpr unsigned kRegisters = 65536;
-constexpr unsigned kMostRegisters = 248;
-
 std::map<const Barrier*, Phases> barriers;
 std::deque<Transfer> transfers;
-Warpgroup warpgroups[kMostWarpgroups];
 
 // Calls `f` with each shared memory and its address for instructions.
 template <class F>
@@ -73,9 +61,9 @@ std::string shown(const void* pointer) {
 }
 
 void check_aligned(const Site& site, const char* what, const void* pointer, unsigned alignment) {
-    const unsigned below = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(pointer) % alignment);
+    const std::uintptr_t below = reinterpret_cast<std::uintptr_t>(pointer) % alignment;
     if (below != 0) {
-        fail("%s at %s:%d gets %s that is %u bytes beyond a multiple of %u", site.function,
+        fail("%s at %s:%d gets %s that is %zu bytes beyond a multiple of %u", site.function,
              site.file, site.line, what, below, alignment);
     }
 }
@@ -186,44 +174,12 @@ void check_matrix(const Site& site, const Matrix& matrix, long long column, long
     }
 }
 
-// ---- registers ----
-
-// A kernel is compiled for as many registers as a block of its size can have, in steps of 8.
-unsigned launch_registers() { return std::min(kMostRegisters, kRegisters / thread_count / 8 * 8); }
-
-unsigned warpgroup_count() { return thread_count / kWarpgroup; }
-
-void give_wanted_registers() {
-    for (unsigned i = 0; i < warpgroup_count(); ++i) {
-        unsigned others = 0;
-        for (unsigned j = 0; j < warpgroup_count(); ++j) {
-            others += j == i ? 0 : warpgroups[j].registers;
-        }
-        Warpgroup& warpgroup = warpgroups[i];
-        if (warpgroup.wanted == 0 ||
-            others + warpgroup.wanted > warpgroup_count() * launch_registers()) {
-            continue;
-        }
-        warpgroup.registers = warpgroup.wanted;
-        warpgroup.wanted = 0;
-        for (unsigned number = i * kWarpgroup; number < (i + 1) * kWarpgroup; ++number) {
-            if (threads[number].state == State::kForRegisters) {
-                threads[number].state = State::kReady;
-            }
-        }
-    }
-}
-
 }  // namespace
 
 // ---- the worker's ----
 
 void start_block_of_sm90() {
     barriers.clear();
-    for (Warpgroup& warpgroup : warpgroups) {
-        warpgroup = {};
-        warpgroup.registers = launch_registers();
-    }
 }
 
 void end_block_of_sm90() {
@@ -234,8 +190,9 @@ void end_block_of_sm90() {
 
 bool land_copy() {
     const auto end = threads.begin() + thread_count;
-    const bool is_awaited = std::any_of(
-        threads.begin(), end, [](const Thread& thread) { return thread.state != State::kReturned; });
+    const bool is_awaited = std::any_of(threads.begin(), end, [](const Thread& thread) {
+        return thread.state != State::kReturned;
+    });
     if (transfers.empty() || !is_awaited) {
         return false;
     }
@@ -246,22 +203,12 @@ bool land_copy() {
     return true;
 }
 
-std::string awaited(const Thread& thread) {
-    char text[256] = "";
-    if (thread.state == State::kAtPhase) {
-        const Phases& phases = barriers.at(thread.barrier);
-        std::snprintf(text, sizeof text,
-                      ", parity %u, for %u arrivals and %lld bytes at the barrier at %s",
-                      thread.parity, phases.pending, phases.bytes, shown(thread.barrier).c_str());
-    } else if (thread.state == State::kForRegisters) {
-        unsigned others = 0;
-        for (unsigned i = 0; i < warpgroup_count(); ++i) {
-            others += i == thread.number / kWarpgroup ? 0 : warpgroups[i].registers;
-        }
-        std::snprintf(text, sizeof text, ", for %u registers; the block has %u, the others %u",
-                      warpgroups[thread.number / kWarpgroup].wanted,
-                      warpgroup_count() * launch_registers(), others);
-    }
+std::string awaited_phase(const Thread& thread) {
+    const Phases& phases = barriers.at(thread.barrier);
+    char text[256];
+    std::snprintf(text, sizeof text,
+                  ", parity %u, for %u arrivals and %lld bytes at the barrier at %s",
+                  thread.parity, phases.pending, phases.bytes, shown(thread.barrier).c_str());
     return text;
 }
 
@@ -299,37 +246,6 @@ void touch(const void* from, std::size_t bytes) {
     if (forbidden != nullptr) {
         static_cast<void>(*static_cast<const volatile char*>(forbidden));
     }
-}
-
-bool meet_warpgroup(const Site& site, const Request& request) {
-    const unsigned number = current->number / kWarpgroup, first = number * kWarpgroup;
-    if (first + kWarpgroup > thread_count) {
-        fail("%s at %s:%d is called in a warpgroup of %u threads; it has %u", site.function,
-             site.file, site.line, thread_count - first, kWarpgroup);
-    }
-    Warpgroup& warpgroup = warpgroups[number];
-    if (warpgroup.present == 0) {
-        warpgroup.site = site;
-        warpgroup.request = request;
-    } else if (!same(warpgroup.site, site)) {
-        fail("Threads of one warpgroup meet in two calls: %s at %s:%d and %s at %s:%d",
-             warpgroup.site.function, warpgroup.site.file, warpgroup.site.line, site.function,
-             site.file, site.line);
-    } else if (std::memcmp(&warpgroup.request, &request, sizeof request) != 0) {
-        fail("Threads of one warpgroup call %s at %s:%d with different arguments", site.function,
-             site.file, site.line);
-    }
-    if (++warpgroup.present < kWarpgroup) {
-        current->state = State::kInWarpgroup;
-        current->site = site;
-        suspend();
-        return false;
-    }
-    warpgroup.present = 0;
-    for (unsigned i = first; i < first + kWarpgroup; ++i) {
-        threads[i].state = State::kReady;
-    }
-    return true;
 }
 
 // ---- what kernels call ----
@@ -414,28 +330,6 @@ void load_bytes(Site site, void* to, const void* from, int bytes, Barrier* barri
     const std::size_t count = static_cast<std::size_t>(bytes);
     touch(from, count);
     start_transfer(site, to, {barrier, bytes, [=] { std::memcpy(to, from, count); }});
-}
-
-void set_registers(Site site, int count, bool takes) {
-    if (count < 24 || count > 256 || count % 8 != 0) {
-        fail("%s at %s:%d gets %d registers; it is a multiple of 8 from 24 to 256", site.function,
-             site.file, site.line, count);
-    }
-    const unsigned number = current->number / kWarpgroup, registers = static_cast<unsigned>(count);
-    if (meet_warpgroup(site, {{registers}})) {
-        Warpgroup& warpgroup = warpgroups[number];
-        if (takes ? registers < warpgroup.registers : registers > warpgroup.registers) {
-            fail("%s at %s:%d asks for %u registers, and the warpgroup has %u", site.function,
-                 site.file, site.line, registers, warpgroup.registers);
-        }
-        (takes ? warpgroup.wanted : warpgroup.registers) = registers;
-        give_wanted_registers();
-    }
-    while (warpgroups[number].wanted != 0) {
-        current->state = State::kForRegisters;
-        current->site = site;
-        suspend();
-    }
 }
 
 }  // namespace fuser_emulator

@@ -62,7 +62,9 @@ void for_each_register(Sums& sums, F f) {
 
 void check_untouched(const Site& site, Sums& sums) {
     for_each_register(sums, [&](const float& own, float&) {
-        if (std::memcmp(&own, &kUnderWay, sizeof own) != 0) {
+        std::uint32_t bits;
+        std::memcpy(&bits, &own, sizeof bits);
+        if (bits != kUnderWay) {
             fail("%s at %s:%d finds that sums were written before products to them had ended",
                  site.function, site.file, site.line);
         }

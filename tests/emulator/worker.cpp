@@ -172,8 +172,10 @@ void wake(Thread& thread) {
 }
 
 bool same(const Site& a, const Site& b) {
-    return a.line == b.line && std::strcmp(a.function, b.function) == 0 &&
-           std::strcmp(a.file, b.file) == 0;
+    const auto are_equal = [](const char* x, const char* y) {
+        return x == y || std::strcmp(x, y) == 0;
+    };
+    return a.line == b.line && are_equal(a.function, b.function) && are_equal(a.file, b.file);
 }
 
 namespace {
@@ -285,7 +287,11 @@ void print_threads(const std::vector<unsigned>& numbers) {
             std::snprintf(mask, sizeof mask, ", mask 0x%08x", thread.mask);
             what += mask;
         }
-        what += awaited(thread);
+        if (thread.state == State::kAtPhase) {
+            what += awaited_phase(thread);
+        } else if (thread.state == State::kForRegisters) {
+            what += awaited_registers(thread);
+        }
         groups[what].push_back(number);
     }
     for (const auto& [what, numbers] : groups) {
@@ -356,6 +362,7 @@ void run_block(unsigned long long block) {
     barrier_predicates = 0;
     barriers = 0;
     start_block_of_sm90();
+    start_block_of_warpgroups();
     start_block_of_products();
     if (running->schedule == kWarpByWarp) {
         run_warp_by_warp(block);

@@ -110,7 +110,7 @@ void suspend();
 void wake(Thread& thread);
 bool same(const Site& a, const Site& b);
 
-// ---- sm90.cpp: barriers in shared memory, the copy engine, registers ----
+// ---- sm90.cpp: barriers in shared memory, and the copy engine ----
 
 void start_block_of_sm90();
 void end_block_of_sm90();
@@ -118,8 +118,8 @@ void end_block_of_sm90();
 // Lets one copy land; false if none is under way.
 bool land_copy();
 
-// What a thread waits for, to go on "wait in <function> at <place>".
-std::string awaited(const Thread& thread);
+// What a thread at a phase waits for, to go on "wait in <function> at <place>".
+std::string awaited_phase(const Thread& thread);
 
 // The address of shared memory as instructions know it, equal to the pointer modulo 1024.
 unsigned shared_address(const Site& site, const void* pointer);
@@ -127,6 +127,8 @@ char* shared_pointer(const Site& site, unsigned address);
 
 // An access that the sanitizer reports if it may not be.
 void touch(const void* from, std::size_t bytes);
+
+// ---- sm90_warpgroups.cpp: meetings of warpgroups, and their registers ----
 
 constexpr unsigned kWarpgroup = 128;
 constexpr unsigned kMostWarpgroups = 1024 / kWarpgroup;
@@ -138,6 +140,11 @@ struct Request {
 
 // Waits for all threads of the warpgroup. True for the last to come, which acts for all of them.
 bool meet_warpgroup(const Site& site, const Request& request);
+
+void start_block_of_warpgroups();
+
+// What a thread without registers waits for.
+std::string awaited_registers(const Thread& thread);
 
 // ---- sm90_products.cpp: matrix products of a warpgroup ----
 

@@ -7,6 +7,7 @@ with the sources.
 
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
+from mutants.grouped_gemm import GROUPED_GEMM
 from mutants.groups import GROUPS
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
@@ -34,6 +35,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "extensions of users": EXTENDING,
     "router and permutation by expert": EXPERTS,
     "groups of rows": GROUPS,
+    "grouped products": GROUPED_GEMM,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,
     "kernels: arithmetic": ARITHMETIC,

@@ -86,7 +86,7 @@ __global__ void fuser_copy(const __grid_constant__ TensorMap matrix, const unsig
     y[128 + threadIdx.x] = bytes[threadIdx.x];
 }
 
-// ---- bytes that go through two stages: one warp loads, the others add, all lanes before one says so ----
+// ---- bytes through two stages: one warp loads, others add; kMeets: all lanes before one says so ----
 
 template <bool kMeets>
 __global__ void fuser_stages(const int* x, int* y, int rounds) {

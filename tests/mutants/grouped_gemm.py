@@ -1,0 +1,65 @@
+"""Mistakes in the kernel of grouped FP8 products: barriers, stages, scales, panels."""
+
+from mutants.mutant import Mutant
+
+KERNEL = "cuda/kernels/grouped_gemm.cu"
+PRODUCTS = "cuda/kernels/fuser/gemm/sm90_grouped.cuh"
+OF_ROWS = "test_cuda_grouped_gemm.py::test_each_group_of_rows_has_its_own_b"
+
+GROUPED_GEMM = (
+    Mutant(
+        "a stage is released while products read it",
+        PRODUCTS,
+        "arrive(&shared.empty[before]);\n            }\n            before = turn.stage;",
+        "arrive(&shared.empty[turn.stage]);\n            }\n            before = turn.stage;",
+        OF_ROWS,
+        select="kFast and many",
+    ),
+    Mutant(
+        "a stage is released before all lanes have read its scales",
+        PRODUCTS,
+        "                    __syncwarp();\n",
+        "",
+        OF_ROWS,
+        select="kBlocks1d and many",
+    ),
+    Mutant(
+        "a stage is loaded before it is released",
+        PRODUCTS,
+        "            wait(&shared.empty[s], turn.parity ^ 1);\n",
+        "",
+        OF_ROWS,
+        select="kSplit and many",
+    ),
+    Mutant(
+        "the bytes of scales are not announced",
+        PRODUCTS,
+        "static_cast<int>(sizeof(GemmStage)) + a_scales + b_scales",
+        "static_cast<int>(sizeof(GemmStage)) + a_scales",
+        OF_ROWS,
+        select="kBlocks1d and two",
+    ),
+    Mutant(
+        "one warp of eight is not waited for",
+        KERNEL,
+        "init_barrier(&shared.empty[stage], 8)",
+        "init_barrier(&shared.empty[stage], 7)",
+        OF_ROWS,
+        select="kBlocks1d and many",
+    ),
+    Mutant(
+        "sums are read before their products end",
+        PRODUCTS,
+        "        wait_for_products<0>();\n        pin(sums);\n        float scale",
+        "        pin(sums);\n        float scale",
+        OF_ROWS,
+        select="kFast and two",
+    ),
+    Mutant(
+        "the last panel is as high as the others",
+        PRODUCTS,
+        "const int height = min(kGemmPanel, row_tiles - panel * kGemmPanel);",
+        "const int height = kGemmPanel;",
+        "test_cuda_grouped_gemm.py::test_tiles_of_more_than_one_panel",
+    ),
+)
