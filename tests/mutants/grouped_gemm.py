@@ -16,12 +16,12 @@ GROUPED_GEMM = (
         select="kFast and many",
     ),
     Mutant(
-        "a stage is released before all lanes have read its scales",
+        "all groups have the second group's matrix",
         PRODUCTS,
-        "                    __syncwarp();\n",
-        "",
+        "tile.b_row += entry[0] * gemm.b_row_step;",
+        "tile.b_row += gemm.b_row_step;",
         OF_ROWS,
-        select="kBlocks1d and many",
+        select="kBlocks2d and many",
     ),
     Mutant(
         "a stage is loaded before it is released",
