@@ -40,10 +40,10 @@ GROUPED_GEMM = (
         select="kBlocks1d and two",
     ),
     Mutant(
-        "one warp of eight is not waited for",
+        "one warpgroup of two is not waited for",
         KERNEL,
         "init_barrier(&shared.empty[stage], 8)",
-        "init_barrier(&shared.empty[stage], 7)",
+        "init_barrier(&shared.empty[stage], 4)",
         OF_ROWS,
         select="kBlocks1d and many",
     ),
