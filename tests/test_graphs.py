@@ -35,6 +35,12 @@ def test_arguments_that_do_not_fit_are_refused(modules: Any, args: Any, sentence
         fuser.make_graphed_callables(modules, args)
 
 
+def test_one_tensor_with_a_gradient_twice_is_refused() -> None:
+    model, x = linear(), torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="arguments 0 and 1 of module 0 are one tensor of shape"):
+        fuser.make_graphed_callables(model, (x, x))
+
+
 def test_one_module_twice_is_refused() -> None:
     model = linear()
     with pytest.raises(ValueError, match="one module twice"):

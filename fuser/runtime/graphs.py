@@ -148,11 +148,19 @@ def _checked_args(modules: tuple[Any, ...], sample_args: Any) -> tuple[tuple[Any
                 f"The sample arguments of module {number} are a tuple of tensors; got a "
                 f"{type(given).__name__}."
             )
+        places: dict[int, int] = {}
         for place, tensor in enumerate(pytree.tree_leaves(tuple(given))):
             if not isinstance(tensor, torch.Tensor):
                 raise InputTypeError(
                     f"Sample argument {place} of module {number} is a {type(tensor).__name__}; a "
                     "graph takes tensors."
+                )
+            first = places.setdefault(id(tensor), place)
+            if first != place and tensor.requires_grad:
+                raise InputError(
+                    f"Sample arguments {first} and {place} of module {number} are one tensor of "
+                    f"shape {tuple(tensor.shape)} that requires a gradient, which a graph would "
+                    "give twice: pass two tensors. Later calls may pass one for both."
                 )
         args.append(tuple(given))
     return tuple(args)
