@@ -388,7 +388,7 @@ def test_the_plan_names_the_fusion_and_moves_fewer_bytes() -> None:
     ]
     notes = [note.text for note in plan.notes if note.fusion == "DispatchedExperts"]
     assert notes == [
-        "Quantizes the experts' input from the tokens, by index: there is no copy in between.",
+        "Quantizes the experts' input from the tokens, by index: the rows are not copied.",
         "Finds and pads the groups once: rows stay padded between the products.",
     ]
 

@@ -104,9 +104,7 @@ class DispatchedExperts(FusedOperation):
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """The copy that is not made, and the notes of the experts."""
         (experts,) = self._experts
-        found = (
-            "Quantizes the experts' input from the tokens, by index: there is no copy in between."
-        )
+        found = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
         of_experts = key.window(1, len(key.ops))
         return (found, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
 

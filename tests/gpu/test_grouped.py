@@ -432,6 +432,99 @@ def test_a_whole_layer_is_captured_with_its_router() -> None:
             ours.grad = theirs.grad = None
 
 
+def dispatched(fusions: Any = fuser.FUSIONS) -> fuser.Sequential:
+    """A layer of experts as one pipeline, with unused rows."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"bias": False, "dtype": BF16, "device": "cuda"}
+    dispatch = fuser.MoeDispatch(G, capacity=3 * T)
+    for index, channel in enumerate(("sizes", "probs", "rows")):
+        dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
+    return fuser.Sequential(
+        dispatch,
+        fuser.GroupedLinear(G, K, 2 * N, **options).set_extra_input_channel(0, "sizes"),
+        fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+        fuser.GroupedLinear(G, N, K, **options).set_extra_input_channel(0, "sizes"),
+        fuser.MoeCombine().set_extra_input_channel(0, "rows"),
+        fusions=fusions,
+    )
+
+
+class DispatchedMixture(torch.nn.Module):
+    """A router, and the rest of the layer as one pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = fuser.moe.Router(K, G, 2, device="cuda")
+        self.experts = dispatched()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routing = self.router(x)
+        return self.experts(x, routing.expert_indices, routing.probs)
+
+
+def some_routing(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert indices, of which some are -1, and probabilities."""
+    torch.manual_seed(seed)
+    indices = torch.rand(T, G).argsort(1)[:, :2].masked_fill(torch.rand(T, 2) < 0.2, -1)
+    return indices.cuda(), torch.rand(T, 2).cuda()
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@EVERY_RECIPE
+def test_tokens_that_are_quantized_by_index_have_the_bits_of_permuted_rows(recipe: Any) -> None:
+    """Five times: recorded, and repeated."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    found = []
+    for fusions in (
+        fuser.FUSIONS,
+        tuple(f for f in fuser.FUSIONS if f.__name__ != "DispatchedExperts"),
+    ):
+        model, results = dispatched(fusions), []
+        for seed in range(5):
+            indices, probs = some_routing(seed)
+            wide = torch.randn(T, K + 3, dtype=BF16, device="cuda")
+            leaves = [wide[:, 1 : K + 1].requires_grad_(), probs.requires_grad_()]
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(leaves[0], indices, leaves[1])
+            dy = torch.randn(T, K, dtype=BF16, device="cuda")
+            results += [y, *torch.autograd.grad(y, [*leaves, *model.parameters()], dy)]
+        found.append(results)
+    assert_equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_layer_whose_tokens_are_quantized_by_index_is_captured_with_its_router() -> None:
+    """Replays equal eager calls, with other tokens and other routings."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    recipe = recipes.Float8CurrentScaling()
+    torch.manual_seed(0)
+    layer = DispatchedMixture()
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    indices, probs = some_routing(0)
+    with fuser.autocast(recipe=recipe):
+        plan = layer.experts.plan(x, indices, probs.requires_grad_())
+    assert plan.forward[0].fusion == plan.backward[-1].fusion == "DispatchedExperts"
+    plain = DispatchedMixture()
+    plain.load_state_dict(layer.state_dict())
+    graphed = fuser.make_graphed_callables(layer, (x,), recipe=recipe)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        given = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+        other = given.detach().clone().requires_grad_()
+        dy = torch.randn(T, K, dtype=BF16, device="cuda")
+        results = []
+        for model, tokens in ((graphed, given), (plain, other)):
+            with fuser.autocast(recipe=recipe):
+                y = model(tokens)
+            y.backward(dy)
+            results.append([y.detach().clone(), tokens.grad, *(p.grad for p in model.parameters())])
+        assert_equal(*results)
+        for each in (layer, plain):
+            each.zero_grad()
+
+
 def test_a_rows_bits_depend_on_that_row_and_its_expert_alone() -> None:
     if not is_one_launch():
         pytest.skip("each group has its own product here")
