@@ -794,13 +794,13 @@ CASES = (
             ("unpermute backward", unpermute_backward, f"{1 + 2 * k}*b + {16 * k}/K", f"{3 * k}"),
         )
     ),
-    # M tokens to k M rows: read twice, from L2 the second time and for more experts, and written in
-    # both copies. Padding to whole tiles is not counted.
+    # M tokens to k M rows. The first of a token's experts reads it for the amax and again for the
+    # bytes, and the others find it in L2. Both copies are written. The padding is not counted.
     *(
         Case(
             f"permute -> FP8 current, k = {k}",
             functools.partial(permute_and_quantize, choices=k),
-            f"{2 * k}*b + {2 * k} + {8 * k}/K",
+            f"2*b + {2 * k} + {8 * k}/K",
             f"{3 * k}",
             columns=2048,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -239,6 +240,39 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     for one, other in zip(*found, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("kernels", [False, pytest.param(True, marks=needs_emulator)])
+def test_groups_of_the_caller_may_have_rows_without_a_token(kernels: bool) -> None:
+    """Sizes that are not those of the dispatch; rows without an assignment are zeros."""
+    found = []
+    for fusions in (fuser.FUSIONS, WITHOUT_GATHER):
+        options = {"bias": False, "dtype": BF16, "device": "cpu"}
+        torch.manual_seed(0)
+        dispatch = fuser.MoeDispatch(G, capacity=210)
+        dispatch.set_extra_output_channel(1, "probs", output_to_caller=False)
+        model = fuser.Sequential(
+            dispatch,
+            fuser.GroupedLinear(G, K, 2 * F, **options),
+            fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+            fuser.GroupedLinear(G, F, K, **options),
+            fusions=fusions,
+        )
+        (indices, probs), sizes = routing(), torch.tensor([20, 150, 0, 35])
+        x, probs = tokens().requires_grad_(), probs.requires_grad_()
+        recipe = recipes.Float8CurrentScaling()
+        with on_kernels() if kernels else contextlib.nullcontext():
+            for _ in range(3):
+                model.zero_grad()
+                x.grad = probs.grad = None
+                with fuser.autocast(recipe=recipe):
+                    y, *others = model(x, indices, probs, sizes, sizes)
+                y.backward(torch.ones_like(y))
+                found_now = [y.detach(), *others, x.grad, probs.grad]
+        assert int(others[0].sum()) < 205
+        found.append([*found_now, *(p.grad for p in model.parameters())])
+    assert_equal(*found)
 
 
 @pytest.mark.usefixtures("groups_at_once")
