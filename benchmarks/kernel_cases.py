@@ -28,7 +28,10 @@ from fuser.functional import normalization as norm_ops
 from fuser.functional import pointwise as ops
 from fuser.functional.amax import amax as amax_of
 from fuser.functional.delayed_scaling import update_delayed
+from fuser.functional.grouped import padded_groups, padded_rows
 from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.permutation import gathered_rows
+from fuser.functional.permutation import permute as permute_rows
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import normalization as norms
 from fuser.reference import permutation as permutation_reference
@@ -40,6 +43,7 @@ from fuser.tensors import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from fuser.tensors.group_formats import Float8GroupsQuantizer
 
 STATES, HISTORY = 100, 1024
 EXPERTS = 64
@@ -594,6 +598,18 @@ def permute(inputs: Inputs, *, choices: int) -> Calls:
     }
 
 
+def permute_and_quantize(inputs: Inputs, *, choices: int) -> Calls:
+    """Current scaling of all experts' rows, from the tokens or from a permuted copy of them."""
+    _, split_sizes, *maps = routing(inputs, inputs.M, choices)
+    x, rows = inputs.normal(), inputs.M * choices
+    groups = padded_groups(split_sizes, EXPERTS, rows, x.device)
+    quantizer = Float8GroupsQuantizer(groups)
+    return {
+        "fuser": lambda: quantizer(padded_rows(gathered_rows(x, *maps), groups)),
+        "unfused": lambda: quantizer(padded_rows(permute_rows(x, *maps), groups)),
+    }
+
+
 def unpermute(inputs: Inputs, *, choices: int) -> Calls:
     _, _, _, inverse_map = routing(inputs, inputs.M, choices)
     y, out = inputs.normal(inputs.M * choices, inputs.K), inputs.empty()
@@ -777,6 +793,18 @@ CASES = (
             ("unpermute", unpermute, f"{1 + k}*b + {8 * k}/K", f"{2 * k}"),
             ("unpermute backward", unpermute_backward, f"{1 + 2 * k}*b + {16 * k}/K", f"{3 * k}"),
         )
+    ),
+    # M tokens to k M rows. The first of a token's experts reads it for the amax and again for the
+    # bytes, and the others find it in L2. Both copies are written. The padding is not counted.
+    *(
+        Case(
+            f"permute -> FP8 current, k = {k}",
+            functools.partial(permute_and_quantize, choices=k),
+            f"2*b + {2 * k} + {8 * k}/K",
+            f"{3 * k}",
+            columns=2048,
+        )
+        for k in (2, 8)
     ),
     # M is the length of a history and K the number of tensors, each with a history of its own.
     Case("delayed update, 100 tensors", delayed_update, "8", "1", rows=HISTORY, columns=STATES),

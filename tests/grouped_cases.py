@@ -7,7 +7,16 @@ import torch
 from quantize_cases import E4M3, E5M2, Place, assert_same
 
 from fuser.chain import Stage
-from fuser.cuda import block_scaling, grouped, grouped_fp8, grouped_nvfp4, mxfp8, pointwise
+from fuser.cuda import (
+    block_scaling,
+    grouped,
+    grouped_fp8,
+    grouped_nvfp4,
+    mxfp8,
+    permutation,
+    pointwise,
+)
+from fuser.cuda.arguments import Producer
 from fuser.cuda.tiled import as_producer
 from fuser.formats import (
     DType,
@@ -21,6 +30,7 @@ from fuser.reference import fp8_scaling as fp8_reference
 from fuser.reference import grouped as reference
 from fuser.reference import mxfp8 as mxfp8_reference
 from fuser.reference import nvfp4 as nvfp4_reference
+from fuser.reference import permutation as permutation_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS = 50
@@ -37,6 +47,10 @@ SPLITS = {
 EVERY_SPLIT = pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 # Whole vectors of 16 bytes, no whole vectors, more than a block takes at once, and none.
+# Columns between the rows of tokens, which are read by index; None for rows that are read in order.
+EVERY_ORDER = pytest.mark.parametrize(
+    "between", [None, 8, 1], ids=["in order", "by index", "by index, unaligned"]
+)
 EVERY_WIDTH = pytest.mark.parametrize("columns", [64, 37, 2056, 4100, 0])
 
 
@@ -176,15 +190,73 @@ def check_padding(place: Place, columns: int, dtype: torch.dtype, shift: int = 0
     assert_same(made, values, "the reference")
 
 
+# Rows without an assignment, in two groups.
+EMPTY = [3, 140]
+
+
+def rows_of(place: Place, values: torch.Tensor, between: int | None) -> Producer:
+    """The producer of ``values``, which reads them in order or by index.
+
+    By index, the tokens are in another order, and rows EMPTY have none: ``values`` become zeros
+    there.
+    """
+    if between is None:
+        return as_producer("a test", values.to(place.device))
+    rows, columns, choices = *values.shape, 3
+    generator = torch.Generator().manual_seed(9)
+    order = torch.randperm(rows, generator=generator)
+    numbers = order * choices + torch.arange(rows) % choices
+    wide = torch.full((rows, columns + between), float("nan"), dtype=values.dtype)
+    x = wide.to(place.device)[:, :columns]
+    numbers[EMPTY] = -1
+    x[order] = values.to(place.device)
+    x[order[EMPTY]] = float("nan")
+    values[EMPTY] = 0
+    return permutation.gathered_rows(x, numbers.int().to(place.device), choices)
+
+
+def check_gathered_rows(
+    place: Place, columns: int, dtype: torch.dtype, between: int, choices: int
+) -> None:
+    """The rows are those that permute writes; assignments are dropped, and rows unused."""
+    generator = torch.Generator().manual_seed(choices)
+    indices = torch.randint(-1, 5, (40, choices), generator=generator)
+    sizes, row_map, inverse_map = permutation_reference.sort_by_expert(indices, 5, 45)
+    groups = len(sizes)
+    ends = reference.group_ends(sizes, 45)
+    _, tiles = reference.group_tiles(ends, tile_count(45, groups))
+    wide = matrix(40, columns + between, dtype, 1).to(place.device)
+    x = wide[:, :columns]
+    inner = permutation.gathered_rows(x, row_map.to(place.device), choices)
+    source = grouped.padded_rows(inner, tiles.to(place.device))
+    found = place.empty((source.rows, columns))
+    scale_inv = place.empty((len(tiles),), torch.float32)
+    outputs = {"row": found, "col": place.empty((columns, source.rows)), "scale_inv": scale_inv}
+    ones = torch.ones(groups, device=place.device)
+    with place.launching():
+        grouped_fp8.quantize(source, E4M3, tiles.to(place.device), scale=ones, **outputs)
+    padded = reference.pad(permutation_reference.permute(x.cpu(), row_map, inverse_map), tiles)
+    wanted = fp8_reference.quantize_delayed(padded, torch.ones(1), E4M3)[0]
+    assert wanted is not None
+    used = 128 * int((tiles[:, 0] >= 0).sum())
+    assert_same(found[:used], wanted[:used], "rows")
+    assert_same(outputs["col"][:, :used], wanted[:used].t(), "columns")
+
+
 def check_grouped_fp8(
-    place: Place, columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+    place: Place,
+    columns: int,
+    dtype: torch.dtype,
+    to: DType,
+    is_delayed: bool,
+    between: int | None = None,
 ) -> None:
     """Each group has the bytes and the scale of a tensor of its own."""
     ends, padded_ends, tiles = padded_groups(place)
     values = matrix(PADDED_ROWS, columns, dtype, 2)
     values[int(ends[-1]) :] = float("nan")
     groups, m = len(PADDED_SPLITS), 128 * len(tiles)
-    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    source = grouped.padded_rows(rows_of(place, values, between), tiles)
     recorded = torch.zeros(groups, device=place.device)
     row, col = place.empty((m, columns)), place.empty((columns, m))
     scale_inv = place.empty((len(tiles),), torch.float32)
@@ -243,12 +315,14 @@ def check_dequantize(
         assert_same(out[:used], expected, "columnwise" if columnwise else "rowwise")
 
 
-def check_grouped_blocks(place: Place, dtype: torch.dtype, block_dim: int) -> None:
+def check_grouped_blocks(
+    place: Place, dtype: torch.dtype, block_dim: int, between: int | None = None
+) -> None:
     """Blocks of 128 do not reach over a group's end: the bytes are those of each group alone."""
     _, padded_ends, tiles = padded_groups(place)
     columns, m = 136, 128 * len(tiles)
     values = matrix(PADDED_ROWS, columns, dtype, 3)
-    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    source = grouped.padded_rows(rows_of(place, values, between), tiles)
     row, col = place.empty((m, columns)), place.empty((columns, m))
     shapes = [fp8_block_scale_shape(m, columns, c, block_dim) for c in (False, True)]
     row_scale_inv, col_scale_inv = (place.empty(shape, torch.float32) for shape in shapes)
@@ -282,11 +356,11 @@ def check_grouped_blocks(place: Place, dtype: torch.dtype, block_dim: int) -> No
                 assert_same(col_scale_inv[:, tile], scales_t[:, :count], f"column scales of {g}")
 
 
-def check_grouped_mxfp8(place: Place, dtype: torch.dtype) -> None:
+def check_grouped_mxfp8(place: Place, dtype: torch.dtype, between: int | None = None) -> None:
     _, padded_ends, tiles = padded_groups(place)
     columns, m = 160, 128 * len(tiles)
     values = matrix(PADDED_ROWS, columns, dtype, 4)
-    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    source = grouped.padded_rows(rows_of(place, values, between), tiles)
     row, col = place.empty((m, columns)), place.empty((m, columns))
     row_scale, col_scale = (place.empty(mxfp8_scale_shape(m, columns, c)) for c in (False, True))
     with place.launching():
@@ -308,13 +382,18 @@ def check_grouped_mxfp8(place: Place, dtype: torch.dtype) -> None:
 
 
 def check_grouped_nvfp4(
-    place: Place, columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+    place: Place,
+    columns: int,
+    dtype: torch.dtype,
+    hadamard: bool,
+    stochastic: bool,
+    between: int | None = None,
 ) -> None:
     """Bytes, scales and amaxes are the reference's, whose members are those of a group alone."""
     _, padded_ends, tiles = padded_groups(place)
     m, used = 128 * len(tiles), int(padded_ends[-1])
     values = matrix(PADDED_ROWS, columns, dtype, 5)
-    source = grouped.padded_rows(as_producer("a test", values.to(place.device)), tiles)
+    source = grouped.padded_rows(rows_of(place, values, between), tiles)
     amaxes = torch.zeros(len(PADDED_SPLITS), 1 + hadamard, device=place.device)
     row, col = place.empty((m, columns // 2)), place.empty((columns, m // 2))
     row_scale, col_scale = (place.empty(nvfp4_scale_shape(m, columns, c)) for c in (False, True))

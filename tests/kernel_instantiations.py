@@ -21,6 +21,7 @@ from fuser.chain import ACTIVATIONS, STAGES, Stage
 from fuser.cuda import block_scaling, grouped_fp8, grouped_nvfp4, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
+from fuser.cuda.permutation import gathers
 from fuser.cuda.pointwise_instantiations import (
     BIAS_GELU,
     BIAS_SWIGLU,
@@ -104,7 +105,7 @@ def chains_into_stores() -> frozenset[Kernel]:
 
 @functools.cache
 def groups_into_stores() -> frozenset[Kernel]:
-    """Padded groups of rows into the stores that they go to: matrices, and scaled SwiGLU."""
+    """Padded groups of rows into their stores: of matrices, tokens by index, scaled SwiGLU."""
     found: set[Kernel] = set()
     for dtype in ELEMENTS:
         for aligned in (True, False):
@@ -117,10 +118,13 @@ def groups_into_stores() -> frozenset[Kernel]:
                 found.update(grouped_nvfp4.grouped_stores(producer, aligned))
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
-            producer = f"fuser::GroupedProducer<{loads(element, of_producer)}>"
-            for to in (E4M3, E5M2):
-                found.update(block_scaling.stores(producer, to, of_store))
-                found.update(mxfp8.stores(producer, to, of_store))
+            for inner in (loads(element, of_producer), gathers(element, of_producer)):
+                producer = f"fuser::GroupedProducer<{inner}>"
+                for to in (E4M3, E5M2):
+                    found.update(block_scaling.stores(producer, to, of_store))
+                    found.update(mxfp8.stores(producer, to, of_store))
+                    found.update(grouped_fp8.stores(producer, to, of_store))
+            found.update(grouped_nvfp4.grouped_stores(producer, of_store))
     return frozenset(found)
 
 

@@ -22,8 +22,9 @@ from pointwise_cases import SCALARS
 import fuser.tensors
 from fuser.chain import STAGES, Stage
 from fuser.formats import DType
-from fuser.functional import grouped, normalization, pointwise
+from fuser.functional import grouped, normalization, permutation, pointwise
 from fuser.functional.lazy import LazyTensor
+from fuser.reference.permutation import sort_by_expert
 from fuser.tensors import Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,6 +32,7 @@ ROWS, COLUMNS = 32, 64
 CALLS = 4
 
 Results = list[torch.Tensor | None]
+Options = dict[str, Any]
 Running = Callable[[], AbstractContextManager[Any]]
 """A context in which kernels run, and none of them has before."""
 
@@ -169,8 +171,15 @@ def padded(*sizes: int) -> grouped.PaddedGroups:
     return groups
 
 
+def maps(seed: int, choices: int) -> Options:
+    """The maps of a permutation to ROWS rows."""
+    generator = torch.Generator().manual_seed(seed)
+    indices = torch.randint(0, 4, (ROWS, choices), generator=generator)
+    _, row_map, inverse_map = sort_by_expert(indices, 4, ROWS)
+    return {"row_map": row_map, "inverse_map": inverse_map}
+
+
 GELU, SWIGLU = Stage("gelu"), Stage("swiglu")
-Options = dict[str, Any]
 
 BASES: dict[type[LazyTensor], Options] = {
     normalization._Norm: {
@@ -195,9 +204,14 @@ BASES: dict[type[LazyTensor], Options] = {
         "grads": (None,),
     },
     grouped._PaddedRows: {"rows": drawn(1), "groups": padded(20, 12), "is_padded": False},
+    permutation._GatheredRows: {"x": drawn(1), **maps(1, 1)},
 }
-# Where a tensor with one scale does not fit: rows after the last group are undefined.
-QUANTIZERS: dict[type[LazyTensor], Quantizer] = {grouped._PaddedRows: MXFP8Quantizer()}
+# Where a tensor with one scale does not fit: rows after the last group are undefined, and rows by
+# index have an amax in groups alone.
+QUANTIZERS: dict[type[LazyTensor], Quantizer] = {
+    grouped._PaddedRows: MXFP8Quantizer(),
+    permutation._GatheredRows: MXFP8Quantizer(),
+}
 EXTRA = drawn(6, dtype=F32)
 LAYERNORM = {"parameters": (GAMMA, BETA), "statistics": (MEAN, RSTD), "wanted": (True, True)}
 BIASED = {"stages": (Stage("bias"), GELU), "operands": (BIAS, None)}
@@ -243,6 +257,11 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
         "rows": ({}, {"rows": drawn(5)}),
         "groups": ({}, {"groups": padded(12, 20)}),
         "is_padded": ({"rows": PADDED}, {"rows": PADDED, "is_padded": True}),
+    },
+    permutation._GatheredRows: {
+        "x": ({}, {"x": drawn(5)}),
+        "row_map": ({}, maps(2, 1)),
+        "inverse_map": ({}, maps(1, 2)),
     },
 }
 

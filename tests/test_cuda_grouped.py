@@ -72,33 +72,49 @@ def test_rows_of_padded_groups(columns: int, dtype: torch.dtype, shift: int) -> 
 @cases.EVERY_FLOAT8
 @pytest.mark.parametrize("columns", [136, 37])
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["current", "delayed"])
+@cases.EVERY_ORDER
 def test_a_group_in_fp8_has_a_scale_of_its_own(
-    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool, between: int | None
 ) -> None:
-    cases.check_grouped_fp8(EMULATOR, columns, dtype, to, is_delayed)
+    cases.check_grouped_fp8(EMULATOR, columns, dtype, to, is_delayed, between)
 
 
 @cases.EVERY_DTYPE
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("between", [8, 1])
+@pytest.mark.parametrize("choices", [1, 2, 7])
+def test_tokens_by_index_are_the_rows_of_permute(
+    columns: int, dtype: torch.dtype, between: int, choices: int
+) -> None:
+    cases.check_gathered_rows(EMULATOR, columns, dtype, between, choices)
+
+
+@cases.EVERY_DTYPE
+@cases.EVERY_ORDER
 @pytest.mark.parametrize("block_dim", [1, 2])
 def test_blocks_of_128_do_not_reach_over_the_end_of_a_group(
-    dtype: torch.dtype, block_dim: int
+    dtype: torch.dtype, block_dim: int, between: int | None
 ) -> None:
-    cases.check_grouped_blocks(EMULATOR, dtype, block_dim)
+    cases.check_grouped_blocks(EMULATOR, dtype, block_dim, between)
 
 
 @cases.EVERY_DTYPE
-def test_blocks_of_32_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None:
-    cases.check_grouped_mxfp8(EMULATOR, dtype)
+@cases.EVERY_ORDER
+def test_blocks_of_32_do_not_reach_over_the_end_of_a_group(
+    dtype: torch.dtype, between: int | None
+) -> None:
+    cases.check_grouped_mxfp8(EMULATOR, dtype, between)
 
 
 @pytest.mark.parametrize("columns", [144, 16])
 @cases.EVERY_DTYPE
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "Hadamard"])
 @pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+@cases.EVERY_ORDER
 def test_a_group_in_nvfp4_has_an_amax_of_its_own(
-    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool, between: int | None
 ) -> None:
-    cases.check_grouped_nvfp4(EMULATOR, columns, dtype, hadamard, stochastic)
+    cases.check_grouped_nvfp4(EMULATOR, columns, dtype, hadamard, stochastic, between)
 
 
 @pytest.mark.parametrize("columns", [64, 37])

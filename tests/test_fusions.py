@@ -52,8 +52,10 @@ def test_a_fusion_fires_over_its_window(window: Window, dtype: torch.dtype) -> N
 
 def test_every_fusion_that_ships_is_tested_here() -> None:
     # Chains are kernels, and have their tests in test_kernels_in_pipelines.py.
-    # GroupedMLP takes the sizes of groups, and has its tests in test_grouped_mlp.py.
-    shipped = {f.__name__ for f in fuser.FUSIONS} - {"PointwiseChain", "GroupedMLP"}
+    # GroupedMLP and DispatchedExperts take integers too, and have theirs in test_grouped_mlp.py and
+    # test_dispatched_experts.py.
+    elsewhere = {"PointwiseChain", "GroupedMLP", "DispatchedExperts"}
+    shipped = {f.__name__ for f in fuser.FUSIONS} - elsewhere
     assert {window.fusion for window in WINDOWS} == shipped
     assert all(
         f.side == window.side

@@ -355,7 +355,7 @@ def test_notes_have_the_padding_of_groups_and_its_cost(at_once: None) -> None:
     assert largest == (rows + 127 * 4) // 128 * 128
     assert f"up to T + 127 x 4 rows: here {largest}, {100 * (largest / rows - 1):.1f}%" in said
     assert notes_of(plan, 1) == notes_of(plan, 3)
-    assert "rows stay padded between the products" in notes_of(plan, 1, 2, 3)
+    assert "rows stay padded between the products" in notes_of(plan, 0, 1, 2, 3)
     assert "padded" not in notes_of(experts(), 1)
 
 

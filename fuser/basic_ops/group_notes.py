@@ -16,13 +16,13 @@ def padding_note(
 ) -> str | None:
     """The rows that quantizing adds to ``rows`` rows in groups.
 
-    None if it adds no rows, or if the recipe is custom. A group ends on average in the middle of
-    its last tile, or block of a format.
+    None if it adds no rows, if there are none, or if the recipe is custom. A group ends on average
+    in the middle of its last tile, or block of a format.
     """
     if recipe is None or recipe.custom():
         return None
     multiple = GROUP_TILE if is_one_launch else role_format(recipe, "input").multiple
-    if multiple == 1:
+    if multiple == 1 or rows == 0:  # of a dispatch with a capacity of 0
         return None
     more = groups * multiple // 2
     text = (

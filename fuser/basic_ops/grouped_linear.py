@@ -22,6 +22,7 @@ from fuser.basic_ops.grouped_products import (
     products_of_forward,
     quantizers_of_groups,
     quantizes_groups_of,
+    rows_of_groups,
 )
 from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
 from fuser.basic_ops.kept_weight import kept_weights
@@ -30,6 +31,7 @@ from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
 from fuser.functional.grouped import add_bias
+from fuser.functional.lazy import materialize
 from fuser.gemm import grouped
 from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import sums_of
@@ -366,8 +368,7 @@ class GroupedLinear(GroupedWeightGradients):
         self._check_buffer("output", output, shape, dtype, input_.device)
         self._check_buffer("grad_input", grad_input, input_.shape, dtype, input_.device)
         ctx.grad_input_buffer = grad_input  # type: ignore[attr-defined]
-        x = plain(input_, dtype)
-        x = cast(x, dtype).reshape(-1, self.in_features)
+        x = rows_of_groups(input_, dtype)
         for name, buffer in (("output", output), ("grad_input", grad_input)):
             if buffer is not None and overlap(buffer, input_):
                 raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
@@ -388,6 +389,7 @@ class GroupedLinear(GroupedWeightGradients):
         if ctx.is_loop:
             wanted = (wants_wgrad, wants_dgrad)
             made_weights = self._looped_weights(ctx, weight, dtype, wants_dgrad, is_first)
+            x = materialize(x)
             y, saved = loop_forward(self, ctx, x, weight, made_weights, groups, out, wanted)
             saved = [None, None, *saved]
         else:

@@ -21,7 +21,7 @@ from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
 from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import reads_columns
-from fuser.op import BasicOperation, OperationContext
+from fuser.op import BasicOperation, OperationContext, cast
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import Recipe
@@ -205,6 +205,16 @@ class Quantized(Exact):
     def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
         is_split = self.is_split[2]
         return quantized_groups.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
+
+
+def rows_of_groups(x: Any, dtype: torch.dtype) -> Any:
+    """The input of a grouped linear as ``[T, K]`` in ``dtype``; a lazy one, of that form, as it is.
+
+    A kernel that quantizes takes lazy rows; :class:`Exact` products and the loop write them.
+    """
+    if isinstance(x, LazyTensor):
+        return x
+    return cast(plain(x, dtype), dtype).reshape(-1, x.shape[-1])
 
 
 def needs_columns(quantizers: GroupsQuantizers, role: str, device: torch.device) -> bool:

@@ -145,7 +145,19 @@ class MoeDispatch(BasicOperation):
         next_op_input_quantizer: Any | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        (ctx,), ((indices, probs),) = basic_op_ctxs, basic_op_extra_inputs
+        (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
+        x, row_map, made = self.sorted_tokens(ctx, input_, extras)
+        y = ops.permute(x, row_map, made[2])
+        return write_output(y, next_op_input_quantizer), [made]
+
+    def sorted_tokens(
+        self, ctx: OperationContext, input_: torch.Tensor, extras: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The tokens ``[T, hidden]``, the assignment of each row, and the extra outputs.
+
+        All of a forward but the copy of the tokens to their rows; saves what backward reads.
+        """
+        indices, probs = extras
         check_assignments("MoeDispatch", math.prod(input_.shape[:-1]), indices, probs)
         for name, extra in (("expert_indices", indices), ("probs", probs)):
             check_device("MoeDispatch", name, extra, "the input", input_)
@@ -155,14 +167,12 @@ class MoeDispatch(BasicOperation):
         split_sizes, row_map, inverse_map = route(
             indices, probs, self.num_experts, self.capacity, self.drop_policy
         )
-        y = ops.permute(x, row_map, inverse_map)
         # A matrix of one column, and a token for each assignment.
         row_probs = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1)).view(-1)
         ctx.input_shape = input_.shape  # type: ignore[attr-defined]
         if ctx.requires_grad:
             ctx.save_for_backward(inverse_map)
-        y = write_output(y, next_op_input_quantizer)
-        return y, [(split_sizes, row_probs, inverse_map)]
+        return x, row_map, (split_sizes, row_probs, inverse_map)
 
     def fuser_backward(
         self,

@@ -12,9 +12,10 @@ import math
 
 import torch
 
-from fuser.cuda.arguments import ELEMENTS, int32, int64
+from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32, int64
 from fuser.cuda.checks import boolean, check_buffer, check_element, check_matrix, is_aligned
 from fuser.cuda.launch import Kernel, Launch
+from fuser.cuda.tiled import as_producer
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 
@@ -151,6 +152,43 @@ def permute(
     _permute_kernel(WORDS[word])(
         launch, x, row_map, inverse_map, y, *sizes, int64(stride_bytes // word)
     )
+
+
+def gathered_rows(x: torch.Tensor, row_map: torch.Tensor, choices: int) -> Producer:
+    """The producer of the rows that :func:`permute` writes, which reads them by ``row_map``.
+
+    Parameters
+    ----------
+    x
+        Read; ``[T, hidden]`` of fp32, fp16 or bf16, with adjacent elements in a row.
+    row_map
+        Read; int32 ``[rows]``, of numbers below ``T * choices``. Rows of a negative number are
+        zeros, wherever they are.
+    choices
+        The experts of a token.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    what = "gathered_rows"
+    loaded = as_producer(what, x)
+    rows = row_map.numel()
+    check_buffer(what, "row_map", row_map, torch.int32, (rows,))
+    if choices < 1:
+        raise InputError(f"{what} takes a positive number of choices; got {choices}.")
+    return Producer(
+        gathers(ELEMENTS[x.dtype], loaded.is_aligned),
+        Struct((*loaded.argument.fields, row_map, int32(choices))),
+        rows,
+        *loaded[3:],
+    )
+
+
+def gathers(element: str, aligned: bool) -> str:
+    """The C++ type of the producer that reads rows of that element by an index."""
+    return f"fuser::GatheredProducer<{element}, {boolean(aligned)}>"
 
 
 def unpermute(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from fuser.cuda import permutation as kernels
+from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
-from fuser.functional.lazy import as_stored, rows_of
+from fuser.functional.lazy import LazyTensor, as_stored, rows_of
 from fuser.reference import permutation as reference
 
 
@@ -53,6 +56,38 @@ def permute(x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -
             pass
         else:
             return y
+    return reference.permute(x, row_map, inverse_map)
+
+
+class _GatheredRows(LazyTensor):
+    """The rows of a permutation, which a kernel reads by their index among the tokens."""
+
+    def __init__(self, x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor) -> None:
+        self.x, self.row_map, self.inverse_map = rows_of(x), row_map, inverse_map
+        self.shape = torch.Size((row_map.shape[0], x.shape[1]))
+        self.dtype, self.device = x.dtype, x.device
+
+    def _from_kernel(self) -> torch.Tensor:
+        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        kernels.permute(self.x, self.row_map, self.inverse_map, y)
+        return y
+
+    def _from_reference(self) -> torch.Tensor:
+        return reference.permute(self.x, self.row_map, self.inverse_map)
+
+    def producer(self) -> Producer:
+        return kernels.gathered_rows(self.x, self.row_map, self.inverse_map.shape[1])
+
+    def launch_key(self) -> tuple[Hashable | None, tuple[torch.Tensor | None, ...]]:
+        return ("gathered rows", self.inverse_map.shape[1]), (self.x, self.row_map)
+
+
+def gathered_rows(
+    x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor
+) -> torch.Tensor | LazyTensor:
+    """As :func:`permute`; lazy where kernels run."""
+    if kernels_support(x):
+        return _GatheredRows(x, row_map, inverse_map)
     return reference.permute(x, row_map, inverse_map)
 
 

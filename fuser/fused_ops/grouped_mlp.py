@@ -15,6 +15,7 @@ from fuser.basic_ops.grouped_products import (
     products_of_backward,
     products_of_forward,
     quantizers_of_groups,
+    rows_of_groups,
 )
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.scaled_activation import ScaledActivation
@@ -146,7 +147,7 @@ class GroupedMLP(FusedOperation):
         down._check((*leading, features), extras[2])
         dtype = ctx.autocast_dtype or up._dtype
         ctx.compute_dtype, ctx.quantizers = dtype, quantizers
-        x = cast(plain(input_, dtype), dtype).reshape(-1, up.in_features)
+        x = rows_of_groups(input_, dtype)
         y, saved = self._forward(basic_op_ctxs, x, extras, firsts)
         if ctx.requires_grad:
             ctx.save_for_backward(*saved)
@@ -155,7 +156,7 @@ class GroupedMLP(FusedOperation):
     def _forward(
         self,
         ctxs: list[OperationContext],
-        x: torch.Tensor,
+        x: Any,
         extras: list[tuple[torch.Tensor, ...]],
         firsts: list[bool | None],
     ) -> tuple[torch.Tensor, _Saved]:

@@ -79,6 +79,9 @@ class FusedOperation(FusibleOperation):
     recomputes: ClassVar[bool] = False
     """Whether a joint fusion saves only the window's input, and computes the rest again in
     backward."""
+    makes_channels: ClassVar[bool] = False
+    """Whether the window may have channels from one of its ops to another. The extra inputs that
+    they end at are None in ``fuser_forward``: the fusion makes them itself."""
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()

@@ -300,8 +300,8 @@ class OpGraph:
         """The channel inside ops ``start`` to ``stop - 1``, as a sentence; None if there is none.
 
         A fused op gets all extra inputs before it runs, so none of them can be
-        one of its own extra outputs. A fused op from a registered function
-        makes such a tensor itself.
+        one of its own extra outputs. A fused op from a registered function, or
+        of a fusion with ``makes_channels``, makes such a tensor itself.
         """
         for consumer in range(start, stop):
             for source in self.sources[consumer]:

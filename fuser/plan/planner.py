@@ -177,19 +177,21 @@ class _Search:
             for start in range(len(ops)):
                 for match in matches(fusion.window, ops, start):
                     window = range(start, match.stop)
-                    reason = self._open_reason(window, side)
+                    reason = self._open_reason(fusion, window, side)
                     if reason is None:
                         yield fusion, window, match.bound
                     elif reason:
                         self._refuse(fusion, window, reason)
 
-    def _open_reason(self, window: range, side: str) -> str | None:
+    def _open_reason(self, fusion: type[FusedOperation], window: range, side: str) -> str | None:
         """The reason why no fusion can run ``window`` on ``side``; empty for a silent refusal."""
         if side == "backward" and window.stop <= self.first:
             return ""
         needs_backward = side != "forward" and self.key.requires_grad
         if needs_backward and window.start < self.first < window.stop:
             return f"backward ends at op {self.first}: nothing before it needs a gradient."
+        if fusion.makes_channels:
+            return None
         return self.graph.channels_inside(window.start, window.stop)
 
     def _ask(

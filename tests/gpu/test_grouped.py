@@ -76,27 +76,42 @@ def test_rows_of_padded_groups(columns: int, dtype: torch.dtype, shift: int) -> 
 @cases.EVERY_FLOAT8
 @pytest.mark.parametrize("columns", [136, 37, 2056])
 @pytest.mark.parametrize("is_delayed", [False, True], ids=["current", "delayed"])
+@cases.EVERY_ORDER
 def test_a_group_in_fp8_has_a_scale_of_its_own(
-    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool
+    columns: int, dtype: torch.dtype, to: DType, is_delayed: bool, between: int | None
 ) -> None:
-    cases.check_grouped_fp8(GPU, columns, dtype, to, is_delayed)
+    cases.check_grouped_fp8(GPU, columns, dtype, to, is_delayed, between)
 
 
 @cases.EVERY_DTYPE
-def test_blocks_do_not_reach_over_the_end_of_a_group(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("columns", [64, 37])
+@pytest.mark.parametrize("between", [8, 1])
+@pytest.mark.parametrize("choices", [1, 2, 7])
+def test_tokens_by_index_are_the_rows_of_permute(
+    columns: int, dtype: torch.dtype, between: int, choices: int
+) -> None:
+    cases.check_gathered_rows(GPU, columns, dtype, between, choices)
+
+
+@cases.EVERY_DTYPE
+@cases.EVERY_ORDER
+def test_blocks_do_not_reach_over_the_end_of_a_group(
+    dtype: torch.dtype, between: int | None
+) -> None:
     for block_dim in (1, 2):
-        cases.check_grouped_blocks(GPU, dtype, block_dim)
-    cases.check_grouped_mxfp8(GPU, dtype)
+        cases.check_grouped_blocks(GPU, dtype, block_dim, between)
+    cases.check_grouped_mxfp8(GPU, dtype, between)
 
 
 @pytest.mark.parametrize("columns", [144, 16])
 @cases.EVERY_DTYPE
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "Hadamard"])
 @pytest.mark.parametrize("stochastic", [False, True], ids=["to nearest", "stochastic"])
+@cases.EVERY_ORDER
 def test_a_group_in_nvfp4_has_an_amax_of_its_own(
-    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool
+    columns: int, dtype: torch.dtype, hadamard: bool, stochastic: bool, between: int | None
 ) -> None:
-    cases.check_grouped_nvfp4(GPU, columns, dtype, hadamard, stochastic)
+    cases.check_grouped_nvfp4(GPU, columns, dtype, hadamard, stochastic, between)
 
 
 @pytest.mark.parametrize("columns", [64, 37])
@@ -415,6 +430,99 @@ def test_a_whole_layer_is_captured_with_its_router() -> None:
         for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
             ours.grad = theirs.grad = None
+
+
+def dispatched(fusions: Any = fuser.FUSIONS) -> fuser.Sequential:
+    """A layer of experts as one pipeline, with unused rows."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"bias": False, "dtype": BF16, "device": "cuda"}
+    dispatch = fuser.MoeDispatch(G, capacity=3 * T)
+    for index, channel in enumerate(("sizes", "probs", "rows")):
+        dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
+    return fuser.Sequential(
+        dispatch,
+        fuser.GroupedLinear(G, K, 2 * N, **options).set_extra_input_channel(0, "sizes"),
+        fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+        fuser.GroupedLinear(G, N, K, **options).set_extra_input_channel(0, "sizes"),
+        fuser.MoeCombine().set_extra_input_channel(0, "rows"),
+        fusions=fusions,
+    )
+
+
+class DispatchedMixture(torch.nn.Module):
+    """A router, and the rest of the layer as one pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = fuser.moe.Router(K, G, 2, device="cuda")
+        self.experts = dispatched()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routing = self.router(x)
+        return self.experts(x, routing.expert_indices, routing.probs)
+
+
+def some_routing(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert indices, of which some are -1, and probabilities."""
+    torch.manual_seed(seed)
+    indices = torch.rand(T, G).argsort(1)[:, :2].masked_fill(torch.rand(T, 2) < 0.2, -1)
+    return indices.cuda(), torch.rand(T, 2).cuda()
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@EVERY_RECIPE
+def test_tokens_that_are_quantized_by_index_have_the_bits_of_permuted_rows(recipe: Any) -> None:
+    """Five times: recorded, and repeated."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    found = []
+    for fusions in (
+        fuser.FUSIONS,
+        tuple(f for f in fuser.FUSIONS if f.__name__ != "DispatchedExperts"),
+    ):
+        model, results = dispatched(fusions), []
+        for seed in range(5):
+            indices, probs = some_routing(seed)
+            wide = torch.randn(T, K + 3, dtype=BF16, device="cuda")
+            leaves = [wide[:, 1 : K + 1].requires_grad_(), probs.requires_grad_()]
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(leaves[0], indices, leaves[1])
+            dy = torch.randn(T, K, dtype=BF16, device="cuda")
+            results += [y, *torch.autograd.grad(y, [*leaves, *model.parameters()], dy)]
+        found.append(results)
+    assert_equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_layer_whose_tokens_are_quantized_by_index_is_captured_with_its_router() -> None:
+    """Replays equal eager calls, with other tokens and other routings."""
+    if not is_one_launch():
+        pytest.skip("each group has its own product here")
+    recipe = recipes.Float8CurrentScaling()
+    torch.manual_seed(0)
+    layer = DispatchedMixture()
+    x = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+    indices, probs = some_routing(0)
+    with fuser.autocast(recipe=recipe):
+        plan = layer.experts.plan(x, indices, probs.requires_grad_())
+    assert plan.forward[0].fusion == plan.backward[-1].fusion == "DispatchedExperts"
+    plain = DispatchedMixture()
+    plain.load_state_dict(layer.state_dict())
+    graphed = fuser.make_graphed_callables(layer, (x,), recipe=recipe)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        given = torch.randn(T, K, dtype=BF16, device="cuda", requires_grad=True)
+        other = given.detach().clone().requires_grad_()
+        dy = torch.randn(T, K, dtype=BF16, device="cuda")
+        results = []
+        for model, tokens in ((graphed, given), (plain, other)):
+            with fuser.autocast(recipe=recipe):
+                y = model(tokens)
+            y.backward(dy)
+            results.append([y.detach().clone(), tokens.grad, *(p.grad for p in model.parameters())])
+        assert_equal(*results)
+        for each in (layer, plain):
+            each.zero_grad()
 
 
 def test_a_rows_bits_depend_on_that_row_and_its_expert_alone() -> None:

@@ -3,11 +3,14 @@
 from mutants.mutant import Mutant
 
 PRODUCER = "cuda/kernels/fuser/producer/grouped.cuh"
+GATHERED = "cuda/kernels/fuser/producer/gathered.cuh"
 STORE = "cuda/kernels/fuser/store/grouped_fp8.cuh"
 NVFP4 = "cuda/kernels/fuser/store/grouped_nvfp4.cuh"
 KERNELS = "cuda/kernels/grouped.cu"
 PRODUCTS = "basic_ops/grouped_products.py"
 MLP = "fused_ops/grouped_mlp.py"
+DISPATCHED = "fused_ops/dispatched_experts.py"
+PERMUTATION = "functional/permutation.py"
 FORMATS = "tensors/group_formats.py"
 TENSORS = "tensors/grouped.py"
 EMULATED = "test_cuda_grouped.py::"
@@ -26,6 +29,41 @@ GROUPS = (
         "        found.row = is_padded ? tile.row : of.row + first;\n",
         "        found.row = of.row + first;\n",
         EMULATED + "test_an_activation_of_padded_groups_is_quantized_as_it_is_computed",
+    ),
+    Mutant(
+        "a row without an assignment has the values of the first token",
+        GATHERED,
+        "                if (tokens[i] >= 0) {\n",
+        "                if (true) {\n",
+        EMULATED + "test_a_group_in_fp8_has_a_scale_of_its_own",
+    ),
+    Mutant(
+        "rows are taken for tokens of one expert each",
+        GATHERED,
+        "static_cast<unsigned>(assignment) / static_cast<unsigned>(choices);",
+        "static_cast<unsigned>(assignment);",
+        EMULATED + "test_tokens_by_index_are_the_rows_of_permute",
+    ),
+    Mutant(
+        "a launch for tokens with other numbers of experts is taken for the same",
+        PERMUTATION,
+        '        return ("gathered rows", self.inverse_map.shape[1]), (self.x, self.row_map)\n',
+        '        return ("gathered rows",), (self.x, self.row_map)\n',
+        "test_launch_keys.py::test_calls_that_differ_in_one_field_get_their_own_launches",
+    ),
+    Mutant(
+        "probabilities of dispatched experts get the gradient of one op alone",
+        DISPATCHED,
+        "                    of_outputs[place] = grad if before is None else before + grad\n",
+        "                    of_outputs[place] = grad\n",
+        "test_dispatched_experts.py::test_biases_that_are_scaled_have_the_bits_of_the_ops",
+    ),
+    Mutant(
+        "tokens are read by index where backward reads rows in high precision",
+        DISPATCHED,
+        'recipe.backward_override == "high_precision" and any(w.requires_grad for w in weights)',
+        "False",
+        "test_dispatched_experts.py::test_where_the_rows_are_read_in_memory_it_refuses",
     ),
     Mutant(
         "all groups have the scale of the first",

@@ -1,5 +1,6 @@
 // FP8 in blocks of 128: every kernel is fuser_tiled or fuser_tiled_rows of the headers below.
 #include <fuser/producer/block_scaling.cuh>
+#include <fuser/producer/gathered.cuh>
 #include <fuser/producer/grouped.cuh>
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/normalization.cuh>

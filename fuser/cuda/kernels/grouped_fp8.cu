@@ -1,5 +1,6 @@
 // FP8 with one scale a group: every kernel is fuser_tiled or fuser_tiled_rows of these headers.
 #include <fuser/producer/block_scaling.cuh>
+#include <fuser/producer/gathered.cuh>
 #include <fuser/producer/grouped.cuh>
 #include <fuser/producer/load.cuh>
 #include <fuser/producer/pointwise.cuh>

@@ -1,0 +1,170 @@
+"""DispatchedExperts: a dispatch and its experts, whose quantizer reads the tokens by index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.scaled_activation import ScaledActivation
+from fuser.functional.lazy import materialize
+from fuser.functional.permutation import gathered_rows
+from fuser.fused_ops.grouped_mlp import GroupedMLP
+from fuser.op import FusedOperation, Grads, OperationContext, cast
+from fuser.plan.window import Optional
+from fuser.specs import PlanKey
+
+
+class DispatchedExperts(FusedOperation):
+    """``y_g = experts_g(x[tokens of g])``: no copy of the tokens in the order of experts is made.
+
+    The experts are a grouped linear, or those of :class:`GroupedMLP`. The kernels that quantize
+    their input read each row from its token. Saved tensors and gradients are those of the ops.
+    """
+
+    window = (MoeDispatch, GroupedLinear, Optional(ScaledActivation), Optional(GroupedLinear))
+    side = "joint"
+    makes_channels = True
+
+    def __init__(self, basic_ops: Iterable[Any]) -> None:
+        super().__init__(basic_ops)
+        dispatch, *experts = self.members
+        # In a tuple, in which torch finds no submodule.
+        self._experts = (GroupedMLP(experts) if len(experts) > 1 else experts[0],)
+        outputs = {name: k for k, (name, _) in dispatch._output_channels.items()}
+        # For each extra input of the experts, the extra output of the dispatch that it is.
+        self._places = [
+            [outputs.get(op._input_channels.get(k, "")) for k in range(op.num_extra_inputs)]
+            for op in experts
+        ]
+
+    @classmethod
+    def refuses(
+        cls,
+        dispatch: MoeDispatch,
+        up: GroupedLinear,
+        activation: ScaledActivation | None,
+        down: GroupedLinear | None,
+        *,
+        key: PlanKey,
+    ) -> str | None:
+        if (activation is None) != (down is None):
+            return ""
+        recipe, of_experts = key.recipe, key.window(1, len(key.ops))
+        if recipe is None:
+            return "without a recipe, the product of the experts reads the rows in memory."
+        if not up.runs_at_once(key.window(1, 2)):
+            name = type(recipe).__name__
+            return f"under {name} here, each group is quantized and multiplied alone."
+        if activation is not None and down is not None:
+            reason = GroupedMLP.refuses(up, activation, down, key=of_experts)
+            if reason is not None:
+                return ""  # GroupedMLP has said it
+        weights = key.ops[1].params[: up.main_grad_count]
+        if recipe.backward_override == "high_precision" and any(w.requires_grad for w in weights):
+            return "the weight gradients read the rows in high precision, in memory."
+        return None
+
+    @classmethod
+    def kernels(
+        cls,
+        dispatch: MoeDispatch,
+        up: GroupedLinear,
+        activation: ScaledActivation | None,
+        down: GroupedLinear | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> tuple[tuple[str, int], ...]:
+        of_experts = key.window(1, len(key.ops))
+        own = dispatch.kernels(side, key.window(0, 1))
+        if activation is None or down is None:
+            names = up.kernels(side, of_experts)
+        else:
+            made = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
+            names = tuple(name for name, _ in made)
+        if side == "forward":
+            names = tuple(
+                name.replace("quantize input", "permute+quantize input") for name in names
+            )
+            names = (*(name for name in own if name != "permute"), *names)
+            return tuple(
+                (name, len(key.ops) * (i + 1 == len(names))) for i, name in enumerate(names)
+            )
+        # In backward the gradient of the rows is in memory between the two.
+        experts = len(key.ops) - 1
+        counts = [0] * len(names) + [0] * len(own)
+        for last, count in ((len(names) - 1, experts), (-1, 1)):
+            if counts:
+                counts[last] += count
+        return tuple(zip((*names, *own), counts, strict=True)) or (("nothing", len(key.ops)),)
+
+    def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
+        """The copy that is not made, and the notes of the experts."""
+        (experts,) = self._experts
+        found = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
+        of_experts = key.window(1, len(key.ops))
+        return (found, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any | None,
+        next_op_input_quantizer: Any | None,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        (experts,), (dispatch, up, *_) = self._experts, self.members
+        ctx, *ctxs = basic_op_ctxs
+        x, row_map, made = dispatch.sorted_tokens(ctx, input_, basic_op_extra_inputs[0])
+        # The rows have the bits of tokens, so they may be cast before or after.
+        x = cast(x, ctxs[0].autocast_dtype or up._dtype)
+        rows: Any = gathered_rows(x, row_map, made[2])
+        if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs[1:]):
+            rows = materialize(rows)  # the caller has buffers, which are compared with the input
+        extras = [
+            tuple(
+                given if place is None else made[place]
+                for given, place in zip(row, places, strict=True)
+            )
+            for row, places in zip(basic_op_extra_inputs[1:], self._places, strict=True)
+        ]
+        y, _ = experts.fuser_forward(
+            ctxs,
+            rows,
+            basic_op_extra_inputs=extras,
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=next_op_input_quantizer,
+            basic_op_kwargs=basic_op_kwargs[1:],
+        )
+        return y, [made, *[()] * len(ctxs)]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        (experts,), dispatch = self._experts, self.members[0]
+        dx, params, extras = experts.fuser_backward(
+            basic_op_ctxs[1:],
+            grad_output,
+            basic_op_grad_extra_outputs=basic_op_grad_extra_outputs[1:],
+        )
+        params, extras = list(params), list(extras)
+        of_outputs: list[Any] = list(basic_op_grad_extra_outputs[0])
+        # The last op first, as if the ops ran alone: the order of a sum decides its bits.
+        for row, places in zip(reversed(extras), reversed(self._places), strict=True):
+            for grad, place in zip(row, places, strict=True):
+                if place is not None and grad is not None:
+                    before = of_outputs[place]
+                    of_outputs[place] = grad if before is None else before + grad
+        dx, own_params, own_extras = dispatch.fuser_backward(
+            basic_op_ctxs[:1], dx, basic_op_grad_extra_outputs=[tuple(of_outputs)]
+        )
+        return dx, [*own_params, *params], [*own_extras, *extras]
