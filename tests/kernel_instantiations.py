@@ -115,6 +115,7 @@ def groups_into_stores() -> frozenset[Kernel]:
                     found.update(block_scaling.stores(producer, to, aligned))
                     found.update(mxfp8.stores(producer, to, aligned))
                 found.update(grouped_nvfp4.grouped_stores(producer, aligned))
+    found |= gradients_beside()
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
             producer = f"fuser::GroupedProducer<{loads(element, of_producer)}>"
@@ -122,6 +123,48 @@ def groups_into_stores() -> frozenset[Kernel]:
                 found.update(block_scaling.stores(producer, to, of_store))
                 found.update(mxfp8.stores(producer, to, of_store))
     return frozenset(found)
+
+
+def gradients_beside() -> set[Kernel]:
+    """Gradients of scaled activations in padded groups, with those of scales and biases beside."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    found: set[Kernel] = set()
+
+    def producers(
+        stage: Stage, dtype: torch.dtype, scales: torch.dtype, aligned: bool
+    ) -> tuple[str, ...]:
+        """With neither, with those of scales, and with both."""
+        flags = ((False, False), (True, False), (True, True))
+        made = (
+            producer_types(
+                (stage,),
+                dtype,
+                aligned=aligned,
+                with_sums=with_sums,
+                scales=scales,
+                with_row_parts=with_rows,
+            )[1]
+            for with_rows, with_sums in flags
+        )
+        return tuple(f"fuser::GroupedProducer<{inner}>" for inner in made)
+
+    stages = {
+        name: Stage(name, (1.0,) * STAGES[name].scalars, is_scaled=True)
+        for name in ("swiglu", "situglu", "clamped_swiglu", "srelu", "tanh_srelu")
+    }
+    for aligned in (True, False):
+        for stage in stages.values():
+            for producer in producers(stage, bf16, bf16, aligned):
+                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+        for dtype, scales in ((fp16, fp32), (fp32, fp16)):
+            for producer in producers(stages["swiglu"], dtype, scales, aligned):
+                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+    for name in ("swiglu", "situglu", "srelu"):
+        for producer in producers(stages[name], bf16, bf16, True)[1:]:
+            found.update(block_scaling.stores(producer, E5M2, True))
+            found.update(mxfp8.stores(producer, E5M2, True))
+            found.update(grouped_nvfp4.grouped_stores(producer, True)[1:])
+    return found
 
 
 @functools.cache
