@@ -120,19 +120,16 @@ def scaled_activation_bias_backward(
     """
     count = len(groups.ends)
     if not _takes(dy, x):
-        dx, dscales = reference.scaled_activation_backward(
+        values, dscales = reference.scaled_activation_backward(
             stage, dy, x, scales, wants_dscales=wants_dscales
         )
-        return dx, dscales, reference_groups.sum_groups(dx, groups.tiles, count)
+        return values, dscales, reference_groups.sum_groups(values, groups.tiles, count)
     operand = as_stored(scales).contiguous()
     dscales = torch.empty_like(operand) if wants_dscales else None
     dbias = torch.empty(count, x.shape[-1], dtype=x.dtype, device=x.device)
-    of_groups = {"groups": groups, "group_dbias": dbias}
-    return (
-        _Backward((stage.scaled,), dy, x, (operand,), (dscales,), **of_groups),
-        dscales,
-        dbias,
-    )
+    stages = (stage.scaled,)
+    dx = _Backward(stages, dy, x, (operand,), (dscales,), groups=groups, group_dbias=dbias)
+    return dx, dscales, dbias
 
 
 def dropout_seed(device: torch.device) -> torch.Tensor:

@@ -268,7 +268,7 @@ class GroupedMLP(FusedOperation):
             wants_dscales = basic_op_ctxs[1].extra_inputs_require_grad[0]
             if sums_beside:
                 dz, dscales, up_dbias = pointwise.scaled_activation_bias_backward(
-                    *of_dz, groups.padded, wants_dscales=wants_dscales
+                    *of_dz, products.padded, wants_dscales=wants_dscales
                 )
             else:
                 dz, dscales = pointwise.scaled_activation_backward(

@@ -34,7 +34,8 @@ struct PointwiseBackwardProducer {
 // With four blocks of 64 registers, memory stays busy while short chains compute: on an H200 they
 // take 4 to 12% less time than with three. Longer chains would spill, and on slower memory two
 // blocks are fast enough. For sm_100 the compiler takes a few registers more, so gradients get
-// three; and so do those of scaled activations with sums, which would spill up to 200 bytes.
+// three. With sums over rows, those of scaled activations would spill up to 200 bytes, and with sums
+// over columns 16 bytes on sm_100: these get a block less.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
 constexpr bool kIsShort =
@@ -48,12 +49,15 @@ constexpr int kFewerOfGradients = 1;
 #else
 constexpr int kFewerOfGradients = 0;
 #endif
+template <class Chain, bool kSums>
+constexpr bool kSpills = kSums ? Chain::kGradientReadsOperand
+                               : Chain::kSumsRows && kFewerOfGradients > 0;
 template <class Chain, bool kAligned>
 constexpr int kFewerBlocks<PointwiseProducer<Chain, kAligned>> =
     kIsShort<Chain> && kAligned ? 0 : 2;
 template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
-    kIsShort<Chain> && kAligned ? kFewerOfGradients + (kSums && Chain::kGradientReadsOperand) : 2;
+    kIsShort<Chain> && kAligned ? kFewerOfGradients + kSpills<Chain, kSums> : 2;
 
 // Gate and linear half of dx follow from the same inputs. A block computes a tile of one half,
 // because two patches would take more registers than a thread has at half the blocks. Its
