@@ -54,10 +54,12 @@ class GroupedMLP(FusedOperation):
     """``y_g = (f(x_g @ up_g.T) * scales) @ down_g.T`` of all groups together.
 
     The groups are found once. Under a recipe the rows stay padded from the first product to the
-    last: one kernel computes the activation, its product with the scales and both quantized copies,
-    and in backward one kernel computes and quantizes the activation's gradient. With
-    ``activation_recompute_in_mlp`` the product of activation and scales is not saved but computed
-    again in backward, except under delayed scaling, whose scales have changed by then.
+    last: one kernel computes the activation, its product with the scales and both quantized copies.
+    In backward one kernel computes and quantizes the activation's gradient, and leaves the parts of
+    the gradients of the scales and of the first linear's biases; with ``scale_bias`` the latter are
+    weighted sums of a gradient in memory. With ``activation_recompute_in_mlp`` the product of
+    activation and scales is not saved but computed again in backward, except under delayed scaling,
+    whose scales have changed by then.
     """
 
     window = (GroupedLinear, ScaledActivation, GroupedLinear)
