@@ -23,7 +23,7 @@ GROUPS = (
         "of_columns[k] = half == 0 && k < tile.columns_left ? one : 0.0f;",
         "of_columns[k] = k < tile.columns_left ? one : 0.0f;",
         BESIDE,
-        select="3 interleaved",
+        select="interleaved",
     ),
     Mutant(
         "the parts of scales are written where rows of a tile would be without groups",
@@ -32,7 +32,7 @@ GROUPS = (
         "const long long row = tile.first_row() + Tile::thread_row() * kPatch + "
         "owned_row<kRowThreads>(0);",
         BESIDE,
-        select="rows and not padded and 3 interleaved",
+        select="rows and not padded and interleaved",
     ),
     Mutant(
         "the sums of a group begin at the first tile",
@@ -40,7 +40,7 @@ GROUPS = (
         "    const int first = group == 0 ? 0 : padded_ends[group - 1] / kTile;\n",
         "    const int first = 0;\n",
         BESIDE,
-        select="3 interleaved",
+        select="interleaved",
     ),
     Mutant(
         "a kernel that looks for amaxes writes the sums too",
@@ -57,14 +57,6 @@ GROUPS = (
         "        sums_beside = False\n",
         ONE_KERNEL,
         select="mxfp8-SwiGLU",
-    ),
-    Mutant(
-        "launches over other groups' ends are taken for the same",
-        "functional/pointwise.py",
-        "        beside = (*self.grads, self.group_dbias, ends)\n",
-        "        beside = (*self.grads, self.group_dbias)\n",
-        "test_launch_keys.py",
-        select="_Backward.groups",
     ),
     Mutant(
         "a group reads rows of the next one into its padding",
