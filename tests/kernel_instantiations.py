@@ -97,6 +97,9 @@ def chains_into_stores() -> frozenset[Kernel]:
                         found |= into_stores(producer, of_store)
                     else:
                         found.update(block_scaling.stores(producer, E4M3, of_store))
+                if with_sums:  # a kernel that looks for amaxes leaves none
+                    alone = producer_types(stages, dtype, aligned=of_producer, saved=saved)[1]
+                    found.update(k for k in into_stores(alone, of_store) if "Amax" in k.symbol)
     for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
         found.update(block_scaling.stores(producer, E4M3, True))
     return frozenset(found)
