@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pointwise_cases import FORMULAS
 from quantize_cases import E4M3, E5M2, Place, assert_same
 
 from fuser.chain import Stage
@@ -499,6 +500,108 @@ def check_chain_of_padded_groups(
         found.append(results)
     for place_of, (one, other) in enumerate(zip(*found, strict=True)):
         assert_same(one, other, f"result {place_of}")
+
+
+# Gradients of scales and biases that a kernel leaves beside the quantized gradient: activations,
+# and columns of their output. Vectors of 8 columns, and none; tiles with both halves, and blocks of
+# a half that are wider than a tile.
+WITH_SUMS = {
+    "SwiGLU": (Stage("swiglu"), 192),
+    "SwiGLU, 8 interleaved": (Stage("swiglu", interleave=8), 72),
+    "SwiGLU, 3 interleaved": (Stage("swiglu", interleave=3), 39),
+    "SwiGLU, 136 interleaved": (Stage("swiglu", interleave=136), 272),
+    "SiTUGLU": (Stage("situglu", (4.0, 25.0)), 75),
+    "ClampedQGeGLU": (Stage("clamped_swiglu", (7.0, 1.702, 1.0)), 136),
+    "SReLU": (Stage("srelu"), 136),
+    "TanhSReLU": (Stage("tanh_srelu", (2.0,)), 67),
+}
+
+
+def check_sums_beside(
+    place: Place,
+    place_of_values: Place,
+    name: str,
+    dtype: torch.dtype,
+    of_scales: torch.dtype,
+    is_padded: bool = True,
+) -> None:
+    """The bytes are those without sums; the sums are near fp64's; what is in padding is not read.
+
+    The kernel that looks for amaxes writes no sums. ``place_of_values``: where the kernel runs that
+    writes the gradient unquantized.
+    """
+    function, columns = WITH_SUMS[name]
+    _, padded_ends, tiles = padded_groups(place)
+    used, groups = int(padded_ends[-1]), len(PADDED_SPLITS)
+    rows = 128 * len(tiles) if is_padded else PADDED_ROWS
+    wide = columns << function.is_gated
+    x, dy = (matrix(rows, n, dtype, seed) for n, seed in ((wide, 1), (columns, 2)))
+    scales = matrix(1, rows, of_scales, 3)[0]
+    group = torch.full((rows,), -1)  # of each row
+    for at, first, size, _ in tiles.tolist():
+        group[first : first + size] = at
+    if is_padded:
+        of_tiles = tiles[:, :1].cpu().expand(-1, 128)
+        is_row = torch.arange(128) < tiles[:, 2:3].cpu()
+        group = torch.where(is_row, of_tiles, -1).flatten()
+    for value in (x, dy, scales):
+        value[group < 0] = float("nan")
+    stages, t = (function.scaled,), [v.to(place.device) for v in (dy, x, scales)]
+    parts = place.empty(pointwise.row_parts_shape(stages, rows, columns), FP32)
+    sums = place.empty((len(tiles), wide), FP32)
+    inputs = (stages, *t[:2], (t[2],), rows, columns)
+    found = []
+    # Sums of tiles are for the rows of padded groups, where a tile of rows is a tile of the groups.
+    given = {"row_parts": parts, "sums": sums if is_padded else None}
+    for beside in ({}, given):
+        inner = pointwise.backward_producer(*inputs, **beside)
+        source = grouped.padded_rows(inner, tiles, is_padded=is_padded)
+        amaxes = torch.zeros(groups, device=place.device)
+        row, col = place.empty((source.rows, wide)), place.empty((wide, source.rows))
+        outputs = {"row": row, "col": col, "scale_inv": place.empty((len(tiles),), FP32)}
+        before = parts.clone(), sums.clone()
+        with place.launching():
+            grouped_fp8.quantize(source, E5M2, tiles, recorded=amaxes)
+            assert torch.equal(before[0].view(torch.int32), parts.view(torch.int32))
+            assert torch.equal(before[1].view(torch.int32), sums.view(torch.int32))
+            grouped_fp8.quantize(source, E5M2, tiles, amax_value=amaxes, **outputs)
+        used_rows = (amaxes, row[:used], col[:, :used], outputs["scale_inv"][: used // 128])
+        found.append([each.clone() for each in used_rows])
+    for one, other in zip(*found, strict=True):
+        assert_same(one, other, "quantized")
+
+    dscales = place.empty((rows,), of_scales)
+    with place.launching(dscales):
+        pointwise.sum_parts(parts, dscales)
+    exact_x = x.double().nan_to_num().requires_grad_()
+    exact_scales = scales.double().nan_to_num().requires_grad_()
+    formula = FORMULAS[function.name](function.scalars, function.interleave)
+    h = formula(exact_x)
+    (h * exact_scales[:, None] * dy.double().nan_to_num()).sum().backward()
+    # An activation is off by 2^-16 of itself at most in 16 bits, and its sum by little more.
+    magnitude = (h * dy.double().nan_to_num()).abs().sum(-1)
+    own = torch.finfo(of_scales).eps
+    bound = 2**-15 * magnitude + own * exact_scales.grad.abs() + 2**-24
+    off = (dscales.cpu().double() - exact_scales.grad).abs()
+    assert (off <= bound)[group >= 0].all(), (off / bound)[group >= 0].max()
+
+    if is_padded:
+        dbias = place.empty((groups, wide), dtype)
+        with place.launching(dbias):
+            grouped.sum_groups(sums, padded_ends, out=dbias)
+        values = place.empty((rows, wide), dtype)
+        with place_of_values.launching(values):
+            pointwise.pointwise_backward(*inputs[:4], values, (None,), None)
+        values = values.cpu()
+        # The sums are of the rounded values.
+        rounded = values.double().masked_fill((group < 0)[:, None], 0)
+        exact = torch.stack([rounded[group == g].sum(0) for g in range(groups)])
+        most = torch.stack([rounded[group == g].abs().sum(0) for g in range(groups)])
+        off = (dbias.cpu().double() - exact).abs()
+        assert (off <= torch.finfo(dtype).eps * exact.abs() + 2**-20 * most).all(), off.max()
+        assert not dbias[torch.tensor(PADDED_SPLITS) == 0].any()
+        made = reference.sum_groups(values, tiles.cpu(), groups).double()
+        assert ((made - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 2**-20 * most).all()
 
 
 EVERY_FLOAT8 = pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.label)

@@ -98,6 +98,9 @@ def chains_into_stores() -> frozenset[Kernel]:
                         found |= into_stores(producer, of_store)
                     else:
                         found.update(block_scaling.stores(producer, E4M3, of_store))
+                if with_sums:  # a kernel that looks for amaxes leaves none
+                    alone = producer_types(stages, dtype, aligned=of_producer, saved=saved)[1]
+                    found.update(k for k in into_stores(alone, of_store) if "Amax" in k.symbol)
     for producer in producer_types(BIAS_SWIGLU, bf16, with_sums=True):
         found.update(block_scaling.stores(producer, E4M3, True))
     return frozenset(found)
@@ -116,6 +119,7 @@ def groups_into_stores() -> frozenset[Kernel]:
                     found.update(block_scaling.stores(producer, to, aligned))
                     found.update(mxfp8.stores(producer, to, aligned))
                 found.update(grouped_nvfp4.grouped_stores(producer, aligned))
+    found |= gradients_beside()
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
             for inner in (loads(element, of_producer), gathers(element, of_producer)):
@@ -126,6 +130,48 @@ def groups_into_stores() -> frozenset[Kernel]:
                     found.update(grouped_fp8.stores(producer, to, of_store))
             found.update(grouped_nvfp4.grouped_stores(producer, of_store))
     return frozenset(found)
+
+
+def gradients_beside() -> set[Kernel]:
+    """Gradients of scaled activations in padded groups, with those of scales and biases beside."""
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    found: set[Kernel] = set()
+
+    def producers(
+        stage: Stage, dtype: torch.dtype, scales: torch.dtype, aligned: bool
+    ) -> tuple[str, ...]:
+        """With neither, with those of scales, and with both."""
+        flags = ((False, False), (True, False), (True, True))
+        made = (
+            producer_types(
+                (stage,),
+                dtype,
+                aligned=aligned,
+                with_sums=with_sums,
+                scales=scales,
+                with_row_parts=with_rows,
+            )[1]
+            for with_rows, with_sums in flags
+        )
+        return tuple(f"fuser::GroupedProducer<{inner}>" for inner in made)
+
+    stages = {
+        name: Stage(name, (1.0,) * STAGES[name].scalars, is_scaled=True)
+        for name in ("swiglu", "situglu", "clamped_swiglu", "srelu", "tanh_srelu")
+    }
+    for aligned in (True, False):
+        for stage in stages.values():
+            for producer in producers(stage, bf16, bf16, aligned):
+                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+        for dtype, scales in ((fp16, fp32), (fp32, fp16)):
+            for producer in producers(stages["swiglu"], dtype, scales, aligned):
+                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+    for name in ("swiglu", "situglu", "srelu"):
+        for producer in producers(stages[name], bf16, bf16, True)[1:]:
+            found.update(block_scaling.stores(producer, E5M2, True))
+            found.update(mxfp8.stores(producer, E5M2, True))
+            found.update(grouped_nvfp4.grouped_stores(producer, True)[1:])
+    return found
 
 
 @functools.cache

@@ -214,6 +214,16 @@ QUANTIZERS: dict[type[LazyTensor], Quantizer] = {
 }
 EXTRA = drawn(6, dtype=F32)
 LAYERNORM = {"parameters": (GAMMA, BETA), "statistics": (MEAN, RSTD), "wanted": (True, True)}
+# Gradients of the biases of groups, beside values of whole tiles.
+OF_GROUPS: Options = {
+    "stages": (Stage("srelu", is_scaled=True),),
+    "dy": PADDED,
+    "x": PADDED.flip(0),
+    "operands": (drawn(12, 8, F32).flatten(),),
+    "grads": (None,),
+    "groups": padded(20, 12),
+    "group_dbias": torch.zeros(2, COLUMNS, dtype=BF16),
+}
 BIASED = {"stages": (Stage("bias"), GELU), "operands": (BIAS, None)}
 # What differs from the base, twice.
 OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
@@ -252,6 +262,8 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
             {**BIASED, "grads": (None, None)},
             {**BIASED, "grads": (None, None), "saved": 1},
         ),
+        "groups": (OF_GROUPS, {**OF_GROUPS, "groups": padded(12, 20)}),
+        "group_dbias": (OF_GROUPS, {**OF_GROUPS, "groups": None, "group_dbias": None}),
     },
     grouped._PaddedRows: {
         "rows": ({}, {"rows": drawn(5)}),
@@ -341,11 +353,17 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
             values = cls(**given)
             beside = list(given.get("grads", getattr(values, "grads", ())))
             beside += [*getattr(values, "statistics", ()), getattr(values, "z", None)]
+            beside.append(given.get("group_dbias"))
             if quantizer is None:
                 results.append(values.tensor())
                 beside.append(getattr(values, "rounded_dx", None))
             else:
-                results += quantizer(values).buffers().values()
+                groups = given.get("groups") if cls is pointwise._Backward else None
+                rows = values
+                if groups is not None:
+                    rows = grouped.padded_rows(values, groups, is_padded=True)
+                    quantizer = MXFP8Quantizer()
+                results += quantizer(rows).buffers().values()
             results += beside
         return results
 

@@ -9,11 +9,15 @@ import grouped_cases as cases
 import kernel_instantiations
 import pytest
 import torch
-from quantize_cases import EMULATOR
+from pipeline_kernels import SOURCES
+from quantize_cases import EMULATOR, Place
 
 from fuser.cuda import grouped, grouped_fp8, grouped_nvfp4
 from fuser.errors import InputError
 from fuser.formats import DType
+
+# With kernels that the compile check does not know.
+UNLISTED = Place("cpu", lambda written: emulator.emulated(written=written, sources=SOURCES))
 
 emulator.prepare(
     *grouped.instantiations(),
@@ -125,6 +129,26 @@ def test_an_activation_of_padded_groups_is_quantized_as_it_is_computed(
     columns: int, dtype: torch.dtype, is_backward: bool, is_padded: bool
 ) -> None:
     cases.check_chain_of_padded_groups(EMULATOR, columns, dtype, is_backward, is_padded)
+
+
+@pytest.mark.parametrize("name", cases.WITH_SUMS)
+@pytest.mark.parametrize("is_padded", [False, True], ids=["rows", "padded rows"])
+def test_gradients_of_scales_and_biases_are_left_beside_a_quantized_gradient(
+    name: str, is_padded: bool
+) -> None:
+    cases.check_sums_beside(EMULATOR, UNLISTED, name, torch.bfloat16, torch.bfloat16, is_padded)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "of_scales"),
+    [(torch.float16, torch.float32), (torch.float32, torch.float16)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["SwiGLU", "SwiGLU, 3 interleaved"])
+def test_gradients_beside_have_dtypes_of_their_own(
+    name: str, dtype: torch.dtype, of_scales: torch.dtype
+) -> None:
+    cases.check_sums_beside(EMULATOR, UNLISTED, name, dtype, of_scales)
 
 
 @pytest.mark.parametrize(

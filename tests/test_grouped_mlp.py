@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import torch
 from every_format import RECIPES
+from pipeline_kernels import on_kernels
+from pointwise_cases import FORMULAS
 from test_grouped_products import PADDED, at_once, pytestmark  # noqa: F401 - a fixture, and marks
 from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
 from fuser.basic_ops.grouped_products import quantizes_groups_of
+from fuser.cuda.launch import Kernel
 from fuser.errors import InputError, StateError
+from fuser.functional import pointwise
+from fuser.functional.lazy import materialize
 from fuser.fused_ops import GroupedMLP
 from fuser.op import OperationContext
+from fuser.reference import grouped as reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
 G, K, F, T = 4, 32, 64, 300
@@ -368,6 +374,166 @@ def test_other_shapes_than_a_matrix() -> None:
     y.backward(given["dy"].view_as(y))
     flat = run(mlp(), steps=1)
     assert_equal([y.detach().view(T, K), x.grad.view(T, K), scales.grad.view(T)], flat[:3])
+
+
+# -- on kernels -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def symbols(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that are launched."""
+    found: list[str] = []
+    call = Kernel.__call__
+
+    def noted(kernel: Kernel, launch: Any, *args: Any) -> None:
+        found.append(kernel.symbol)
+        call(kernel, launch, *args)
+
+    monkeypatch.setattr(Kernel, "__call__", noted)
+    return found
+
+
+Sums = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+@pytest.fixture
+def exact_sums(monkeypatch: pytest.MonkeyPatch) -> Sums:
+    """Of the last backward of a GroupedMLP with biases: the gradients of scales and of biases.
+
+    In fp64, each with the sum of its magnitudes: from the gradient of h and from z, and from the
+    gradient of z as a kernel writes it.
+    """
+    found: Sums = {}
+    backward = pointwise.scaled_activation_bias_backward
+
+    def noted(function: Any, dh: Any, z: Any, scales: Any, groups: Any, **options: Any) -> Any:
+        dz, _ = pointwise.scaled_activation_backward(function, dh, z, scales, wants_dscales=False)
+        dz = materialize(dz).double()
+        inside = torch.arange(128) < groups.tiles[:, 2:3]
+        group = torch.where(inside, groups.tiles[:, :1], -1).flatten()
+        of_groups = [dz[group == g] for g in range(len(groups.ends))]
+        h = FORMULAS[function.name](function.scalars, function.interleave)(z.double())
+        products = reference.unpad(dh.double() * h, groups.ends, groups.padded_ends, groups.rows)
+        for name, rows, dim in (("scales", [products], 1), ("biases", of_groups, 0)):
+            sums = [torch.stack([r.sum(dim), r.abs().sum(dim)]) for r in rows]
+            found[name] = tuple(torch.stack(sums, 1))
+        return backward(function, dh, z, scales, groups, **options)
+
+    monkeypatch.setattr(pointwise, "scaled_activation_bias_backward", noted)
+    return found
+
+
+ON_KERNELS = [
+    *((name, "SwiGLU") for name in PADDED),
+    *(("mxfp8", name) for name in ACTIVATIONS if name != "SwiGLU"),
+    *(("current", name) for name in ("SwiGLU, interleaved", "SReLU")),
+]
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize(("recipe", "name"), ON_KERNELS, ids=str)
+def test_one_kernel_makes_and_sums_and_quantizes_the_gradient_of_z(
+    recipe: str, name: str, symbols: list[str], exact_sums: Sums
+) -> None:
+    """Sums are in another order than those of the ops alone; all else has their bits."""
+    make, found = PADDED[recipe], []
+    for fusions, again in ((fuser.FUSIONS, False), (fuser.FUSIONS, True), (UNFUSED, False)):
+        activation = ACTIVATIONS[name](activation_recompute_in_mlp=again)
+        model = mlp(activation, fusions=fusions, bias=True)
+        with on_kernels():
+            found.append(run(model, make(), steps=1))
+        if len(found) == 1:
+            own = [s for s in symbols if "BackwardProducer" in s or "pointwise_backward" in s]
+            del own[0]  # what this test launches to know the gradient
+            is_twice = recipe in ("current", "nvfp4")
+            beside = [s for s in own if beside_of(s) == (True, True)]
+            assert len(own) == 1 + is_twice, own
+            assert len(beside) == 1
+            assert all(beside_of(s) == (False, False) for s in own if s not in beside)
+            assert sum("fuser_sum_groups" in s for s in symbols) == 1
+            assert sum("fuser_sum_parts" in s for s in symbols) == 1
+    fused, again, alone = found
+    assert_equal(fused, again)
+    names = ["y", "x", "scales", *(n for n, _ in model.named_parameters())]
+    of_biases = [place for place, each in enumerate(names) if each.startswith("0.bias")]
+    for place, (one, other) in enumerate(zip(fused, alone, strict=True)):
+        assert one.isfinite().all()
+        if place != 2 and place not in of_biases:
+            assert torch.equal(one, other), names[place]
+    # One rounding to bf16; an activation is off by 2^-16 of itself, and sums by less.
+    scales, biases = exact_sums["scales"], exact_sums["biases"]
+    for one, (exact, most) in (
+        (fused[2], [each[0] for each in scales]),
+        (torch.stack([fused[place] for place in of_biases]), biases),
+    ):
+        off = (one.double() - exact).abs()
+        assert (off <= 2**-8 * exact.abs() + 2**-15 * most).all(), (off / most).max()
+    assert not fused[2][sum(SPLITS) :].any()
+    assert not fused[of_biases[SPLITS.index(0)]].any()
+
+
+def beside_of(symbol: str) -> tuple[bool, bool]:
+    """Whether a kernel leaves the gradients of scales, and of biases, beside its values."""
+    chain = symbol.partition("ScaledActivation<")[2]
+    scaled, _, flags = chain.partition(">>, ")
+    return scaled.endswith("true"), flags.startswith("true")
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("frozen", ["scales", "biases", "both", "one bias"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+def test_a_kernel_leaves_only_sums_that_are_wanted(
+    frozen: str, dtype: torch.dtype, symbols: list[str]
+) -> None:
+    model = mlp(dtype=dtype, bias=True)
+    biases = [getattr(model[0], f"bias{g}") for g in range(G)]
+    for bias in {"biases": biases, "both": biases, "one bias": biases[:1]}.get(frozen, []):
+        bias.requires_grad_(False)
+    given, sizes = tensors(dtype), torch.tensor(SPLITS)
+    scales = given["scales"].requires_grad_(frozen not in ("scales", "both"))
+    with on_kernels():
+        with fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+            y = model(given["x"].requires_grad_(), sizes, scales, sizes)
+        y.backward(given["dy"])
+    (made,) = (s for s in symbols if "BackwardProducer" in s or "pointwise_backward" in s)
+    assert beside_of(made) == (scales.requires_grad, biases[-1].requires_grad)
+    assert (scales.grad is None) == (not scales.requires_grad)
+    assert [b.grad is None for b in biases] == [not b.requires_grad for b in biases]
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize(
+    "options",
+    [{"bias": True}, {"bias": True, "single_grouped_bias": True}],
+    ids=str,
+)
+def test_sums_beside_are_those_of_later_calls_too(options: dict[str, bool]) -> None:
+    """Of the launch cache and of recorded passes; the same bits in every step."""
+    model = mlp(**options)
+    with on_kernels():
+        found = run(model, recipes.MXFP8BlockScaling(), steps=5)
+    each = len(found) // 5
+    for step in range(1, 5):
+        assert_equal(found[step * each : (step + 1) * each], found[:each])
+    with on_kernels():
+        assert_equal(run(mlp(**options), recipes.MXFP8BlockScaling(), steps=1), found[:each])
+
+
+@pytest.mark.usefixtures("groups_at_once")
+def test_sums_of_a_gradient_that_a_format_pads(exact_sums: Sums) -> None:
+    """MXFP8 of 40 columns: the gradient of z is written, padded to 64, and quantized."""
+    torch.manual_seed(0)
+    options = {"dtype": BF16, "device": "cpu", "bias": True}
+    ops = (fuser.GroupedLinear(G, K, 40, **options), fuser.ScaledSReLU())
+    model = fuser.Sequential(*ops, fuser.GroupedLinear(G, 40, K, **options))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    with on_kernels():
+        found = run(model, recipes.MXFP8BlockScaling(), steps=1)
+    exact, most = exact_sums["biases"]
+    one = torch.stack([getattr(model[0], f"bias{g}").grad for g in range(G)])
+    assert ((one.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-20 * most).all()
+    assert all(each.isfinite().all() for each in found)
 
 
 # -- microbatches -----------------------------------------------------------------------

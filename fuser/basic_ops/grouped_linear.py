@@ -566,16 +566,21 @@ class GroupedLinear(GroupedWeightGradients):
         bias: torch.Tensor | None,
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         """The gradients of the biases that autograd gets, and of :meth:`add_biases`' scales."""
-        dbiases: list[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
-        require_grad = ctx.params_require_grad[self.main_grad_count :]
-        if any(require_grad):
-            summed = grouped.sums(dy, groups, scales)
-            parts = [summed] if self.single_grouped_bias else summed
-            dbiases = [p if w else None for p, w in zip(parts, require_grad, strict=True)]
+        dbiases: Sequence[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
+        if any(ctx.params_require_grad[self.main_grad_count :]):
+            dbiases = self.bias_parts(ctx, grouped.sums(dy, groups, scales))
         if bias is None or scales is None:
             return dbiases, None
         products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
         return dbiases, reference.zero_tail(groups.ends, products).to(scales.dtype)
+
+    def bias_parts(
+        self, ctx: OperationContext, summed: torch.Tensor
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of the biases that autograd gets, from those of all groups ``[G, N]``."""
+        parts = [summed] if self.single_grouped_bias else summed
+        require_grad = ctx.params_require_grad[self.main_grad_count :]
+        return [p if w else None for p, w in zip(parts, require_grad, strict=True)]
 
     # -- state ------------------------------------------------------------------------
 

@@ -68,7 +68,8 @@ class Producer(NamedTuple):
 
     Launchers of tiled kernels take one wherever they take a matrix. ``type`` is the C++ type for a
     kernel's template argument, ``argument`` holds its tensors, and ``is_aligned`` says whether it
-    takes :data:`TILE_RUN` columns at a time.
+    takes :data:`TILE_RUN` columns at a time. A producer that makes a kernel write more than its
+    values has one of the same values ``alone``, for a kernel that runs before that one.
     """
 
     type: str
@@ -77,6 +78,7 @@ class Producer(NamedTuple):
     columns: int
     dtype: torch.dtype
     is_aligned: bool
+    alone: Producer | None = None
 
 
 class Slot(NamedTuple):

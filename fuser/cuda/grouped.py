@@ -15,11 +15,13 @@ from fuser.cuda.checks import boolean, check_buffer, check_element, is_aligned
 from fuser.cuda.launch import TILE, Kernel, Launch
 from fuser.cuda.tiled import as_producer, launch_decoder, loads
 from fuser.errors import InputError
-from fuser.formats import tile_count
+from fuser.formats import ceil_div, tile_count
 
 THREADS = 256
 # Blocks that write zeros: a few for each multiprocessor of the largest GPU.
 TAIL_BLOCKS = 512
+# A block that adds sums of tiles.
+SUM_COLUMNS, SUM_SHARES = 32, 8
 INDICES = {torch.int32: "int", torch.int64: "long long"}
 _VECTOR_BYTES = 16
 _WORDS = {2: "unsigned short", 4: "unsigned", _VECTOR_BYTES: "uint4"}
@@ -98,6 +100,7 @@ def padded_rows(producer: Producer, tiles: torch.Tensor, *, is_padded: bool = Fa
     ``is_padded``: the rows of ``producer`` are padded too, and what is in their padding is not
     read. Kernels leave the tiles after the last group as they are.
     """
+    alone = producer.alone
     return Producer(
         f"fuser::GroupedProducer<{producer.type}>",
         Struct((*producer.argument.fields, tiles, int32(is_padded))),
@@ -105,6 +108,7 @@ def padded_rows(producer: Producer, tiles: torch.Tensor, *, is_padded: bool = Fa
         producer.columns,
         producer.dtype,
         producer.is_aligned,
+        None if alone is None else padded_rows(alone, tiles, is_padded=is_padded),
     )
 
 
@@ -230,6 +234,32 @@ def add_bias(
     kernel(launch, out, bias, scales, ends, int32(len(ends)), int32(columns))
 
 
+def sum_groups(parts: torch.Tensor, padded_ends: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Write the sums over the tiles of each group, in fp32, in an order that the sizes determine.
+
+    Parameters
+    ----------
+    parts
+        Read up to the last group; contiguous fp32 ``[tiles, columns]``, of each 128 padded rows.
+    padded_ends
+        Read; int32 ``[G]``.
+    out
+        Written; contiguous fp32, fp16 or bf16 ``[G, columns]``; zeros of groups without rows.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    groups, (tiles, columns) = len(padded_ends), parts.shape
+    _check_vector("padded_ends", padded_ends, (torch.int32,), padded_ends.shape)
+    check_buffer("sum_groups", "parts", parts, torch.float32, (tiles, columns))
+    check_buffer("sum_groups", "out", out, out.dtype, (groups, columns))
+    launch = Launch((ceil_div(columns, SUM_COLUMNS), groups), (SUM_COLUMNS, SUM_SHARES))
+    kernel = _sum_groups(check_element("sum_groups", out))
+    kernel(launch, parts, out, padded_ends, int32(columns))
+
+
 def _matrix(out: torch.Tensor) -> tuple[int, int, str, int]:
     """Rows, columns, the C++ name of an element, and the elements that a thread takes at once."""
     element = check_element("grouped", out)
@@ -286,10 +316,16 @@ def _bias(element: str, width: int, is_scaled: str) -> Kernel:
     return Kernel("grouped", f"fuser_grouped_bias<{element}, {width}, {is_scaled}>")
 
 
+@functools.cache
+def _sum_groups(element: str) -> Kernel:
+    return Kernel("grouped", f"fuser_sum_groups<{element}>")
+
+
 def instantiations() -> list[Kernel]:
     """Every kernel of this module."""
     made = [of(index) for index in INDICES.values() for of in (_ends, _tiles)]
     made += map(_unpad, _WORDS)
+    made += map(_sum_groups, ELEMENTS.values())
     for element in ELEMENTS.values():
         for aligned in (False, True):
             producer = f"fuser::GroupedProducer<{loads(element, aligned)}>"

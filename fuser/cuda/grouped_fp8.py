@@ -82,6 +82,8 @@ def quantize(
     """
     what, to = "grouped FP8 quantize", check_float8("grouped FP8 quantize", dtype)
     m, k = x.rows, x.columns
+    if row is None and col is None:
+        x = x.alone or x
     check_buffer(what, "tiles", tiles, torch.int32, (m // TILE, 4))
     check_buffer(what, "row", row, torch.uint8, (m, k))
     check_buffer(what, "col", col, torch.uint8, (k, m))

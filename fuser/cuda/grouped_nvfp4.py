@@ -44,6 +44,7 @@ def hadamard_amaxes(
     """
     check_buffer("hadamard_amaxes", "tiles", tiles, torch.int32, (x.rows // TILE, 4))
     check_buffer("hadamard_amaxes", "out", out, torch.float32, (len(out), 2))
+    x = x.alone or x
     launch_store(_amax(x.type), x, Struct((out, signs_of(random_signs), tiles)))
 
 

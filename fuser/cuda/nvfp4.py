@@ -62,6 +62,7 @@ def hadamard_amax(
     """
     what = "NVFP4 hadamard_amax"
     producer = as_producer(what, x)
+    producer = producer.alone or producer
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
     check_buffer(what, "out", out, torch.float32, (2,))

@@ -216,13 +216,15 @@ def backward_producer(
     columns: int,
     saved: int = 0,
     sums: torch.Tensor | None = None,
+    row_parts: torch.Tensor | None = None,
 ) -> Producer:
     """The producer of the values of ``dx`` that :func:`pointwise_backward` writes.
 
-    Operands get no gradients, except a bias that is the first stage. Its gradient is the sum of dx
-    over rows: every tiled kernel with this producer also writes the ``sums`` of its tiles, and
-    :func:`sum_parts` adds these. With a gated stage, dx has two columns for each column of dy;
-    the kernel reads dy twice, the second time mostly from L2.
+    Two gradients are left in parts by every tiled kernel with this producer, and :func:`sum_parts`
+    adds them: that of a bias before the chain, the ``sums`` of dx over the rows of each tile, and
+    that of the scales of one activation, its ``row_parts``. A kernel that looks for amaxes alone
+    takes the producer's ``alone``, which writes neither. With a gated stage, dx has two columns for
+    each column of dy; the kernel reads dy twice, the second time mostly from L2.
 
     Parameters
     ----------
@@ -231,33 +233,58 @@ def backward_producer(
     rows, columns
         The shape of the chain's output.
     sums
-        Written by the kernel; contiguous fp32 of :func:`sums_shape`.
+        Written by the kernel; contiguous fp32 of :func:`sums_shape`. In padded groups a row of it
+        belongs to a tile, and those of tiles after the last group are not written.
+    row_parts
+        Written by the kernel; contiguous fp32 of :func:`row_parts_shape`. In padded groups, rows
+        that belong to none are not written.
 
     Raises
     ------
     InputError, InputTypeError
-        If the dtype, shape or layout of a tensor is wrong, or ``sums`` are given and the first
-        stage is no bias.
+        If the dtype, shape or layout of a tensor is wrong, or ``row_parts`` are given and not one
+        stage has scales.
     """
-    wanted = (False,) * len(stages)
-    chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), wanted, saved)
+    scale_dtypes = scale_dtypes_of(stages, operands)
+    chain = chain_of(stages, dy.dtype, scale_dtypes, (False,) * len(stages), saved)
     inputs = chain.backward_inputs(dy, x, operands, rows, columns)
     is_aligned = chain.is_aligned(inputs, TILE_RUN)
     wide = chain.halves * columns
-    if sums is not None:
-        if stages[0].name != "bias":
-            raise InputError(
-                f"Sums of dx are the gradient of a bias that is the first stage; got {stages}."
-            )
-        check_buffer("backward_producer", "sums", sums, torch.float32, sums_shape(rows, wide))
-    name = backward_producer_type(chain, sums is not None, is_aligned)
-    argument = Struct((*inputs.struct(chain).fields, sums))
-    return Producer(name, argument, rows, wide, chain.dtype, is_aligned)
+
+    def writing(chain: Chain, outputs: Tensors, sums: torch.Tensor | None) -> Producer:
+        name = backward_producer_type(chain, sums is not None, is_aligned)
+        argument = Struct((*inputs.struct(chain, outputs).fields, sums, int64(rows)))
+        return Producer(name, argument, rows, wide, chain.dtype, is_aligned)
+
+    alone = writing(chain, (None,) * len(stages), None)
+    if sums is None and row_parts is None:
+        return alone
+    shape = sums_shape(rows, wide)
+    check_buffer("backward_producer", "sums", sums, torch.float32, shape)
+    if row_parts is not None:
+        if sum(stage.is_scaled for stage in stages) != 1:
+            raise InputError(f"Parts of rows are of the scales of one stage; got {stages}.")
+        shape = row_parts_shape(stages, rows, columns)
+        check_buffer("backward_producer", "row_parts", row_parts, torch.float32, shape)
+        wanted = tuple(stage.is_scaled for stage in stages)
+        chain = chain_of(stages, dy.dtype, scale_dtypes, wanted, saved)
+    return writing(chain, (row_parts,) * len(stages), sums)._replace(alone=alone)
 
 
 def sums_shape(rows: int, columns: int) -> tuple[int, int]:
     """The shape of the sums that tiled kernels write, for dx of ``[rows, columns]``."""
     return ceil_div(rows, TILE), columns
+
+
+def row_parts_shape(stages: Stages, rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the parts of the gradient of scales that tiled kernels write.
+
+    ``rows`` and ``columns`` are those of the chain's output. A tile of dx has a part for each row
+    if columns of the gate are in it.
+    """
+    gated = next((stage for stage in stages if stage.is_gated), None)
+    wide = columns if gated is None else 2 * columns - (gated.interleave or columns)
+    return ceil_div(wide, TILE), rows
 
 
 def sum_parts(parts: torch.Tensor, out: torch.Tensor) -> None:

@@ -41,11 +41,13 @@ def producer_types(
     saved: int = 0,
     with_sums: bool = False,
     scales: torch.dtype = torch.float32,
+    with_row_parts: bool = False,
 ) -> tuple[str, str]:
     """The C++ types of a chain's forward producer and of its backward producer."""
     scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
     forward = chain_of(stages, dtype, scale_dtypes)
-    backward = chain_of(stages, dtype, scale_dtypes, (False,) * len(stages), saved)
+    wanted = tuple(with_row_parts and stage.is_scaled for stage in stages)
+    backward = chain_of(stages, dtype, scale_dtypes, wanted, saved)
     return (
         forward_producer_type(forward, aligned),
         backward_producer_type(backward, with_sums, aligned),

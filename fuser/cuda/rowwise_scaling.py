@@ -63,6 +63,7 @@ def amaxes(
     """
     what = "row-wise amaxes"
     producer = as_producer(what, x)
+    producer = producer.alone or producer
     check_buffer(what, "row_amax", row_amax, torch.float32, (producer.rows,))
     check_buffer(what, "col_amax", col_amax, torch.float32, (producer.columns,))
     if row_amax is None and col_amax is None:

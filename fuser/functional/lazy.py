@@ -22,8 +22,8 @@ class LazyTensor:
     The function that receives one stores it once: unquantized (:meth:`tensor`), or quantized,
     by a kernel that takes :meth:`producer`, followed by a call of :meth:`finish`.
     Tensors that are computed together with the values, such as statistics of rows and
-    gradients of parameters, are in memory only after that. The bits are the same in
-    both cases.
+    gradients of parameters, are in memory only after that. The bits of the values are
+    the same in both cases; sums may be in another order.
 
     If its kernel is unavailable, :meth:`tensor` computes it with torch. The other
     methods raise :class:`~fuser.errors.KernelUnavailable`; :func:`fallback_to_torch`

@@ -12,13 +12,16 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from fuser.chain import Stage, Stages
+from fuser.cuda import grouped as cuda_groups
 from fuser.cuda import pointwise as kernels
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
 from fuser.errors import KernelUnavailable
+from fuser.functional.grouped import PaddedGroups
 from fuser.functional.lazy import LazyTensor, as_stored
 from fuser.reference import activation as reference
 from fuser.reference import chain as reference_chain
+from fuser.reference import grouped as reference_groups
 from fuser.reference.dropout import dropout as reference_dropout
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -98,6 +101,35 @@ def scaled_activation_backward(
     dscales = torch.empty_like(operand) if wants_dscales else None
     stages = (stage.scaled,)
     return _Backward(stages, dy, x, (operand,), (dscales,)), dscales
+
+
+def scaled_activation_bias_backward(
+    stage: Stage,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    groups: PaddedGroups,
+    *,
+    wants_dscales: bool = True,
+) -> tuple[Result, torch.Tensor | None, torch.Tensor]:
+    """As :func:`scaled_activation_backward`, and the gradients of the biases in ``x``.
+
+    All rows are those of padded ``groups``, whose biases are before the activation: their gradients
+    ``[G, columns of x]`` are the sums of the first result over the rows of each group. A lazy
+    result is to be written as :func:`fuser.functional.grouped.padded_rows` of these groups.
+    """
+    count = len(groups.ends)
+    if not _takes(dy, x):
+        values, dscales = reference.scaled_activation_backward(
+            stage, dy, x, scales, wants_dscales=wants_dscales
+        )
+        return values, dscales, reference_groups.sum_groups(values, groups.tiles, count)
+    operand = as_stored(scales).contiguous()
+    dscales = torch.empty_like(operand) if wants_dscales else None
+    dbias = torch.empty(count, x.shape[-1], dtype=x.dtype, device=x.device)
+    stages = (stage.scaled,)
+    dx = _Backward(stages, dy, x, (operand,), (dscales,), groups=groups, group_dbias=dbias)
+    return dx, dscales, dbias
 
 
 def dropout_seed(device: torch.device) -> torch.Tensor:
@@ -243,7 +275,10 @@ class _Forward(LazyTensor):
 
 
 class _Backward(LazyTensor):
-    """The gradient of a chain's input; ``grads`` of its operands are written together with it."""
+    """The gradient of a chain's input; ``grads`` of its operands are written together with it.
+
+    With ``groups``, whose padded rows these are, so is ``group_dbias``: the sums of each group.
+    """
 
     def __init__(
         self,
@@ -253,8 +288,11 @@ class _Backward(LazyTensor):
         operands: Operands,
         grads: Operands,
         saved: int = 0,
+        groups: PaddedGroups | None = None,
+        group_dbias: torch.Tensor | None = None,
     ) -> None:
         self.stages = stages
+        self.groups, self.group_dbias = groups, group_dbias
         self.dy = _rows(dy)
         self.x = None if x is None else _rows(x)
         self.operands, self.grads, self.saved = operands, grads, saved
@@ -263,12 +301,21 @@ class _Backward(LazyTensor):
         self.columns = features
         self.shape = torch.Size((*leading, features << halves))
         self.dtype, self.device = dy.dtype, dy.device
+        # Parts of gradients that a tiled kernel leaves: of biases before the chain, and of scales.
         self.sums: torch.Tensor | None = None
+        self.row_parts: torch.Tensor | None = None
 
     def _from_kernel(self) -> torch.Tensor:
         dx = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self._run(dx, None)
+        self._sum_groups(dx)
         return dx
+
+    def _sum_groups(self, dx: torch.Tensor) -> None:
+        """Compute ``group_dbias`` from values in memory."""
+        if self.groups is not None and self.group_dbias is not None:
+            tiles, count = self.groups.tiles, len(self.group_dbias)
+            self.group_dbias.copy_(reference_groups.sum_groups(dx, tiles, count))
 
     def _from_reference(self) -> torch.Tensor:
         dx, grads = reference_chain.backward(
@@ -277,22 +324,31 @@ class _Backward(LazyTensor):
         for out, found in zip(self.grads, grads, strict=True):
             if out is not None and found is not None:
                 out.copy_(found)
-        self.grads, self.sums = (None,) * len(self.stages), None
-        return dx.contiguous().view(self.shape)
+        self.grads, self.sums, self.row_parts = (None,) * len(self.stages), None, None
+        dx = dx.contiguous().view(self.shape)
+        self._sum_groups(dx)
+        return dx
 
     def amax(self, out: torch.Tensor) -> None:
         self._run(None, out)
 
     def launch_key(self) -> tuple[Hashable, tuple[torch.Tensor | None, ...]]:
-        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)
+        ends = None if self.groups is None else self.groups.padded_ends
+        beside = (*self.grads, self.group_dbias, ends)
+        return (self.stages, self.saved), (self.dy, self.x, *self.operands, *beside)
 
     def producer(self) -> Producer:
         rows, columns = self.matrix
         wanted = [i for i, grad in enumerate(self.grads) if grad is not None]
-        if wanted == [0] and self.stages[0].name == "bias":
-            shape = kernels.sums_shape(rows, columns)
-            self.sums = torch.empty(shape, dtype=torch.float32, device=self.device)
-        elif wanted:
+        scaled = [i for i, stage in enumerate(self.stages) if stage.is_scaled]
+        self.sums = self.row_parts = None
+        is_of_bias = wanted == [0] and self.stages[0].name == "bias"
+        if is_of_bias or self.group_dbias is not None:
+            self.sums = self._parts(kernels.sums_shape(rows, columns))
+        if len(wanted) == 1 and wanted == scaled:
+            shape = kernels.row_parts_shape(self.stages, rows, self.columns)
+            self.row_parts = self._parts(shape)
+        elif wanted and not is_of_bias:
             self._run(None, None)  # a tile has no room for these
         return kernels.backward_producer(
             self.stages,
@@ -303,15 +359,26 @@ class _Backward(LazyTensor):
             self.columns,
             saved=self.saved,
             sums=self.sums,
+            row_parts=self.row_parts,
         )
 
+    def _parts(self, shape: tuple[int, int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
     def finish(self) -> None:
-        dbias = self.grads[0]
-        if self.sums is not None and dbias is not None:
+        if self.groups is not None and self.group_dbias is not None and self.sums is not None:
+            groups, out = self.groups, self.group_dbias
             try:
-                kernels.sum_parts(self.sums, dbias)
+                cuda_groups.sum_groups(self.sums, groups.padded_ends, out=out)
             except KernelUnavailable:
-                dbias.copy_(self.sums.sum(0))
+                out.copy_(reference_groups.sum_tiles(self.sums, groups.tiles, len(out)))
+        grad = next((grad for grad in self.grads if grad is not None), None)
+        parts = self.sums if self.row_parts is None and self.groups is None else self.row_parts
+        if parts is not None and grad is not None:
+            try:
+                kernels.sum_parts(parts, grad.view(-1))
+            except KernelUnavailable:
+                grad.copy_(parts.sum(0).view(grad.shape))
 
     def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         """Write the gradients of operands, once, and the other outputs that are not None."""

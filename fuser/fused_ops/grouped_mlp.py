@@ -55,10 +55,12 @@ class GroupedMLP(FusedOperation):
     """``y_g = (f(x_g @ up_g.T) * scales) @ down_g.T`` of all groups together.
 
     The groups are found once. Under a recipe the rows stay padded from the first product to the
-    last: one kernel computes the activation, its product with the scales and both quantized copies,
-    and in backward one kernel computes and quantizes the activation's gradient. With
-    ``activation_recompute_in_mlp`` the product of activation and scales is not saved but computed
-    again in backward, except under delayed scaling, whose scales have changed by then.
+    last: one kernel computes the activation, its product with the scales and both quantized copies.
+    In backward one kernel computes and quantizes the activation's gradient, and leaves the parts of
+    the gradients of the scales and of the first linear's biases; with ``scale_bias`` the latter are
+    weighted sums of a gradient in memory. With ``activation_recompute_in_mlp`` the product of
+    activation and scales is not saved but computed again in backward, except under delayed scaling,
+    whose scales have changed by then.
     """
 
     window = (GroupedLinear, ScaledActivation, GroupedLinear)
@@ -258,17 +260,24 @@ class GroupedMLP(FusedOperation):
         dy_made = None
         if wants_dh or wants_down:
             dy_made = products.gradient(dy, of_down, dgrad=wants_dh, wgrad=wants_down)
-        dz = dscales = dx = None
+        dz = dscales = dx = up_dbias = None
+        wants_biases = any(ctx.params_require_grad[up.main_grad_count :])
+        # The store that quantizes dz leaves the sums of its rows, of whole tiles of one group.
+        sums_beside = wants_biases and (wants_up or wants_dx) and not up.scale_bias
+        sums_beside = sums_beside and isinstance(products, Quantized)
         if wants_dh:
             dh = products.dgrad(dy_made, saved.down, is_padded=True)
-            dz, dscales = pointwise.scaled_activation_backward(
-                activation.function,
-                dh,
-                saved.z,
-                saved.scales,
-                wants_dscales=basic_op_ctxs[1].extra_inputs_require_grad[0],
-            )
-            del dh
+            of_dz = (activation.function, dh, saved.z, saved.scales)
+            wants_dscales = basic_op_ctxs[1].extra_inputs_require_grad[0]
+            if sums_beside:
+                dz, dscales, up_dbias = pointwise.scaled_activation_bias_backward(
+                    *of_dz, products.padded, wants_dscales=wants_dscales
+                )
+            else:
+                dz, dscales = pointwise.scaled_activation_backward(
+                    *of_dz, wants_dscales=wants_dscales
+                )
+            del dh, of_dz
         dweights: list[Any] = [[None] * op.main_grad_count for op in (up, down)]
         if wants_down:
             h = saved.h
@@ -282,8 +291,10 @@ class GroupedMLP(FusedOperation):
         up_biases: Sequence[torch.Tensor | None] = [None] * len(up._names.get("bias", ()))
         up_dscales = None
         if dz is not None:
-            reads_dz = any(ctx.params_require_grad[up.main_grad_count :])
-            if reads_dz or saved.up_bias is not None or not (wants_up or wants_dx):
+            reads_dz = (wants_biases and not sums_beside) or saved.up_bias is not None
+            if up_dbias is not None:
+                up_biases = up.bias_parts(ctx, up_dbias)
+            elif reads_dz or not (wants_up or wants_dx):
                 dz = materialize(dz)  # which also computes the gradient of the scales
                 up_biases, up_dscales = up.bias_gradients(
                     ctx, dz, products.rows, saved.up_scales, saved.up_bias

@@ -68,6 +68,23 @@ def unpad(
     return zero_tail(ends, padded.index_select(0, from_rows))
 
 
+def sum_groups(padded: torch.Tensor, tiles: torch.Tensor, groups: int) -> torch.Tensor:
+    """The sums of the rows of each group, ``[groups, N]``, from the rows of padded groups.
+
+    Padding is not read. Sums are in fp32, of the rows of each tile and then of a group's tiles.
+    """
+    is_row = torch.arange(TILE, dtype=torch.int32, device=tiles.device) < tiles[:, 2:3]
+    rows = padded.view(len(tiles), TILE, -1).float()
+    parts = rows.masked_fill(~is_row[..., None], 0).sum(1)
+    return sum_tiles(parts, tiles, groups).to(padded.dtype)
+
+
+def sum_tiles(parts: torch.Tensor, tiles: torch.Tensor, groups: int) -> torch.Tensor:
+    """The sums of the tiles of each group, ``[groups, N]``, from ``parts`` ``[tiles, N]``."""
+    is_of = tiles[:, 0] == torch.arange(groups, dtype=torch.int32, device=tiles.device)[:, None]
+    return torch.stack([parts.masked_fill(~mine[:, None], 0).sum(0) for mine in is_of])
+
+
 def is_after(ends: torch.Tensor, rows: int) -> torch.Tensor:
     """Whether each row is after the last group, ``[rows]``."""
     return torch.arange(rows, dtype=torch.int32, device=ends.device) >= ends[-1:]

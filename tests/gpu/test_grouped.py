@@ -103,6 +103,16 @@ def test_blocks_do_not_reach_over_the_end_of_a_group(
     cases.check_grouped_mxfp8(GPU, dtype, between)
 
 
+@cases.EVERY_DTYPE
+@pytest.mark.parametrize("name", cases.WITH_SUMS)
+def test_gradients_of_scales_and_biases_beside_a_quantized_gradient(
+    name: str, dtype: torch.dtype
+) -> None:
+    for of_scales in (dtype, torch.float32):
+        cases.check_sums_beside(GPU, GPU, name, dtype, of_scales)
+    cases.check_sums_beside(GPU, GPU, name, dtype, dtype, is_padded=False)
+
+
 @pytest.mark.parametrize("columns", [144, 16])
 @cases.EVERY_DTYPE
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "Hadamard"])

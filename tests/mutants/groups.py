@@ -15,7 +15,52 @@ FORMATS = "tensors/group_formats.py"
 TENSORS = "tensors/grouped.py"
 EMULATED = "test_cuda_grouped.py::"
 
+CHAINS = "cuda/kernels/fuser/producer/pointwise.cuh"
+BESIDE = EMULATED + "test_gradients_of_scales_and_biases_are_left_beside_a_quantized_gradient"
+ONE_KERNEL = "test_grouped_mlp.py::test_one_kernel_makes_and_sums_and_quantizes_the_gradient_of_z"
+
 GROUPS = (
+    Mutant(
+        "a column of h counts in both halves of dz",
+        CHAINS,
+        "of_columns[k] = half == 0 && k < tile.columns_left ? one : 0.0f;",
+        "of_columns[k] = k < tile.columns_left ? one : 0.0f;",
+        BESIDE,
+        select="interleaved",
+    ),
+    Mutant(
+        "the parts of scales are written where rows of a tile would be without groups",
+        CHAINS,
+        "const long long row = tile.row + owned_row<kRowThreads>(0);",
+        "const long long row = tile.first_row() + Tile::thread_row() * kPatch + "
+        "owned_row<kRowThreads>(0);",
+        BESIDE,
+        select="rows and not padded and interleaved",
+    ),
+    Mutant(
+        "the sums of a group begin at the first tile",
+        KERNELS,
+        "    const int first = group == 0 ? 0 : padded_ends[group - 1] / kTile;\n",
+        "    const int first = 0;\n",
+        BESIDE,
+        select="interleaved",
+    ),
+    Mutant(
+        "a kernel that looks for amaxes writes the sums too",
+        "cuda/grouped_fp8.py",
+        "        x = x.alone or x\n",
+        "        x = x\n",
+        ONE_KERNEL,
+        select="current-SReLU",
+    ),
+    Mutant(
+        "the gradient of z is written to be summed",
+        MLP,
+        "        sums_beside = sums_beside and isinstance(products, Quantized)\n",
+        "        sums_beside = False\n",
+        ONE_KERNEL,
+        select="mxfp8-SwiGLU",
+    ),
     Mutant(
         "a group reads rows of the next one into its padding",
         PRODUCER,

@@ -133,8 +133,8 @@ LAUNCH_CACHE = (
     Mutant(
         "a chain's saved stages are left out of its backward's key",
         "functional/pointwise.py",
-        "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *self.grads)",
-        "return self.stages, (self.dy, self.x, *self.operands, *self.grads)",
+        "return (self.stages, self.saved), (self.dy, self.x, *self.operands, *beside)",
+        "return self.stages, (self.dy, self.x, *self.operands, *beside)",
         "test_launch_keys.py",
         select="_Backward.saved",
     ),

@@ -1,4 +1,4 @@
-// Groups of consecutive rows: where each ends, zeros after the last, and the biases of groups.
+// Groups of consecutive rows: where each ends, zeros after the last, biases and sums of groups.
 #include <fuser/core/vector.cuh>
 #include <fuser/producer/grouped.cuh>
 
@@ -169,5 +169,38 @@ __global__ void __launch_bounds__(256)
             }
         }
         fuser::write(first + column, sum);
+    }
+}
+
+// ---- sums[g] = sum over the parts of the tiles of group g, in a fixed order ----
+
+// Adds in sequence within each of kShares shares of the tiles, and then over the shares. A block is
+// 32 columns by kShares shares, of one group.
+template <class T>
+__global__ void __launch_bounds__(256)
+    fuser_sum_groups(const float* __restrict__ parts, T* __restrict__ sums,
+                     const int* __restrict__ padded_ends, int columns) {
+    constexpr int kShares = 8;
+    __shared__ float of_shares[kShares][32];
+    const int group = static_cast<int>(blockIdx.y);
+    const int column = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
+    const int first = group == 0 ? 0 : padded_ends[group - 1] / kTile;
+    const int end = padded_ends[group] / kTile;
+    const int share = (end - first + kShares - 1) / kShares;
+    const int begin = first + share * static_cast<int>(threadIdx.y);
+    float sum = 0.0f;
+    if (column < columns) {
+#pragma unroll 4
+        for (int tile = begin; tile < min(begin + share, end); ++tile) {
+            sum = __fadd_rn(sum, __ldg(parts + static_cast<long long>(tile) * columns + column));
+        }
+    }
+    of_shares[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && column < columns) {
+        for (int other = 1; other < kShares; ++other) {
+            sum = __fadd_rn(sum, of_shares[other][threadIdx.x]);
+        }
+        sums[static_cast<long long>(group) * columns + column] = fuser::from_float<T>(sum);
     }
 }

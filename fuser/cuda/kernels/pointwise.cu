@@ -124,15 +124,8 @@ struct Collector {
         for (int i = 0; i < N; ++i) {
             sums[i] = thread.is_inside ? contribution[i] : 0.0f;
         }
-#pragma unroll
-        for (int distance = 1; distance < N; distance *= 2) {
-#pragma unroll
-            for (int i = 0; i + distance < N; i += 2 * distance) {
-                sums[i] = __fadd_rn(sums[i], sums[i + distance]);
-            }
-        }
         const int lanes = min(static_cast<int>(blockDim.x), 32);
-        float sum = sums[0];
+        float sum = pairwise_sum(sums);
         for (int distance = 1; distance < lanes; distance *= 2) {
             sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, distance));
         }

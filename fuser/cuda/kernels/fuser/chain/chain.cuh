@@ -49,6 +49,8 @@ struct Chain<T> {
     static constexpr int kScalars = 0;
     static constexpr bool kGradientReadsInput = false;
     static constexpr bool kPassesGradientOn = true;
+    static constexpr bool kSumsRows = false;
+    static constexpr bool kGradientReadsOperand = false;
 
     template <int N>
     struct Fetched {};
@@ -85,6 +87,10 @@ struct Chain<T> {
     template <int N, class All, class Collector>
     __device__ __forceinline__ static void finish(const All&, const ChainCoord&, const Sums<N>&,
                                                   const Collector&) {}
+    template <class All>
+    __device__ __forceinline__ static float* row_parts(const All&) {
+        return nullptr;
+    }
 };
 
 template <class T, class First, class... Rest>
@@ -103,6 +109,10 @@ struct Chain<T, First, Rest...> {
         First::kGradientReadsInput || Next::kGradientReadsInput;
     static constexpr bool kPassesGradientOn = First::kPassesGradientOn && Next::kPassesGradientOn;
     static constexpr bool kSumsColumns = First::kGradReduction == GradReduction::kColumns;
+    static constexpr bool kSumsOwnRows = First::kGradReduction == GradReduction::kRows;
+    static constexpr bool kSumsRows = kSumsOwnRows || Next::kSumsRows;
+    static constexpr bool kGradientReadsOperand =
+        First::kGradientReadsOperand || Next::kGradientReadsOperand;
 
     template <int N>
     struct Fetched {
@@ -190,7 +200,7 @@ struct Chain<T, First, Rest...> {
             }
             if constexpr (kSumsColumns) {
                 collector.add(contribution, sums.own.halves[half]);
-            } else if constexpr (First::kGradReduction == GradReduction::kRows) {
+            } else if constexpr (kSumsOwnRows) {
                 collector.store_row_part(contribution, static_cast<float*>(pointers(all)[1]));
             } else if constexpr (First::kGradReduction == GradReduction::kElementwise) {
                 collector.store(contribution, static_cast<T*>(pointers(all)[1]),
@@ -212,6 +222,16 @@ struct Chain<T, First, Rest...> {
             }
         }
         Next::finish(all, coord, sums.rest, collector);
+    }
+
+    // The sums over columns of the first stage whose gradient is reduced so.
+    template <class All>
+    __device__ __forceinline__ static float* row_parts(const All& all) {
+        if constexpr (kSumsOwnRows) {
+            return static_cast<float*>(pointers(all)[1]);
+        } else {
+            return Next::row_parts(all);
+        }
     }
 
 private:

@@ -34,6 +34,19 @@ __device__ __forceinline__ void round_all(float (&x)[N]) {
     }
 }
 
+// The sum of x, added pairwise: vectors of N elements and N of one element are added in one order.
+template <int N>
+__device__ __forceinline__ float pairwise_sum(float (&x)[N]) {
+#pragma unroll
+    for (int distance = 1; distance < N; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i + distance < N; i += 2 * distance) {
+            x[i] = __fadd_rn(x[i], x[i + distance]);
+        }
+    }
+    return x[0];
+}
+
 // ---- coordinates ----
 
 // The position of a vector in a matrix of `width` columns.

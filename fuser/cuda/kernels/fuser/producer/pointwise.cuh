@@ -5,6 +5,7 @@
 #pragma once
 
 #include <fuser/chain/chain.cuh>
+#include <fuser/tile/amax.cuh>
 #include <fuser/tile/producer.cuh>
 
 namespace fuser {
@@ -18,23 +19,27 @@ struct PointwiseProducer {
 };
 
 // dx, a matrix of Chain::kHalves * inputs.columns columns. With kSums, the producer also writes the
-// sums of dx over the rows of each tile: the parts of the gradient of a bias that is the first
-// stage.
+// sums of dx over the rows of each tile: the parts of the gradient of a bias before the chain. If
+// the scales of an activation get a gradient, it writes its parts: [column tiles, rows], of the
+// tiles that have columns of the gate, each column of the chain's output once.
 template <class Chain, bool kSums, bool kAligned>
 struct PointwiseBackwardProducer {
     using Element = typename Chain::Element;
     static constexpr bool kIsAligned = kAligned;
     Inputs<Chain> inputs;
     float* sums;  // [row tiles, columns]
+    long long rows;  // of the inputs
 };
 
 // With four blocks of 64 registers, memory stays busy while short chains compute: on an H200 they
 // take 4 to 12% less time than with three. Longer chains would spill, and on slower memory two
 // blocks are fast enough. For sm_100 the compiler takes a few registers more, so gradients get
-// three.
+// three. With sums over rows, those of scaled activations would spill up to 200 bytes, and with sums
+// over columns 16 bytes on sm_100: these get a block less.
 #if __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 template <class Chain>
-constexpr bool kIsShort = Chain::kHalves + Chain::kPointers + Chain::kScalars <= 2;
+constexpr bool kIsShort =
+    Chain::kHalves + Chain::kPointers - Chain::kSumsRows + Chain::kScalars <= 2;
 #else
 template <class Chain>
 constexpr bool kIsShort = false;
@@ -44,12 +49,15 @@ constexpr int kFewerOfGradients = 1;
 #else
 constexpr int kFewerOfGradients = 0;
 #endif
+template <class Chain, bool kSums>
+constexpr bool kSpills = kSums ? Chain::kGradientReadsOperand
+                               : Chain::kSumsRows && kFewerOfGradients > 0;
 template <class Chain, bool kAligned>
 constexpr int kFewerBlocks<PointwiseProducer<Chain, kAligned>> =
     kIsShort<Chain> && kAligned ? 0 : 2;
 template <class Chain, bool kSums, bool kAligned>
 constexpr int kFewerBlocks<PointwiseBackwardProducer<Chain, kSums, kAligned>> =
-    kIsShort<Chain> && kAligned ? kFewerOfGradients : 2;
+    kIsShort<Chain> && kAligned ? kFewerOfGradients + kSpills<Chain, kSums> : 2;
 
 // Gate and linear half of dx follow from the same inputs. A block computes a tile of one half,
 // because two patches would take more registers than a thread has at half the blocks. Its
@@ -80,6 +88,27 @@ __device__ __forceinline__ void add_row(const Patch<T>& patch, int row, float (&
     }
 }
 
+// Receives the parts of the gradient of a row's scale, in one thread.
+struct RowSum {
+    float& sum;
+
+    template <int N>
+    __device__ __forceinline__ void store_row_part(float (&contribution)[N], float*) const {
+        sum = __fadd_rn(sum, pairwise_sum(contribution));
+    }
+};
+struct OneOfRow {
+    float& one;
+
+    __device__ __forceinline__ void store_row_part(float (&contribution)[1], float*) const {
+        one = __fadd_rn(one, contribution[0]);
+    }
+};
+struct NoRowSum {
+    template <int N>
+    __device__ __forceinline__ void store_row_part(const float (&)[N], float*) const {}
+};
+
 template <class Chain, bool kBackward>
 struct ChainRows {
     using T = typename Chain::Element;
@@ -87,17 +116,19 @@ struct ChainRows {
     static constexpr bool kReadsInput = !kBackward || Chain::kGradientReadsInput;
     static constexpr int kStreams = kBackward + kReadsInput * Chain::kHalves;
     static constexpr int kRound = 2;  // rows that the compiler sees at once
+    static constexpr bool kSumsRows = kBackward && Chain::kSumsRows;
     using Layout = PrefetchLayout<T, kStreams>;
 
     const Inputs<Chain>& inputs;
     uint4* staged;
 
     // Computes a patch whose columns belong to half kHalf; `column` is its first in the chain's
-    // output. With kSums, adds its rows to `sums`. The linear half is not prefetched if only its
-    // own gradient is wanted, because that is mostly not read then.
+    // output. With kSums, adds its rows to `sums`. In half 0, which reads both halves, the parts of
+    // the gradient of scales become `of_rows`. The linear half is not prefetched if only its own
+    // gradient is wanted, because that is mostly not read then.
     template <int kHalf, bool kSums>
     __device__ __forceinline__ void fill(Patch<T>& patch, const Tile& tile, int column,
-                                         float (&sums)[kPatch]) const {
+                                         float (&sums)[kPatch], float (&of_rows)[kPatch]) const {
         constexpr int kNeeded = kHalf == 0 ? Chain::kHalves : 1;
         constexpr int kDepth = Layout::kDepth;
         ChainCoord coord(tile.row, inputs.columns, column, inputs.interleave);
@@ -116,6 +147,12 @@ struct ChainRows {
 #pragma unroll 1
         for (int round = 0; round < kPatch; round += kRound) {
             patch.template move_up<kRound>();
+            if constexpr (kSumsRows && kHalf == 0) {
+#pragma unroll
+                for (int i = 0; i < kPatch - kRound; ++i) {
+                    of_rows[i] = of_rows[i + kRound];
+                }
+            }
 #pragma unroll
             for (int i = 0; i < kRound; ++i) {
                 const int row = round + i;
@@ -129,7 +166,13 @@ struct ChainRows {
                 close_copies();
                 at = at + 1 < kDepth ? at + 1 : 0;
                 float halves[kHalves][kPatch];
-                compute(vector, coord, halves);
+                if constexpr (kSumsRows && kHalf == 0) {
+                    float& of_row = of_rows[kPatch - kRound + i];
+                    of_row = 0.0f;
+                    compute(vector, coord, halves, RowSum{of_row});
+                } else {
+                    compute(vector, coord, halves, NoRowSum{});
+                }
                 patch.round_row(kPatch - kRound + i, halves[kHalf]);
                 if (kSums && row < tile.rows_left) {
                     add_row(patch, kPatch - kRound + i, sums);
@@ -169,10 +212,12 @@ struct ChainRows {
     }
 
     // Computes a patch one element at a time, in either half. A loop, because chains may be long.
-    __device__ __forceinline__ void fill_singly(Patch<T>& patch, const Tile& tile) const {
+    __device__ __forceinline__ void fill_singly(Patch<T>& patch, const Tile& tile,
+                                                float (&of_rows)[kPatch]) const {
 #pragma unroll 1
         for (int row = 0; row < tile.rows_left; ++row) {
             float x[kPatch];
+            float of_columns[kPatch] = {};
 #pragma unroll
             for (int k = 0; k < kPatch; ++k) {
                 int column = tile.column + min(k, tile.columns_left - 1);
@@ -181,13 +226,21 @@ struct ChainRows {
                 Vector<Chain, kBackward, 1> vector;
                 vector.fetch(inputs, coord);
                 float halves[kHalves][1];
-                compute(vector, coord, halves);
+                if constexpr (kSumsRows) {
+                    float one = 0.0f;
+                    compute(vector, coord, halves, OneOfRow{one});
+                    of_columns[k] = half == 0 && k < tile.columns_left ? one : 0.0f;
+                } else {
+                    compute(vector, coord, halves, NoRowSum{});
+                }
                 x[k] = k < tile.columns_left ? halves[half == 0 ? 0 : kHalves - 1][0] : 0.0f;
             }
+            const float of_row = kSumsRows ? pairwise_sum(of_columns) : 0.0f;
             Patch<T> one;
             one.round_row(0, x);
 #pragma unroll
             for (int i = 0; i < kPatch; ++i) {
+                of_rows[i] = kSumsRows && i == row ? of_row : of_rows[i];
 #pragma unroll
                 for (int w = 0; w < Patch<T>::kWords; ++w) {
                     patch.words[i][w] = i == row ? one.words[0][w] : patch.words[i][w];
@@ -208,12 +261,13 @@ struct ChainRows {
     }
 
 private:
-    template <class Vector, int N>
+    template <class Vector, int N, class Collector>
     __device__ __forceinline__ void compute(const Vector& vector, const ChainCoord& coord,
-                                            float (&halves)[kHalves][N]) const {
+                                            float (&halves)[kHalves][N],
+                                            const Collector& collector) const {
         if constexpr (kBackward) {
-            typename Chain::template Sums<N> none;  // the operands get no gradients here
-            vector.backward(inputs, coord, halves, none, none);
+            typename Chain::template Sums<N> none;  // other operands get no gradients here
+            vector.backward(inputs, coord, halves, none, collector);
         } else {
             vector.forward(inputs, halves[0]);
         }
@@ -262,6 +316,21 @@ __device__ __forceinline__ void store_sums(float (&sum)[kPatch], const Tile& til
     }
 }
 
+// ---- sums over the columns of a tile ----
+
+// Adds the sums of the 16 threads of a row, each over 8 columns, in a fixed order. Tiles without
+// columns of the gate write nothing.
+template <class Chain>
+__device__ __forceinline__ void store_row_sums(float (&sums)[kPatch], const Tile& tile,
+                                               const Inputs<Chain>& inputs, long long rows) {
+    reduce_scatter_rows<kRowThreads, Sum>(sums);
+    const long long row = tile.row + owned_row<kRowThreads>(0);
+    const int end = Chain::kHalves == 1 ? inputs.columns : 2 * inputs.columns - inputs.interleave;
+    if (Tile::thread_column() < kPatch && row < tile.rows && tile.first_column() < end) {
+        Chain::row_parts(inputs)[tile.column_tile * rows + row] = sums[0];
+    }
+}
+
 // ---- patches ----
 
 template <class Chain, bool kAligned>
@@ -271,13 +340,13 @@ __device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     uint4* staged = reinterpret_cast<uint4*>(tile.scratch);
     const Rows rows{producer.inputs, staged};
     Patch<typename Chain::Element> patch{};
+    float none[kPatch] = {};
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
-            float none[kPatch];
-            rows.template fill<0, false>(patch, tile, tile.column, none);
+            rows.template fill<0, false>(patch, tile, tile.column, none, none);
         }
     } else {
-        rows.fill_singly(patch, tile);
+        rows.fill_singly(patch, tile, none);
     }
     __syncthreads();  // the store uses this memory next
     return patch;
@@ -291,24 +360,28 @@ __device__ __forceinline__ Patch<typename Chain::Element> make_patch(
     const Rows rows{producer.inputs, staged};
     Patch<typename Chain::Element> patch{};
     float sums[kPatch] = {};
+    float of_rows[kPatch] = {};
     if constexpr (kAligned) {
         if (tile.columns_left > 0) {
             int column = tile.column;
             const int half = rows.half_of(column);
             if (Chain::kHalves == 1 || half == 0) {
-                rows.template fill<0, kSums>(patch, tile, column, sums);
+                rows.template fill<0, kSums>(patch, tile, column, sums, of_rows);
             } else {
-                rows.template fill<Chain::kHalves - 1, kSums>(patch, tile, column, sums);
+                rows.template fill<Chain::kHalves - 1, kSums>(patch, tile, column, sums, of_rows);
             }
         }
     } else {
-        rows.fill_singly(patch, tile);
+        rows.fill_singly(patch, tile, of_rows);
         if constexpr (kSums) {
 #pragma unroll
             for (int i = 0; i < kPatch; ++i) {
                 add_row(patch, i, sums);
             }
         }
+    }
+    if constexpr (Chain::kSumsRows) {
+        store_row_sums(of_rows, tile, producer.inputs, producer.rows);
     }
     if constexpr (kSums) {
         store_sums(sums, tile, staged, producer.sums);

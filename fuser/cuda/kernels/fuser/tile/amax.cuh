@@ -1,4 +1,4 @@
-// Maxima over the blocks of a tile that share a scale.
+// Maxima over the blocks of a tile that share a scale, and sums over its rows.
 #pragma once
 
 #include <fuser/tile/tile.cuh>
@@ -7,25 +7,35 @@ namespace fuser {
 
 // ---- rows: 2, 4 or 16 neighbouring threads share a block ----
 
+struct Larger {
+    __device__ __forceinline__ unsigned operator()(unsigned a, unsigned b) const {
+        return max(a, b);
+    }
+};
+struct Sum {
+    __device__ __forceinline__ float operator()(float a, float b) const { return __fadd_rn(a, b); }
+};
+
 // A reduce-scatter: threads exchange halves of their rows, so that each thread ends with the maxima
-// of 8 / kThreads rows, or of one, and computes each scale once. Of the 8 values, values[k] becomes
-// the maximum of row owned_row(k).
-template <int kThreads>
-__device__ __forceinline__ void reduce_scatter_rows(unsigned (&values)[kPatch]) {
+// (or sums) of 8 / kThreads rows, or of one, and computes each scale once. Of the 8 values,
+// values[k] becomes the maximum of row owned_row(k).
+template <int kThreads, class Combine = Larger, class Value>
+__device__ __forceinline__ void reduce_scatter_rows(Value (&values)[kPatch]) {
+    const Combine combine;
     int count = kPatch;
 #pragma unroll
     for (int step = 1; step < kThreads; step *= 2) {
         if (count == 1) {
-            values[0] = max(values[0], __shfl_xor_sync(kAllLanes, values[0], step));
+            values[0] = combine(values[0], __shfl_xor_sync(kAllLanes, values[0], step));
             continue;
         }
         count /= 2;
         const bool upper = threadIdx.x & step;
 #pragma unroll
         for (int k = 0; k < count; ++k) {
-            const unsigned kept = upper ? values[k + count] : values[k];
-            const unsigned sent = upper ? values[k] : values[k + count];
-            values[k] = max(kept, __shfl_xor_sync(kAllLanes, sent, step));
+            const Value kept = upper ? values[k + count] : values[k];
+            const Value sent = upper ? values[k] : values[k + count];
+            values[k] = combine(kept, __shfl_xor_sync(kAllLanes, sent, step));
         }
     }
 }
