@@ -44,6 +44,7 @@ from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors.gathering import note_backward_read
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
@@ -332,6 +333,8 @@ class BasicLinear(BasicOperation):
             x = x.to(weight.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
+            if ctx.input_requires_grad and isinstance(weight, QuantizedTensor):
+                note_backward_read(weight, "rowwise")  # which gives the values of forward
         return x, weight
 
     def matmul(

@@ -1,0 +1,173 @@
+"""Shards of quantized parameters: the rows that one rank of ``fully_shard`` (FSDP2) keeps.
+
+A shard is a quantized tensor of this rank's rows. A write to it, such as an optimizer's, is
+quantized as a write to the whole parameter would be: an amax of the whole tensor is reduced over
+the ranks that have its rows. ``tensors/gathering.py`` makes the whole parameter of the shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import ceil_div
+from fuser.tensors.base import QuantizedTensor
+
+USAGES = ("rowwise", "columnwise")
+
+
+@dataclass(eq=False)
+class Sharding:
+    """What a shard knows of the parameter that it is a part of; shared by all views of the shard.
+
+    Parameters
+    ----------
+    group
+        The process group over which the rows are split; None for one rank. It is not pickled.
+    high_precision_init_val
+        The shard's rows of the values before quantization, if they were kept.
+    """
+
+    group: Any
+    high_precision_init_val: torch.Tensor | None = None
+    is_blank: bool = True
+    """Whether the shard is still zeros, which are the same bytes under every scale."""
+    is_agreed: bool = False
+    """Whether the ranks were found to have one scale, in a format with one for the tensor."""
+    has_new_bytes: bool = False
+    """Whether bytes and their scale were copied into the shard since it was last gathered."""
+    backward_reads: set[str] = field(default_factory=set)
+    """The copies that backwards to come read, as the ops said in their forward."""
+
+    def __deepcopy__(self, memo: Any) -> Sharding:
+        return replace(self, backward_reads=set())  # the group itself cannot be copied
+
+    def bound(self, quantizer: Any) -> Any:
+        """``quantizer`` for a write to this shard: its amax is reduced, if the format has one."""
+        self.is_agreed = True
+        return quantizer.bound_to(self.group) if self.ranks > 1 else quantizer
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have rows of the parameter."""
+        return size_of(self.group)
+
+
+def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
+    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
+
+    Raises
+    ------
+    InputError
+        If the tensor cannot be sharded in the way that was asked for.
+    """
+    sharding, quantizer = tensor._sharding, tensor._quantizer
+    if sharding is None:
+        param = caller("FSDPParam", "_init_sharded_param")
+        if param is None:
+            return None
+        sharding, quantizer = _new_sharding(tensor, param), tensor._usage()
+    zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+    if tensor._sharding is None:
+        kept = _usage_of_shard(tensor, quantizer, sharding.ranks)
+    else:
+        kept = {usage: tensor._has(usage) for usage in USAGES}
+    shard: QuantizedTensor = quantizer.unbound().with_usage(**kept)(zeros)
+    shard._quantizer = quantizer
+    sharding.is_blank = True
+    shard._sharding = sharding
+    return shard
+
+
+def shard_of_values(
+    values: torch.Tensor, quantizer: Any, group: Any, shape: Sequence[int], *, is_kept: bool = False
+) -> QuantizedTensor:
+    """This rank's shard of a parameter of ``shape``, quantized from its ``values``.
+
+    ``quantizer`` is that of the whole parameter; ``group`` the ranks that have rows of it, which
+    all call this. ``is_kept``: keep a copy of the values on the CPU.
+    """
+    sharding = Sharding(group, values.detach().cpu().clone() if is_kept else None)
+    empty = torch.empty(shape, dtype=values.dtype, device="meta")
+    whole = quantizer.tensor_class({}, empty.shape, values.dtype, empty.device, quantizer)
+    own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
+    shard: QuantizedTensor = sharding.bound(own)(values)
+    shard._quantizer = quantizer
+    sharding.is_blank = False
+    shard._sharding = sharding
+    return shard
+
+
+def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
+    """The sharding of ``tensor``, which ``param``, an ``FSDPParam``, divides into shards."""
+    what = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if (dim := param.fsdp_placement.dim) != 0:
+        raise InputError(
+            f"fully_shard was asked to shard {what} along dimension {dim}; a quantized parameter "
+            "is sharded along dimension 0."
+        )
+    other = param.post_forward_mesh_info
+    if other is not None and other != param.mesh_info:
+        raise InputError(
+            f"fully_shard was asked to reshard {what} to {other.shard_mesh_size} ranks after "
+            "forward; for a quantized parameter reshard_after_forward is True or False."
+        )
+    group = getattr(param.mesh_info, "shard_process_group", None)
+    values = tensor._high_precision_init_val
+    if values is not None:
+        rows, rank = ceil_div(len(values), size_of(group)), 0 if group is None else group.rank()
+        values = values[rank * rows : (rank + 1) * rows].clone()
+    return Sharding(group, values)
+
+
+def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[str, bool]:
+    """The copies that a shard has, of those that the whole tensor has.
+
+    Only the rowwise copy, if the other is derived after the gathering or if rows cut blocks.
+    """
+    usage = {name: bool(getattr(quantizer, name)) for name in USAGES}
+    if usage["rowwise"] and (whole.derives_columnwise or not is_exact(whole, quantizer, ranks)):
+        usage["columnwise"] = False
+    return usage
+
+
+def is_exact(whole: QuantizedTensor, quantizer: Any, ranks: int, rows: int | None = None) -> bool:
+    """Whether the bytes of shards are those of the whole tensor, for all of its copies.
+
+    True if shards are equal and whole blocks; of any size if the columnwise copy is derived.
+    """
+    rows = whole._matrix()[0] if rows is None else rows
+    if ranks == 1 or (whole.derives_columnwise and quantizer.rowwise):
+        return True
+    if rows % ranks or not whole.has_exact_shards:
+        return False
+    units = whole._row_units()
+    names = [n for usage in USAGES if getattr(quantizer, usage) for n in whole._names(usage)]
+    return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
+
+
+def size_of(group: Any) -> int:
+    return 1 if group is None else int(group.size())
+
+
+def caller(kind: str, function: str | None = None) -> Any:
+    """The object of class ``kind`` of torch's FSDP2 one of whose methods is running now, or None.
+
+    FSDP2 tells a tensor neither that it is being sharded nor for which pass it is gathered.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if FSDP2 in frame.f_globals.get("__name__", ""):
+            found = frame.f_locals.get("self")
+            if type(found).__name__ == kind and function in (None, frame.f_code.co_name):
+                return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+FSDP2 = "torch.distributed.fsdp._fully_shard"
