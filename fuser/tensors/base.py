@@ -184,6 +184,13 @@ class QuantizedTensor(WrapperTensor):
         """
         raise NotImplementedError
 
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        """By buffer that has padding in the dimension that does not index rows: the size before it.
+
+        ``k`` is the length of a row, without the padding of its last block.
+        """
+        return {}
+
     def _is_transposable(self) -> bool:
         """Whether each copy is the transpose of the other, in values and layout."""
         raise NotImplementedError
@@ -508,9 +515,10 @@ class QuantizedTensor(WrapperTensor):
         start, stop = view.start, view.start + self._matrix()[0]
         if (start, stop) == (0, root._matrix()[0]):
             return True
+        if root._sharding is not None and start == 0 and stop >= root._sharding.rows:
+            return True  # a shard, before padding: zeros, which are the same bytes under any scale
         is_whole = not any(root._cuts(usage, start, stop) for usage in copies)
-        is_blank = root._sharding is not None and root._sharding.is_blank
-        return (self.has_independent_blocks or is_blank) and is_whole
+        return self.has_independent_blocks and is_whole
 
     def _write(self, fresh: QuantizedTensor, non_blocking: bool = False) -> None:
         """Copy the buffers of ``fresh``, which has the same copies, into those of this tensor."""
@@ -519,8 +527,6 @@ class QuantizedTensor(WrapperTensor):
             if buffer is not None:
                 assert new is not None
                 buffer.copy_(new[tuple(map(slice, buffer.shape))], non_blocking)
-        if self._sharding is not None:
-            self._sharding.is_blank = False
         self._was_written()
 
     def _was_written(self) -> None:

@@ -232,7 +232,8 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
         return parts
     units = whole._row_units()
     for usage in ("rowwise", "columnwise"):
-        is_cut = whole._cuts(usage, start, stop)
+        # The rows after those of a shard may be padding, in the same block.
+        is_cut = whole._cuts(usage, start, stop) and not (whole._sharding and start == 0)
         end = stop
         if usage == "columnwise" and stop == whole._matrix()[0]:
             # The rows that pad the last block belong to it: a GEMM contracts them too.

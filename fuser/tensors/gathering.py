@@ -103,10 +103,11 @@ def fsdp_pre_all_gather(
             "of it that is not known here; the copies that the pass reads are unknown."
         )
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
-        self._sharding = Sharding(mesh.get_group(), is_blank=False)
+        is_whole = is_exact(self, self._quantizer, mesh.size(), outer_size[:-1].numel())
+        self._sharding = Sharding(mesh.get_group(), self._matrix()[0], is_whole)
     sharding, quantizer = self._sharding, self._quantizer
     copies = _copies_read(quantizer, sharding, group)
-    rows, ranks = outer_size.numel() // outer_size[-1], mesh.size()
+    ranks, is_even = mesh.size(), outer_size[0] % mesh.size() == 0
     gathering = _gathering(self, param, outer_size, ranks)
     gathering.backward_reads = sharding.backward_reads
     gathering.freed.clear()
@@ -115,10 +116,10 @@ def fsdp_pre_all_gather(
         empty = torch.empty(0, dtype=torch.uint8, device=param.device)
         return (empty,), _Sent(copies, (), (), None, gathering)
     padded, scale = tuple(param.padded_sharded_param_size), None
-    if is_exact(self, quantizer, ranks, rows):
+    if sharding.is_exact:
         _agree(self, param, sharding)
-        parts = _parts(self, copies, padded, is_even=rows % ranks == 0)
-        if rows % ranks:
+        parts = _parts(self, copies, padded, is_even=is_even)
+        if not is_even:
             scale = _scale_of_first(self, sharding)
     else:
         parts = {VALUES: _padded(self._values(), padded[0], 0)}
@@ -235,6 +236,7 @@ def _parts(
     """
     sent = ("rowwise",) if shard.derives_columnwise else copies
     units, rows = shard._row_units(), torch.Size(padded[:-1]).numel()
+    columns = shard._unpadded_columns(padded[-1])
     parts: dict[str, torch.Tensor] = {}
     for name, buffer in shard.buffers().items():
         owners = [usage for usage in USAGES if name in shard._names(usage)]
@@ -247,6 +249,7 @@ def _parts(
         dim, unit = units[name]
         size = rows // unit
         part = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
+        part = part.narrow(1 - dim, 0, columns.get(name, part.shape[1 - dim]))
         parts[name] = _padded(part, size, dim).contiguous()
         if not is_even:
             parts[name] = parts[name].view(padded)
@@ -364,12 +367,11 @@ def _fill_from_parts(shard: QuantizedTensor, sent: _Sent, outputs: Sequence[torc
             dim = units[name][0]
             if dim == 1:
                 parts = parts.transpose(0, 1)
-            size = sharding.ranks * shape[dim]
-            if buffer.shape[dim] > size:
-                buffer.narrow(dim, size, buffer.shape[dim] - size).zero_()
-            target = buffer.narrow(dim, 0, size)
-            split = (*target.shape[:dim], sharding.ranks, shape[dim], *target.shape[dim + 1 :])
-            target.view(split).copy_(parts)
+            sizes = (*shape[:dim], sharding.ranks * shape[dim], *shape[dim + 1 :])
+            if sizes != tuple(buffer.shape):
+                buffer.zero_()
+            target = buffer[tuple(map(slice, sizes))]
+            target.view(*sizes[:dim], sharding.ranks, *shape[dim:]).copy_(parts)
         output.untyped_storage().resize_(0)
     _derive(shard, sent)
 

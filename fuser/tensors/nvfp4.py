@@ -67,6 +67,10 @@ class NVFP4Tensor(BlockScaledTensor):
             "_columnwise_scale_inv": (1, NVFP4_BLOCK),
         }
 
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        k = padded_shape(0, k, NVFP4_BLOCK)[1]
+        return {"_rowwise_scale_inv": k // NVFP4_BLOCK, "_columnwise_scale_inv": k}
+
     def _is_transposable(self) -> bool:
         how = self._quantizer
         return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)

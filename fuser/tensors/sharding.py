@@ -29,14 +29,20 @@ class Sharding:
     ----------
     group
         The process group over which the rows are split; None for one rank. It is not pickled.
+    rows
+        The number of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards
+        of all ranks are equally large.
+    is_exact
+        Whether the bytes of shards are those of the whole parameter. Then their scales are those of
+        the whole parameter too.
     high_precision_init_val
         The shard's rows of the values before quantization, if they were kept.
     """
 
     group: Any
+    rows: int
+    is_exact: bool
     high_precision_init_val: torch.Tensor | None = None
-    is_blank: bool = True
-    """Whether the shard is still zeros, which are the same bytes under every scale."""
     is_agreed: bool = False
     """Whether the ranks were found to have one scale, in a format with one for the tensor."""
     has_new_bytes: bool = False
@@ -50,7 +56,7 @@ class Sharding:
     def bound(self, quantizer: Any) -> Any:
         """``quantizer`` for a write to this shard: its amax is reduced, if the format has one."""
         self.is_agreed = True
-        return quantizer.bound_to(self.group) if self.ranks > 1 else quantizer
+        return quantizer.bound_to(self.group) if self.is_exact and self.ranks > 1 else quantizer
 
     @property
     def ranks(self) -> int:
@@ -79,7 +85,6 @@ def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTe
         kept = {usage: tensor._has(usage) for usage in USAGES}
     shard: QuantizedTensor = quantizer.unbound().with_usage(**kept)(zeros)
     shard._quantizer = quantizer
-    sharding.is_blank = True
     shard._sharding = sharding
     return shard
 
@@ -92,13 +97,14 @@ def shard_of_values(
     ``quantizer`` is that of the whole parameter; ``group`` the ranks that have rows of it, which
     all call this. ``is_kept``: keep a copy of the values on the CPU.
     """
-    sharding = Sharding(group, values.detach().cpu().clone() if is_kept else None)
     empty = torch.empty(shape, dtype=values.dtype, device="meta")
     whole = quantizer.tensor_class({}, empty.shape, values.dtype, empty.device, quantizer)
+    kept = values.detach().cpu().clone() if is_kept else None
+    rows, is_whole = values.shape[:-1].numel(), is_exact(whole, quantizer, size_of(group))
+    sharding = Sharding(group, rows, is_whole, kept)
     own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
     shard: QuantizedTensor = sharding.bound(own)(values)
     shard._quantizer = quantizer
-    sharding.is_blank = False
     shard._sharding = sharding
     return shard
 
@@ -118,11 +124,14 @@ def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
             "forward; for a quantized parameter reshard_after_forward is True or False."
         )
     group = getattr(param.mesh_info, "shard_process_group", None)
+    size = ceil_div(tensor.shape[0], size_of(group))
+    start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
+    stop = min(start + size, tensor.shape[0])
     values = tensor._high_precision_init_val
     if values is not None:
-        rows, rank = ceil_div(len(values), size_of(group)), 0 if group is None else group.rank()
-        values = values[rank * rows : (rank + 1) * rows].clone()
-    return Sharding(group, values)
+        values = values[start:stop].clone()
+    rows = (stop - start) * tensor.shape[1:-1].numel()
+    return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
 
 
 def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[str, bool]:
