@@ -648,6 +648,42 @@ def full_tensors_and_copies_of_shards_have_the_values(name: str) -> None:
         assert getattr(local._quantizer, "group", None) is None
 
 
+@each()
+def a_model_on_meta_is_sharded_and_then_initialised(name: str) -> None:
+    for widths in (WIDTHS.get(name, SMALL), (33, 32)):
+        with torch.device("meta"):
+            layers = model(name, widths, preserve_high_precision_init_val=True)
+        sharded(layers)
+        parameters = list(layers.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        assert all(p.is_meta for p in parameters)
+        layers.to_empty(device="cpu")
+        for module in layers.modules():
+            if isinstance(module, (fuser.BasicLinear, fuser.Bias)):
+                module.reset_parameters()
+        assert [id(p) for p in layers.parameters()] == [id(p) for p in parameters]
+        for layer in linears(layers):
+            local = shard_of(layer.weight)
+            assert isinstance(local, fuser.QuantizedTensor)
+            kept = local.get_high_precision_init_val()
+            assert torch.isfinite(kept).all()
+            assert kept.std() > 0
+            torch.testing.assert_close(
+                local.dequantize(), kept, rtol=0.3, atol=0.2 * float(kept.abs().max())
+            )
+        expected = [expected_of_shards(layer.weight) for layer in linears(layers)]
+        for weight, values in zip(unsharded(layers), expected, strict=True):
+            if name in ("current", "nvfp4", "mxfp8") or widths == (33, 32):
+                torch.testing.assert_close(weight.dequantize(), values.dequantize())
+        resharded(layers)
+        before = loss_of(layers, inputs(layers, 1), RECIPES[name]())
+        before.backward()
+        optimizer.step()
+        after = loss_of(layers, inputs(layers, 1), RECIPES[name]())
+        assert torch.isfinite(after)
+        assert not torch.equal(after, before)
+
+
 @one
 def what_cannot_be_sharded_is_refused() -> None:
     layer = fuser.BasicLinear(64, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,12 +40,14 @@ from fuser.op import (
 from fuser.precision.contexts import (
     current_parameter_init,
     initialised_weight,
+    weight_quantizer,
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
@@ -130,18 +133,41 @@ class BasicLinear(BasicOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def reset_parameters(self) -> None:
-        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first."""
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
+
+        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
+        call this.
+        """
         weight = fresh = self.weight
+        if is_distributed(weight):
+            with self._random_state():
+                self._reset_shard(weight)
+            return
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
             data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
             fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-        tracker = self._rng_state_tracker_function
-        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+        with self._random_state():
             torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
         fresh = self.as_parameter(fresh)
         if fresh is not weight:
             self.renew("weight", fresh)
+
+    def _random_state(self) -> Any:
+        tracker = self._rng_state_tracker_function
+        return tracker().fork() if tracker is not None else contextlib.nullcontext()
+
+    def _reset_shard(self, weight: Any) -> None:
+        init = self._init
+        make = None
+        if init is not None:
+            quantizer = self._parameter_quantizer(init.recipe, weight.device)
+            make = functools.partial(
+                shard_of_values,
+                quantizer=weight_quantizer(init, quantizer),
+                is_kept=init.preserve_high_precision_init_val,
+            )
+        initialise_shard(weight, lambda w: torch.nn.init.kaiming_uniform_(w, a=math.sqrt(5)), make)
 
     def as_parameter(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """``weight``; quantized if the op was made under ``quantized_model_init``."""

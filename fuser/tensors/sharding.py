@@ -8,7 +8,7 @@ the ranks that have its rows. ``tensors/gathering.py`` makes the whole parameter
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,6 +107,53 @@ def shard_of_values(
     shard._quantizer = quantizer
     shard._sharding = sharding
     return shard
+
+
+def is_distributed(parameter: Any) -> bool:
+    """Whether a parameter is a ``DTensor``, of which this rank has a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def initialise_shard(
+    parameter: Any,
+    fill: Callable[[torch.Tensor], Any],
+    make: Callable[..., QuantizedTensor] | None,
+) -> None:
+    """Initialise a sharded parameter in place: ``fill`` it, and quantize this rank's shard.
+
+    ``make`` quantizes the shard's values (:func:`shard_of_values`); None leaves them unquantized.
+
+    Raises
+    ------
+    InputError
+        If the parameter is on meta, or if another dimension than the first is sharded, or that
+        one over several dimensions of the mesh.
+    """
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, tuple(parameter.shape)
+    if parameter.is_meta:
+        raise InputError(
+            f"A sharded parameter of shape {shape} on the meta device is initialised after "
+            "model.to_empty(device=...)."
+        )
+    split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) > 1 or not all(placements[dim].is_shard(0) for dim in split):
+        raise InputError(
+            f"A parameter of shape {shape} has the placements {placements}; a quantized parameter "
+            "is sharded along dimension 0, over one dimension of the mesh."
+        )
+    local = parameter._local_tensor
+    values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    whole = type(parameter).from_local(
+        values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    with torch.no_grad():
+        fill(whole)
+        if make is None:
+            local.copy_(values)
+            return
+        group = mesh.get_group(split[0]) if split else None
+        parameter._local_tensor = make(values, group=group, shape=shape)
 
 
 def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
