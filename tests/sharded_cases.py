@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import functools
 import gc
 import pickle
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -39,7 +43,6 @@ ODD = {"rowwise"}
 """Formats whose shards are never exact."""
 
 CASES: dict[str, Callable[[], None]] = {}
-CASES_OF_FOUR: dict[str, Callable[[], None]] = {}
 
 
 def each(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -682,6 +685,71 @@ def a_model_on_meta_is_sharded_and_then_initialised(name: str) -> None:
         after = loss_of(layers, inputs(layers, 1), RECIPES[name]())
         assert torch.isfinite(after)
         assert not torch.equal(after, before)
+
+
+# -- checkpoints ---------------------------------------------------------------------------
+
+
+def shared_folder() -> str:
+    """A new folder, the same on all ranks; removed at the end of the process of the first."""
+    names = [tempfile.mkdtemp() if rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    if rank() == 0:
+        atexit.register(shutil.rmtree, names[0], ignore_errors=True)
+    return names[0]
+
+
+def changed(layers: fuser.Sequential) -> fuser.Sequential:
+    """The model with other values."""
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(1.5).add_(0.25)
+    return layers
+
+
+@each()
+def checkpoints_of_shards_are_loaded_with_their_bytes(name: str) -> None:
+    """From two ranks, to two ranks and to one; and from one to two."""
+    folder, reference = shared_folder(), model(name)
+    layers = sharded(model(name))
+    dcp.save(layers.state_dict(), checkpoint_id=f"{folder}/two")
+    if rank() == 0:
+        dcp.save(reference.state_dict(), checkpoint_id=f"{folder}/one", no_dist=True)
+        alone = changed(model(name))
+        state = alone.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/two", no_dist=True)
+        alone.load_state_dict(state)
+    dist.barrier()
+    for source in ("two", "one"):
+        loaded = sharded(changed(model(name)))
+        state = loaded.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{source}")
+        loaded.load_state_dict(state)
+        for found, own in zip(linears(loaded), linears(layers), strict=True):
+            found, own = shard_of(found.weight), shard_of(own.weight)
+            if source == "two":
+                assert_same_bytes(found, own)
+            assert found._sharding is not None
+        for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+            check_loaded(name, weight, layer.weight, is_exact=name not in ODD)
+    if rank() == 0:
+        for found, layer in zip(linears(alone), linears(reference), strict=True):
+            check_loaded(name, found.weight, layer.weight, is_exact=name in INDEPENDENT)
+    dist.barrier()
+
+
+INDEPENDENT = ("mxfp8", "blocks of 128x128", "blocks of 1x128")
+"""Formats in which a part of a tensor has the bytes of the whole."""
+
+
+def check_loaded(name: str, found: Any, expected: Any, *, is_exact: bool) -> None:
+    if is_exact:
+        assert_same_bytes(found, expected)
+    largest = float(expected.dequantize().abs().max())
+    step = 0.15 if "nvfp4" in name else 0.04
+    torch.testing.assert_close(
+        found.dequantize(), expected.dequantize(), rtol=step, atol=step * largest
+    )
 
 
 @one
