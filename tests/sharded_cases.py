@@ -16,6 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -707,7 +712,7 @@ def changed(layers: fuser.Sequential) -> fuser.Sequential:
     return layers
 
 
-@each()
+@each("current", "mxfp8", "blocks of 128x128", "nvfp4", "delayed")
 def checkpoints_of_shards_are_loaded_with_their_bytes(name: str) -> None:
     """From two ranks, to two ranks and to one; and from one to two."""
     folder, reference = shared_folder(), model(name)
@@ -750,6 +755,50 @@ def check_loaded(name: str, found: Any, expected: Any, *, is_exact: bool) -> Non
     torch.testing.assert_close(
         found.dequantize(), expected.dequantize(), rtol=step, atol=step * largest
     )
+
+
+@each("current", "mxfp8", "nvfp4", "blocks of 128x128")
+def a_full_state_dict_has_plain_values_and_is_loaded_into_shards(name: str) -> None:
+    layers, reference = sharded(model(name)), model(name)
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(layers, options=options)
+    expected = reference.state_dict()
+    assert full.keys() == expected.keys()
+    for key, value in full.items():
+        if isinstance(expected[key], fuser.QuantizedTensor):
+            assert type(value) is torch.Tensor
+            torch.testing.assert_close(value, expected[key].dequantize())
+    loaded = sharded(changed(model(name)))
+    set_model_state_dict(loaded, dict(full), options=options)
+    for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+        torch.testing.assert_close(weight.dequantize(), layer.weight.dequantize())
+    resharded(loaded)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(loaded, dict(full) if rank() == 0 else {}, options=options)
+    for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+        torch.testing.assert_close(weight.dequantize(), layer.weight.dequantize())
+    resharded(loaded)
+    train(name, sharded(model(name)), model(name), steps=1)
+
+
+@each("current", "mxfp8")
+def an_assigned_state_dict_of_shards_is_used(name: str) -> None:
+    layers, loaded, reference = sharded(model(name)), sharded(changed(model(name))), model(name)
+    state = {key: value.detach().clone() for key, value in layers.state_dict().items()}
+    loaded.load_state_dict(state, assign=True)
+    train(name, loaded, reference, steps=1)
+
+
+@each("current", "mxfp8", "nvfp4")
+def conversions_of_a_sharded_model_keep_its_bytes(name: str) -> None:
+    layers, reference = sharded(model(name)), model(name)
+    layers.bfloat16()
+    for layer in linears(layers):
+        assert layer.weight.dtype is torch.bfloat16
+        assert shard_of(layer.weight)._sharding is not None
+    for weight, layer in zip(unsharded(layers), linears(reference), strict=True):
+        assert weight.dtype is torch.bfloat16
+        assert_same_bytes(weight, layer.weight)
 
 
 @one
