@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fuser
+from fuser.errors import InputError
 
 
 def three_steps_on_a_mesh_of_replicas_are_those_of_the_unsharded_model(name: str) -> None:
@@ -45,6 +46,14 @@ def some_ranks_have_no_rows(name: str) -> None:
         cases.resharded(layer)
 
 
+def resharding_to_another_mesh_is_refused(name: str) -> None:
+    layers = cases.model(name)
+    sentence = cases.said(
+        InputError, lambda: cases.sharded(layers, reshard_after_forward=2, each_layer=False)
+    )
+    assert "MXFP8Tensor of shape (128, 64) to 2 ranks after forward" in sentence
+
+
 CASES: dict[str, Callable[[], None]] = {
     f"{function.__name__} [{name}]": functools.partial(function, name)
     for function, names in (
@@ -52,6 +61,7 @@ CASES: dict[str, Callable[[], None]] = {
             three_steps_on_a_mesh_of_replicas_are_those_of_the_unsharded_model,
             ("current", "mxfp8", "nvfp4"),
         ),
+        (resharding_to_another_mesh_is_refused, ("mxfp8",)),
         (some_ranks_have_no_rows, tuple(cases.RECIPES)),
     )
     for name in names

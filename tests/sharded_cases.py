@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -330,6 +331,27 @@ def delayed_scaling_trains_as_on_one_rank_with_all_data() -> None:
         resharded(layers)
 
 
+@one
+def weights_of_delayed_scaling_follow_the_state_of_their_op() -> None:
+    """A state that is loaded replaces that of the op; writes to the shard are recorded in it."""
+    layers, recipe = sharded(model("delayed")), RECIPES["delayed"]()
+    other = sharded(model("delayed"))
+    for m in (layers, other):
+        loss_of(m, inputs(m, 1), recipe).backward()
+    layers.load_state_dict(other.state_dict())
+    for _ in range(2):
+        loss_of(layers, inputs(layers, 1), recipe).backward()
+        for layer in linears(layers):
+            (state,) = (
+                op._delayed["forward"] for op in layer.basic_ops if op.num_quantizers("forward")
+            )
+            shard = shard_of(layer.weight)
+            assert shard._quantizer.scale is state.parameter_quantizer(1).scale
+            with torch.no_grad():
+                layer.weight.mul_(1.0)
+            assert float(state.amax_history[0, 1]) > 0
+
+
 # -- what is gathered ------------------------------------------------------------------------
 
 
@@ -600,6 +622,27 @@ def evaluation_and_inference_gather_too(name: str) -> None:
         if name != "delayed":
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     found.sum().backward()
+
+
+@each("current", "mxfp8")
+def a_mesh_of_replicas_has_whole_parameters(name: str) -> None:
+    mesh = init_device_mesh("cpu", (ranks(), 1), mesh_dim_names=("replicate", "shard"))
+    layers = sharded(model(name), mesh=mesh)
+    train(name, layers, model(name), steps=2)
+
+
+@each("current", "mxfp8")
+def a_model_may_be_sharded_after_it_has_run(name: str) -> None:
+    layers, reference, recipe = model(name), model(name), RECIPES[name]()
+    loss_of(layers, inputs(layers, 1), recipe).backward()
+    layers.zero_grad()
+    train(name, sharded(layers), reference, steps=2)
+
+
+@each("current", "mxfp8")
+def shards_may_be_kept_on_the_cpu(name: str) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    train(name, sharded(model(name), offload_policy=policy), model(name), steps=2)
 
 
 # -- values ------------------------------------------------------------------------------

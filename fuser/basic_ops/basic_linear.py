@@ -480,6 +480,8 @@ class BasicLinear(BasicOperation):
         if own is not None and carried.scale is not own.scale:
             usage = {"rowwise": carried.rowwise, "columnwise": carried.columnwise}
             weight._quantizer = own.with_usage(**usage)
+            if weight._gathering is not None:  # it is the shard that is written
+                weight._gathering.shard._quantizer = weight._quantizer
 
     def _quantized_weight(
         self,

@@ -26,11 +26,12 @@ from fuser.tensors.sharding import USAGES, Sharding, caller, is_exact
 class Gathering:
     """The buffers of a whole parameter, whose memory exists from an unshard to a reshard.
 
-    ``memory`` has a flat tensor for each buffer, by name; ``freed`` is the list of tensors that
-    ``fully_shard`` frees at a reshard.
+    ``shard`` is this rank's, which an optimizer writes. ``memory`` has a flat tensor for each
+    buffer, by name; ``freed`` is the list of tensors that ``fully_shard`` frees at a reshard.
     """
 
     shape: torch.Size
+    shard: QuantizedTensor
     buffers: dict[str, torch.Tensor | None]
     memory: dict[str, torch.Tensor]
     backward_reads: set[str]
@@ -109,7 +110,7 @@ def fsdp_pre_all_gather(
     copies = _copies_read(quantizer, sharding, group)
     ranks, is_even = mesh.size(), outer_size[0] % mesh.size() == 0
     gathering = _gathering(self, param, outer_size, ranks)
-    gathering.backward_reads = sharding.backward_reads
+    gathering.shard, gathering.backward_reads = param._sharded_local_tensor, sharding.backward_reads
     gathering.freed.clear()
     param.all_gather_outputs = []
     if ranks == 1:  # the framework gathers nothing then
@@ -223,7 +224,7 @@ def _gathering(shard: QuantizedTensor, param: Any, shape: torch.Size, ranks: int
             flat = torch.empty(numel, dtype=like.dtype, device=param.device)
             memory[name], buffers[name] = flat, flat[: size.numel()].view(size)
             flat.untyped_storage().resize_(0)
-    return Gathering(shape, buffers, memory, set())
+    return Gathering(shape, shard, buffers, memory, set())
 
 
 def _parts(
