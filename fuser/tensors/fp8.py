@@ -315,9 +315,8 @@ class Float8Quantizer(Quantizer):
         return hash(self._contents())
 
     def _contents(self) -> tuple[Any, ...]:
-        usage = (self.rowwise, self.columnwise)
-        state = (id(self.scale), id(self.amax), self.group)
-        return (*state, self.fp8_dtype, *usage, self.saturates)
+        usage = (self.rowwise, self.columnwise, id(self.group))
+        return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
     def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         if self.group is None:
@@ -325,8 +324,7 @@ class Float8Quantizer(Quantizer):
         # As of the whole tensor: its amax is recorded on every rank, and one scale is chosen.
         found = amax(rows)
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
-        if self.amax is not None:
-            self.amax.copy_(torch.maximum(self.amax, found))
+        self._record(found)
         scale = self.scale if self.saturates else self._scale_for_amax(found)
         quantizer = replace(self, scale=scale, amax=None, saturates=True, group=None)
         return Quantizer.buffers_of(quantizer, rows)
@@ -344,9 +342,12 @@ class Float8Quantizer(Quantizer):
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         *made, found = reference.quantize_delayed(x, self._scale_for(x), self.fp8_dtype, **usages)
+        self._record(found)
+        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
+
+    def _record(self, found: torch.Tensor) -> None:
         if self.amax is not None:
             self.amax.copy_(torch.maximum(self.amax, found))
-        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
     def _scale_for(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
         """The scale; if ``saturates`` is False, a scale that holds every finite value of ``x``."""

@@ -132,7 +132,9 @@ def fsdp_pre_all_gather(
             param.all_gather_outputs.append(memory)
         else:
             options = {"dtype": part.dtype, "device": param.device}
-            param.all_gather_outputs.append(torch.empty(part.numel() * ranks, **options))
+            output = torch.empty(part.numel() * ranks, **options)
+            output.untyped_storage().resize_(0)  # allocated later, on the stream that computes
+            param.all_gather_outputs.append(output)
     shapes = tuple(tuple(part.shape) for part in parts.values())
     return tuple(parts.values()), _Sent(copies, tuple(parts), shapes, scale, gathering)
 
@@ -223,7 +225,7 @@ def _gathering(shard: QuantizedTensor, param: Any, shape: torch.Size, ranks: int
                 numel = max(numel, param.padded_sharded_param_size.numel() * ranks)
             flat = torch.empty(numel, dtype=like.dtype, device=param.device)
             memory[name], buffers[name] = flat, flat[: size.numel()].view(size)
-            flat.untyped_storage().resize_(0)
+            flat.untyped_storage().resize_(0)  # allocated later, on the stream that computes
     return Gathering(shape, shard, buffers, memory, set())
 
 
@@ -355,6 +357,8 @@ def _fill_from_parts(shard: QuantizedTensor, sent: _Sent, outputs: Sequence[torc
     units = shard._row_units()
     if sent.scale is not None:
         gathering.allocated("_scale_inv").copy_(sent.scale)
+        if sent.scale.is_cuda:  # it was allocated on the stream of the collectives
+            sent.scale.record_stream(torch.cuda.current_stream())
     for name, output, shape in zip(sent.names, outputs, sent.shapes, strict=True):
         memory = gathering.memory[name]
         if output.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
