@@ -401,6 +401,31 @@ def a_pass_gathers_the_copy_that_it_reads(name: str) -> None:
 
 
 @each("mxfp8")
+def a_backward_that_does_not_read_a_weight_gathers_one_copy(name: str) -> None:
+    """That of the first layer, whose input needs no gradient."""
+    layers = sharded(linear(RECIPES[name](), 64, 128))
+    for recipe in (RECIPES[name](), None):
+        loss = loss_of(layers, inputs(layers, 1), recipe)
+        with gathers() as backward:
+            loss.backward()
+        assert [names for names, _ in backward] == ["_rowwise_data, _rowwise_scale_inv"]
+
+
+@each("mxfp8", "current")
+def an_override_of_the_backward_reads_the_rowwise_copy(name: str) -> None:
+    for override in ("high_precision", "dequantized"):
+        recipe = RECIPES[name](backward_override=override)
+        layers, reference = sharded(model(name)), model(name)
+        x, own = (inputs(reference, rank()).requires_grad_() for _ in range(2))
+        loss = loss_of(layers, x, recipe)
+        with gathers() as backward:
+            loss.backward()
+        assert not any("columnwise" in names for names, _ in backward)
+        loss_of(reference, own, recipe).backward()
+        assert torch.equal(x.grad, own.grad)
+
+
+@each("mxfp8")
 def a_forward_that_is_recomputed_has_every_copy_in_backward(name: str) -> None:
     for use_reentrant in (False, True):
         for is_inside in (False, True):
@@ -643,6 +668,34 @@ def a_model_may_be_sharded_after_it_has_run(name: str) -> None:
 def shards_may_be_kept_on_the_cpu(name: str) -> None:
     policy = CPUOffloadPolicy(pin_memory=False)
     train(name, sharded(model(name), offload_policy=policy), model(name), steps=2)
+
+
+@each("mxfp8", "current", "nvfp4")
+def layers_of_modules_are_sharded(name: str) -> None:
+    def layer() -> Any:
+        torch.manual_seed(1)
+        with fuser.quantized_model_init(recipe=RECIPES[name]()):
+            return fuser.modules.LayerNormMLP(64, 128)
+
+    own, reference, recipe = layer(), layer(), RECIPES[name]()
+    fully_shard(own)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (own, reference)]
+    for step in range(2):
+        grads = []
+        for m in (own, reference):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            loss_of(m, x.requires_grad_(), recipe).backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    own.unshard()
+    for found, expected in zip(own.parameters(), reference.parameters(), strict=True):
+        if isinstance(expected, fuser.QuantizedTensor):
+            assert_same_bytes(found, expected)
+        else:
+            assert torch.equal(found, expected)
 
 
 # -- values ------------------------------------------------------------------------------

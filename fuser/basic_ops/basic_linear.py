@@ -359,8 +359,8 @@ class BasicLinear(BasicOperation):
             x = x.to(weight.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
-            if ctx.input_requires_grad and isinstance(weight, QuantizedTensor):
-                note_backward_read(weight, "rowwise")  # which gives the values of forward
+            # The rowwise copy has the values of forward.
+            note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return x, weight
 
     def matmul(
@@ -448,6 +448,8 @@ class BasicLinear(BasicOperation):
             )
             usage = "rowwise" if override == "dequantized" else "columnwise"
             kept: list[torch.Tensor] = [qx, qw]
+            if not wants_dgrad or override == "high_precision":
+                note_backward_read(weight, "rowwise" if wants_dgrad else None)
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             else:

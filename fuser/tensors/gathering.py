@@ -19,7 +19,7 @@ import torch
 
 from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.sharding import USAGES, Sharding, caller, is_exact
+from fuser.tensors.sharding import USAGES, Sharding, caller, is_exact, size_of
 
 
 @dataclass(eq=False)
@@ -50,16 +50,19 @@ class Gathering:
         return buffer
 
 
-def note_backward_read(tensor: Any, usage: str) -> None:
-    """Say that the backward of the forward that runs now reads a copy of a gathered parameter.
+def note_backward_read(tensor: Any, usage: str | None) -> None:
+    """Say which copy of a gathered parameter the backward of the forward that runs now reads.
 
-    No effect on other tensors. If the forward may be recomputed, which hooks on saved tensors
-    tell, the backward needs every copy.
+    None: it reads none. No effect on other tensors. If the forward may be recomputed, which hooks
+    on saved tensors tell, the backward needs every copy.
     """
     gathering = getattr(tensor, "_gathering", None)
     if gathering is not None:
         is_hooked = _top_saved_tensor_hooks(False) is not None
-        gathering.backward_reads.update(USAGES if is_hooked else (usage,))
+        gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
+
+
+NOTHING = "nothing"
 
 
 _top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -104,11 +107,13 @@ def fsdp_pre_all_gather(
             "of it that is not known here; the copies that the pass reads are unknown."
         )
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
-        is_whole = is_exact(self, self._quantizer, mesh.size(), outer_size[:-1].numel())
-        self._sharding = Sharding(mesh.get_group(), self._matrix()[0], is_whole)
+        ranks_group = getattr(param.mesh_info, "shard_process_group", None)
+        rows = outer_size[:-1].numel()
+        is_whole = is_exact(self, self._quantizer, size_of(ranks_group), rows)
+        self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)
     sharding, quantizer = self._sharding, self._quantizer
     copies = _copies_read(quantizer, sharding, group)
-    ranks, is_even = mesh.size(), outer_size[0] % mesh.size() == 0
+    ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
     gathering = _gathering(self, param, outer_size, ranks)
     gathering.shard, gathering.backward_reads = param._sharded_local_tensor, sharding.backward_reads
     gathering.freed.clear()
@@ -180,8 +185,9 @@ def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, .
     """The copies that a gathered parameter needs until it is resharded.
 
     ``group`` is the framework's group of parameters. Forward reads the rowwise copy. Backward
-    reads what the ops said in their forward, or anything: if they said nothing, as ops of others
-    do, it needs every copy. So does a parameter that stays gathered from one pass to the next.
+    reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
+    every copy; if they said that they read none, any copy will do. A parameter that stays gathered
+    from one pass to the next needs every copy.
     """
     copies = tuple(name for name in USAGES if getattr(quantizer, name))
     state = group._training_state.name
@@ -192,7 +198,9 @@ def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, .
             sharding.backward_reads.clear()
         return ("rowwise",)
     if state == "PRE_BACKWARD" and group.reshard_after_backward:
-        return tuple(name for name in copies if name in sharding.backward_reads) or copies
+        reads = sharding.backward_reads
+        read = tuple(name for name in copies if name in reads)
+        return read or (copies[:1] if reads else copies)
     return copies
 
 

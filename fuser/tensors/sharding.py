@@ -17,6 +17,7 @@ import torch
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.quantizer import Quantizer
 
 USAGES = ("rowwise", "columnwise")
 
@@ -195,14 +196,20 @@ def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[
 def is_exact(whole: QuantizedTensor, quantizer: Any, ranks: int, rows: int | None = None) -> bool:
     """Whether the bytes of shards are those of the whole tensor, for all of its copies.
 
-    True if shards are equal and whole blocks; of any size if the columnwise copy is derived.
+    True if shards are equal and whole blocks; of any size if the columnwise copy is derived. A
+    scale of the whole tensor must be one that a quantizer reduces over ranks.
     """
     rows = whole._matrix()[0] if rows is None else rows
-    if ranks == 1 or (whole.derives_columnwise and quantizer.rowwise):
+    if ranks == 1:
+        return True
+    units = whole._row_units()
+    has_shared_scale = any(name not in units for name in whole.buffer_names)
+    if has_shared_scale and type(quantizer).bound_to is Quantizer.bound_to:
+        return False
+    if whole.derives_columnwise and quantizer.rowwise:
         return True
     if rows % ranks or not whole.has_exact_shards:
         return False
-    units = whole._row_units()
     names = [n for usage in USAGES if getattr(quantizer, usage) for n in whole._names(usage)]
     return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
 
