@@ -698,6 +698,44 @@ def layers_of_modules_are_sharded(name: str) -> None:
             assert torch.equal(found, expected)
 
 
+@each("mxfp8", "current")
+def the_plan_of_a_sharded_model_is_that_of_the_model(name: str) -> None:
+    layers, recipe = model(name), RECIPES[name]()
+    x = inputs(layers, 1).requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        expected = str(layers.plan(x))
+        assert str(sharded(layers, each_layer=False).plan(x)) == expected
+
+
+@each("current", "blocks of 128x128", "mxfp8")
+def views_of_a_gathered_parameter_have_its_values(name: str) -> None:
+    """Also of the transposed copy, in forward, where one copy is there, and in backward."""
+    layers, own = sharded(model(name)), model(name)[0].weight.dequantize()
+    seen: list[bool] = []
+
+    def look(module: Any, *_: Any) -> None:
+        weight = module.weight.detach()
+        half = len(own) // 2
+        for found, expected in (
+            (weight.t(), own.t()),
+            (weight[:half], own[:half]),
+            (weight.split(half)[1], own.split(half)[1]),
+            (weight.view(2, half, -1), own.view(2, half, -1)),
+            (weight.view(-1)[3:9], own.view(-1)[3:9]),
+            (weight.as_strided((half, own.shape[1]), (own.shape[1], 1)), own[:half]),
+            (weight.clone(), own),
+            (weight[:, 2:5], own[:, 2:5]),
+        ):
+            seen.append(torch.allclose(found.dequantize(), expected, rtol=0.1, atol=1e-2))
+        assert not weight.new_zeros(weight.shape).dequantize().any()
+
+    layers[0].basic_ops[0].register_forward_hook(look)
+    layers[0].basic_ops[0].register_full_backward_pre_hook(look)
+    loss_of(layers, inputs(layers, 1).requires_grad_(), RECIPES[name]()).backward()
+    assert len(seen) == 16
+    assert all(seen), seen
+
+
 # -- values ------------------------------------------------------------------------------
 
 

@@ -202,7 +202,7 @@ def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
         return None
     if tensor._view_of is None and not is_turned and (start, stop) == (0, m):
         return tensor._with(tensor.buffers(), seen.shape, None)
-    buffers = _rows(whole, start, stop)
+    buffers = _rows(whole._present(), start, stop)
     if is_turned:
         if not tensor._is_transposable():
             return None
