@@ -826,6 +826,99 @@ def a_model_on_meta_is_sharded_and_then_initialised(name: str) -> None:
         assert not torch.equal(after, before)
 
 
+# -- unquantized weights that are gathered quantized -----------------------------------------
+
+
+def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
+    inner, outer = widths
+    torch.manual_seed(1)
+    return fuser.Sequential(
+        fuser.Linear(inner, outer, dtype=dtype),
+        fuser.GELU(),
+        fuser.Linear(outer, inner, dtype=dtype),
+        fuser.Linear(inner, outer, bias=False, dtype=dtype),
+    )
+
+
+@each(*[name for name in RECIPES if name != "delayed"])
+def unquantized_weights_are_gathered_quantized(name: str) -> None:
+    """Three steps are those of the unsharded model, which quantizes weights at each call."""
+    for widths in (WIDTHS.get(name, SMALL), (40, 50)):
+        reference, recipe = plain_model(widths), RECIPES[name]()
+        layers = sharded(fuser.distributed.gather_quantized(plain_model(widths), recipe))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.05)
+        other = torch.optim.AdamW(reference.parameters(), lr=0.05)
+        for step in range(3):
+            x = inputs(reference, step)
+            with gathers() as found:
+                loss = loss_of(layers, x, recipe)
+                loss.backward()
+            expected = loss_of(reference, x, recipe)
+            expected.backward()
+            assert torch.equal(loss, expected)
+            if widths != (40, 50) and name not in ODD:
+                assert all("data" in names and "values" not in names for names, _ in found)
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
+                assert type(parameter.full_tensor()) is torch.Tensor
+                torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+
+
+@one
+def half_of_the_bytes_of_bf16_weights_are_gathered() -> None:
+    recipe = RECIPES["mxfp8"]()
+    layers = fuser.distributed.gather_quantized(plain_model(SMALL, torch.bfloat16), recipe)
+    sharded(layers)
+    with gathers() as found:
+        loss_of(layers, inputs(layers, 1).bfloat16().requires_grad_(), recipe).backward()
+    plain = sum(layer.weight.numel() * 2 // ranks() for layer in linears(layers))
+    assert sum(size for _, size in found) <= 0.52 * 2 * plain
+    assert all(p.grad.dtype is p.dtype is torch.bfloat16 for p in layers.parameters())
+
+
+@one
+def unquantized_weights_on_meta_are_gathered_quantized() -> None:
+    recipe = RECIPES["current"]()
+    with torch.device("meta"):
+        layers = fuser.distributed.gather_quantized(plain_model(SMALL), recipe)
+    sharded(layers)
+    layers.to_empty(device="cpu")
+    for module in layers.modules():
+        if isinstance(module, (fuser.BasicLinear, fuser.Bias)):
+            module.reset_parameters()
+    state = {
+        name: value.full_tensor() for name, value in layers.state_dict().items() if value.numel()
+    }
+    reference = plain_model(SMALL)
+    reference.load_state_dict(state, strict=False)
+    x = inputs(reference, 1)
+    policy = [loss_of(m, x, recipe) for m in (layers, reference)]
+    assert torch.equal(*policy)
+    folder = shared_folder()
+    dcp.save(layers.state_dict(), checkpoint_id=folder)
+    other = sharded(fuser.distributed.gather_quantized(plain_model((64, 128)), recipe))
+    loaded = other.state_dict()
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded)
+    assert torch.equal(loss_of(other, x, recipe), policy[0])
+
+
+@one
+def what_cannot_be_gathered_quantized_is_refused() -> None:
+    gather = fuser.distributed.gather_quantized
+    assert "DelayedScaling" in said(
+        InputError, lambda: gather(plain_model(SMALL), RECIPES["delayed"]())
+    )
+    quantized, recipe = model("mxfp8"), RECIPES["mxfp8"]()
+    sentence = said(InputError, lambda: gather(quantized, recipe))
+    assert "weight of shape (128, 64), which is quantized already" in sentence
+    layers = sharded(plain_model(SMALL))
+    assert "which is sharded already" in said(InputError, lambda: gather(layers, recipe))
+    assert "a GELU without" in said(InputError, lambda: gather(fuser.GELU(), recipe))
+
+
 # -- checkpoints ---------------------------------------------------------------------------
 
 

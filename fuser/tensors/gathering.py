@@ -128,7 +128,8 @@ def fsdp_pre_all_gather(
         if not is_even:
             scale = _scale_of_first(self, sharding)
     else:
-        parts = {VALUES: _padded(self._values(), padded[0], 0)}
+        source = self.high_precision_source
+        parts = {VALUES: _padded(self._values() if source is None else source, padded[0], 0)}
     units = self._row_units()
     for name, part in parts.items():
         memory = gathering.memory.get(name)
