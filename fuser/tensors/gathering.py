@@ -11,6 +11,7 @@ are gathered in their nominal dtype, and quantized after that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -324,7 +325,7 @@ def _check_scales(shard: QuantizedTensor, sharding: Sharding, scales: torch.Tens
     """Refuse different scales, if bytes were copied into this shard; costs a synchronization."""
     if not sharding.has_new_bytes:
         return
-    found = sorted(set(scales.flatten().tolist()))
+    found = sorted({one for one in scales.flatten().tolist() if not math.isnan(one)})
     if len(found) > 1:
         raise StateError(
             f"The shards of a {type(shard).__name__} have the scales or amaxes "

@@ -108,8 +108,11 @@ class MasterWeight(torch.Tensor):
             sharding.backward_reads = state.backward_reads
             if not sharding.is_exact:  # the values are gathered, and quantized once
                 state.shard.high_precision_source = values
-        sent = state.shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        return sent[0], (state.shard, sent[1])
+        shard = state.shard
+        parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        if is_backward and len(group._post_forward_indices) <= 1:
+            state.shard = None  # no other backward is to come
+        return parts, (shard, sent)
 
     def fsdp_post_all_gather(
         self,
