@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import sharded_cases as cases
+import sharded_models as cases
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
