@@ -190,3 +190,20 @@ def a_copy_that_was_not_gathered_is_refused() -> None:
     assert "while rowwise of it was gathered" in seen[0]
     assert "no copy" in said(StateError, lambda: kept[0].dequantize())
     assert "no copy" in said(StateError, lambda: kept[0].clone())
+
+
+@case
+def the_gathered_bytes_are_freed_after_their_transpose_was_made() -> None:
+    layers, recipe = sharded(model("current")), RECIPES["current"]()
+    seen: list[tuple[bool, bool]] = []
+
+    def look(module: Any, *_: Any) -> None:
+        memory = module.weight._gathering.memory
+        names = ("_rowwise_data", "_columnwise_data")
+        seen.append(tuple(memory[name].untyped_storage().size() > 0 for name in names))
+
+    op = linears(layers)[1].basic_ops[0]
+    op.register_forward_hook(look)
+    op.register_full_backward_pre_hook(look)
+    loss_of(layers, inputs(layers, 1).requires_grad_(), recipe).backward()
+    assert seen == [(True, False), (False, True)]
