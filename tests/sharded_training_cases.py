@@ -58,6 +58,21 @@ def shards_that_cut_blocks_are_gathered_as_values_and_quantized(name: str) -> No
         assert_same_bytes(weight, own.weight if is_whole else of_shards)
 
 
+@each("mxfp8", "blocks of 1x128", "nvfp4 of 1x16", "rowwise", "current")
+def rows_of_a_weight_without_columnwise_copy_cut_no_block(name: str) -> None:
+    """Under an override of the backward; any rows are whole blocks."""
+    recipe = RECIPES[name](backward_override="dequantized")
+    layers, own = (linear(recipe, 40, 50) for _ in range(2))
+    sharded(layers)
+    assert shard_of(layers[0].weight)._sharding.is_exact == (name != "rowwise")
+    expected = expected_of_shards(layers[0].weight) if name == "rowwise" else own[0].weight
+    (weight,) = unsharded(layers)
+    assert weight._columnwise_data is None
+    assert_same_bytes(weight, expected)
+    resharded(layers)
+    loss_of(layers, inputs(layers, 1).requires_grad_(), recipe).backward()
+
+
 @each()
 def the_last_rank_may_have_fewer_rows_or_none(name: str) -> None:
     for out in (33, 3, 1):
