@@ -2,7 +2,7 @@
 
 import typing as _typing
 
-from fuser import modules, moe, ops, recipe, testing
+from fuser import distributed, modules, moe, ops, recipe, testing
 from fuser.basic_ops import (
     GEGLU,
     GELU,
@@ -178,6 +178,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "deinterleave_glu_tensor",
+    "distributed",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_recipe",

@@ -67,6 +67,7 @@ SLOW_FILES = frozenset(
         "test_recomputation.py",
         "test_recorded.py",
         "test_recorded_experts.py",
+        "test_sharded_parameters.py",
         "test_slow_files.py",
         "test_state.py",
         "test_step_memory.py",

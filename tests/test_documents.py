@@ -29,7 +29,13 @@ DOCUMENTS = tuple(
 )
 # All Python blocks of these run in their order; those of CONTRIBUTING.md and of
 # docs/extending.md have tests of their own.
-RUN = ("README.md", "docs/experts.md", "docs/low_precision.md", "docs/plans.md")
+RUN = (
+    "README.md",
+    "docs/experts.md",
+    "docs/low_precision.md",
+    "docs/plans.md",
+    "docs/sharded.md",
+)
 LINES_OF_README = 120
 WIDTH_OF_README = 838  # pixels that GitHub gives a picture
 # What the examples write.
@@ -112,7 +118,11 @@ def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
     if torch.cuda.is_available():
         pytest.skip("the printed plans are those of a machine without a GPU.")
     names, printed = ran(document).names, ran(document).printed
-    trained = {"docs/experts.md": "mlp", "docs/low_precision.md": "block"}
+    trained = {
+        "docs/experts.md": "mlp",
+        "docs/low_precision.md": "block",
+        "docs/sharded.md": "model",
+    }
     if document in trained:
         assert not printed
         assert all(p.grad is not None for p in names[trained[document]].parameters())

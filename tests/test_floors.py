@@ -44,6 +44,7 @@ PACKAGES = (
     "sequential",
     "modules",
     "moe",
+    "distributed",
     "testing",
     "compatibility",
     "ops",

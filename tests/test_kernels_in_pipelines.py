@@ -678,6 +678,33 @@ def test_a_group_reduces_the_amax_of_a_lazy_tensor(monkeypatch: pytest.MonkeyPat
             assert found.shape == expected.shape == values.shape
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        fuser.NVFP4Quantizer,
+        lambda: fuser.NVFP4Quantizer(with_rht=True),
+        lambda: fuser.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1)),
+        lambda: fuser.Float8Quantizer(torch.full((1,), 999.0), torch.zeros(1), saturates=False),
+    ],
+    ids=["nvfp4", "nvfp4 transformed", "delayed", "delayed without saturation"],
+)
+def test_kernels_use_the_amax_of_a_group(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: t.mul_(2))
+    x = random_tensor((32, 64), BF16, 1)
+    other, one = make(), make()
+    expected = other.bound_to("a group")(x)
+    with on_kernels():
+        found = one.bound_to("a group")(x)
+    for name, buffer in expected.buffers().items():
+        assert torch.equal(found.buffers()[name], buffer), name
+    amax = x.abs().max().float() * 2
+    if isinstance(one, fuser.Float8Quantizer):
+        assert one.amax == other.amax == amax
+    else:
+        assert found._amax_rowwise == amax
+    assert found._quantizer == found._quantizer.unbound()
+
+
 def test_a_quantizer_of_the_user_gets_tensors() -> None:
     class Mine(fuser.MXFP8Quantizer):
         def buffers_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,11 +40,14 @@ from fuser.op import (
 from fuser.precision.contexts import (
     current_parameter_init,
     initialised_weight,
+    weight_quantizer,
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 
 EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
@@ -129,18 +133,41 @@ class BasicLinear(BasicOperation):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
     def reset_parameters(self) -> None:
-        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first."""
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
+
+        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
+        call this.
+        """
         weight = fresh = self.weight
+        if is_distributed(weight):
+            with self._random_state():
+                self._reset_shard(weight)
+            return
         if weight.is_meta or isinstance(weight, QuantizedTensor):
             device = default_device(None) if weight.is_meta else weight.device
             data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
             fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-        tracker = self._rng_state_tracker_function
-        with tracker().fork() if tracker is not None else contextlib.nullcontext():
+        with self._random_state():
             torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
         fresh = self.as_parameter(fresh)
         if fresh is not weight:
             self.renew("weight", fresh)
+
+    def _random_state(self) -> Any:
+        tracker = self._rng_state_tracker_function
+        return tracker().fork() if tracker is not None else contextlib.nullcontext()
+
+    def _reset_shard(self, weight: Any) -> None:
+        init = self._init
+        make = None
+        if init is not None:
+            quantizer = self._parameter_quantizer(init.recipe, weight.device)
+            make = functools.partial(
+                shard_of_values,
+                quantizer=weight_quantizer(init, quantizer),
+                is_kept=init.preserve_high_precision_init_val,
+            )
+        initialise_shard(weight, lambda w: torch.nn.init.kaiming_uniform_(w, a=math.sqrt(5)), make)
 
     def as_parameter(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
         """``weight``; quantized if the op was made under ``quantized_model_init``."""
@@ -332,6 +359,8 @@ class BasicLinear(BasicOperation):
             x = x.to(weight.dtype)
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
+            # The rowwise copy has the values of forward.
+            note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return x, weight
 
     def matmul(
@@ -419,6 +448,8 @@ class BasicLinear(BasicOperation):
             )
             usage = "rowwise" if override == "dequantized" else "columnwise"
             kept: list[torch.Tensor] = [qx, qw]
+            if not wants_dgrad or override == "high_precision":
+                note_backward_read(weight, "rowwise" if wants_dgrad else None)
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             else:
@@ -451,6 +482,8 @@ class BasicLinear(BasicOperation):
         if own is not None and carried.scale is not own.scale:
             usage = {"rowwise": carried.rowwise, "columnwise": carried.columnwise}
             weight._quantizer = own.with_usage(**usage)
+            if weight._gathering is not None:  # it is the shard that is written
+                weight._gathering.shard._quantizer = weight._quantizer
 
     def _quantized_weight(
         self,

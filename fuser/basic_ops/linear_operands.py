@@ -13,6 +13,7 @@ from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.recipe import Recipe
 from fuser.specs import PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.gathering import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
 
@@ -84,8 +85,9 @@ def saved_operand(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> 
     """The ``"rowwise"`` or ``"columnwise"`` copy of a tensor alone.
 
     If the tensor lacks it, and it cannot be made from the other copy, the values are quantized
-    again.
+    again. A sharded parameter gathers it for backward.
     """
+    note_backward_read(tensor, usage)
     try:
         return tensor.with_usage(usage)
     except StateError:

@@ -304,13 +304,18 @@ def quantized_model_init(
         _parameter_init.reset(token)
 
 
+def weight_quantizer(init: ParameterInit, quantizer: Quantizer) -> Quantizer:
+    """``quantizer`` for the copies that a weight made under ``init`` has."""
+    # Under an override nothing reads the columnwise copy. Without one it is made here, because
+    # not every format can make it from the rowwise copy.
+    return quantizer.with_usage(rowwise=True, columnwise=init.recipe.quantizes_backward)
+
+
 def initialised_weight(
     weight: torch.nn.Parameter, init: ParameterInit, quantizer: Quantizer
 ) -> torch.nn.Parameter:
     """The parameter for ``weight`` of a linear made under ``init``, quantized by ``quantizer``."""
-    # Under an override nothing reads the columnwise copy. Without one it is made here, because
-    # not every format can make it from the rowwise copy.
-    quantizer = quantizer.with_usage(rowwise=True, columnwise=init.recipe.quantizes_backward)
+    quantizer = weight_quantizer(init, quantizer)
     quantized = quantizer(weight.detach())
     quantized._quantizer = (
         quantizer  # for delayed scaling, a quantizer that records the amax of writes

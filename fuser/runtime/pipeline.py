@@ -425,6 +425,8 @@ def _check_fusion(fusion: Any) -> None:
 
 
 def _format(tensor: torch.Tensor) -> NumberFormat | None:
+    # Of a sharded parameter, which is gathered for a call, the format is that of its shards.
+    tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.format if isinstance(tensor, QuantizedTensor) else None
 
 

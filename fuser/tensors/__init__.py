@@ -1,6 +1,6 @@
 """Quantizers and quantized tensors."""
 
-from fuser.tensors import dispatch
+from fuser.tensors import dispatch, gathering
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.block_scaling import Float8BlockQuantizer, Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
@@ -30,6 +30,7 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "dispatch",
+    "gathering",
     "groups_quantizer",
     "quantizes_groups",
 ]

@@ -95,6 +95,11 @@ class QuantizedTensor(WrapperTensor):
     _own_names: ClassVar[frozenset[str]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
+    # Whether whole blocks of rows have the same bytes in a part of the tensor as in the whole, if
+    # an amax of the whole tensor is known.
+    has_exact_shards: ClassVar[bool] = True
+    # Whether the columnwise copy is made from the bytes of the rowwise one (derive_columnwise).
+    derives_columnwise: ClassVar[bool] = False
     # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
 
@@ -104,11 +109,16 @@ class QuantizedTensor(WrapperTensor):
     _high_precision_init_val: torch.Tensor | None = None
     # The tensor that this one was quantized from, and the version of this one then.
     _source: tuple[torch.Tensor, int] | None = None
+    _sharding: Any = None  # of a shard of a parameter: a Sharding (tensors/sharding.py)
+    _gathering: Any = None  # of a gathered parameter: a Gathering (tensors/gathering.py)
+    fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py
+    fsdp_post_all_gather: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
-        names = ("_quantizer", "_view_of", "_is_read_only", "_is_param", "_source")
+        names = ["_quantizer", "_view_of", "_is_read_only", "_is_param", "_source"]
+        names += ["_sharding", "_gathering"]
         cls._own_names = frozenset((*getattr(cls, "buffer_names", ()), *names))
 
     @staticmethod
@@ -174,6 +184,13 @@ class QuantizedTensor(WrapperTensor):
         """
         raise NotImplementedError
 
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        """By buffer that has padding in the dimension that does not index rows: the size before it.
+
+        ``k`` is the length of a row, without the padding of its last block.
+        """
+        return {}
+
     def _is_transposable(self) -> bool:
         """Whether each copy is the transpose of the other, in values and layout."""
         raise NotImplementedError
@@ -212,7 +229,7 @@ class QuantizedTensor(WrapperTensor):
 
     def dequantize_padded(self, dtype: torch.dtype) -> torch.Tensor:
         """The values as a matrix ``[M, K]``, including the padding of its last blocks."""
-        return self.compact()._dequantize_rows(dtype)
+        return self._present().compact()._dequantize_rows(dtype)
 
     @property
     def column_transform(self) -> Hashable | None:
@@ -257,7 +274,8 @@ class QuantizedTensor(WrapperTensor):
         StateError
             If the tensor does not have that copy and cannot make it from the other.
         """
-        source = self if self._view_of is None else self.compact()
+        source = self if self._gathering is None else self._present(usage)
+        source = source if self._view_of is None else source.compact()
         data_name, scale_name = self._operand_names(usage)
         data = getattr(source, data_name)
         if data is None:
@@ -275,6 +293,42 @@ class QuantizedTensor(WrapperTensor):
     def _has(self, usage: str) -> bool:
         names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
         return getattr(self, names[0]) is not None
+
+    def _present(self, usage: str | None = None) -> QuantizedTensor:
+        """This tensor; of a gathered parameter, only the copies that are in memory now.
+
+        Raises
+        ------
+        StateError
+            If none is, or if the copy ``usage`` is not and cannot be made from the other.
+        """
+        if self._gathering is None:
+            return self
+        names = ("rowwise", "columnwise")
+        held = {name: self._has(name) and self._is_in_memory(name) for name in names}
+        is_there = any(held.values()) if usage is None else held[usage]
+        if not (is_there or (usage and self.derives_columnwise and any(held.values()))):
+            copies = " and ".join(name for name in names if held[name]) or "no copy"
+            raise StateError(
+                f"The {usage or 'rowwise or columnwise'} copy of a sharded parameter, a "
+                f"{type(self).__name__} of shape {tuple(self.shape)}, was read while {copies} of "
+                "it was gathered: it is read outside of the forward and backward of the module "
+                "that was given to fully_shard, or in a pass for which the copy was not asked. "
+                "Gather all copies with the module's unshard()."
+            )
+        if all(held[name] == self._has(name) for name in names):
+            return self
+        alias = self._alias()
+        alias._keep(held)
+        return alias
+
+    def _is_in_memory(self, usage: str) -> bool:
+        data: torch.Tensor = getattr(self, self._names(usage)[0])
+        return data.numel() == 0 or data.untyped_storage().nbytes() > 0
+
+    def derive_columnwise(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the columnwise data that belongs to the rowwise ``data`` into ``out``."""
+        raise NotImplementedError
 
     def _usage(self) -> Any:
         """The quantizer, with the usages of the copies that this tensor has."""
@@ -375,7 +429,7 @@ class QuantizedTensor(WrapperTensor):
         dtype: torch.dtype | None = None,
     ) -> QuantizedTensor:
         """A new tensor, not a view, with ``change(buffer)`` for each buffer of this one."""
-        source = self.compact()
+        source = self._present().compact()
         changed = {n: None if b is None else change(b) for n, b in source.buffers().items()}
         device = next(b.device for b in changed.values() if b is not None)
         # A write to the copy must not count as a training step of this tensor.
@@ -396,6 +450,10 @@ class QuantizedTensor(WrapperTensor):
         shares = type(self)(buffers, shape, self.dtype, self.device, self._quantizer, view_of=view)
         if self._is_read_only:
             shares._is_read_only = True
+        if self._sharding is not None:
+            shares._sharding = self._sharding
+        if self._gathering is not None:
+            shares._gathering = self._gathering
         return shares
 
     def _take_attributes(self, source: QuantizedTensor) -> None:
@@ -429,7 +487,10 @@ class QuantizedTensor(WrapperTensor):
         """
         source = tensor.detach().to(dtype=self.dtype, device=self.device).expand(self.shape)
         if self._can_be_written_alone():
-            fresh = self._usage()(source)
+            quantizer = self._usage()
+            if self._sharding is not None:
+                quantizer = self._sharding.bound(quantizer)
+            fresh = quantizer(source)
             self._write(fresh if noop_flag is None else self._unless(noop_flag, fresh))
             return self
         assert self._view_of is not None
@@ -466,6 +527,8 @@ class QuantizedTensor(WrapperTensor):
         start, stop = view.start, view.start + self._matrix()[0]
         if (start, stop) == (0, root._matrix()[0]):
             return True
+        if root._sharding is not None and start == 0 and stop >= root._sharding.rows:
+            return True  # a shard, before padding: zeros, which are the same bytes under any scale
         is_whole = not any(root._cuts(usage, start, stop) for usage in copies)
         return self.has_independent_blocks and is_whole
 
@@ -495,12 +558,20 @@ class QuantizedTensor(WrapperTensor):
         self._high_precision_init_val = value
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The values before quantization, on the CPU; None if they were not kept."""
+        """The values before quantization, on the CPU; None if they were not kept.
+
+        Of a shard, its rows.
+        """
+        if self._sharding is not None and self._high_precision_init_val is None:
+            values: torch.Tensor | None = self._sharding.high_precision_init_val
+            return values
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
         """Free the values kept from before quantization."""
         self._high_precision_init_val = None
+        if self._sharding is not None:
+            self._sharding.high_precision_init_val = None
 
     @property
     def data(self) -> QuantizedTensor:

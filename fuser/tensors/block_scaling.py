@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from fuser.cuda import block_scaling as kernels
-from fuser.formats import FP8_BLOCK, DType, NumberFormat, check_fp8_dtype, fp8_block_scale_shape
+from fuser.formats import (
+    FP8_BLOCK,
+    DType,
+    NumberFormat,
+    ceil_div,
+    check_fp8_dtype,
+    fp8_block_scale_shape,
+)
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
 from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
 from fuser.reference import block_scaling as reference
@@ -46,6 +53,11 @@ class Float8BlockwiseQTensor(BlockScaledTensor):
             "_rowwise_scale_inv": (1, 1) if is_1d else (0, FP8_BLOCK),
             "_columnwise_scale_inv": (0, FP8_BLOCK) if is_1d else (1, FP8_BLOCK),
         }
+
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        if self._quantizer.block_scaling_dim == 1:
+            return {"_columnwise_scale_inv": k}
+        return {"_rowwise_scale_inv": ceil_div(k, FP8_BLOCK)}
 
     def _is_transposable(self) -> bool:
         return self._quantizer.block_scaling_dim == 2

@@ -19,6 +19,7 @@ from fuser.errors import StateError
 from fuser.formats import ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
+from fuser.tensors.sharding import USAGES, zeros_of_shard
 from fuser.wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
@@ -201,7 +202,7 @@ def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
         return None
     if tensor._view_of is None and not is_turned and (start, stop) == (0, m):
         return tensor._with(tensor.buffers(), seen.shape, None)
-    buffers = _rows(whole, start, stop)
+    buffers = _rows(whole._present(), start, stop)
     if is_turned:
         if not tensor._is_transposable():
             return None
@@ -231,7 +232,8 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
         return parts
     units = whole._row_units()
     for usage in ("rowwise", "columnwise"):
-        is_cut = whole._cuts(usage, start, stop)
+        # The rows after those of a shard may be padding, in the same block.
+        is_cut = whole._cuts(usage, start, stop) and not (whole._sharding and start == 0)
         end = stop
         if usage == "columnwise" and stop == whole._matrix()[0]:
             # The rows that pad the last block belong to it: a GEMM contracts them too.
@@ -282,6 +284,7 @@ def _to_copy(func: Any, tensor: WrapperTensor, **kwargs: Any) -> Any:
         lambda b: b.to(device=device, non_blocking=non_blocking, copy=True), dtype=dtype
     )
     copy._take_attributes(tensor)
+    copy._sharding = tensor._sharding
     return copy
 
 
@@ -294,9 +297,11 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
         type(source) is type(target)
         and source.shape == target.shape
         and source._usage().encoding() == target._usage().encoding()
-        and all(source._has(usage) == target._has(usage) for usage in ("rowwise", "columnwise"))
+        and all(source._has(usage) or not target._has(usage) for usage in USAGES)
     )
     if exchanges_bytes and target._can_be_written_alone():
+        if target._sharding is not None:
+            target._sharding.has_new_bytes = True
         target._write(source, non_blocking)
         return target
     return target.quantize_(_plain(source))
@@ -310,6 +315,9 @@ def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any
     """
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
+    shard = None if kwargs.keys() - {"pin_memory"} else zeros_of_shard(tensor, shape)
+    if shard is not None:
+        return shard
     dtype, device = kwargs.get("dtype") or tensor.dtype, kwargs.get("device") or tensor.device
     zeros, quantizer = torch.zeros(shape, dtype=dtype, device=device), tensor._usage()
     is_like = dtype == tensor.dtype and zeros.shape[-1:] == tensor.shape[-1:]
@@ -325,7 +333,9 @@ def _is_pinned(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
 def _pin_memory(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
-    return tensor._like(lambda buffer: buffer.pin_memory())
+    pinned = tensor._like(lambda buffer: buffer.pin_memory())
+    pinned._sharding = tensor._sharding
+    return pinned
 
 
 def _record_stream(func: Any, tensor: WrapperTensor, stream: Any) -> None:

@@ -47,6 +47,7 @@ class Float8Tensor(QuantizedTensor):
     rowwise_names = ("_rowwise_data",)
     columnwise_names = ("_columnwise_data",)
     has_independent_blocks = False  # one scale for the whole tensor
+    derives_columnwise = True
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _scale_inv: torch.Tensor
@@ -118,10 +119,16 @@ class Float8Tensor(QuantizedTensor):
             assert self._rowwise_data is not None
             self._columnwise_data = _transposed(self._rowwise_data)
 
+    def derive_columnwise(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        made = _transposed(data, out)
+        if made is not out:
+            out.copy_(made)
 
-def _transposed(data: torch.Tensor) -> torch.Tensor:
-    """The transpose of the bytes ``[M, K]``: ``[K, M]``, contiguous."""
-    out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
+
+def _transposed(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The transpose of the bytes ``[M, K]``: ``[K, M]``, contiguous; in ``out`` if it is given."""
+    if out is None:
+        out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
     return filled(out, kernels.transpose, fp8.transpose, data.contiguous())
 
 
@@ -280,6 +287,7 @@ class Float8Quantizer(Quantizer):
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
     saturates: bool = field(default=True, kw_only=True)
+    group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8Tensor
     accepts_lazy = True
@@ -307,8 +315,22 @@ class Float8Quantizer(Quantizer):
         return hash(self._contents())
 
     def _contents(self) -> tuple[Any, ...]:
-        usage = (self.rowwise, self.columnwise)
+        usage = (self.rowwise, self.columnwise, id(self.group))
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
+
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if self.group is None:
+            return super().buffers_of(rows)
+        # As of the whole tensor: its amax is recorded on every rank, and one scale is chosen.
+        found = amax(rows)
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
+        self._record(found)
+        scale = self.scale if self.saturates else self._scale_for_amax(found)
+        quantizer = replace(self, scale=scale, amax=None, saturates=True, group=None)
+        return Quantizer.buffers_of(quantizer, rows)
+
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+        return replace(self, group=group)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         buffers = _new_buffers(x, self)
@@ -320,21 +342,26 @@ class Float8Quantizer(Quantizer):
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages = {"rowwise": self.rowwise, "columnwise": self.columnwise}
         *made, found = reference.quantize_delayed(x, self._scale_for(x), self.fp8_dtype, **usages)
+        self._record(found)
+        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
+
+    def _record(self, found: torch.Tensor) -> None:
         if self.amax is not None:
             self.amax.copy_(torch.maximum(self.amax, found))
-        return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
     def _scale_for(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
         """The scale; if ``saturates`` is False, a scale that holds every finite value of ``x``."""
         if self.saturates:
             return self.scale
-        found = amax(x)
+        return self._scale_for_amax(amax(x))
+
+    def _scale_for_amax(self, found: torch.Tensor) -> torch.Tensor:
         largest = self.fp8_dtype.max / found
         return torch.where((found < math.inf) & (largest < self.scale), largest, self.scale)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if not self.saturates:
+        if self.group is not None or not self.saturates:
             return None  # computes more than its launches do
         return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
 
@@ -346,8 +373,8 @@ class Float8Quantizer(Quantizer):
 
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: later writes to the tensor record no amax."""
-        return self if self.amax is None else self._unbound
+        return self if self.amax is None and self.group is None else self._unbound
 
     @functools.cached_property
     def _unbound(self) -> Quantizer:
-        return replace(self, amax=None)
+        return replace(self, amax=None, group=None)

@@ -54,6 +54,10 @@ class MXFP8Tensor(BlockScaledTensor):
             "_columnwise_scale_inv": (0, MXFP8_BLOCK),
         }
 
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        k = padded_shape(0, k, MXFP8_BLOCK)[1]
+        return {"_rowwise_scale_inv": k // MXFP8_BLOCK, "_columnwise_scale_inv": k}
+
     def _is_transposable(self) -> bool:
         return False  # columnwise data is not transposed
 

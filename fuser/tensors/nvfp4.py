@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,13 +12,22 @@ import torch
 from fuser.cuda import nvfp4 as kernels
 from fuser.errors import InputError
 from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
-from fuser.functional.amax import raise_amax
-from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, rows_of, source_of
+from fuser.functional.amax import amax, raise_amax
+from fuser.functional.lazy import (
+    LazyTensor,
+    buffer,
+    filled,
+    kernel_or_torch,
+    materialize,
+    matrix_of,
+    rows_of,
+    source_of,
+)
 from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
-from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
+from fuser.tensors.quantizer import Quantizer, whole_blocks
 
 
 class NVFP4Tensor(BlockScaledTensor):
@@ -58,6 +67,10 @@ class NVFP4Tensor(BlockScaledTensor):
             "_columnwise_scale_inv": (1, NVFP4_BLOCK),
         }
 
+    def _unpadded_columns(self, k: int) -> dict[str, int]:
+        k = padded_shape(0, k, NVFP4_BLOCK)[1]
+        return {"_rowwise_scale_inv": k // NVFP4_BLOCK, "_columnwise_scale_inv": k}
+
     def _is_transposable(self) -> bool:
         how = self._quantizer
         return how.with_2d_quantization and not (how.with_rht or how.stochastic_rounding)
@@ -81,24 +94,24 @@ class NVFP4Tensor(BlockScaledTensor):
     def _stored_values(self, dtype: torch.dtype) -> torch.Tensor:
         """The values of one copy, ``[M, K]``, without the inverse of its transform."""
         data, scale, columnwise = self._one_copy()
-        amax = self._amax_columnwise if columnwise else self._amax_rowwise
-        assert amax is not None
+        amax_value = self._amax_columnwise if columnwise else self._amax_rowwise
+        assert amax_value is not None
         rows, pairs = data.shape
         shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
         out = torch.empty(shape, dtype=dtype, device=data.device)
-        return self._decoded(out, data, scale, amax, columnwise=columnwise)
+        return self._decoded(out, data, scale, amax_value, columnwise=columnwise)
 
     def _decoded(
         self,
         out: torch.Tensor,
         data: torch.Tensor,
         scale: torch.Tensor,
-        amax: torch.Tensor,
+        amax_value: torch.Tensor,
         *,
         columnwise: bool,
     ) -> torch.Tensor:
         """The values of a copy as they are stored, written to ``out``."""
-        args = (data, scale, amax, out.dtype)
+        args = (data, scale, amax_value, out.dtype)
         return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
 
 
@@ -140,6 +153,7 @@ class NVFP4Quantizer(Quantizer):
     with_random_sign_mask: bool = field(default=True, kw_only=True)
     stochastic_rounding: bool = field(default=False, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
+    group: Any = field(default=None, kw_only=True, repr=False)
     with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
     row_scaled_activation: InitVar[bool] = field(default=False, kw_only=True)
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
@@ -187,7 +201,7 @@ class NVFP4Quantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.stochastic_rounding and self.seed is None:
+        if self.group is not None or (self.stochastic_rounding and self.seed is None):
             return None  # every call draws a seed, which is an argument of the launch
         copies = (self.rowwise, self.columnwise)
         transform = (self.with_rht, self.with_random_sign_mask)
@@ -197,15 +211,39 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
-    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+        return replace(self, group=group)
+
+    def unbound(self) -> Quantizer:
+        return self if self.group is None else replace(self, group=None)
+
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if self.group is None:
+            return super().buffers_of(rows)
+        # Reduce once, before kernel or reference: if a rank repeated the reduction after a failed
+        # kernel, the other ranks would wait.
+        rows = whole_blocks(rows, self.multiple)
+        x = materialize(rows).view(matrix_of(rows))
+        found = [amax(x)]
+        if self.with_rht:
+            turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
+            found.append(amax(turned))
+        amaxes = torch.cat(found)
+        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=self.group)
+        from_kernel = functools.partial(self.from_kernel, amaxes=amaxes)
+        return kernel_or_torch(
+            x, from_kernel, functools.partial(self.from_reference, amaxes=amaxes)
+        )
+
+    def from_kernel(
+        self, x: torch.Tensor | LazyTensor, amaxes: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
         m, k = matrix_of(x)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
-        amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
-        if self.with_rht:
-            kernels.hadamard_amax(source_of(x), random_signs=self.with_random_sign_mask, out=amaxes)
-        else:
-            raise_amax(x, amaxes)
+        if amaxes is None:
+            amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
+            self._raise_amaxes(x, amaxes)
         row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
         row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
         col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
@@ -228,9 +266,17 @@ class NVFP4Quantizer(Quantizer):
         )
         return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
 
-    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def _raise_amaxes(self, x: torch.Tensor | LazyTensor, amaxes: torch.Tensor) -> None:
+        if self.with_rht:
+            kernels.hadamard_amax(source_of(x), random_signs=self.with_random_sign_mask, out=amaxes)
+        else:
+            raise_amax(x, amaxes)
+
+    def from_reference(
+        self, x: torch.Tensor, amaxes: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
         usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        return self.copies(*reference.quantize(x, **usages, **self._options()))
+        return self.copies(*reference.quantize(x, **usages, **self._options(), amax_value=amaxes))
 
     def _options(self) -> dict[str, Any]:
         """The options of kernels and reference; draws the seed of this call."""

@@ -14,6 +14,7 @@ from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
 from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
 from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER
+from mutants.sharding import SHARDING
 from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
 from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
 
@@ -27,6 +28,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "planner": PLANNER,
     "recipes and plan keys": PLAN_KEYS,
     "quantized tensors": QUANTIZED_TENSORS,
+    "sharding": SHARDING,
     "number formats": NUMBER_FORMATS,
     "matrix products": MATRIX_PRODUCTS,
     "basic ops": BASIC_OPS,

@@ -1,0 +1,74 @@
+"""gather_quantized: unquantized weights that ``fully_shard`` (FSDP2) gathers quantized."""
+
+from __future__ import annotations
+
+import torch
+
+from fuser.basic_ops import BasicLinear
+from fuser.errors import InputError
+from fuser.precision.contexts import ParameterInit, weight_quantizer
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.tensors import QuantizedTensor
+from fuser.tensors.master_weight import MasterWeight
+from fuser.tensors.sharding import is_distributed
+
+
+def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+    """Make ``fully_shard`` gather the weights of linears as bytes and scales of ``recipe``.
+
+    Each rank keeps its rows of a weight unquantized, for the optimizer, and quantizes them before
+    they are gathered. A forward computes with the quantized weight, also outside ``autocast``.
+    Under ``autocast`` with the same recipe it gives the numbers of an unsharded model.
+
+    Call it before ``fully_shard``; a module runs only after that.
+
+    Parameters
+    ----------
+    module
+        Its ``BasicLinear`` ops, also those of composites, get another ``weight``, which shares
+        memory with the old one.
+    recipe
+        Its quantizer of weights is used. Not ``DelayedScaling``: its scales are an op's state.
+
+    Returns
+    -------
+    ``module``.
+
+    Raises
+    ------
+    InputError
+        If the recipe is ``DelayedScaling``, if a weight is quantized or sharded already, or if the
+        module has no linear.
+    """
+    if isinstance(recipe, DelayedScaling):
+        raise InputError(
+            f"gather_quantized got the recipe {recipe!r}, whose scales belong "
+            "to the state of an op; give one whose scales follow from the weight."
+        )
+    made: dict[int, torch.nn.Parameter] = {}
+    for name, op in module.named_modules():
+        if not isinstance(op, BasicLinear):
+            continue
+        weight = op.weight
+        if id(weight) not in made:
+            made[id(weight)] = _master(weight, recipe, name)
+        op.weight = made[id(weight)]
+    if not made:
+        raise InputError(f"gather_quantized got a {type(module).__name__} without a BasicLinear.")
+    return module
+
+
+def _master(weight: torch.nn.Parameter, recipe: Recipe, name: str) -> torch.nn.Parameter:
+    if isinstance(weight, QuantizedTensor) or is_distributed(weight):
+        kind = "sharded" if is_distributed(weight) else "quantized"
+        raise InputError(
+            f"gather_quantized got {name}.weight of shape {tuple(weight.shape)}, which is {kind} "
+            "already; call it with unquantized weights, before fully_shard."
+        )
+    quantizer = weight_quantizer(
+        ParameterInit(recipe, preserve_high_precision_init_val=False),
+        make_quantizer(recipe, "weight", name=name),
+    )
+    master = MasterWeight(weight.detach(), quantizer)
+    return torch.nn.Parameter(master, requires_grad=weight.requires_grad)

@@ -1,0 +1,409 @@
+"""Gathering of quantized parameters that ``fully_shard`` (FSDP2) has sharded.
+
+Before a forward or a backward, the bytes and scales of the copies that the pass reads are gathered
+from all ranks. The buffers of the whole parameter are made once; their memory is freed and
+allocated again by ``fully_shard``. So a copy that an op saved in forward, and that was not gathered
+there, is right in backward.
+
+If the rows of a rank cut blocks of the format, or are fewer on the last rank, the values of shards
+are gathered in their nominal dtype, and quantized after that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser.errors import StateError
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.sharding import USAGES, Sharding, caller, is_exact, size_of
+
+
+@dataclass(eq=False)
+class Gathering:
+    """The buffers of a whole parameter, whose memory exists from an unshard to a reshard.
+
+    ``shard`` is this rank's, which an optimizer writes. ``memory`` has a flat tensor for each
+    buffer, by name; ``freed`` is the list of tensors that ``fully_shard`` frees at a reshard.
+    """
+
+    shape: torch.Size
+    shard: QuantizedTensor
+    buffers: dict[str, torch.Tensor | None]
+    memory: dict[str, torch.Tensor]
+    backward_reads: set[str]
+    freed: list[torch.Tensor] = field(default_factory=list)
+
+    def __deepcopy__(self, memo: Any) -> Gathering:
+        return self
+
+    def allocated(self, name: str) -> torch.Tensor:
+        """The buffer ``name``, with memory."""
+        memory, buffer = self.memory[name], self.buffers[name]
+        assert buffer is not None
+        storage, size = memory.untyped_storage(), memory.numel() * memory.itemsize
+        if storage.size() != size:
+            storage.resize_(size)
+        return buffer
+
+
+def note_backward_read(tensor: Any, usage: str | None) -> None:
+    """Say which copy of a gathered parameter the backward of the forward that runs now reads.
+
+    None: it reads none. No effect on other tensors. If the forward may be recomputed, which hooks
+    on saved tensors tell, the backward needs every copy.
+    """
+    gathering = getattr(tensor, "_gathering", None)
+    if gathering is not None:
+        is_hooked = _top_saved_tensor_hooks(False) is not None
+        gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
+
+
+NOTHING = "nothing"
+
+
+_top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+# -- the framework's calls -------------------------------------------------------------
+
+
+class _Sent(NamedTuple):
+    """What is being gathered."""
+
+    copies: tuple[str, ...]  # those that the pass reads
+    names: tuple[str, ...]  # of buffers, or VALUES
+    shapes: tuple[tuple[int, ...], ...]  # of this rank's parts
+    scale: torch.Tensor | None  # of the whole tensor, if it did not travel with the bytes
+    gathering: Gathering
+
+
+VALUES = "values"
+
+
+def fsdp_pre_all_gather(
+    self: QuantizedTensor,
+    mesh: Any,
+    outer_size: torch.Size,
+    outer_stride: tuple[int, ...],
+    module: torch.nn.Module,
+    mp_policy: Any,
+) -> tuple[tuple[torch.Tensor, ...], Any]:
+    """The bytes and scales of this shard that the pass needs from every rank, for ``fully_shard``.
+
+    Raises
+    ------
+    StateError
+        If other code than torch's ``fully_shard`` calls it.
+    """
+    param, group = caller("FSDPParam"), caller("FSDPParamGroup")
+    if param is None or group is None:
+        raise StateError(
+            f"fsdp_pre_all_gather of a {type(self).__name__} of shape {tuple(self.shape)} was "
+            f"called by other code than fully_shard of torch {torch.__version__}, or by a version "
+            "of it that is not known here; the copies that the pass reads are unknown."
+        )
+    if self._sharding is None:  # made by the user, or loaded in place of the parameter
+        ranks_group = getattr(param.mesh_info, "shard_process_group", None)
+        rows = outer_size[:-1].numel()
+        is_whole = is_exact(self, self._quantizer, size_of(ranks_group), rows)
+        self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)
+    sharding, quantizer = self._sharding, self._quantizer
+    copies = _copies_read(quantizer, sharding, group)
+    ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
+    gathering = _gathering(self, param, outer_size, ranks)
+    gathering.shard, gathering.backward_reads = param._sharded_local_tensor, sharding.backward_reads
+    gathering.freed.clear()
+    param.all_gather_outputs = []
+    if ranks == 1:  # the framework gathers nothing then
+        empty = torch.empty(0, dtype=torch.uint8, device=param.device)
+        return (empty,), _Sent(copies, (), (), None, gathering)
+    padded, scale = tuple(param.padded_sharded_param_size), None
+    if sharding.is_exact:
+        _agree(self, param, sharding)
+        parts = _parts(self, copies, padded, is_even=is_even)
+        if not is_even:
+            scale = _scale_of_first(self, sharding)
+    else:
+        source = self.high_precision_source
+        parts = {VALUES: _padded(self._values() if source is None else source, padded[0], 0)}
+    units = self._row_units()
+    for name, part in parts.items():
+        memory = gathering.memory.get(name)
+        is_shared = memory is not None and name in units and units[name][0] == 0
+        if is_shared and memory.numel() == part.numel() * ranks:  # type: ignore[union-attr]
+            param.all_gather_outputs.append(memory)
+        else:
+            options = {"dtype": part.dtype, "device": param.device}
+            output = torch.empty(part.numel() * ranks, **options)
+            output.untyped_storage().resize_(0)  # allocated later, on the stream that computes
+            param.all_gather_outputs.append(output)
+    shapes = tuple(tuple(part.shape) for part in parts.values())
+    return tuple(parts.values()), _Sent(copies, tuple(parts), shapes, scale, gathering)
+
+
+def fsdp_post_all_gather(
+    self: QuantizedTensor,
+    all_gather_outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: torch.Tensor | None = None,
+) -> Any:
+    """Make the whole parameter for ``fully_shard``, or fill the buffers of ``out``, made before.
+
+    Raises
+    ------
+    StateError
+        If bytes with other scales were copied into some of the shards, in a format with one
+        scale for the whole tensor.
+    """
+    sent: _Sent = metadata
+    gathering = sent.gathering
+    if not sent.names:
+        _fill_from_shard(self, sent)
+    elif sent.names == (VALUES,):
+        _fill_from_values(self, sent, all_gather_outputs[0])
+    else:
+        _fill_from_parts(self, sent, all_gather_outputs)
+    gathering.freed.extend(gathering.memory.values())
+    if out is not None:
+        return None
+    buffer = next(iter(gathering.memory.values()))
+    quantizer = self._quantizer
+    whole = type(self)(gathering.buffers, gathering.shape, param_dtype, buffer.device, quantizer)
+    whole._gathering = gathering
+    return whole, gathering.freed
+
+
+# -- this rank's part --------------------------------------------------------------------
+
+
+def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, ...]:
+    """The copies that a gathered parameter needs until it is resharded.
+
+    ``group`` is the framework's group of parameters. Forward reads the rowwise copy. Backward
+    reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
+    every copy; if they said that they read none, any copy will do. A parameter that stays gathered
+    from one pass to the next needs every copy.
+    """
+    copies = tuple(name for name in USAGES if getattr(quantizer, name))
+    state = group._training_state.name
+    if len(copies) == 1:
+        return copies
+    if state == "FORWARD" and group._reshard_after_forward and not _is_in_backward():
+        if not group._post_forward_indices:  # no backward is still to come
+            sharding.backward_reads.clear()
+        return ("rowwise",)
+    if state == "PRE_BACKWARD" and group.reshard_after_backward:
+        reads = sharding.backward_reads
+        read = tuple(name for name in copies if name in reads)
+        return read or (copies[:1] if reads else copies)
+    return copies
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _gathering(shard: QuantizedTensor, param: Any, shape: torch.Size, ranks: int) -> Gathering:
+    """The buffers of the whole parameter: those of the gatherings before, or new ones."""
+    whole = getattr(param, "_unsharded_param", None)
+    made: Gathering | None = getattr(getattr(whole, "_local_tensor", whole), "_gathering", None)
+    if made is not None:
+        return made
+    quantizer, held = shard._quantizer, shard.buffers()
+    layout = shard._layout(shape.numel() // shape[-1], shape[-1])
+    unused = {n for usage in USAGES if not getattr(quantizer, usage) for n in shard._names(usage)}
+    # Of the two copies, each of which a shard may lack, buffers in the same place are alike.
+    pairs = zip(shard.rowwise_names, shard.columnwise_names, strict=True)
+    other = {name: pair[name == pair[0]] for pair in pairs for name in pair}
+    buffers: dict[str, torch.Tensor | None] = dict.fromkeys(layout)
+    memory: dict[str, torch.Tensor] = {}
+    with torch.inference_mode(False):
+        for name in (name for name in layout if name not in unused):
+            like = held[name] if held[name] is not None else held[other[name]]
+            assert like is not None
+            size = torch.Size(layout[name])
+            numel = size.numel()
+            if shard.derives_columnwise and name in shard.rowwise_names:
+                # The last rank sends as many rows as the others, and they follow its own.
+                numel = max(numel, param.padded_sharded_param_size.numel() * ranks)
+            flat = torch.empty(numel, dtype=like.dtype, device=param.device)
+            memory[name], buffers[name] = flat, flat[: size.numel()].view(size)
+            flat.untyped_storage().resize_(0)  # allocated later, on the stream that computes
+    return Gathering(shape, shard, buffers, memory, set())
+
+
+def _parts(
+    shard: QuantizedTensor, copies: Sequence[str], padded: tuple[int, ...], *, is_even: bool
+) -> dict[str, torch.Tensor]:
+    """What this rank sends of the buffers of ``copies``, by name, without the scales of padding.
+
+    ``padded`` is the shape of a shard of the first rank. Shards that are not even send bytes in
+    that shape, and no scale of the whole tensor.
+    """
+    sent = ("rowwise",) if shard.derives_columnwise else copies
+    units, rows = shard._row_units(), torch.Size(padded[:-1]).numel()
+    columns = shard._unpadded_columns(padded[-1])
+    parts: dict[str, torch.Tensor] = {}
+    for name, buffer in shard.buffers().items():
+        owners = [usage for usage in USAGES if name in shard._names(usage)]
+        if buffer is None or (owners and not set(owners) & set(sent)):
+            continue
+        if name not in units:
+            if is_even:
+                parts[name] = buffer.detach()
+            continue
+        dim, unit = units[name]
+        size = rows // unit
+        part = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
+        part = part.narrow(1 - dim, 0, columns.get(name, part.shape[1 - dim]))
+        parts[name] = _padded(part, size, dim).contiguous()
+        if not is_even:
+            parts[name] = parts[name].view(padded)
+    return parts
+
+
+def _padded(part: torch.Tensor, size: int, dim: int) -> torch.Tensor:
+    """``part`` with zeros after it, so that its dimension ``dim`` is ``size``."""
+    missing = size - part.shape[dim]
+    if not missing:
+        return part
+    zeros = part.new_zeros((*part.shape[:dim], missing, *part.shape[dim + 1 :]))
+    return torch.cat([part, zeros], dim)
+
+
+# -- scales of a whole tensor ---------------------------------------------------------------
+
+
+def _agree(shard: QuantizedTensor, param: Any, sharding: Sharding) -> None:
+    """Before the first gathering, if ranks were initialised with different values: one scale.
+
+    All ranks call this, once for each parameter.
+    """
+    scales = _scales_of_tensor(shard)
+    if sharding.is_agreed or not scales:
+        return
+    sharding.is_agreed = True
+    mine = torch.cat(scales)
+    found = [torch.empty_like(mine) for _ in range(sharding.ranks)]
+    torch.distributed.all_gather(found, mine, group=sharding.group)
+    if not all(torch.equal(one, found[0]) for one in found):
+        kept = param._sharded_local_tensor  # not the copy of it on another device
+        kept.quantize_(kept._values())
+        if kept is not shard:
+            shard.quantize_(kept._values().to(shard.device))
+    sharding.has_new_bytes = False
+
+
+def _scales_of_tensor(shard: QuantizedTensor) -> list[torch.Tensor]:
+    """The scales or amaxes that belong to all rows, in a fixed order; those that the shard has."""
+    units, buffers = shard._row_units(), shard.buffers()
+    names = (name for name in shard.buffer_names if name not in units)
+    return [buffer for name in names if (buffer := buffers[name]) is not None]
+
+
+def _scale_of_first(shard: QuantizedTensor, sharding: Sharding) -> torch.Tensor:
+    """The scale of the first rank, which always has rows; all ranks call this.
+
+    ``fully_shard`` takes no part of another shape than the shard's if shards are not even.
+    """
+    (own,) = _scales_of_tensor(shard)
+    scale = own.clone()
+    torch.distributed.broadcast(scale, group=sharding.group, group_src=0)
+    if shard.numel():
+        _check_scales(shard, sharding, torch.stack([scale, own]))
+    return scale
+
+
+def _check_scales(shard: QuantizedTensor, sharding: Sharding, scales: torch.Tensor) -> None:
+    """Refuse different scales, if bytes were copied into this shard; costs a synchronization."""
+    if not sharding.has_new_bytes:
+        return
+    found = sorted({one for one in scales.flatten().tolist() if not math.isnan(one)})
+    if len(found) > 1:
+        raise StateError(
+            f"The shards of a {type(shard).__name__} have the scales or amaxes "
+            f"{', '.join(f'{one:.9g}' for one in found)}, and the whole tensor has one. Bytes of "
+            "another tensor were copied into some of the shards: copy the parts of one tensor "
+            "into all of them, or values that are not quantized."
+        )
+    sharding.has_new_bytes = False
+
+
+# -- the whole parameter -----------------------------------------------------------------
+
+
+def _fill_from_shard(shard: QuantizedTensor, sent: _Sent) -> None:
+    """The whole parameter on one rank."""
+    source, gathering = shard.compact(), sent.gathering
+    for name, buffer in source.buffers().items():
+        if buffer is not None and name in gathering.memory:
+            gathering.allocated(name).copy_(buffer)
+    _derive(shard, sent)
+
+
+def _fill_from_values(shard: QuantizedTensor, sent: _Sent, values: torch.Tensor) -> None:
+    """The copies that are wanted, quantized from the gathered values."""
+    gathering = sent.gathering
+    usage = {name: name in sent.copies for name in USAGES}
+    whole = values.view(-1, *gathering.shape[1:])[: gathering.shape[0]]
+    made = shard._quantizer.unbound().with_usage(**usage)(whole)
+    for name, buffer in made.buffers().items():
+        if buffer is not None:
+            gathering.allocated(name).copy_(buffer)
+    values.untyped_storage().resize_(0)
+
+
+def _fill_from_parts(shard: QuantizedTensor, sent: _Sent, outputs: Sequence[torch.Tensor]) -> None:
+    """The whole parameter from the bytes and scales of all ranks; padding of scales is zero."""
+    gathering, sharding = sent.gathering, shard._sharding
+    assert sharding is not None
+    units = shard._row_units()
+    if sent.scale is not None:
+        gathering.allocated("_scale_inv").copy_(sent.scale)
+        if sent.scale.is_cuda:  # it was allocated on the stream of the collectives
+            sent.scale.record_stream(torch.cuda.current_stream())
+    for name, output, shape in zip(sent.names, outputs, sent.shapes, strict=True):
+        memory = gathering.memory[name]
+        if output.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
+            continue  # gathered in place
+        buffer = gathering.allocated(name)
+        parts = output.view(sharding.ranks, *shape)
+        if name not in units:
+            _check_scales(shard, sharding, parts)
+            buffer.copy_(parts[0])
+        else:
+            dim = units[name][0]
+            if dim == 1:
+                parts = parts.transpose(0, 1)
+            sizes = (*shape[:dim], sharding.ranks * shape[dim], *shape[dim + 1 :])
+            if sizes != tuple(buffer.shape):
+                buffer.zero_()
+            target = buffer[tuple(map(slice, sizes))]
+            target.view(*sizes[:dim], sharding.ranks, *shape[dim:]).copy_(parts)
+        output.untyped_storage().resize_(0)
+    _derive(shard, sent)
+
+
+def _derive(shard: QuantizedTensor, sent: _Sent) -> None:
+    """Make the columnwise copy of the rowwise one, in a format where it can be, if it is read."""
+    gathering = sent.gathering
+    if not shard.derives_columnwise or gathering.buffers["_rowwise_data"] is None:
+        return
+    row, column = (shard._names(usage)[0] for usage in USAGES)
+    if "columnwise" in sent.copies:
+        data = gathering.buffers[row]
+        assert data is not None
+        shard.derive_columnwise(data, gathering.allocated(column))
+    if "rowwise" not in sent.copies:
+        gathering.memory[row].untyped_storage().resize_(0)
+
+
+QuantizedTensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+QuantizedTensor.fsdp_post_all_gather = fsdp_post_all_gather

@@ -1,0 +1,144 @@
+"""MasterWeight: an unquantized weight that ``fully_shard`` (FSDP2) gathers quantized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.sharding import caller, shard_of_values
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class _State:
+    """What all views of a master weight share: its quantizer, and what was gathered last."""
+
+    quantizer: Quantizer
+    shard: QuantizedTensor | None = None
+    backward_reads: set[str] = field(default_factory=set)
+
+    def __deepcopy__(self, memo: Any) -> _State:
+        return _State(self.quantizer)
+
+
+class MasterWeight(torch.Tensor):
+    """A weight of plain values, which behaves as them, and is gathered quantized.
+
+    A forward and its backward get a :class:`QuantizedTensor`, with the bytes of ``quantizer`` for
+    the values of all ranks, in the dtype of the mixed precision policy. A shard is quantized
+    before each forward; the backward gathers the same bytes. Results of operations are plain
+    tensors, except views, copies and empty tensors like it. It is pickled as a plain tensor.
+
+    Parameters
+    ----------
+    values
+        fp32, fp16 or bf16 ``[M, K]``, shared.
+    quantizer
+        How the gathered weight is quantized, with the usages that it has.
+    """
+
+    _plain: torch.Tensor
+    _state: _State
+
+    # torch calls this for every function; ours are handled below autograd.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[MasterWeight], values: torch.Tensor, quantizer: Quantizer | _State
+    ) -> MasterWeight:
+        self: MasterWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device=values.device,
+            requires_grad=values.requires_grad,
+        )
+        self._plain = values
+        self._state = quantizer if isinstance(quantizer, _State) else _State(quantizer)
+        return self
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"MasterWeight({self._plain!r}, {self._state.quantizer!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        plain_args = tree_map_only(MasterWeight, lambda one: one._plain, args)
+        plain_kwargs = tree_map_only(MasterWeight, lambda one: one._plain, kwargs)
+        result = func(*plain_args, **plain_kwargs)
+        first = args[0] if args else None
+        if not isinstance(first, MasterWeight):
+            return result
+        if func._schema.is_mutable:
+            return first if isinstance(result, torch.Tensor) else result
+        if func in _KEEPS_CLASS:
+            return tree_map_only(torch.Tensor, lambda one: MasterWeight(one, first._state), result)
+        return result
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: Any,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: torch.nn.Module,
+        mp_policy: Any,
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The bytes and scales of this shard that the pass needs, as of a quantized parameter."""
+        state, group, param = self._state, caller("FSDPParamGroup"), caller("FSDPParam")
+        is_backward = group is not None and group._training_state.name == "PRE_BACKWARD"
+        if state.shard is None or not is_backward:
+            ranks = getattr(getattr(param, "mesh_info", None), "shard_process_group", None)
+            values = self._plain.to(mp_policy.param_dtype or self.dtype)
+            state.shard = shard_of_values(values, state.quantizer, ranks, outer_size)
+            sharding = state.shard._sharding
+            sharding.backward_reads = state.backward_reads
+            if not sharding.is_exact:  # the values are gathered, and quantized once
+                state.shard.high_precision_source = values
+        shard = state.shard
+        parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        if is_backward and len(group._post_forward_indices) <= 1:
+            state.shard = None  # no other backward is to come
+        return parts, (shard, sent)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        """The whole quantized weight, for ``fully_shard``."""
+        shard, sent = metadata
+        return shard.fsdp_post_all_gather(all_gather_outputs, sent, param_dtype, out=out)
+
+
+_KEEPS_CLASS = frozenset(
+    (
+        aten.detach.default,
+        aten.alias.default,
+        aten.view.default,
+        aten.as_strided.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.clone.default,
+        aten.new_zeros.default,
+        aten.empty_like.default,
+        aten._to_copy.default,
+        aten._pin_memory.default,
+    )
+)

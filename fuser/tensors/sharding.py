@@ -1,0 +1,236 @@
+"""Shards of quantized parameters: the rows that one rank of ``fully_shard`` (FSDP2) keeps.
+
+A shard is a quantized tensor of this rank's rows. A write to it, such as an optimizer's, is
+quantized as a write to the whole parameter would be: an amax of the whole tensor is reduced over
+the ranks that have its rows. ``tensors/gathering.py`` makes the whole parameter of the shards.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from fuser.errors import InputError
+from fuser.formats import ceil_div
+from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.quantizer import Quantizer
+
+USAGES = ("rowwise", "columnwise")
+
+
+@dataclass(eq=False)
+class Sharding:
+    """What a shard knows of the parameter that it is a part of; shared by all views of the shard.
+
+    Parameters
+    ----------
+    group
+        The process group over which the rows are split; None for one rank. It is not pickled.
+    rows
+        The number of rows of the shard, as a matrix. Rows of zeros may follow, so that the shards
+        of all ranks are equally large.
+    is_exact
+        Whether the bytes of shards are those of the whole parameter. Then their scales are those of
+        the whole parameter too.
+    high_precision_init_val
+        The shard's rows of the values before quantization, if they were kept.
+    """
+
+    group: Any
+    rows: int
+    is_exact: bool
+    high_precision_init_val: torch.Tensor | None = None
+    is_agreed: bool = False
+    """Whether the ranks were found to have one scale, in a format with one for the tensor."""
+    has_new_bytes: bool = False
+    """Whether bytes and their scale were copied into the shard since it was last gathered."""
+    backward_reads: set[str] = field(default_factory=set)
+    """The copies that backwards to come read, as the ops said in their forward."""
+
+    def __deepcopy__(self, memo: Any) -> Sharding:
+        return replace(self, backward_reads=set())  # the group itself cannot be copied
+
+    def bound(self, quantizer: Any) -> Any:
+        """``quantizer`` for a write to this shard: its amax is reduced, if the format has one."""
+        self.is_agreed = True
+        return quantizer.bound_to(self.group) if self.is_exact and self.ranks > 1 else quantizer
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have rows of the parameter."""
+        return size_of(self.group)
+
+
+def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor | None:
+    """Zeros for a shard of ``tensor`` if ``fully_shard`` is asking, or ``tensor`` is a shard.
+
+    Raises
+    ------
+    InputError
+        If the tensor cannot be sharded in the way that was asked for.
+    """
+    sharding, quantizer = tensor._sharding, tensor._quantizer
+    if sharding is None:
+        param = caller("FSDPParam", "_init_sharded_param")
+        if param is None:
+            return None
+        sharding, quantizer = _new_sharding(tensor, param), tensor._usage()
+    zeros = torch.zeros(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+    if tensor._sharding is None:
+        kept = _usage_of_shard(tensor, quantizer, sharding.ranks)
+    else:
+        kept = {usage: tensor._has(usage) for usage in USAGES}
+    shard: QuantizedTensor = quantizer.unbound().with_usage(**kept)(zeros)
+    shard._quantizer = quantizer
+    shard._sharding = sharding
+    return shard
+
+
+def shard_of_values(
+    values: torch.Tensor, quantizer: Any, group: Any, shape: Sequence[int], *, is_kept: bool = False
+) -> QuantizedTensor:
+    """This rank's shard of a parameter of ``shape``, quantized from its ``values``.
+
+    ``quantizer`` is that of the whole parameter; ``group`` the ranks that have rows of it, which
+    all call this. ``is_kept``: keep a copy of the values on the CPU.
+    """
+    empty = torch.empty(shape, dtype=values.dtype, device="meta")
+    whole = quantizer.tensor_class({}, empty.shape, values.dtype, empty.device, quantizer)
+    kept = values.detach().cpu().clone() if is_kept else None
+    rows, is_whole = values.shape[:-1].numel(), is_exact(whole, quantizer, size_of(group))
+    sharding = Sharding(group, rows, is_whole, kept)
+    own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
+    shard: QuantizedTensor = sharding.bound(own)(values)
+    shard._quantizer = quantizer
+    shard._sharding = sharding
+    return shard
+
+
+def is_distributed(parameter: Any) -> bool:
+    """Whether a parameter is a ``DTensor``, of which this rank has a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def initialise_shard(
+    parameter: Any,
+    fill: Callable[[torch.Tensor], Any],
+    make: Callable[..., QuantizedTensor] | None,
+) -> None:
+    """Initialise a sharded parameter in place: ``fill`` it, and quantize this rank's shard.
+
+    ``make`` quantizes the shard's values (:func:`shard_of_values`); None leaves them unquantized.
+
+    Raises
+    ------
+    InputError
+        If the parameter is on meta, or if another dimension than the first is sharded, or that
+        one over several dimensions of the mesh.
+    """
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, tuple(parameter.shape)
+    if parameter.is_meta:
+        raise InputError(
+            f"A sharded parameter of shape {shape} on the meta device is initialised after "
+            "model.to_empty(device=...)."
+        )
+    split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if len(split) > 1 or not all(placements[dim].is_shard(0) for dim in split):
+        raise InputError(
+            f"A parameter of shape {shape} has the placements {placements}; a quantized parameter "
+            "is sharded along dimension 0, over one dimension of the mesh."
+        )
+    local = parameter._local_tensor
+    values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    whole = type(parameter).from_local(
+        values, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    with torch.no_grad():
+        fill(whole)
+        if make is None:
+            local.copy_(values)
+            return
+        group = mesh.get_group(split[0]) if split else None
+        parameter._local_tensor = make(values, group=group, shape=shape)
+
+
+def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
+    """The sharding of ``tensor``, which ``param``, an ``FSDPParam``, divides into shards."""
+    what = f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    if (dim := param.fsdp_placement.dim) != 0:
+        raise InputError(
+            f"fully_shard was asked to shard {what} along dimension {dim}; a quantized parameter "
+            "is sharded along dimension 0."
+        )
+    other = param.post_forward_mesh_info
+    if other is not None and other != param.mesh_info:
+        raise InputError(
+            f"fully_shard was asked to reshard {what} to {other.shard_mesh_size} ranks after "
+            "forward; for a quantized parameter reshard_after_forward is True or False."
+        )
+    group = getattr(param.mesh_info, "shard_process_group", None)
+    size = ceil_div(tensor.shape[0], size_of(group))
+    start = min(size * (0 if group is None else group.rank()), tensor.shape[0])
+    stop = min(start + size, tensor.shape[0])
+    values = tensor._high_precision_init_val
+    if values is not None:
+        values = values[start:stop].clone()
+    rows = (stop - start) * tensor.shape[1:-1].numel()
+    return Sharding(group, rows, is_exact(tensor, tensor._usage(), size_of(group)), values)
+
+
+def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[str, bool]:
+    """The copies that a shard has, of those that the whole tensor has.
+
+    Only the rowwise copy, if the other is derived after the gathering or if rows cut blocks.
+    """
+    usage = {name: bool(getattr(quantizer, name)) for name in USAGES}
+    if usage["rowwise"] and (whole.derives_columnwise or not is_exact(whole, quantizer, ranks)):
+        usage["columnwise"] = False
+    return usage
+
+
+def is_exact(whole: QuantizedTensor, quantizer: Any, ranks: int, rows: int | None = None) -> bool:
+    """Whether the bytes of shards are those of the whole tensor, for all of its copies.
+
+    True if shards are equal and whole blocks; of any size if the columnwise copy is derived. A
+    scale of the whole tensor must be one that a quantizer reduces over ranks.
+    """
+    rows = whole._matrix()[0] if rows is None else rows
+    if ranks == 1:
+        return True
+    units = whole._row_units()
+    has_shared_scale = any(name not in units for name in whole.buffer_names)
+    if has_shared_scale and type(quantizer).bound_to is Quantizer.bound_to:
+        return False
+    if whole.derives_columnwise and quantizer.rowwise:
+        return True
+    if rows % ranks or not whole.has_exact_shards:
+        return False
+    names = [n for usage in USAGES if getattr(quantizer, usage) for n in whole._names(usage)]
+    return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
+
+
+def size_of(group: Any) -> int:
+    return 1 if group is None else int(group.size())
+
+
+def caller(kind: str, function: str | None = None) -> Any:
+    """The object of class ``kind`` of torch's FSDP2 one of whose methods is running now, or None.
+
+    FSDP2 tells a tensor neither that it is being sharded nor for which pass it is gathered.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if FSDP2 in frame.f_globals.get("__name__", ""):
+            found = frame.f_locals.get("self")
+            if type(found).__name__ == kind and function in (None, frame.f_code.co_name):
+                return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+FSDP2 = "torch.distributed.fsdp._fully_shard"

@@ -1,0 +1,68 @@
+"""Quantized parameters on four ranks: shards on two that two others repeat, and few rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import sharded_models as cases
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fuser
+from fuser.errors import InputError
+
+
+def three_steps_on_a_mesh_of_replicas_are_those_of_the_unsharded_model(name: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layers = cases.sharded(cases.model(name), mesh=mesh)
+    local = cases.shard_of(layers[0].weight)
+    assert local.shape[0] == layers[0].weight.shape[0] // 2
+    assert local._sharding.group is mesh.get_group("shard")
+    cases.train(name, layers, cases.model(name), steps=2)
+
+
+def some_ranks_have_no_rows(name: str) -> None:
+    """5 rows: 2, 2, 1 and none."""
+    recipe = cases.RECIPES[name]()
+    layer, own = (cases.linear(recipe, 32, 5) for _ in range(2))
+    cases.sharded(layer)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (layer, own)]
+    assert cases.shard_of(layer[0].weight).shape[0] == [2, 2, 1, 0][cases.rank()]
+    x = torch.randn(32, 32)
+    for _ in range(2):
+        for m in (layer, own):
+            cases.loss_of(m, x, recipe).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        (weight,) = cases.unsharded(layer)
+        if name == "current":
+            cases.assert_same_bytes(weight, own[0].weight)
+        assert isinstance(weight, fuser.QuantizedTensor)
+        torch.testing.assert_close(
+            weight.dequantize(), own[0].weight.dequantize(), rtol=0.3, atol=0.05
+        )
+        cases.resharded(layer)
+
+
+def resharding_to_another_mesh_is_refused(name: str) -> None:
+    layers = cases.model(name)
+    sentence = cases.said(
+        InputError, lambda: cases.sharded(layers, reshard_after_forward=2, each_layer=False)
+    )
+    assert "MXFP8Tensor of shape (128, 64) to 2 ranks after forward" in sentence
+
+
+CASES: dict[str, Callable[[], None]] = {
+    f"{function.__name__} [{name}]": functools.partial(function, name)
+    for function, names in (
+        (
+            three_steps_on_a_mesh_of_replicas_are_those_of_the_unsharded_model,
+            ("current", "mxfp8", "nvfp4"),
+        ),
+        (resharding_to_another_mesh_is_refused, ("mxfp8",)),
+        (some_ranks_have_no_rows, tuple(cases.RECIPES)),
+    )
+    for name in names
+}

@@ -1,0 +1,57 @@
+"""Mistakes in shards of quantized parameters and their gathering."""
+
+from mutants.mutant import Mutant
+
+TWO_RANKS = "test_sharded_parameters.py::test_on_two_ranks"
+
+SHARDING = (
+    Mutant(
+        "the amax of a write to a shard is that of the shard",
+        "tensors/sharding.py",
+        "return quantizer.bound_to(self.group) if self.is_exact and self.ranks > 1 else quantizer",
+        "return quantizer",
+        TWO_RANKS,
+    ),
+    Mutant(
+        "shards that cut blocks are gathered as bytes",
+        "tensors/sharding.py",
+        "return all(rows // ranks % units[name][1] == 0 for name in names if name in units)",
+        "return True",
+        TWO_RANKS,
+    ),
+    Mutant(
+        "scales of padding are left as memory had them",
+        "tensors/gathering.py",
+        "            if sizes != tuple(buffer.shape):\n                buffer.zero_()\n",
+        "",
+        TWO_RANKS,
+    ),
+    Mutant(
+        "a backward in high precision reads the columnwise copy",
+        "basic_ops/basic_linear.py",
+        'note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)',
+        'note_backward_read(weight, "columnwise")',
+        TWO_RANKS,
+    ),
+    Mutant(
+        "a copy of a parameter that is not in memory is read",
+        "tensors/base.py",
+        "return data.numel() == 0 or data.untyped_storage().nbytes() > 0",
+        "return True",
+        TWO_RANKS,
+    ),
+    Mutant(
+        "a parameter that stays gathered after backward has one copy",
+        "tensors/gathering.py",
+        'if state == "PRE_BACKWARD" and group.reshard_after_backward:',
+        'if state == "PRE_BACKWARD":',
+        TWO_RANKS,
+    ),
+    Mutant(
+        "the rowwise bytes stay in memory after their transpose was made",
+        "tensors/gathering.py",
+        '    if "rowwise" not in sent.copies:\n        gathering.memory[row]',
+        "    if False:\n        gathering.memory[row]",
+        TWO_RANKS,
+    ),
+)

@@ -1,0 +1,267 @@
+"""Cases: unquantized weights that are gathered quantized, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_models import (
+    ODD,
+    RECIPES,
+    SMALL,
+    WIDTHS,
+    assert_same_bytes,
+    case,
+    each,
+    gathers,
+    inputs,
+    linears,
+    loss_of,
+    model,
+    rank,
+    ranks,
+    resharded,
+    said,
+    shard_of,
+    sharded,
+    train,
+    unsharded,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+
+import fuser
+from fuser.errors import InputError, StateError
+
+
+def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
+    inner, outer = widths
+    torch.manual_seed(1)
+    return fuser.Sequential(
+        fuser.Linear(inner, outer, dtype=dtype),
+        fuser.GELU(),
+        fuser.Linear(outer, inner, dtype=dtype),
+        fuser.Linear(inner, outer, bias=False, dtype=dtype),
+    )
+
+
+@each(*[name for name in RECIPES if name != "delayed"])
+def unquantized_weights_are_gathered_quantized(name: str) -> None:
+    """Three steps are those of the unsharded model, which quantizes weights at each call."""
+    for widths in (WIDTHS.get(name, SMALL), (40, 50)):
+        reference, recipe = plain_model(widths), RECIPES[name]()
+        layers = sharded(fuser.distributed.gather_quantized(plain_model(widths), recipe))
+        optimizer = torch.optim.AdamW(layers.parameters(), lr=0.05)
+        other = torch.optim.AdamW(reference.parameters(), lr=0.05)
+        for step in range(3):
+            x = inputs(reference, step)
+            with gathers() as found:
+                loss = loss_of(layers, x, recipe)
+                loss.backward()
+            expected = loss_of(reference, x, recipe)
+            expected.backward()
+            assert torch.equal(loss, expected)
+            if widths != (40, 50) and name not in ODD:
+                assert all("data" in names and "values" not in names for names, _ in found)
+            for one in (optimizer, other):
+                one.step()
+                one.zero_grad()
+            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
+                assert type(parameter.full_tensor()) is torch.Tensor
+                torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+
+
+@case
+def half_of_the_bytes_of_bf16_weights_are_gathered() -> None:
+    recipe = RECIPES["mxfp8"]()
+    layers = fuser.distributed.gather_quantized(plain_model(SMALL, torch.bfloat16), recipe)
+    sharded(layers)
+    with gathers() as found:
+        loss_of(layers, inputs(layers, 1).bfloat16().requires_grad_(), recipe).backward()
+    plain = sum(layer.weight.numel() * 2 // ranks() for layer in linears(layers))
+    assert sum(size for _, size in found) <= 0.52 * 2 * plain
+    assert all(p.grad.dtype is p.dtype is torch.bfloat16 for p in layers.parameters())
+
+
+@case
+def unquantized_weights_on_meta_are_gathered_quantized() -> None:
+    recipe = RECIPES["current"]()
+    with torch.device("meta"):
+        layers = fuser.distributed.gather_quantized(plain_model(SMALL), recipe)
+    sharded(layers)
+    layers.to_empty(device="cpu")
+    for module in layers.modules():
+        if isinstance(module, (fuser.BasicLinear, fuser.Bias)):
+            module.reset_parameters()
+    state = {
+        name: value.full_tensor() for name, value in layers.state_dict().items() if value.numel()
+    }
+    reference = plain_model(SMALL)
+    reference.load_state_dict(state, strict=False)
+    x = inputs(reference, 1)
+    policy = [loss_of(m, x, recipe) for m in (layers, reference)]
+    assert torch.equal(*policy)
+    folder = shared_folder()
+    dcp.save(layers.state_dict(), checkpoint_id=folder)
+    other = sharded(fuser.distributed.gather_quantized(plain_model((64, 128)), recipe))
+    loaded = other.state_dict()
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded)
+    assert torch.equal(loss_of(other, x, recipe), policy[0])
+
+
+@case
+def what_cannot_be_gathered_quantized_is_refused() -> None:
+    gather = fuser.distributed.gather_quantized
+    assert "DelayedScaling" in said(
+        InputError, lambda: gather(plain_model(SMALL), RECIPES["delayed"]())
+    )
+    quantized, recipe = model("mxfp8"), RECIPES["mxfp8"]()
+    sentence = said(InputError, lambda: gather(quantized, recipe))
+    assert "weight of shape (128, 64), which is quantized already" in sentence
+    layers = sharded(plain_model(SMALL))
+    assert "which is sharded already" in said(InputError, lambda: gather(layers, recipe))
+    assert "a GELU without" in said(InputError, lambda: gather(fuser.GELU(), recipe))
+
+
+def shared_folder() -> str:
+    """A new folder, the same on all ranks; removed at the end of the process of the first."""
+    names = [tempfile.mkdtemp() if rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    if rank() == 0:
+        atexit.register(shutil.rmtree, names[0], ignore_errors=True)
+    return names[0]
+
+
+def changed(layers: fuser.Sequential) -> fuser.Sequential:
+    """The model with other values."""
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.mul_(1.5).add_(0.25)
+    return layers
+
+
+@each("current", "mxfp8", "blocks of 128x128", "nvfp4", "delayed")
+def checkpoints_of_shards_are_loaded_with_their_bytes(name: str) -> None:
+    """From two ranks, to two ranks and to one; and from one to two."""
+    folder, reference = shared_folder(), model(name)
+    layers = sharded(model(name))
+    dcp.save(layers.state_dict(), checkpoint_id=f"{folder}/two")
+    if rank() == 0:
+        dcp.save(reference.state_dict(), checkpoint_id=f"{folder}/one", no_dist=True)
+        alone = changed(model(name))
+        state = alone.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/two", no_dist=True)
+        alone.load_state_dict(state)
+    dist.barrier()
+    for source in ("two", "one"):
+        loaded = sharded(changed(model(name)))
+        state = loaded.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{source}")
+        loaded.load_state_dict(state)
+        for found, own in zip(linears(loaded), linears(layers), strict=True):
+            found, own = shard_of(found.weight), shard_of(own.weight)
+            if source == "two":
+                assert_same_bytes(found, own)
+            assert found._sharding is not None
+        for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+            check_loaded(name, weight, layer.weight, is_exact=name not in ODD)
+    if rank() == 0:
+        for found, layer in zip(linears(alone), linears(reference), strict=True):
+            check_loaded(name, found.weight, layer.weight, is_exact=name in INDEPENDENT)
+    dist.barrier()
+
+
+INDEPENDENT = ("mxfp8", "blocks of 128x128", "blocks of 1x128")
+"""Formats in which a part of a tensor has the bytes of the whole."""
+
+
+def check_loaded(name: str, found: Any, expected: Any, *, is_exact: bool) -> None:
+    if is_exact:
+        assert_same_bytes(found, expected)
+    largest = float(expected.dequantize().abs().max())
+    step = 0.15 if "nvfp4" in name else 0.04
+    torch.testing.assert_close(
+        found.dequantize(), expected.dequantize(), rtol=step, atol=step * largest
+    )
+
+
+@each("current", "mxfp8", "nvfp4", "blocks of 128x128")
+def a_full_state_dict_has_plain_values_and_is_loaded_into_shards(name: str) -> None:
+    layers, reference = sharded(model(name)), model(name)
+    options = StateDictOptions(full_state_dict=True)
+    full = get_model_state_dict(layers, options=options)
+    expected = reference.state_dict()
+    assert full.keys() == expected.keys()
+    for key, value in full.items():
+        if isinstance(expected[key], fuser.QuantizedTensor):
+            assert type(value) is torch.Tensor
+            torch.testing.assert_close(value, expected[key].dequantize())
+    loaded = sharded(changed(model(name)))
+    set_model_state_dict(loaded, dict(full), options=options)
+    for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+        torch.testing.assert_close(weight.dequantize(), layer.weight.dequantize())
+    resharded(loaded)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(loaded, dict(full) if rank() == 0 else {}, options=options)
+    for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
+        torch.testing.assert_close(weight.dequantize(), layer.weight.dequantize())
+    resharded(loaded)
+    train(name, sharded(model(name)), model(name), steps=1)
+
+
+@each("current", "mxfp8")
+def an_assigned_state_dict_of_shards_is_used(name: str) -> None:
+    layers, loaded, reference = sharded(model(name)), sharded(changed(model(name))), model(name)
+    state = {key: value.detach().clone() for key, value in layers.state_dict().items()}
+    loaded.load_state_dict(state, assign=True)
+    train(name, loaded, reference, steps=1)
+
+
+@each("current", "mxfp8", "nvfp4")
+def conversions_of_a_sharded_model_keep_its_bytes(name: str) -> None:
+    layers, reference = sharded(model(name)), model(name)
+    layers.bfloat16()
+    for layer in linears(layers):
+        assert layer.weight.dtype is torch.bfloat16
+        assert shard_of(layer.weight)._sharding is not None
+    for weight, layer in zip(unsharded(layers), linears(reference), strict=True):
+        assert weight.dtype is torch.bfloat16
+        assert_same_bytes(weight, layer.weight)
+
+
+@case
+def what_cannot_be_sharded_is_refused() -> None:
+    layer = fuser.BasicLinear(64, 64)
+    with fuser.quantized_model_init(recipe=RECIPES["mxfp8"]()):
+        layer = fuser.BasicLinear(64, 64)
+    sentence = said(InputError, lambda: fully_shard(layer, shard_placement_fn=lambda p: Shard(1)))
+    assert "shard a MXFP8Tensor of shape (64, 64) along dimension 1" in sentence
+    local = model("current")[0].weight
+    sentence = said(
+        StateError, lambda: local.fsdp_pre_all_gather(None, local.shape, (), layer, None)
+    )
+    assert "was called by other code than fully_shard" in sentence
+
+
+@case
+def bytes_of_different_tensors_in_the_shards_are_refused() -> None:
+    layers = sharded(model("current"))
+    loss_of(layers, inputs(layers, 1), None)
+    resharded(layers)
+    local = shard_of(layers[0].weight)
+    with torch.no_grad():
+        local.copy_(fuser.Float8CurrentScalingQuantizer()(torch.randn(local.shape) * (1 + rank())))
+    sentence = said(StateError, lambda: layers[0].unshard())
+    assert "have the scales or amaxes" in sentence
+    assert f"{float(local._scale_inv):.9g}" in sentence
