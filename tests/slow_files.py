@@ -70,6 +70,7 @@ SLOW_FILES = frozenset(
         "test_slow_files.py",
         "test_state.py",
         "test_step_memory.py",
+        "test_tensor_parallel.py",
         "test_testing.py",
         "test_vectorization.py",
     )

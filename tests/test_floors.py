@@ -32,6 +32,7 @@ PACKAGES = (
     "reference",
     "functional",
     "tensors",
+    "distributed",
     "gemm",
     "precision",
     "specs",
