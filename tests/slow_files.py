@@ -58,6 +58,7 @@ SLOW_FILES = frozenset(
         "test_operand_flow.py",
         "test_ops.py",
         "test_padding.py",
+        "test_parallel_ops.py",
         "test_planner.py",
         "test_quantized_compile.py",
         "test_quantized_gemm.py",
