@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import every_format
@@ -22,6 +25,7 @@ from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime.recorded import is_recordable
 
 HIDDEN, TOKENS = 128, 256
+DOCUMENT = Path(__file__).parents[1] / "docs" / "parallel.md"
 E5M2 = 0.125  # the largest relative error of a rounding
 
 X = oracles.random_tensor((TOKENS, HIDDEN), torch.float32, 1)
@@ -345,6 +349,50 @@ def bad_input(rank: int) -> Any:
     return found
 
 
+def traffic(rank: int) -> Any:
+    """By recipe and mode, the bytes that all-gathers of a training step take, and their number."""
+    found: dict[str, list[int]] = {}
+    original = collectives._all_gather
+
+    def counted(out: torch.Tensor, x: torch.Tensor, **options: Any) -> Any:
+        found[name].append(x.numel() * x.element_size())
+        return original(out, x, **options)
+
+    collectives._all_gather = counted
+    try:
+        for mode in ("column", "row"):
+            for recipe_name, recipe in (("unquantized", None), *RECIPES.items()):
+                name = f"{recipe_name} {mode}"
+                op = fuser.BasicLinear(
+                    HIDDEN,
+                    HIDDEN,
+                    tensor_parallel_mode=mode,
+                    sequence_parallel=True,
+                    device="cpu",
+                    dtype=torch.bfloat16,
+                )
+                is_row = mode == "row"
+                x, dy = part(X, rank, int(is_row)), part(DY, rank, 1 - int(is_row))
+                leaf = x.bfloat16().requires_grad_()
+                found[name] = []
+                with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                    y = op(leaf)
+                y.backward(dy.bfloat16())
+    finally:
+        collectives._all_gather = original
+    return found
+
+
+def document(rank: int) -> Any:
+    """The plan that the example of the document prints."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+            exec(compile(block, "example", "exec"), {})
+    return {"printed": printed.getvalue()}
+
+
 def meta(rank: int) -> Any:
     with torch.device("meta"):
         op = fuser.BasicLinear(
@@ -360,7 +408,7 @@ SINGLE = {
     for case in (
         *(gather, scatter, reduce, reduce_forward, in_a_pipeline, two_groups, a_destroyed_group),
         *(unreduced_amaxes, different_scales, main_grad, quantized_parameter, bf16, plans),
-        *(copies, random_weights, bad_input, meta),
+        *(copies, random_weights, bad_input, meta, traffic, document),
     )
 }
 LINEARS = {
@@ -580,6 +628,25 @@ def test_a_plan_has_every_collective_with_its_bytes(of: Any) -> None:
     assert "all-gather MXFP8 E4M3 rowwise input (2 ranks: 132 B/token)" in mxfp8
     assert "all-gather MXFP8 E4M3 columnwise input (2 ranks: 132 B/token)" in mxfp8
     assert of("plans")[0]["link"] == 132
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_quantized_rows_travel_as_bytes_and_scales(of: Any, name: str, mode: str) -> None:
+    for each in of("traffic"):
+        plain, taken = (sum(each[f"{recipe} {mode}"]) for recipe in ("unquantized", name))
+        # A row parallel linear gathers dy once in bf16, and both copies of formats of blocks.
+        has_two_copies = mode == "row" and name not in ("current", "delayed")
+        if name == "nvfp4":
+            assert taken in (plain, plain // 2)
+        else:
+            assert taken <= 0.55 * plain * (1 + has_two_copies), (taken, plain)
+
+
+def test_the_example_of_the_document_prints_the_plan_that_the_document_has(of: Any) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for each in of("document"):
+        assert f"```\n{each['printed']}```\n" in text
 
 
 def test_a_pipeline_that_communicates_is_not_recorded(of: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops.quantized_rows import gathered, group_of, note_group
+from fuser.basic_ops.quantized_rows import gathered, group_of, note_group, travelling
 from fuser.distributed import (
     GroupRef,
     check_divides,
@@ -128,7 +128,11 @@ class CollectiveOperation(BasicOperation):
             "forward": "input" if kind == "all-gather" else "output",
             "backward": "grad_output" if kind == "all-gather" else "grad_input",
         }[side]
-        return (Collective(kind, tensor, self.process_group_size),)
+        made = None
+        if kind == "all-gather":
+            (op,) = key.ops
+            made = travelling(key.recipe, op.output if side == "forward" else op.grad_input)
+        return (Collective(kind, tensor, self.process_group_size, made),)
 
 
 class AllGather(CollectiveOperation):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.basic_ops.quantized_rows import Rows, group_of, quantized_rows
+from fuser.basic_ops.quantized_rows import Rows, group_of, quantized_rows, travelling
 from fuser.distributed import (
     Pending,
     check_divides,
@@ -111,20 +111,12 @@ def travels(key: PlanKey, role: str, made: QuantSpec | None, side: str) -> Quant
     For rows that no block shares between ranks: shapes are not part of a plan.
     """
     recipe = key.recipe
-    if recipe is None or made is None or recipe.custom():
+    if recipe is None or (side == "backward" and recipe.backward_override == "high_precision"):
         return None
-    if side == "backward" and recipe.backward_override == "high_precision":
-        return None
-    if made.format.name == "NVFP4":
-        return None  # no amax is reduced
-    if recipe.delayed() and not getattr(recipe, "reduce_amax", False):
-        return None
-    is_tensorwise = made.format.name == "FP8"
-    if role == "input" and side == "backward" and recipe.backward_override is None:
-        return QuantSpec(made.format, rowwise=is_tensorwise, columnwise=not is_tensorwise)
-    if role == "input" or is_tensorwise:
-        return QuantSpec(made.format, rowwise=True, columnwise=False)
-    return made
+    if made is not None and role == "input":
+        is_wgrads = side == "backward" and recipe.backward_override is None
+        made = replace(made, rowwise=not is_wgrads, columnwise=is_wgrads)
+    return travelling(recipe, made)
 
 
 class InputGather:

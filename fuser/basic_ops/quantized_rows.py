@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fuser.distributed import (
 )
 from fuser.op import OperationContext
 from fuser.precision.delayed_scaling import reduces_amaxes_over
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.specs import QuantSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 
 
@@ -33,6 +36,20 @@ def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
     """The group of the forward; ``own``, that of the op, if a user's fused op ran the forward."""
     noted = ctx.__dict__.get("group")
     return resolved(op, own) if noted is None else noted(op)
+
+
+def travelling(recipe: Recipe | None, made: QuantSpec | None) -> QuantSpec | None:
+    """What ranks send of rows that are quantized as ``made``; None for their values.
+
+    If no block has rows of two ranks: shapes are not part of a plan.
+    """
+    if recipe is None or made is None or recipe.custom() or made.format.name == "NVFP4":
+        return None  # no amax of NVFP4 is reduced
+    if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+        return None
+    if made.format.name == "FP8":  # the columnwise copy is made from the rowwise one
+        return replace(made, rowwise=True, columnwise=False)
+    return made
 
 
 class Rows:
