@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ranks import RANKS, part, results_of
 
 import fuser
-from fuser import modules
+from fuser import gemm, modules
 from fuser.distributed import collectives
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime.recorded import is_recordable
@@ -349,6 +349,74 @@ def bad_input(rank: int) -> Any:
     return found
 
 
+def different_ranks(rank: int) -> Any:
+    recipe = (Float8CurrentScaling(), MXFP8BlockScaling())[rank]
+    x = part(X, rank, 0)
+    op = column()
+    with fuser.autocast(recipe=recipe):
+        of_recipes = said(lambda: op(x))
+        again = said(lambda: op(x))
+    assert again == of_recipes
+    return {
+        "recipes": of_recipes,
+        "rows": said(lambda: column()(x[: 64 + rank])),
+        "gradients": said(lambda: column()(x.clone().requires_grad_(rank == 0))),
+        "op": said(lambda: fuser.AllReduce()(x[: 64 + rank])),
+    }
+
+
+def quantized_outside_autocast(rank: int) -> Any:
+    """A quantized input, whose scale is that of the rank, for an unquantized product."""
+    with torch.no_grad(), fuser.autocast(recipe=Float8CurrentScaling()):
+        x = fuser.Quantize()(part(X, rank, 0))
+    op = column()
+    y = op(x)
+    y.backward(part(DY, rank, 1))
+    return {"x": x.dequantize(), "y": y.detach(), "weight": op.weight.grad}
+
+
+def negated(rank: int) -> Any:
+    """The imaginary part of a conjugate is negated lazily by torch."""
+    x = torch.complex(X, X)
+    return {"y": fuser.AllGather()(part(x, rank, 0).conj().imag)}
+
+
+def mesh(rank: int) -> Any:
+    group = dist.device_mesh.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    flat = dist.device_mesh.init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    two = said(lambda: fuser.AllGather(flat))
+    return {"y": column(group)(part(X, rank, 0)).detach(), "two": two}
+
+
+def order(rank: int) -> Any:
+    """The order of communication and products in the backward of a sequence parallel linear."""
+    seen: list[str] = []
+    op = column()
+    y = op(part(X, rank, 0).requires_grad_())
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return call
+
+    class Waited(collectives.Pending):  # type: ignore[type-arg]
+        def wait(self) -> Any:
+            seen.append("wait")
+            return super().wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_all_gather", noted("gather", collectives._all_gather))
+        scatter = collectives._reduce_scatter
+        patch.setattr(collectives, "_reduce_scatter", noted("scatter", scatter))
+        patch.setattr(collectives, "Pending", Waited)
+        for name in ("dgrad", "wgrad"):
+            patch.setattr(gemm, name, noted(name, getattr(gemm, name)))
+        y.backward(part(DY, rank, 1))
+    return {"seen": seen}
+
+
 def traffic(rank: int) -> Any:
     """By recipe and mode, the bytes that all-gathers of a training step take, and their number."""
     found: dict[str, list[int]] = {}
@@ -408,6 +476,7 @@ SINGLE = {
     for case in (
         *(gather, scatter, reduce, reduce_forward, in_a_pipeline, two_groups, a_destroyed_group),
         *(unreduced_amaxes, different_scales, main_grad, quantized_parameter, bf16, plans),
+        *(different_ranks, quantized_outside_autocast, negated, mesh, order),
         *(copies, random_weights, bad_input, meta, traffic, document),
     )
 }
@@ -677,6 +746,38 @@ def test_bad_input_is_a_sentence_with_the_op_and_the_numbers(of: Any) -> None:
     assert "sharded over 2 ranks, and a group of 1" in ranks[0]["alone"]
     assert "BasicLinear got a process group of which rank 1 is no member" in ranks[1]["no member"]
     assert "AllReduce got a process group" in ranks[1]["no member of an op"]
+
+
+def test_ranks_that_differ_all_raise_at_the_first_call(of: Any) -> None:
+    first, second = of("different_ranks")
+    assert first == second
+    assert "rank 0 has recipe Float8CurrentScaling" in first["recipes"]
+    assert "rank 1 has recipe MXFP8BlockScaling" in first["recipes"]
+    assert "input (64, 128) in float32" in first["rows"]
+    assert "input (65, 128) in float32" in first["rows"]
+    assert "gradients (False, True)" in first["gradients"]
+    assert first["op"].startswith("AllReduce communicates, and its ranks differ")
+
+
+def test_an_input_that_is_not_in_memory_as_it_reads_is_gathered_as_it_reads(of: Any) -> None:
+    ranks = of("quantized_outside_autocast")
+    x = torch.cat([each["x"] for each in ranks])
+    for rank, each in enumerate(ranks):
+        assert_close(each["y"], part(x @ WEIGHT.t(), rank, 1))
+        assert_close(each["weight"], part(DY.t() @ x, rank, 0))
+    for each in of("negated"):
+        assert torch.equal(each["y"], -X)
+
+
+def test_a_mesh_is_a_group(of: Any) -> None:
+    for rank, each in enumerate(of("mesh")):
+        assert_close(each["y"], part(X @ WEIGHT.t(), rank, 1))
+        assert "AllGather got a device mesh of 2 dimensions" in each["two"]
+
+
+def test_communication_runs_beside_the_other_product_of_backward(of: Any) -> None:
+    for each in of("order"):
+        assert each["seen"] == ["gather", "dgrad", "scatter", "wait", "wgrad", "wait"]
 
 
 def test_a_group_without_torch_distributed_is_refused() -> None:

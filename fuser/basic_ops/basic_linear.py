@@ -28,6 +28,7 @@ from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.cuda import cublaslt
 from fuser.distributed import (
+    Agreement,
     GroupRef,
     check_shard,
     divided,
@@ -49,6 +50,7 @@ from fuser.op import (
 )
 from fuser.precision.contexts import (
     current_parameter_init,
+    current_recipe,
     initialised_weight,
 )
 from fuser.precision.quantizer_for import make_quantizer
@@ -150,6 +152,7 @@ class BasicLinear(BasicOperation):
         self._group = GroupRef(group)
         self.tensor_parallel_size = group_size("BasicLinear", group) if mode is not None else 1
         self._parallel: Parallelism | None = None
+        self._agreement = Agreement()
         if mode is None or self.tensor_parallel_size == 1:
             return
         self._parallel = Parallelism(mode, self.tensor_parallel_size, is_sequence)
@@ -416,6 +419,9 @@ class BasicLinear(BasicOperation):
         x, weight = input_, self._parameters.get("weight")
         if weight is None:
             weight = self.weight  # an attribute, which a hook computes
+        if self._parallel is not None:
+            self._check_features(x.shape)
+            x = plain(x, ctx.autocast_dtype or weight.dtype)
         wants_grad = weight.requires_grad
         if ctx.autocast_dtype is not None:
             weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
@@ -424,15 +430,24 @@ class BasicLinear(BasicOperation):
         if ctx.requires_grad:
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
         if self._parallel is not None:
-            group = self._note_group(ctx)
+            group = self._note_group(ctx, input_)
             if self._parallel.gathers_input:
                 check_shard("BasicLinear", input_.shape)
                 x = start_all_gather(x, group).wait()
         return x, weight
 
-    def _note_group(self, ctx: OperationContext) -> Any:
-        """The group of this forward, which its backward uses too."""
+    def _note_group(self, ctx: OperationContext, input_: torch.Tensor) -> Any:
+        """The group of this forward, which its backward uses too; its ranks agree on the call."""
         group = resolved("BasicLinear", self.tensor_parallel_group)
+        grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
+        self._agreement.check(
+            f"BasicLinear({self.in_features}, {self.out_features})",
+            group,
+            current_recipe(),
+            input_,
+            self._parallel,
+            f"gradients {grads}",
+        )
         note_group(ctx, group)
         return group
 
@@ -568,7 +583,7 @@ class BasicLinear(BasicOperation):
         wants_wgrad: bool,
     ) -> InputGather | None:
         """Start to gather the input of all ranks; None if the linear does not gather it."""
-        group = self._note_group(ctx)
+        group = self._note_group(ctx, input_)
         assert self._parallel is not None
         if not self._parallel.gathers_input:
             return None

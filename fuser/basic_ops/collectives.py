@@ -9,6 +9,7 @@ import torch
 
 from fuser.basic_ops.quantized_rows import gathered, group_of, note_group, travelling
 from fuser.distributed import (
+    Agreement,
     GroupRef,
     check_divides,
     check_shard,
@@ -20,6 +21,7 @@ from fuser.distributed import (
 )
 from fuser.errors import StateError
 from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
+from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, TensorSpec
 from fuser.tensors import QuantizedTensor
 
@@ -48,6 +50,7 @@ class CollectiveOperation(BasicOperation):
     def __init__(self, process_group: Any | None = None) -> None:
         super().__init__()
         self._group = GroupRef(process_group)
+        self._agreement = Agreement()
         self.process_group_size = group_size(type(self).__name__, process_group)
 
     @property
@@ -101,6 +104,8 @@ class CollectiveOperation(BasicOperation):
             return write_output(input_, next_op_input_quantizer)
         name = type(self).__name__
         group = resolved(name, self.process_group)
+        grads = f"gradients {ctx.requires_grad and ctx.input_requires_grad}"
+        self._agreement.check(name, group, current_recipe(), input_, grads)
         note_group(ctx, group)
         return self._forward(ctx, input_, group, next_op_input_quantizer)
 

@@ -1,5 +1,6 @@
 """Process groups, collectives along dim 0, and the gathering of quantized tensors."""
 
+from fuser.distributed.agreement import Agreement
 from fuser.distributed.collectives import (
     Pending,
     start_all_gather,
@@ -23,6 +24,7 @@ from fuser.distributed.quantized_gather import (
 )
 
 __all__ = [
+    "Agreement",
     "GroupRef",
     "Pending",
     "WeakGroup",

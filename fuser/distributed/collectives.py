@@ -12,6 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from fuser.wrapper_tensor import WrapperTensor
+
 Result = TypeVar("Result")
 
 # torch 2.13 renames the two functions, and warns about the older names.
@@ -46,6 +48,17 @@ class Pending(Generic[Result]):
         return self._finish()
 
 
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as memory that holds its values: contiguous, not quantized, not lazily negated."""
+    if isinstance(x, WrapperTensor):
+        x = x.dequantize()
+    return x.detach().resolve_neg().contiguous()
+
+
+def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:
+    return not isinstance(x, WrapperTensor) and out.data_ptr() == x.data_ptr()
+
+
 def _is_silent(x: torch.Tensor) -> bool:
     """Whether there is nothing to send: no elements, or no memory (meta)."""
     return x.is_meta or x.numel() == 0
@@ -57,7 +70,7 @@ def start_all_gather(x: torch.Tensor, group: Any, dim: int = 0) -> Pending[torch
     The result is contiguous, and the same on every rank.
     """
     ranks = dist.get_world_size(group)
-    x = x.detach().contiguous()
+    x = _values(x)
     out = torch.empty((ranks * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
     work = None if _is_silent(x) else _all_gather(out, x, group=group, async_op=True)
     if dim == 0:
@@ -76,7 +89,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
 
     The number of ranks divides the rows (``groups.check_divides``).
     """
-    x = x.detach().contiguous()
+    x = _values(x)
     shape = (x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     work = None if _is_silent(x) else _reduce_scatter(out, x, group=group, async_op=True)
@@ -88,8 +101,8 @@ def start_all_reduce(x: torch.Tensor, group: Any, *, is_own: bool = False) -> Pe
 
     ``is_own``: nothing else reads ``x``, which may hold the result.
     """
-    out = x.detach().contiguous()
-    if not is_own and out.data_ptr() == x.data_ptr():
+    out = _values(x)
+    if not is_own and (x.is_meta or _shares_memory(out, x)):
         out = out.clone()
     work = None if _is_silent(out) else dist.all_reduce(out, group=group, async_op=True)
     return Pending(lambda: out, (work,), None)
