@@ -21,8 +21,10 @@ from ranks import RANKS, part, results_of
 import fuser
 from fuser import gemm, modules
 from fuser.distributed import collectives
+from fuser.plan.cost import COLLECTIVES
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime.recorded import is_recordable
+from fuser.specs import Collective, TensorSpec
 
 HIDDEN, TOKENS = 128, 256
 DOCUMENT = Path(__file__).parents[1] / "docs" / "parallel.md"
@@ -59,6 +61,9 @@ def scatter(rank: int) -> Any:
 
 
 def reduce(rank: int) -> Any:
+    x = X * (1 + rank)
+    assert torch.equal(fuser.AllReduce()(x), 3 * X)
+    assert torch.equal(x, X * (1 + rank))
     return run(fuser.AllReduce(), X * (1 + rank), DY * (1 + rank))
 
 
@@ -716,6 +721,12 @@ def test_the_example_of_the_document_prints_the_plan_that_the_document_has(of: A
     text = DOCUMENT.read_text(encoding="utf-8")
     for each in of("document"):
         assert f"```\n{each['printed']}```\n" in text
+
+
+def test_the_bytes_of_collectives_are_those_of_a_ring() -> None:
+    spec = TensorSpec((4, 8), torch.bfloat16)  # 64 bytes
+    sent = {kind: Collective(kind, "input", 4).nbytes(spec) for kind in COLLECTIVES}
+    assert sent == {"all-gather": 3 * 64, "reduce-scatter": 3 * 64, "all-reduce": 2 * 3 * 16}
 
 
 def test_a_pipeline_that_communicates_is_not_recorded(of: Any) -> None:
