@@ -49,10 +49,10 @@ class Pending(Generic[Result]):
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as memory that holds its values: contiguous, not quantized, not lazily negated."""
+    """``x`` as memory that holds its values: contiguous, and not quantized."""
     if isinstance(x, WrapperTensor):
         x = x.dequantize()
-    return x.detach().resolve_neg().contiguous()
+    return x.detach().contiguous()
 
 
 def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:
