@@ -66,6 +66,27 @@ class QuantSpec:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """Communication of an op over the ranks of its process group.
+
+    ``kind`` is ``"all-gather"``, ``"reduce-scatter"`` or ``"all-reduce"``; ``tensor`` the
+    ``"input"``, ``"output"``, ``"grad_output"`` or ``"grad_input"`` that it reads or writes;
+    ``quantization`` what travels of a quantized tensor, None for its values.
+    """
+
+    kind: str
+    tensor: str
+    ranks: int
+    quantization: QuantSpec | None = None
+
+    def nbytes(self, spec: TensorSpec) -> int:
+        """Bytes that a rank sends, and that it receives; ``spec`` is the tensor on this rank."""
+        own = spec.nbytes if self.quantization is None else self.quantization.nbytes(spec)
+        others = self.ranks - 1
+        return 2 * others * own // self.ranks if self.kind == "all-reduce" else others * own
+
+
+@dataclass(frozen=True)
 class OpKey:
     """The properties of one basic op that a plan depends on.
 

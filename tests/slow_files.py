@@ -58,6 +58,7 @@ SLOW_FILES = frozenset(
         "test_operand_flow.py",
         "test_ops.py",
         "test_padding.py",
+        "test_parallel_ops.py",
         "test_planner.py",
         "test_quantized_compile.py",
         "test_quantized_gemm.py",
@@ -71,6 +72,7 @@ SLOW_FILES = frozenset(
         "test_slow_files.py",
         "test_state.py",
         "test_step_memory.py",
+        "test_tensor_parallel.py",
         "test_testing.py",
         "test_vectorization.py",
     )

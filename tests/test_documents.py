@@ -28,7 +28,8 @@ DOCUMENTS = tuple(
     for path in sorted((ROOT / folder).glob("*.md"))
 )
 # All Python blocks of these run in their order; those of CONTRIBUTING.md and of
-# docs/extending.md have tests of their own.
+# docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
+# (test_parallel_ops.py).
 RUN = (
     "README.md",
     "docs/experts.md",
@@ -106,7 +107,7 @@ def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> No
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_document_with_python_is_run(document: str) -> None:
-    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md")
+    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
     assert not python_blocks(read(document)) or document in tested
 
 

@@ -32,6 +32,7 @@ PACKAGES = (
     "reference",
     "functional",
     "tensors",
+    "communication",
     "gemm",
     "precision",
     "specs",

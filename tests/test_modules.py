@@ -287,7 +287,7 @@ def test_a_parametrized_layer_is_refused_with_the_parameters_name() -> None:
 @pytest.mark.parametrize("make", [make for make, _ in LAYERS.values()], ids=LAYERS)
 @pytest.mark.parametrize(
     "option",
-    ["return_bias", "tp_size", "parameters_split", "delay_wgrad_compute", "ub_overlap_ag"],
+    ["return_bias", "checkpoint", "parameters_split", "delay_wgrad_compute", "ub_overlap_ag"],
 )
 def test_what_a_layer_lacks_is_accepted_off_and_refused_on(make: Any, option: str) -> None:
     default, _ = layers.OFF[option]
@@ -296,6 +296,12 @@ def test_what_a_layer_lacks_is_accepted_off_and_refused_on(make: Any, option: st
         make(**{option: 2})
     with pytest.raises(TypeError, match="'colour'"):
         make(colour="red")
+
+
+def test_tp_size_is_that_of_the_group() -> None:
+    modules.LayerNormLinear(64, 64, tp_size=1, tp_group=None)
+    with pytest.raises(fuser.InputError, match=r"LayerNormMLP got tp_size=2, and .* has 1 rank"):
+        modules.LayerNormMLP(64, 64, tp_size=2)
 
 
 def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:

@@ -30,6 +30,8 @@ from oracles import (
 )
 
 import fuser
+from fuser.basic_ops import basic_linear, bias
+from fuser.fused_ops import linear
 from fuser.reference import activation
 
 LEADING = {"2-D": (6,), "3-D": (2, 3), "one-row": (1,), "1-D": (), "odd": (13,)}
@@ -419,16 +421,18 @@ def test_an_argument_that_cannot_be_used_is_a_sentence_with_its_value(make: Any,
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: fuser.BasicLinear(4, 4, tensor_parallel_mode="row"), "BasicLinear .* 2 ranks"),
-        (lambda: fuser.Bias(4, tensor_parallel=True), "Bias .* 2 ranks"),
+        (lambda: fuser.BasicLinear(5, 4, tensor_parallel_mode="row"), "BasicLinear.* 5, and 2 "),
+        (lambda: fuser.Linear(5, 4, tensor_parallel_mode="row"), "Linear.* 5, and 2 "),
+        (lambda: fuser.BasicLinear(4, 7, tensor_parallel_mode="column"), "BasicLinear.* 7, and 2"),
+        (lambda: fuser.Bias(3, tensor_parallel=True), "Bias's size is 3, and 2 ranks"),
     ],
 )
-def test_sharding_over_several_ranks_is_refused(
+def test_a_size_that_the_ranks_do_not_divide_is_refused(
     make: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    for module in (basic_linear, bias, linear):
+        monkeypatch.setattr(module, "group_size", lambda op, group: 2)
     with pytest.raises(fuser.InputError, match=said):
         make()
 

@@ -20,6 +20,7 @@ from fuser.basic_ops.adaptive_layer_norm import AdaptiveLayerNorm
 from fuser.basic_ops.add_extra_input import AddExtraInput
 from fuser.basic_ops.basic_linear import BasicLinear
 from fuser.basic_ops.bias import Bias
+from fuser.basic_ops.collectives import AllGather, AllReduce, ReduceScatter
 from fuser.basic_ops.constant_scale import ConstantScale
 from fuser.basic_ops.dropout import Dropout
 from fuser.basic_ops.grouped_linear import GroupedLinear
@@ -46,6 +47,8 @@ __all__ = [
     "Activation",
     "AdaptiveLayerNorm",
     "AddExtraInput",
+    "AllGather",
+    "AllReduce",
     "BasicLinear",
     "Bias",
     "ClampedSwiGLU",
@@ -62,6 +65,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
     "SReGLU",
     "SReLU",

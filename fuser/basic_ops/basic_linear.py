@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
+from fuser.basic_ops import linear_parallel
 from fuser.basic_ops.kept_weight import kept_weight
 from fuser.basic_ops.linear_operands import (
     gemm_name,
@@ -23,7 +24,18 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
+from fuser.basic_ops.linear_parallel import InputGather, Parallelism, travels
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
+from fuser.basic_ops.quantized_rows import note_group
+from fuser.communication import (
+    Agreement,
+    GroupRef,
+    check_shard,
+    divided,
+    group_size,
+    resolved,
+    start_all_gather,
+)
 from fuser.cuda import cublaslt
 from fuser.errors import InputError
 from fuser.op import (
@@ -31,7 +43,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
-    check_parallelism,
+    check_parallel_mode,
     default_device,
     default_dtype,
     write_grad_input,
@@ -39,12 +51,13 @@ from fuser.op import (
 )
 from fuser.precision.contexts import (
     current_parameter_init,
+    current_recipe,
     initialised_weight,
     weight_quantizer,
 )
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
@@ -58,12 +71,21 @@ class BasicLinear(BasicOperation):
     Parameters
     ----------
     in_features, out_features
-        Last dimension of the input and of the output.
+        Last dimension of the input and of the output, of all ranks together.
     device, dtype
-        Device and dtype of the weight, shape ``[out_features, in_features]``. A weight on the meta
-        device is allocated at the first forward, on the default device.
-    tensor_parallel_mode, tensor_parallel_group, sequence_parallel
-        Sharding over a process group. This version runs on one rank, so the modes have no effect.
+        Device and dtype of the weight, shape ``[local_out_features, local_in_features]``: the
+        part of this rank. A weight on the meta device is allocated at the first forward, on the
+        default device.
+    tensor_parallel_mode
+        ``"column"``: each rank has ``out_features / ranks`` rows of the weight, and these
+        features of the output. ``"row"``: each has ``in_features / ranks`` columns, takes these
+        features of the input, and the products of all ranks are added.
+    tensor_parallel_group
+        A process group, a mesh of one dimension, or None for all ranks. Its size is that at
+        construction; in a group of one rank, or without process groups, the modes have no effect.
+    sequence_parallel
+        Each rank has ``1 / ranks`` of dimension 0 of the input of a column parallel linear, which
+        is gathered, or of the output of a row parallel one, whose sum is scattered.
     rng_state_tracker_function
         Returns an object whose ``fork()`` is the context in which the weight
         is initialised.
@@ -74,8 +96,10 @@ class BasicLinear(BasicOperation):
     Raises
     ------
     InputError
-        On a feature size that is not positive, an unknown parallel mode or more
-        than one rank, or ``sequence_parallel`` without a mode.
+        On a feature size that is not positive or that the ranks do not divide, an unknown
+        parallel mode, ``sequence_parallel`` without a mode, or a group without this rank.
+    StateError
+        If a group is given and torch.distributed is not initialised.
     """
 
     parameter_names = ("weight",)
@@ -101,14 +125,9 @@ class BasicLinear(BasicOperation):
                 f"BasicLinear got in_features={in_features} and out_features={out_features}; "
                 "both must be positive."
             )
-        check_parallelism(
-            "BasicLinear", tensor_parallel_mode, tensor_parallel_group, sequence_parallel
-        )
-        self.in_features = in_features
-        self.out_features = out_features
-        self.tensor_parallel_mode = tensor_parallel_mode
-        self.tensor_parallel_group = tensor_parallel_group
-        self.sequence_parallel = sequence_parallel
+        self.in_features = self.local_in_features = in_features
+        self.out_features = self.local_out_features = out_features
+        self._spread(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
@@ -119,8 +138,8 @@ class BasicLinear(BasicOperation):
             "weight",
             torch.nn.Parameter(
                 torch.empty(
-                    out_features,
-                    in_features,
+                    self.local_out_features,
+                    self.local_in_features,
                     device=default_device(device),
                     dtype=default_dtype(dtype),
                 )
@@ -129,8 +148,48 @@ class BasicLinear(BasicOperation):
         if not self.weight.is_meta:
             self.reset_parameters()
 
+    def _spread(self, mode: str | None, group: Any | None, is_sequence: bool) -> None:
+        """Set the attributes of tensor parallelism, and the feature sizes of this rank."""
+        check_parallel_mode("BasicLinear", mode, is_sequence)
+        self.tensor_parallel_mode = mode
+        self.sequence_parallel = is_sequence
+        self._group = GroupRef(group)
+        self.tensor_parallel_size = group_size("BasicLinear", group) if mode is not None else 1
+        self._parallel: Parallelism | None = None
+        self._agreement = Agreement()
+        if mode is None or self.tensor_parallel_size == 1:
+            return
+        self._parallel = Parallelism(mode, self.tensor_parallel_size, is_sequence)
+        name = "out_features" if mode == "column" else "in_features"
+        size = divided(f"BasicLinear's {name}", getattr(self, name), self.tensor_parallel_size)
+        setattr(self, f"local_{name}", size)
+
+    @property
+    def tensor_parallel_group(self) -> Any | None:
+        """The argument of the constructor; it may be set to another group of the same size."""
+        return self._group.group
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any | None) -> None:
+        ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
+        if ranks != self.tensor_parallel_size:
+            raise InputError(
+                f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
+                f"{ranks} cannot run it."
+            )
+        self._group = GroupRef(group)
+
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        parallel = self._parallel
+        if parallel is None:
+            return sizes
+        return f"{sizes}, {parallel.mode} parallel over {parallel.ranks} ranks"
+
+    @property
+    def is_recordable(self) -> bool:  # type: ignore[override]
+        """A recording would not repeat communication."""
+        return self._parallel is None
 
     def reset_parameters(self) -> None:
         """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
@@ -191,7 +250,24 @@ class BasicLinear(BasicOperation):
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         self._check_features(spec.shape)
-        return TensorSpec((*spec.shape[:-1], self.out_features), autocast or self.weight.dtype)
+        shape = (*spec.shape[:-1], self.local_out_features)
+        if self._parallel is not None:
+            shape = self._parallel.output_shape("BasicLinear", spec.shape, shape[-1])
+        return TensorSpec(shape, autocast or self.weight.dtype)
+
+    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        parallel = self._parallel
+        if parallel is None:
+            return ()
+        (op,) = key.ops
+        made = operands_of("forward", key, self.quantizer_format)
+        input_ = travels(key, "input", made.get("input"), side)
+        if side == "forward":
+            return parallel.forward(input_)
+        made = operands_of("backward", key, self.quantizer_format)
+        grad = travels(key, "grad_output", made.get("grad_output"), side)
+        wants = (op.input_requires_grad, op.params[0].requires_grad)
+        return parallel.backward(wants, input_, grad)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,) = key.ops
@@ -257,9 +333,13 @@ class BasicLinear(BasicOperation):
             return None  # this op casts the input first, and quantizes it itself
         if recipe.backward_override == "high_precision":
             return None  # backward reads the unquantized input, so the producer must not quantize
+        if self._parallel is not None and self._parallel.gathers_input:
+            return None  # ranks must agree on scales first
         return operands_of("forward", key, self.quantizer_format)["input"]
 
     def grad_output_quantization(self, key: PlanKey) -> QuantSpec | None:
+        if self._parallel is not None and self._parallel.gathers_grad:
+            return None  # as for the input
         return operands_of("backward", key, self.quantizer_format).get("grad_output")
 
     def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
@@ -270,6 +350,8 @@ class BasicLinear(BasicOperation):
     def bias_refusal(self, key: PlanKey, bias: torch.Tensor) -> str | None:
         """The reason why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
         compute = self._compute_dtype(key)
+        if self._parallel is not None and self._parallel.mode == "row":
+            return "the products of the ranks are added first, and the bias after that."
         if key.recipe is not None:
             row = native_row("input", "weight", key, self.quantizer_format)
             if row is None:
@@ -278,8 +360,8 @@ class BasicLinear(BasicOperation):
                 return f"{row.name} takes no bias in {compute}."
         if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
             return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
-        if bias.numel() != self.out_features:
-            return f"the linear has {self.out_features} outputs and the bias {bias.numel()}."
+        if bias.numel() != self.local_out_features:
+            return f"the linear has {self.local_out_features} outputs and the bias {bias.numel()}."
         return None
 
     def biased_gemm(self, key: PlanKey) -> str:
@@ -291,6 +373,9 @@ class BasicLinear(BasicOperation):
 
         ``key`` begins with this op.
         """
+        reason = self.parallel_refusal(side)
+        if reason is not None:
+            return reason
         if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
             return None
         role = "input" if side == "forward" else "grad_output"
@@ -300,6 +385,15 @@ class BasicLinear(BasicOperation):
         if cublaslt.library() is None:
             return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
         return None
+
+    def parallel_refusal(self, side: str) -> str | None:
+        """The reason why the ranks of a parallel linear cannot add a tensor to their products."""
+        if self._parallel is None or (side == "backward" and self._parallel.mode == "row"):
+            return None
+        return (
+            f"the linear is {self._parallel.mode} parallel over {self._parallel.ranks} ranks, and "
+            "a tensor is not added on each."
+        )
 
     def added_gemm(self, side: str, key: PlanKey) -> str:
         """The name of the forward GEMM, or dgrad, which also adds a tensor.
@@ -352,6 +446,9 @@ class BasicLinear(BasicOperation):
         x, weight = input_, self._parameters.get("weight")
         if weight is None:
             weight = self.weight  # an attribute, which a hook computes
+        if self._parallel is not None:
+            self._check_features(x.shape)
+            x = plain(x, ctx.autocast_dtype or weight.dtype)
         wants_grad = weight.requires_grad
         if ctx.autocast_dtype is not None:
             weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
@@ -361,7 +458,27 @@ class BasicLinear(BasicOperation):
             ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
             # The rowwise copy has the values of forward.
             note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
+        if self._parallel is not None:
+            group = self._note_group(ctx, input_)
+            if self._parallel.gathers_input:
+                check_shard("BasicLinear", input_.shape)
+                x = start_all_gather(x, group).wait()
         return x, weight
+
+    def _note_group(self, ctx: OperationContext, input_: torch.Tensor) -> Any:
+        """The group of this forward, which its backward uses too; its ranks agree on the call."""
+        group = resolved("BasicLinear", self.tensor_parallel_group)
+        grads = (ctx.input_requires_grad, *ctx.params_require_grad) if ctx.requires_grad else ()
+        self._agreement.check(
+            f"BasicLinear({self.in_features}, {self.out_features})",
+            group,
+            current_recipe(),
+            input_,
+            self._parallel,
+            f"gradients {grads}",
+        )
+        note_group(ctx, group)
+        return group
 
     def matmul(
         self,
@@ -375,8 +492,27 @@ class BasicLinear(BasicOperation):
     ) -> torch.Tensor:
         """``x @ weight.T (+ bias)``, quantized under a recipe; saves the operands of backward.
 
-        With an ``addend``, ``scale * (x @ weight.T) (+ bias) + addend``.
+        With an ``addend``, ``scale * (x @ weight.T) (+ bias) + addend``. A parallel linear gathers
+        its input first, or adds the products of all ranks, and then takes no bias and no addend.
         """
+        y = self._own_matmul(ctx, input_, bias, addend, scale, is_first_microbatch)
+        if self._parallel is None or self._parallel.mode == "column":
+            return y
+        assert bias is None  # bias_refusal and parallel_refusal say so
+        assert addend is None
+        group = resolved("BasicLinear", self.tensor_parallel_group)
+        return self._parallel.start_output(y, group, "BasicLinear").wait()
+
+    def _own_matmul(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        bias: torch.Tensor | None,
+        addend: torch.Tensor | None,
+        scale: float,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """:meth:`matmul` without the sum over ranks."""
         if ctx.has_recipe:
             qx, qw = self._quantized_operands(ctx, input_, is_first_microbatch)
             dtype = ctx.compute_dtype
@@ -408,7 +544,7 @@ class BasicLinear(BasicOperation):
 
         A tensor that was quantized here is saved itself, without an alias for one of its copies.
         """
-        if input_.shape[-1] != self.in_features:
+        if input_.shape[-1] != self.local_in_features:
             self._check_features(input_.shape)
         weight = self._parameters.get("weight")
         if weight is None:
@@ -433,8 +569,14 @@ class BasicLinear(BasicOperation):
             x_usage, w_usage = wants_wgrad and is_quantized, wants_dgrad and is_quantized
             input_quantizer = input_quantizer.with_usage(rowwise=True, columnwise=x_usage)
             weight_quantizer = weight_quantizer.with_usage(rowwise=True, columnwise=w_usage)
-        qx = quantized(input_, dtype, input_quantizer)
+        gather = None
+        if self._parallel is not None:
+            gather = self._start_gather(ctx, input_, dtype, input_quantizer, wants_wgrad)
+        qx = quantized(input_, dtype, input_quantizer) if gather is None else input_
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
+        if gather is not None:
+            qx = gather.wait()
+        assert isinstance(qx, QuantizedTensor)
         if ctx.requires_grad:
             ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
             ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
@@ -453,12 +595,31 @@ class BasicLinear(BasicOperation):
             if override == "high_precision":
                 kept = [original(input_, dtype), cast(weight, dtype)]
             else:
-                if wants_wgrad and not x_is_own:
+                if wants_wgrad and not x_is_own and gather is None:
                     kept[0] = saved_operand(qx, usage, input_quantizer)
                 if wants_dgrad and not weight_is_own:
                     kept[1] = saved_operand(qw, usage, weight_quantizer)
+            if gather is not None and wants_wgrad:
+                assert gather.saved is not None
+                kept[0], ctx.input_is_whole = gather.saved, gather.is_whole  # type: ignore[attr-defined]
             ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
+
+    def _start_gather(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        wants_wgrad: bool,
+    ) -> InputGather | None:
+        """Start to gather the input of all ranks; None if the linear does not gather it."""
+        group = self._note_group(ctx, input_)
+        assert self._parallel is not None
+        if not self._parallel.gathers_input:
+            return None
+        check_shard("BasicLinear", input_.shape)
+        return InputGather(ctx, input_, dtype, quantizer, group, wants_wgrad=wants_wgrad)
 
     def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
         """The quantizer of a weight that is a quantized parameter on ``device``."""
@@ -562,6 +723,8 @@ class BasicLinear(BasicOperation):
 
         Each is None if it is not wanted; the weight's also if it went into ``main_grad``.
         """
+        if self._parallel is not None:
+            return linear_parallel.backward(self, ctx, grad_output, scale, addend)
         x, weight = ctx.saved_tensors
         # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
@@ -578,14 +741,35 @@ class BasicLinear(BasicOperation):
         if weight is not None:
             grad_input = write_grad_input(gemm.dgrad(dy, weight, scale, addend), ctx)
         if x is not None:
-            (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
-            main_grad = None if owner is None else main_grad_of(owner, own)
-            if main_grad is None:
-                grad_weight = gemm.wgrad(dy, x, scale)
-            else:
-                gemm.wgrad_accumulate(main_grad, dy, x, scale)
-                grad_weight = stand_in_gradient(owner)
+            grad_weight = self.weight_gradient(ctx, dy, x, scale)
         return grad_input, (grad_weight,)
+
+    def weight_gradient(
+        self,
+        ctx: OperationContext,
+        dy: Any,
+        x: Any,
+        scale: float,
+        *,
+        is_quantized: bool = False,
+    ) -> torch.Tensor | None:
+        """``scale * dy.T @ x``; None if it is added to ``main_grad``.
+
+        Of quantized tensors, ``is_quantized``, the columnwise copies.
+        """
+        (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
+        main_grad = None if owner is None else main_grad_of(owner, own)
+        if is_quantized:
+            dtype, is_split = ctx.compute_dtype, ctx.split_accumulators[2]
+            assert dtype is not None
+            if main_grad is None:
+                return gemm.quantized_wgrad(dy, x, dtype, is_split=is_split, scale=scale)
+            gemm.quantized_wgrad_accumulate(main_grad, dy, x, dtype, is_split=is_split, scale=scale)
+        elif main_grad is None:
+            return gemm.wgrad(dy, x, scale)
+        else:
+            gemm.wgrad_accumulate(main_grad, dy, x, scale)
+        return stand_in_gradient(owner)
 
     def _quantized_backward(
         self,
@@ -604,7 +788,7 @@ class BasicLinear(BasicOperation):
         if quantizer.rowwise is not rowwise or quantizer.columnwise is not columnwise:
             quantizer = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
         dy = quantized(grad_output, dtype, quantizer)
-        _, dgrad_is_split, wgrad_is_split = ctx.split_accumulators
+        dgrad_is_split = ctx.split_accumulators[1]
         grad_input = grad_weight = None
         if isinstance(weight, QuantizedTensor):
             rows = readable(dy, "rowwise", quantizer)
@@ -614,22 +798,14 @@ class BasicLinear(BasicOperation):
             grad_input = write_grad_input(grad_input, ctx)
         if isinstance(x, QuantizedTensor):
             columns = readable(dy, "columnwise", quantizer)
-            (owner,), own = ctx.main_grad_owners, self._parameters.get("weight")
-            main_grad = None if owner is None else main_grad_of(owner, own)
-            if main_grad is None:
-                grad_weight = gemm.quantized_wgrad(
-                    columns, x, dtype, is_split=wgrad_is_split, scale=scale
-                )
-            else:
-                gemm.quantized_wgrad_accumulate(
-                    main_grad, columns, x, dtype, is_split=wgrad_is_split, scale=scale
-                )
-                grad_weight = stand_in_gradient(owner)
+            grad_weight = self.weight_gradient(ctx, columns, x, scale, is_quantized=True)
         return grad_input, (grad_weight,)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
-        if shape[-1] != self.in_features:
+        if shape[-1] != self.local_in_features:
+            ranks = self.tensor_parallel_size
+            part = f" ({self.in_features} over {ranks} ranks)" if self._parallel else ""
             raise InputError(
                 f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
-                f"{tuple(shape)}; its last dimension must be {self.in_features}."
+                f"{tuple(shape)}; its last dimension must be {self.local_in_features}{part}."
             )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.chain import Stage
+from fuser.communication import GroupRef, divided, group_size
 from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.op import (
@@ -15,7 +16,6 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
-    check_parallelism,
     default_device,
     default_dtype,
     quantizes_values,
@@ -31,17 +31,20 @@ class Bias(BasicOperation):
     Parameters
     ----------
     size
-        Last dimension of the input.
+        Last dimension of the input, of all ranks together.
     device, dtype
-        Of the bias, shape ``[size]``, initialised to zero.
+        Of the bias, shape ``[local_size]``, initialised to zero.
     tensor_parallel, tensor_parallel_group
-        Sharding over a process group. This version runs on one rank, where
-        these have no effect.
+        Whether each rank has ``size / ranks`` features of the input and of the bias; the group is
+        as in ``BasicLinear``.
 
     Raises
     ------
     InputError
-        On a size that is not positive, or more than one rank.
+        On a size that is not positive or that the ranks do not divide, or a group without this
+        rank.
+    StateError
+        If a group is given and torch.distributed is not initialised.
     """
 
     saves_input = False
@@ -61,20 +64,36 @@ class Bias(BasicOperation):
         super().__init__()
         if size <= 0:
             raise InputError(f"Bias got size {size}; it must be positive.")
-        check_parallelism("Bias", "column" if tensor_parallel else None, tensor_parallel_group)
-        self.size = size
+        self.size = self.local_size = size
         self.tensor_parallel = tensor_parallel
-        self.tensor_parallel_group = tensor_parallel_group
+        self._group = GroupRef(tensor_parallel_group)
+        if tensor_parallel:
+            ranks = group_size("Bias", tensor_parallel_group)
+            self.local_size = divided("Bias's size", size, ranks)
+        # Of the ranks whose outputs are added after this op, one adds the bias (fused_ops/linear).
+        self.is_added: bool = True
         self.bias: torch.nn.Parameter
         self.register_parameter(
             "bias",
             torch.nn.Parameter(
-                torch.zeros(size, device=default_device(device), dtype=default_dtype(dtype))
+                torch.zeros(
+                    self.local_size, device=default_device(device), dtype=default_dtype(dtype)
+                )
             ),
         )
 
+    @property
+    def tensor_parallel_group(self) -> Any | None:
+        """The argument of the constructor."""
+        return self._group.group
+
     def extra_repr(self) -> str:
         return f"size={self.size}"
+
+    @property
+    def is_recordable(self) -> bool:  # type: ignore[override]
+        """A recording would read a bias of zeros as a constant."""
+        return self.is_added
 
     def reset_parameters(self) -> None:
         """Set the bias to zero. A bias on meta is allocated first."""
@@ -99,10 +118,12 @@ class Bias(BasicOperation):
         return bool(self.kernels(side, key)) and quantizes_values(side, key)
 
     def addend(self, ctx: OperationContext) -> torch.Tensor:
-        """The bias in the compute dtype."""
+        """The bias in the compute dtype; zeros on a rank that does not add it."""
         bias = self._parameters.get("bias")  # faster than torch.nn.Module.__getattr__
         if bias is None:
             bias = self.bias  # a plain attribute, computed by a hook
+        if not self.is_added:
+            return torch.zeros_like(bias, dtype=ctx.autocast_dtype or bias.dtype)
         return bias if ctx.autocast_dtype is None else cast(bias, ctx.autocast_dtype)
 
     def stage(
@@ -142,8 +163,8 @@ class Bias(BasicOperation):
         return grad_output, (rows.sum(0),)
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
-        if shape[-1] != self.size:
+        if shape[-1] != self.local_size:
             raise InputError(
                 f"Bias({self.size}) got an input of shape {tuple(shape)}; "
-                f"its last dimension must be {self.size}."
+                f"its last dimension must be {self.local_size}."
             )

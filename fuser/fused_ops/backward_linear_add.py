@@ -16,6 +16,7 @@ class BackwardLinearAdd(FusedOperation):
 
     window = (MakeExtraOutput, BasicLinear)
     side = "backward"
+    communicates = True
 
     @classmethod
     def refuses(cls, make: MakeExtraOutput, linear: BasicLinear, *, key: PlanKey) -> str | None:

@@ -21,6 +21,7 @@ class BackwardLinearScale(FusedOperation):
 
     window = (BasicLinear, ConstantScale)
     side = "backward"
+    communicates = True
 
     @classmethod
     def refuses(cls, linear: BasicLinear, scale: ConstantScale, *, key: PlanKey) -> str | None:

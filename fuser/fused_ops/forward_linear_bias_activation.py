@@ -23,6 +23,7 @@ class ForwardLinearBiasActivation(FusedOperation):
 
     window = (BasicLinear, Bias, Optional(Activation))
     side = "forward"
+    communicates = True
 
     @classmethod
     def refuses(

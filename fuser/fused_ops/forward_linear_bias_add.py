@@ -22,6 +22,7 @@ class ForwardLinearBiasAdd(FusedOperation):
 
     window = (BasicLinear, Optional(Bias), AddExtraInput)
     side = "forward"
+    communicates = True
 
     @classmethod
     def refuses(
@@ -35,7 +36,7 @@ class ForwardLinearBiasAdd(FusedOperation):
             return f"the linear produces {produced} and the extra input is {extra}."
         if bias is None:
             return linear.addend_refusal("forward", key)
-        return linear.bias_refusal(key, bias.bias)
+        return linear.parallel_refusal("forward") or linear.bias_refusal(key, bias.bias)
 
     @classmethod
     def kernels(

@@ -17,6 +17,7 @@ class ForwardLinearScaleAdd(FusedOperation):
 
     window = (BasicLinear, ConstantScale, AddExtraInput)
     side = "forward"
+    communicates = True
 
     @classmethod
     def refuses(

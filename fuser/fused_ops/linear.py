@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from fuser.basic_ops import BasicLinear, Bias
+from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
+from fuser.communication import divided, group_size, rank_in
 from fuser.errors import InputError
-from fuser.op import FusedOperation, FusibleOperation
+from fuser.op import FusedOperation, FusibleOperation, check_parallel_mode
 
 
 class Linear(FusedOperation):
@@ -18,6 +19,10 @@ class Linear(FusedOperation):
     A composite of ``BasicLinear`` and ``Bias``, which own the parameters:
     state_dict keys are ``basic_ops.0.weight`` and ``basic_ops.1.bias``, and
     ``weight`` and ``bias`` read and set them.
+
+    A row parallel linear is the product of this rank, the bias, and then ``ReduceScatter``, with
+    ``sequence_parallel``, or ``AllReduce``. Every rank holds the whole bias and its whole gradient,
+    and the first rank of the group adds it.
 
     Parameters
     ----------
@@ -44,51 +49,60 @@ class Linear(FusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        ops: list[FusibleOperation] = [
-            BasicLinear(
-                in_features,
-                out_features,
-                device=device,
-                dtype=dtype,
-                tensor_parallel_mode=tensor_parallel_mode,
-                tensor_parallel_group=tensor_parallel_group,
-                sequence_parallel=sequence_parallel,
-                rng_state_tracker_function=rng_state_tracker_function,
-                accumulate_into_main_grad=accumulate_into_main_grad,
-            )
-        ]
+        check_parallel_mode("Linear", tensor_parallel_mode, sequence_parallel)
+        mode, group = tensor_parallel_mode, tensor_parallel_group
+        ranks = group_size("Linear", group) if mode is not None else 1
+        is_row = mode == "row" and ranks > 1
+        if is_row:  # the products of this rank; an op of its own adds them
+            in_features = divided("Linear's in_features", in_features, ranks)
+            mode = None
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        linear = BasicLinear(
+            in_features,
+            out_features,
+            tensor_parallel_mode=mode,
+            tensor_parallel_group=group,
+            sequence_parallel=sequence_parallel and not is_row,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            **factory,
+        )
+        ops: list[FusibleOperation] = [linear]
         if bias:
-            ops.append(
-                Bias(
-                    out_features,
-                    device=device,
-                    dtype=dtype,
-                    tensor_parallel=tensor_parallel_mode is not None,
-                    tensor_parallel_group=tensor_parallel_group,
-                )
+            is_shard = mode == "column"
+            of_rank = Bias(
+                out_features, tensor_parallel=is_shard, tensor_parallel_group=group, **factory
             )
+            of_rank.is_added = not is_row or rank_in("Linear", group) == 0
+            ops.append(of_rank)
+        if is_row:
+            is_scattered = sequence_parallel
+            ops.append(ReduceScatter(group) if is_scattered else AllReduce(group, False))
         super().__init__(ops)
 
     @property
     def weight(self) -> torch.nn.Parameter:
-        """The weight, shape ``[out_features, in_features]``; may be replaced."""
+        """The weight on this rank, of one rank ``[out_features, in_features]``; may be replaced."""
         parameter: torch.nn.Parameter = self.members[0].weight
         return parameter
 
     @property
     def bias(self) -> torch.nn.Parameter | None:
-        """The bias, shape ``[out_features]``, or None without one; may be replaced."""
-        if len(self.members) == 1:
-            return None
-        parameter: torch.nn.Parameter = self.members[-1].bias
-        return parameter
+        """The bias on this rank, of one rank ``[out_features]``, or None; may be replaced."""
+        op = self.bias_op
+        return None if op is None else op.bias
+
+    @property
+    def bias_op(self) -> Bias | None:
+        """The op that adds the bias; None without one."""
+        return next((op for op in self.members if isinstance(op, Bias)), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # torch would register a Parameter here instead of calling a property.
         if name == "weight":
             self.members[0].weight = value
-        elif name == "bias" and len(self.members) > 1:
-            self.members[-1].bias = value
+        elif name == "bias" and self.bias_op is not None:
+            self.bias_op.bias = value
         elif name == "bias" and value is not None:
             raise InputError("This Linear was made with bias=False and cannot be given a bias.")
         elif name != "bias":

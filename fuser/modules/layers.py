@@ -10,6 +10,7 @@ import torch
 
 from fuser import basic_ops, fused_ops
 from fuser.errors import InputError, InputTypeError, StateError
+from fuser.modules.parallel import mark_norm, modes_of_mlp, refuse_row, without_size
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.plan import FusionPlan
 from fuser.sequential import Sequential
@@ -157,6 +158,11 @@ class Layer(torch.nn.Module):
     def train(self, mode: bool = True) -> Any:
         self.ops.train(mode)
         return super().train(mode)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether its ops are (``BasicOperation.is_recordable``), for CUDA graphs."""
+        return all(op.is_recordable for _, op in self._basic_ops())
 
     def _run_init_methods(self) -> None:
         for name, init_method in self._init_methods.items():
@@ -308,7 +314,7 @@ class Linear(Layer):
             {
                 "device": device,
                 "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-                **linear_arguments(type(self), options),
+                **linear_arguments(type(self), without_size("Linear", options)),
             },
         )
         super().__init__(
@@ -364,11 +370,14 @@ class LayerNormLinear(Layer):
             "device": device,
             "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
-        linear_options = {**factory, **linear_arguments(type(self), options)}
+        taken = linear_arguments(type(self), without_size("LayerNormLinear", options))
+        refuse_row("LayerNormLinear", taken)
+        linear_options = {**factory, **taken}
         norm = _norm(
             normalization, in_features, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
         linear = _linear(in_features, out_features, bias, name or "", linear_options)
+        mark_norm(norm, linear)
         super().__init__(
             norm,
             linear,
@@ -406,6 +415,10 @@ class LayerNormMLP(Layer):
         Called with the weight of the first and of the second linear.
     name
         A name for a custom recipe's factory, which gets it with ``.fc1`` and ``.fc2``.
+    options
+        As in :class:`Linear`, and ``set_parallel_mode``: the first linear is column parallel and
+        the second row parallel, over ``tp_group``. Each rank has ``ffn_hidden_size / ranks``
+        features between them; of a gated activation, these of the gate and of the other half.
 
     Raises
     ------
@@ -440,15 +453,19 @@ class LayerNormMLP(Layer):
             "device": device,
             "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
-        linear_options = {**factory, **linear_arguments(type(self), options)}
+        options = without_size("LayerNormMLP", options)
+        is_parallel = options.pop("set_parallel_mode", False)
+        taken = {**factory, **linear_arguments(type(self), options)}
+        of_fc1, of_fc2 = modes_of_mlp("LayerNormMLP", taken, is_parallel)
         norm = _norm(
             normalization, hidden_size, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
         act = ACTIVATIONS[activation](**(activation_params or {}))
         width = ffn_hidden_size * (2 if act.function.is_gated else 1)
         first, second = (f"{name}.{part}" if name else part for part in ("fc1", "fc2"))
-        fc1 = _linear(hidden_size, width, bias, first, linear_options)
-        fc2 = _linear(ffn_hidden_size, hidden_size, bias, second, linear_options)
+        fc1 = _linear(hidden_size, width, bias, first, of_fc1)
+        fc2 = _linear(ffn_hidden_size, hidden_size, bias, second, of_fc2)
+        mark_norm(norm, fc1)
         super().__init__(
             norm,
             fc1,
@@ -534,5 +551,5 @@ def _norm_places(norm: BasicOperation) -> dict[str, Place | None]:
 
 
 def _linear_places(linear: fused_ops.Linear, prefix: str = "") -> dict[str, Place | None]:
-    bias = (linear.members[1], "bias") if len(linear.members) > 1 else None
+    bias = None if linear.bias_op is None else (linear.bias_op, "bias")
     return {f"{prefix}weight": (linear.members[0], "weight"), f"{prefix}bias": bias}

@@ -6,7 +6,13 @@ from fuser.op.context import OperationContext, autocast_dtype
 from fuser.op.fused import FusedOperation
 from fuser.op.fusible import METHODS, FusibleOperation, Grads
 from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
-from fuser.op.parameters import COMPUTE_DTYPES, check_parallelism, default_device, default_dtype
+from fuser.op.parameters import (
+    COMPUTE_DTYPES,
+    check_parallel_mode,
+    check_parallelism,
+    default_device,
+    default_dtype,
+)
 
 __all__ = [
     "BasicOperation",
@@ -20,6 +26,7 @@ __all__ = [
     "QUANTIZER_ARGUMENTS",
     "autocast_dtype",
     "cast",
+    "check_parallel_mode",
     "check_parallelism",
     "default_device",
     "default_dtype",

@@ -20,7 +20,7 @@ from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
-from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import Quantizer
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
@@ -154,6 +154,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         this op.
         """
         return (type(self).__name__,)
+
+    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        """The communication of the op on ``"forward"`` or ``"backward"``, in its order.
+
+        ``key`` is narrowed to this op. A fusion of an op that communicates must do it too, and
+        say so by ``FusedOperation.communicates``.
+        """
+        return ()
 
     def context_constants(self, key: PlanKey) -> dict[str, Any]:
         """Attributes of the op's contexts that have one value in all calls of a plan."""

@@ -76,6 +76,9 @@ class FusedOperation(FusibleOperation):
 
     window: ClassVar[tuple[Any, ...]] = ()
     side: ClassVar[str] = ""
+    communicates: ClassVar[bool] = False
+    """Whether the fusion does the communication of its basic ops (``BasicOperation.collectives``).
+    If it does not, it is refused for ops that communicate on its side."""
     recomputes: ClassVar[bool] = False
     """Whether a joint fusion saves only the window's input, and computes the rest again in
     backward."""

@@ -8,24 +8,36 @@ from dataclasses import dataclass
 from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import Step
+from fuser.plan.plan import Step, format_bytes
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
 # large enough that memory traffic dominates launches, as in training.
 NOMINAL_TOKENS = 8192
 
 
+# Kernels of ops that only communicate; a plan shows them with their bytes.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+
+
 @dataclass(frozen=True)
 class DeviceCosts:
-    """The cost model of a device: bytes per second, and seconds per launch."""
+    """The cost model of a device.
+
+    Bytes per second to memory, seconds per launch, and bytes per second to another rank.
+    """
 
     bandwidth: float
     launch: float
+    link: float
 
 
 # An H200 copies 4.2 TB/s and a launch costs about 5 us of host time (measured,
 # docs/facts.md). The CPU's numbers are estimates for two cores.
-DEVICE_COSTS = {"cuda": DeviceCosts(4.2e12, 5e-6), "cpu": DeviceCosts(2e10, 2e-6)}
+# Links are nominal: NVLink of an H200 in one direction, and gloo between two processes of a host.
+DEVICE_COSTS = {
+    "cuda": DeviceCosts(4.2e12, 5e-6, 4.5e11),
+    "cpu": DeviceCosts(2e10, 2e-6, 1e9),
+}
 
 
 class CostModel:
@@ -75,9 +87,17 @@ class CostModel:
             if after is not None and not fuses_quantize:
                 names.append("quantize")
                 token_bytes += after
+        sent = self._collectives(window, side)
+        names = [
+            *(name for name, _, is_first in sent if is_first),
+            *(name for name in names if name not in COLLECTIVES),
+            *(name for name, _, is_first in sent if not is_first),
+        ]
+        link = sum(nbytes for _, nbytes, _ in sent) / self.graph.tokens
         a_token = token_bytes / self.graph.tokens
         traffic = a_token * NOMINAL_TOKENS + param_bytes
         cost = traffic / self.device.bandwidth + len(names) * self.device.launch
+        cost += link * NOMINAL_TOKENS / self.device.link
         fusion = None if run is None else (run if isinstance(run, type) else type(run)).__name__
         step = Step(
             ops=tuple(window),
@@ -86,5 +106,21 @@ class CostModel:
             bytes_per_token=a_token + param_bytes / NOMINAL_TOKENS,
             microseconds=cost * 1e6,
             emits=self.graph.quant_spec(window.stop if side == "forward" else window.start, side),
+            link_bytes_per_token=link,
         )
         return Candidate(window.start, window.stop, cost, run, step)
+
+    def _collectives(self, window: range, side: str) -> list[tuple[str, int, bool]]:
+        """The communication of a window: its name with its bytes, these, and whether it is first.
+
+        Gathers are before the products, reductions after them.
+        """
+        if side == "backward" and window.stop <= self.first:
+            return []
+        found = []
+        for each, nbytes in self.graph.collectives(window.start, window.stop, side):
+            what = " ".join(str(part) for part in (each.quantization, each.tensor) if part)
+            a_token = format_bytes(nbytes / self.graph.tokens)
+            name = f"{each.kind} {what} ({each.ranks} ranks: {a_token}/token)"
+            found.append((name, nbytes, each.kind == "all-gather"))
+        return found

@@ -13,7 +13,7 @@ from fuser.errors import InputError
 from fuser.op import BasicOperation
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
-from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 
 Node = Hashable
 Memory = Hashable
@@ -398,6 +398,15 @@ class OpGraph:
         """
         gap = stop if side == "forward" else start
         return None if self.quant_spec(gap, side) is None else 2 * self.main_specs[gap].nbytes
+
+    def collectives(self, start: int, stop: int, side: str) -> list[tuple[Collective, int]]:
+        """The communication of ops ``start`` to ``stop - 1`` on ``side``, each with its bytes."""
+        found = []
+        for i in range(start, stop):
+            for each in self.ops[i].collectives(side, self.key.window(i, i + 1)):
+                is_behind = each.tensor in ("output", "grad_output")
+                found.append((each, each.nbytes(self.main_specs[i + is_behind])))
+        return found
 
     def _param_bytes(self, op: int, side: str) -> int:
         keys = self.key.ops[op].params

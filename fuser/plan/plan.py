@@ -29,7 +29,7 @@ class Step:
     parameters are divided by the plan's nominal token count. ``microseconds``
     is the modelled memory and launch time for that token count. ``emits`` is
     the quantization of the step's output, or of its input's gradient; None for
-    unquantized.
+    unquantized. ``link_bytes_per_token`` are the bytes that a rank sends to the others.
     """
 
     ops: tuple[int, ...]
@@ -38,6 +38,7 @@ class Step:
     bytes_per_token: float
     microseconds: float
     emits: QuantSpec | None = None
+    link_bytes_per_token: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,10 @@ class FusionPlan:
             "memory bandwidth,",
             "and costs a launch. GEMM arithmetic is the same in every cover, and left out.",
         ]
+        if any(step.link_bytes_per_token for step in self.forward + self.backward):
+            lines.append(
+                "Bytes sent to other ranks take the time of a nominal link, without overlap."
+            )
         if any("(emulated)" in step.kernel for step in self.forward + self.backward):
             lines.append("An emulated product also dequantizes its operands, which is not counted.")
         if any(not call.ops for call in self.modules):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fuser.errors import StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
@@ -40,7 +41,8 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
     Raises
     ------
     StateError
-        If a registered function returns ops that do not cover the pipeline.
+        If a registered function returns ops that do not cover the pipeline, or a fused op that
+        does not do their communication.
     """
     graph.bind(key)
     search = _Search(graph, key)
@@ -120,6 +122,12 @@ class _Search:
         found = [*self.basic(side), *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
+            reason = self._unsent(fused, window, (side,))
+            if reason is not None:
+                raise StateError(
+                    f"The registered fusion {type(fused).__name__} cannot run ops "
+                    f"{_listed(window)}: {reason}"
+                )
             found = outside(window, found)
             found.append(
                 self.costs.candidate(window, side, fused, [(type(fused).__name__, len(window))])
@@ -200,7 +208,9 @@ class _Search:
         """The candidate of ``fusion`` for ``window``; if refused, None, and the refusal is kept."""
         key = self.key.window(window.start, window.stop)
         try:
-            reason = fusion.refuses(*bound, key=key)
+            reason = self._unsent(fusion, window, (side,))
+            if reason is None:
+                reason = fusion.refuses(*bound, key=key)
             kernels = fusion.kernels(*bound, side=side, key=key) if reason is None else ()
             fuses_quantize = reason is None and fusion.fuses_quantize(*bound, side=side, key=key)
         except Exception as error:  # a broken fusion must not break the pipeline
@@ -217,6 +227,22 @@ class _Search:
                 self._refuse(fusion, window, reason)
             return None
         return self.costs.candidate(window, side, fusion, kernels, fuses_quantize)
+
+    def _unsent(
+        self, fusion: type[FusedOperation] | FusedOperation, window: range, sides: Iterable[str]
+    ) -> str | None:
+        """The reason if ops of the window communicate and the fusion would not; else None."""
+        if fusion.communicates:
+            return None
+        for side in sides:
+            for i in window:
+                op = self.graph.ops[i]
+                for each in op.collectives(side, self.key.window(i, i + 1)):
+                    return (
+                        f"op {i} ({type(op).__name__}) communicates, which the fusion does not do: "
+                        f"{each.kind} of {each.tensor} over {each.ranks} ranks in {side}."
+                    )
+        return None
 
     def _refuse(self, fusion: type[FusedOperation], window: range, reason: str) -> None:
         refusal = Refusal(fusion.__name__, fusion.side, tuple(window), reason)

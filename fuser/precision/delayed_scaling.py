@@ -92,6 +92,20 @@ def note_uses(states: Sequence[DelayedScales]) -> None:
             state._regions.add(region)
 
 
+def reduces_amaxes_over(group: Any) -> bool:
+    """Whether delayed scaling, in the forward that runs now, reduces amaxes over ``group``.
+
+    All ranks of it then have one scale.
+    """
+    recipe, _, over = current_state()
+    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and _has_ranks()):
+        return False
+    if over is None:
+        return True
+    ranks = torch.distributed.get_process_group_ranks
+    return set(ranks(group)) <= set(ranks(over))
+
+
 # The states whose gradients were recorded in it, if steps are held; of the whole process, because
 # autograd's threads record gradients.
 _held: list[DelayedScales] | None = None

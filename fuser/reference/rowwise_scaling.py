@@ -24,10 +24,12 @@ def quantize(
     columnwise: bool = True,
     pow2: bool = False,
     eps: float = 0.0,
+    col_amax: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Quantize ``x [M, K]`` with a scale for each row, and one for each column.
 
     ``pow2`` rounds scales down to powers of two; amaxes below ``eps`` count as ``eps``.
+    ``col_amax``, fp32 ``[K]``, replaces the amaxes of the columns.
 
     Returns
     -------
@@ -39,7 +41,7 @@ def quantize(
     if rowwise:
         row, row_scale_inv = _quantize_along(x32, 1, dtype, pow2, eps)
     if columnwise:
-        data, col_scale_inv = _quantize_along(x32, 0, dtype, pow2, eps)
+        data, col_scale_inv = _quantize_along(x32, 0, dtype, pow2, eps, col_amax)
         col = transpose(data)
     return row, row_scale_inv, col, col_scale_inv
 
@@ -61,10 +63,17 @@ def dequantize(
 
 
 def _quantize_along(
-    x: torch.Tensor, dim: int, dtype: DType, pow2: bool, eps: float
+    x: torch.Tensor,
+    dim: int,
+    dtype: DType,
+    pow2: bool,
+    eps: float,
+    amaxes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bytes in x's shape and a scale for each of its lines along ``dim``; ``x`` is fp32."""
-    if x.shape[dim]:
+    if amaxes is not None:
+        largest = amaxes.unsqueeze(dim)
+    elif x.shape[dim]:
         largest = x.abs().amax(dim, keepdim=True)
     else:
         largest = x.new_zeros((x.shape[0], 1) if dim == 1 else (1, x.shape[1]))

@@ -175,10 +175,13 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
             )
     for path, op in module.named_modules():
         if not getattr(op, "is_recordable", True):
-            raise StateError(
-                f"{name} has the op {path or type(op).__name__!r} with delay_wgrad_compute, whose "
-                "backward leaves work to a later call; a CUDA graph repeats its kernels alone."
-            )
+            why = "process groups; a CUDA graph does not repeat its communication"
+            if getattr(op, "delay_wgrad_compute", False):
+                why = (
+                    "delay_wgrad_compute, whose backward leaves work to a later call; a CUDA graph "
+                    "repeats its kernels alone"
+                )
+            raise StateError(f"{name} has the op {path or type(op).__name__!r} with {why}.")
     tensors = [*pytree.tree_leaves(args), *module.parameters(), *module.buffers()]
     for tensor in tensors:
         if not tensor.is_cuda:

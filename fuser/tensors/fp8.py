@@ -182,6 +182,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     tensor_class = Float8Tensor
     recipe_class = Float8CurrentScaling
     accepts_lazy = True
+    reduces_scales = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8CurrentScalingQuantizer", self.fp8_dtype)

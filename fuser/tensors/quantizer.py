@@ -44,6 +44,8 @@ class Quantizer:
     """The matrix is padded with zeros to multiples of this number in both dimensions."""
     accepts_lazy: ClassVar[bool] = False
     """Whether :meth:`buffers_of` accepts lazy tensors."""
+    reduces_scales: ClassVar[bool] = False
+    """Whether ranks that quantize by :meth:`bound_to` get equal scales, where rows share them."""
     # The quantizers that differ only in usage, by usage; all of them share this dictionary.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 
@@ -55,6 +57,8 @@ class Quantizer:
         # A subclass that redefines `buffers_of` does not inherit what its base promised about it.
         if "buffers_of" in cls.__dict__ and "accepts_lazy" not in cls.__dict__:
             cls.accepts_lazy = False
+        if "buffers_of" in cls.__dict__ and "reduces_scales" not in cls.__dict__:
+            cls.reduces_scales = False
         if "launch_key" not in cls.__dict__:
             cls.launch_key = None  # type: ignore[assignment]
 

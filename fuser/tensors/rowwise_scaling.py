@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from fuser.cuda import rowwise_scaling as kernels
 from fuser.formats import DType, NumberFormat, check_fp8_dtype
-from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, rows_of, source_of
+from fuser.functional.lazy import (
+    LazyTensor,
+    buffer,
+    filled,
+    kernel_or_torch,
+    materialize,
+    matrix_of,
+    rows_of,
+    source_of,
+)
 from fuser.recipe import Float8RowwiseScaling, fp8_dtype, role_params
 from fuser.reference import rowwise_scaling as reference
-from fuser.tensors.base import BlockScaledTensor
+from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
 from fuser.tensors.quantizer import Quantizer
 
 
@@ -75,10 +84,12 @@ class Float8RowwiseQuantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
+    group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8RowwiseTensor
     recipe_class = Float8RowwiseScaling
     accepts_lazy = True
+    reduces_scales = True
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8RowwiseQuantizer", self.fp8_dtype)
@@ -98,25 +109,50 @@ class Float8RowwiseQuantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
+        if self.group is not None:
+            return None
         scales = (self.force_pow_2_scales, self.amax_epsilon)
         return "rowwise", self.fp8_dtype, self.rowwise, self.columnwise, *scales
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
 
-    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+        return replace(self, group=group)
+
+    def unbound(self) -> Quantizer:
+        return self if self.group is None else replace(self, group=None)
+
+    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        if self.group is None or not self.columnwise:
+            return super().buffers_of(rows)
+        # Reduced once, before kernel or reference, as those of current scaling.
+        x = materialize(rows).view(matrix_of(rows))
+        largest = x.abs().amax(0).float() if len(x) else x.new_zeros(x.shape[1]).float()
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
+        return kernel_or_torch(
+            x,
+            functools.partial(self.from_kernel, col_amax=largest),
+            functools.partial(self.from_reference, col_amax=largest),
+        )
+
+    def from_kernel(
+        self, x: torch.Tensor | LazyTensor, col_amax: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
         m, k = matrix_of(x)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)  # once, though it is read twice
         row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
         row_scale_inv = buffer(x, (m,), self.rowwise, torch.float32)
         col_scale_inv = buffer(x, (k,), self.columnwise, torch.float32)
-        row_amax, col_amax = (
+        is_given = col_amax is not None
+        row_amax, own_col_amax = (
             torch.zeros(size, dtype=torch.float32, device=x.device) if is_needed else None
-            for size, is_needed in ((m, self.rowwise), (k, self.columnwise))
+            for size, is_needed in ((m, self.rowwise), (k, self.columnwise and not is_given))
         )
         source = source_of(x)
-        kernels.amaxes(source, row_amax=row_amax, col_amax=col_amax)
+        if self.rowwise or not is_given:
+            kernels.amaxes(source, row_amax=row_amax, col_amax=own_col_amax)
         kernels.quantize(
             source,
             self.fp8_dtype,
@@ -125,13 +161,15 @@ class Float8RowwiseQuantizer(Quantizer):
             row_amax=row_amax,
             row=row,
             row_scale_inv=row_scale_inv,
-            col_amax=col_amax,
+            col_amax=col_amax if is_given else own_col_amax,
             col=col,
             col_scale_inv=col_scale_inv,
         )
         return self.copies(row, row_scale_inv, col, col_scale_inv)
 
-    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    def from_reference(
+        self, x: torch.Tensor, col_amax: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor | None]:
         return self.copies(
             *reference.quantize(
                 x,
@@ -140,5 +178,6 @@ class Float8RowwiseQuantizer(Quantizer):
                 columnwise=self.columnwise,
                 pow2=self.force_pow_2_scales,
                 eps=self.amax_epsilon,
+                col_amax=col_amax,
             )
         )

@@ -13,6 +13,7 @@ from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
 from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
+from mutants.parallel import PARALLEL
 from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER
 from mutants.sharding import SHARDING
 from mutants.tensors import MATRIX_PRODUCTS, NUMBER_FORMATS, QUANTIZED_TENSORS
@@ -38,6 +39,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "router and permutation by expert": EXPERTS,
     "groups of rows": GROUPS,
     "grouped products": GROUPED_GEMM,
+    "communication over ranks": PARALLEL,
     "kernels: barriers": BARRIERS,
     "kernels: edges": EDGES,
     "kernels: arithmetic": ARITHMETIC,

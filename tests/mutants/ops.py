@@ -260,8 +260,8 @@ FUSED_OPS = (
     Mutant(
         "wgrad forgets the scale that dgrad has",
         "basic_ops/basic_linear.py",
-        "grad_weight = gemm.wgrad(dy, x, scale)",
-        "grad_weight = gemm.wgrad(dy, x)",
+        "return gemm.wgrad(dy, x, scale)",
+        "return gemm.wgrad(dy, x)",
         "test_fusions.py::test_is_as_exact_as_torch_and_as_the_unfused_ops",
         select="BackwardLinearScale",
     ),
@@ -519,10 +519,10 @@ SENTENCES = (
         "test_of_several_ops_that_save_the_one_whose_tensor_comes_back_otherwise_is_named",
     ),
     Mutant(
-        "parallel modes over several ranks are let in",
-        "op/parameters.py",
-        "    if ranks > 1:\n",
-        "    if ranks > 8:\n",
-        "test_ops.py::test_sharding_over_several_ranks_is_refused",
+        "a size that the ranks do not divide loses its rest",
+        "communication/groups.py",
+        "    if size % ranks:\n",
+        "    if size % ranks > 8:\n",
+        "test_ops.py::test_a_size_that_the_ranks_do_not_divide_is_refused",
     ),
 )

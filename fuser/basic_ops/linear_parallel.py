@@ -1,0 +1,274 @@
+"""Tensor and sequence parallel linears: their communication, overlapped with their products."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fuser import gemm
+from fuser.basic_ops.linear_operands import (
+    original,
+    plain,
+    quantized,
+    readable,
+    saved_operand,
+)
+from fuser.basic_ops.quantized_rows import Rows, group_of, quantized_rows, travelling
+from fuser.communication import (
+    Pending,
+    check_divides,
+    check_shard,
+    makes_columns,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from fuser.op import Grads, OperationContext, write_grad_input
+from fuser.specs import Collective, PlanKey, QuantSpec
+from fuser.tensors import QuantizedTensor, Quantizer
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a linear is spread over ``ranks`` ranks: two or more.
+
+    ``mode`` is ``"column"``, each rank has some outputs, or ``"row"``, some inputs. With
+    ``has_shards`` (sequence parallel) each rank has some rows of the tensors that are whole in
+    their features: the input of a column parallel linear, and the output of a row parallel one.
+    """
+
+    mode: str
+    ranks: int
+    has_shards: bool
+
+    @property
+    def gathers_input(self) -> bool:
+        return self.mode == "column" and self.has_shards
+
+    @property
+    def gathers_grad(self) -> bool:
+        """Whether the gradient of the output is gathered."""
+        return self.mode == "row" and self.has_shards
+
+    def forward(self, input_: QuantSpec | None) -> tuple[Collective, ...]:
+        """The communication of forward; ``input_`` is what travels of a quantized input."""
+        if self.gathers_input:
+            return (Collective("all-gather", "input", self.ranks, input_),)
+        if self.mode == "column":
+            return ()
+        kind = "reduce-scatter" if self.has_shards else "all-reduce"
+        return (Collective(kind, "output", self.ranks),)
+
+    def backward(
+        self, wants: tuple[bool, bool], input_: QuantSpec | None, grad: QuantSpec | None
+    ) -> tuple[Collective, ...]:
+        """The communication of backward.
+
+        ``wants``: the gradients of the input and of the weight; ``input_`` and ``grad`` what
+        travels of a quantized input and gradient.
+        """
+        wants_dgrad, wants_wgrad = wants
+        found = []
+        if self.gathers_input and wants_wgrad:
+            found.append(Collective("all-gather", "input", self.ranks, input_))
+        if self.gathers_grad and (wants_dgrad or wants_wgrad):
+            found.append(Collective("all-gather", "grad_output", self.ranks, grad))
+        if self.mode == "column" and wants_dgrad:
+            kind = "reduce-scatter" if self.has_shards else "all-reduce"
+            found.append(Collective(kind, "grad_input", self.ranks))
+        return tuple(found)
+
+    def output_shape(self, op: str, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
+        """The shape of the output on this rank.
+
+        Raises
+        ------
+        InputError
+            If the ranks do not divide the rows of a sequence, or there is no dimension of rows.
+        """
+        if self.gathers_input:
+            check_shard(op, shape)
+            return (self.ranks * shape[0], *shape[1:-1], features)
+        if self.mode == "row" and self.has_shards:
+            shape = check_divides(op, shape, self.ranks)
+        return (*shape[:-1], features)
+
+    def start_output(self, y: torch.Tensor, group: Any, op: str) -> Pending[torch.Tensor]:
+        """Start to add the products of all ranks."""
+        if self.has_shards:
+            check_divides(op, tuple(y.shape), self.ranks)
+            return start_reduce_scatter(y, group)
+        return start_all_reduce(y, group, is_own=True)
+
+
+def travels(key: PlanKey, role: str, made: QuantSpec | None, side: str) -> QuantSpec | None:
+    """What travels of the quantized ``"input"`` or ``"grad_output"`` on ``side``; None for values.
+
+    For rows that no block shares between ranks: shapes are not part of a plan.
+    """
+    recipe = key.recipe
+    if recipe is None or (side == "backward" and recipe.backward_override == "high_precision"):
+        return None
+    if made is not None and role == "input":
+        is_wgrads = side == "backward" and recipe.backward_override is None
+        made = replace(made, rowwise=not is_wgrads, columnwise=is_wgrads)
+    return travelling(recipe, made)
+
+
+class InputGather:
+    """The quantized input of a column parallel linear, while it is gathered.
+
+    Starts at once, and ``wait`` returns the whole input with a rowwise copy. ``saved`` is what
+    backward needs: the rows of this rank, gathered again, or with ``is_whole`` the whole input,
+    where ranks cannot quantize their rows alike.
+    """
+
+    def __init__(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        group: Any,
+        *,
+        wants_wgrad: bool,
+    ) -> None:
+        override = ctx.backward_override
+        self._quantizer = quantizer
+        self._usage = None
+        if wants_wgrad and override != "high_precision":
+            self._usage = "rowwise" if override == "dequantized" else "columnwise"
+        usages = tuple(dict.fromkeys(("rowwise", self._usage or "rowwise")))
+        source = input_ if isinstance(input_, QuantizedTensor) else _cast(input_, dtype)
+        self._rows = quantized_rows(
+            source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes
+        )
+        self.is_whole = self._rows is None and self._usage is not None
+        self.saved: torch.Tensor | None = None
+        self._values: Pending[torch.Tensor] | None = None
+        self._bytes: Pending[QuantizedTensor] | None = None
+        if self._rows is None:
+            self._values = start_all_gather(_cast(plain(input_, dtype), dtype), group)
+        else:
+            self._bytes = self._rows.start(("rowwise",), group)
+        if wants_wgrad and override == "high_precision":
+            self.saved = original(input_, dtype)
+
+    def wait(self) -> QuantizedTensor:
+        """The input of all ranks."""
+        if self._bytes is None:
+            assert self._values is not None
+            whole = self._quantizer(self._values.wait())
+            self.saved = whole if self.is_whole else self.saved
+            return whole
+        whole = self._bytes.wait()
+        if self._usage is not None:
+            assert self._rows is not None
+            own = self._rows.tensor
+            kept = self._usage if own._has(self._usage) else "rowwise"
+            self.saved = saved_operand(own, kept, self._quantizer)
+        return whole
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x if x.dtype is dtype else x.to(dtype)
+
+
+def backward(
+    op: Any,
+    ctx: OperationContext,
+    grad_output: torch.Tensor,
+    scale: float,
+    addend: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, Grads]:
+    """``BasicLinear.op_backward`` of a parallel linear.
+
+    The input is gathered during dgrad, and dgrad's result is added over ranks during wgrad.
+    """
+    parallel: Parallelism = op._parallel
+    group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
+    x, weight = ctx.saved_tensors
+    is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
+    is_quantized = is_recipes and ctx.backward_override is None
+    gathering = None
+    if x is not None and parallel.gathers_input and not ctx.__dict__.get("input_is_whole"):
+        gathering = _start_saved(x, group, is_quantized)
+    dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
+    assert dtype is not None
+    take_grad = _quantized_grad if is_quantized else _plain_grad
+    rows, columns = take_grad(op, ctx, grad_output, dtype, group)
+    dx = reducing = grad_weight = None
+    if weight is not None:
+        if is_quantized:
+            is_split = ctx.split_accumulators[1]
+            dx = gemm.quantized_dgrad(
+                rows(), weight, dtype, is_split=is_split, scale=scale, addend=addend
+            )
+        else:
+            dx = gemm.dgrad(rows(), plain(weight, dtype), scale, addend)
+        if parallel.mode == "column" and parallel.has_shards:
+            reducing = start_reduce_scatter(dx, group)
+        elif parallel.mode == "column":
+            reducing = start_all_reduce(dx, group, is_own=True)
+    if x is not None:
+        whole = x if gathering is None else gathering.wait()
+        whole = whole if is_quantized else plain(whole, dtype)
+        grad_weight = op.weight_gradient(ctx, columns(), whole, scale, is_quantized=is_quantized)
+    if reducing is not None:
+        dx = reducing.wait()
+    return (None if dx is None else write_grad_input(dx, ctx)), (grad_weight,)
+
+
+def _start_saved(x: torch.Tensor, group: Any, is_quantized: bool) -> Pending[Any]:
+    """Start to gather the saved input, in the copy that wgrad reads."""
+    if not isinstance(x, QuantizedTensor):
+        return start_all_gather(x, group)
+    rows = Rows(x, checks_scales=False)  # forward has compared them
+    return rows.start(("columnwise" if is_quantized else "rowwise",), group)
+
+
+def _plain_grad(
+    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Any
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """As :func:`_quantized_grad`, of a gradient in ``dtype``."""
+    dy = _cast(plain(grad_output, dtype), dtype)
+    if op._parallel.gathers_grad:
+        dy = start_all_gather(dy, group).wait()
+    return (lambda: dy), (lambda: dy)
+
+
+def _quantized_grad(
+    op: Any, ctx: OperationContext, grad_output: torch.Tensor, dtype: torch.dtype, group: Any
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that return the quantized gradient with a rowwise, and with a columnwise copy.
+
+    With sequence parallel rows the copies are gathered one after the other: the second one during
+    the product that reads the first.
+    """
+    quantizer = ctx.grad_output_quantizer
+    assert quantizer is not None
+    x, weight = ctx.saved_tensors
+    readers = (("rowwise", weight), ("columnwise", x))
+    usages = tuple(usage for usage, reader in readers if reader is not None)
+    quantizer = quantizer.with_usage(rowwise=weight is not None, columnwise=x is not None)
+    if not op._parallel.gathers_grad:
+        dy = quantized(grad_output, dtype, quantizer)
+        return (
+            lambda: readable(dy, "rowwise", quantizer),
+            lambda: readable(dy, "columnwise", quantizer),
+        )
+    is_given = isinstance(grad_output, QuantizedTensor)
+    source = grad_output if is_given else _cast(grad_output, dtype)
+    rows = quantized_rows(source, quantizer, usages, group, reduces_amaxes=ctx.reduces_amaxes)
+    if rows is None:
+        whole = quantizer(start_all_gather(plain(source, dtype), group).wait())
+        return (lambda: whole), (lambda: whole)
+    if len(usages) == 1 or makes_columns(rows.tensor._quantizer):
+        both = functools.cache(rows.start(usages, group).wait)
+        return both, both
+    first, second = (rows.start((usage,), group) for usage in usages)
+    return first.wait, second.wait

@@ -1,0 +1,160 @@
+"""Rows of a tensor on several ranks: quantized alike on each, and gathered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fuser.communication import (
+    Pending,
+    WeakGroup,
+    can_gather,
+    makes_columns,
+    resolved,
+    start_all_gather,
+    start_quantized_gather,
+)
+from fuser.op import OperationContext
+from fuser.precision.delayed_scaling import reduces_amaxes_over
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.specs import QuantSpec
+from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+
+
+def note_group(ctx: OperationContext, group: Any) -> None:
+    """Note in ``ctx`` the group of a forward, which its backward uses, without keeping it.
+
+    Also whether delayed scaling reduces its amaxes over the group, which backward cannot see.
+    """
+    ctx.group = WeakGroup(group)  # type: ignore[attr-defined]
+    ctx.reduces_amaxes = ctx.has_recipe and reduces_amaxes_over(group)  # type: ignore[attr-defined]
+
+
+def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
+    """The group of the forward; ``own``, that of the op, if a user's fused op ran the forward."""
+    noted = ctx.__dict__.get("group")
+    return resolved(op, own) if noted is None else noted(op)
+
+
+def travelling(recipe: Recipe | None, made: QuantSpec | None) -> QuantSpec | None:
+    """What ranks send of rows that are quantized as ``made``; None for their values.
+
+    If no block has rows of two ranks: shapes are not part of a plan.
+    """
+    if recipe is None or made is None or recipe.custom() or made.format.name == "NVFP4":
+        return None  # no amax of NVFP4 is reduced
+    if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
+        return None
+    if made.format.name == "FP8":  # the columnwise copy is made from the rowwise one
+        return replace(made, rowwise=True, columnwise=False)
+    return made
+
+
+class Rows:
+    """Rows that one rank holds, quantized so that gathered bytes are those of one tensor.
+
+    Parameters
+    ----------
+    tensor
+        The quantized rows, with the copies that travel.
+    checks_scales
+        Whether scales that rows of all ranks share are compared when they are gathered.
+    """
+
+    def __init__(self, tensor: QuantizedTensor, checks_scales: bool) -> None:
+        self.tensor = tensor
+        self.checks_scales = checks_scales
+
+    def start(self, usages: tuple[str, ...], group: Any) -> Pending[QuantizedTensor]:
+        """Start to gather ``usages``, the rowwise and the columnwise copy, of all rows."""
+        tensor = self.tensor
+        is_made = makes_columns(tensor._quantizer)
+        pending = [
+            start_quantized_gather(tensor, usage, group, checks_scales=self.checks_scales)
+            for usage in dict.fromkeys("rowwise" if is_made else usage for usage in usages)
+        ]
+
+        def finish() -> QuantizedTensor:
+            whole, *others = (each.wait() for each in pending)
+            for other in others:
+                for name, buffer in other.buffers().items():
+                    if buffer is not None:
+                        setattr(whole, name, buffer)
+            if is_made and "columnwise" in usages:
+                whole._make_copy("columnwise")
+                if "rowwise" not in usages:
+                    whole.release("rowwise")
+            return whole
+
+        return Pending(finish, (), None)
+
+
+def usages_of(quantizer: Quantizer) -> tuple[str, ...]:
+    """The copies that a quantizer makes."""
+    made = (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise))
+    return tuple(usage for usage, is_made in made if is_made)
+
+
+def quantized_rows(
+    x: torch.Tensor,
+    quantizer: Any,
+    usages: tuple[str, ...],
+    group: Any,
+    *,
+    reduces_amaxes: bool,
+) -> Rows | None:
+    """The rows ``x`` of this rank quantized, for gathering the copies ``usages``.
+
+    Scales that all rows share are those of the amax over all ranks: reduced here, or by delayed
+    scaling, if ``reduces_amaxes``. None if ranks cannot quantize their rows alone: a block would
+    have rows of two ranks, or the format reduces no amax; or if ``x`` is quantized already and its
+    bytes cannot travel.
+    """
+    given = x if isinstance(x, QuantizedTensor) else None
+    own = quantizer if given is None else given._quantizer
+    if not isinstance(own, Quantizer):
+        return None
+    own = own.value()
+    is_delayed = isinstance(own, Float8Quantizer) and reduces_amaxes
+    has_equal_scales = given is None and (own.reduces_scales or is_delayed)
+    is_made = makes_columns(own)
+    needed = tuple(dict.fromkeys("rowwise" if is_made else usage for usage in usages))
+    rows = x.shape[:-1].numel()
+    if not all(can_gather(own, u, rows, has_equal_scales=has_equal_scales) for u in needed):
+        return None
+    if given is not None:
+        return Rows(given, False) if all(map(given._has, needed)) else None
+    copies = own.with_usage(rowwise="rowwise" in needed, columnwise="columnwise" in needed)
+    return Rows(copies.bound_to(group)(x), is_delayed)
+
+
+def gathered(
+    x: torch.Tensor, quantizer: Any | None, group: Any, *, reduces_amaxes: bool
+) -> torch.Tensor:
+    """The rows of all ranks, quantized by ``quantizer``; as ``x`` is without one.
+
+    Bytes travel if the ranks can quantize their rows alike, else values.
+    """
+    given = x if isinstance(x, QuantizedTensor) else None
+    usages: tuple[str, ...] = ()
+    if isinstance(quantizer, Quantizer):
+        usages = usages_of(quantizer)
+    elif given is not None:
+        usages = usages_of(given._usage())
+    rows = None
+    if usages:
+        rows = quantized_rows(x, quantizer, usages, group, reduces_amaxes=reduces_amaxes)
+    whole: torch.Tensor
+    if rows is not None:
+        whole = rows.start(usages, group).wait()
+    else:
+        values = x if given is None else given.dequantize()
+        whole = start_all_gather(values, group).wait()
+        whole = whole if quantizer is None else quantizer(whole)
+    source = getattr(x, "high_precision_source", None)
+    if source is not None:
+        gathering = start_all_gather(source, group)
+        whole.high_precision_source = gathering.wait()  # type: ignore[attr-defined]
+    return whole

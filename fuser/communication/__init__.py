@@ -1,0 +1,43 @@
+"""Process groups, collectives along dim 0, and the gathering of quantized tensors."""
+
+from fuser.communication.agreement import Agreement
+from fuser.communication.collectives import (
+    Pending,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from fuser.communication.groups import (
+    GroupRef,
+    WeakGroup,
+    check_divides,
+    check_shard,
+    divided,
+    group_size,
+    rank_in,
+    resolved,
+)
+from fuser.communication.quantized_gather import (
+    can_gather,
+    makes_columns,
+    start_quantized_gather,
+)
+
+__all__ = [
+    "Agreement",
+    "GroupRef",
+    "Pending",
+    "WeakGroup",
+    "can_gather",
+    "check_divides",
+    "check_shard",
+    "divided",
+    "group_size",
+    "makes_columns",
+    "rank_in",
+    "resolved",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_quantized_gather",
+    "start_reduce_scatter",
+]

@@ -1,0 +1,108 @@
+"""Collectives: all-gather, reduce-scatter and all-reduce along dim 0, started and waited for.
+
+Each ``start_*`` returns at once; the communication runs beside the work that follows, up to
+``wait``. The caller's tensors are never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fuser.wrapper_tensor import WrapperTensor
+
+Result = TypeVar("Result")
+
+# torch 2.13 renames the two functions, and warns about the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending(Generic[Result]):
+    """The result of communication that may still run.
+
+    Parameters
+    ----------
+    finish
+        Returns the result, after the communication.
+    works
+        What torch returned for each collective; None if nothing was communicated.
+    kept
+        Tensors that the communication reads: they stay in memory until :meth:`wait`.
+    """
+
+    def __init__(self, finish: Callable[[], Result], works: tuple[Any, ...], kept: Any) -> None:
+        self._finish = finish
+        self._works = works
+        self._kept = kept
+
+    def wait(self) -> Result:
+        """The result. Work that the device gets after this call runs after the communication."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works, self._kept = (), None
+        return self._finish()
+
+
+def _values(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as memory that holds its values: contiguous, and not quantized."""
+    if isinstance(x, WrapperTensor):
+        x = x.dequantize()
+    return x.detach().contiguous()
+
+
+def _shares_memory(out: torch.Tensor, x: torch.Tensor) -> bool:
+    return not isinstance(x, WrapperTensor) and out.data_ptr() == x.data_ptr()
+
+
+def _is_silent(x: torch.Tensor) -> bool:
+    """Whether there is nothing to send: no elements, or no memory (meta)."""
+    return x.is_meta or x.numel() == 0
+
+
+def start_all_gather(x: torch.Tensor, group: Any, dim: int = 0) -> Pending[torch.Tensor]:
+    """Start to gather the tensors of all ranks, equal in shape, along ``dim`` 0 or 1.
+
+    The result is contiguous, and the same on every rank.
+    """
+    ranks = dist.get_world_size(group)
+    x = _values(x)
+    out = torch.empty((ranks * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+    work = None if _is_silent(x) else _all_gather(out, x, group=group, async_op=True)
+    if dim == 0:
+        return Pending(lambda: out, (work,), x)
+    assert dim == 1
+    rows, columns = x.shape
+
+    def side_by_side() -> torch.Tensor:
+        return out.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
+
+    return Pending(side_by_side, (work,), x)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+    """Start to add the tensors of all ranks; each rank gets its part of the rows of the sum.
+
+    The number of ranks divides the rows (``groups.check_divides``).
+    """
+    x = _values(x)
+    shape = (x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    work = None if _is_silent(x) else _reduce_scatter(out, x, group=group, async_op=True)
+    return Pending(lambda: out, (work,), x)
+
+
+def start_all_reduce(x: torch.Tensor, group: Any, *, is_own: bool = False) -> Pending[torch.Tensor]:
+    """Start to add the tensors of all ranks; each rank gets the sum.
+
+    ``is_own``: nothing else reads ``x``, which may hold the result.
+    """
+    out = _values(x)
+    if not is_own and (x.is_meta or _shares_memory(out, x)):
+        out = out.clone()
+    work = None if _is_silent(out) else dist.all_reduce(out, group=group, async_op=True)
+    return Pending(lambda: out, (work,), None)

@@ -1,0 +1,161 @@
+"""Process groups: their checks, and the sizes of shards."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from fuser.errors import InputError, StateError
+
+
+class GroupRef:
+    """The process group of an op. A copy of the op has the same one; it cannot be pickled."""
+
+    def __init__(self, group: Any | None) -> None:
+        self.group = group
+
+    def __copy__(self) -> GroupRef:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> GroupRef:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.group is None:
+            return GroupRef, (None,)
+        raise StateError(
+            "An op with a process group cannot be pickled: the group belongs to this process. Save "
+            "model.state_dict(), and make the model again with the groups of the new processes."
+        )
+
+
+class WeakGroup:
+    """A process group that a forward used, for its backward, which does not keep it alive."""
+
+    def __init__(self, group: Any) -> None:
+        self._ref = weakref.ref(group)
+
+    def __call__(self, op: str) -> Any:
+        """The group, for the backward of ``op``.
+
+        Raises
+        ------
+        StateError
+            If the group has been destroyed since.
+        """
+        group = self._ref()
+        if group is None or not is_initialized():
+            raise StateError(
+                f"The backward of {op} communicates over the process group of its forward, which "
+                "has been destroyed since."
+            )
+        return group
+
+
+def is_initialized() -> bool:
+    """Whether torch has process groups in this process."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def resolved(op: str, group: Any | None) -> Any:
+    """The process group of ``group``: None is the group of all ranks, a mesh has its own.
+
+    ``op`` is the name of the op in errors.
+
+    Raises
+    ------
+    StateError
+        If torch.distributed is not initialised.
+    InputError
+        If this rank is no member of the group, or a mesh has more than one dimension.
+    """
+    if not is_initialized():
+        raise StateError(
+            f"{op} communicates over a process group, and torch.distributed is not initialised: "
+            "call torch.distributed.init_process_group first."
+        )
+    if group is None:
+        return dist.group.WORLD
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh
+        if group.ndim != 1:
+            raise InputError(
+                f"{op} got a device mesh of {group.ndim} dimensions as its process group; it takes "
+                "a mesh of one dimension, such as mesh['tp']."
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise InputError(
+            f"{op} got a process group of which rank {dist.get_rank()} is no member ({group!r}); "
+            "every rank that makes or calls the op must be in its group."
+        )
+    return group
+
+
+def group_size(op: str, group: Any | None) -> int:
+    """The number of ranks in ``group``; 1 if it is None and torch.distributed is not initialised.
+
+    Raises
+    ------
+    StateError, InputError
+        As :func:`resolved`.
+    """
+    if group is None and not is_initialized():
+        return 1
+    return dist.get_world_size(resolved(op, group))
+
+
+def rank_in(op: str, group: Any | None) -> int:
+    """The rank of this process in ``group``; 0 without process groups."""
+    if group is None and not is_initialized():
+        return 0
+    return dist.get_rank(resolved(op, group))
+
+
+def divided(what: str, size: int, ranks: int) -> int:
+    """``size / ranks``, the part of one rank.
+
+    ``what`` names the op and the size in the error.
+
+    Raises
+    ------
+    InputError
+        If the ranks do not divide it.
+    """
+    if size % ranks:
+        raise InputError(
+            f"{what} is {size}, and {ranks} ranks do not divide it: every rank holds an equal part."
+        )
+    return size // ranks
+
+
+def check_shard(op: str, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor without a dimension of rows, which ranks gather or scatter.
+
+    Raises
+    ------
+    InputError
+    """
+    if len(shape) < 2:
+        raise InputError(
+            f"{op} gathers and scatters rows, dimension 0, and got a tensor of shape "
+            f"{tuple(shape)}; it takes two dimensions or more."
+        )
+
+
+def check_divides(op: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """The shape of one rank's rows of a tensor of ``shape``.
+
+    Raises
+    ------
+    InputError
+        If the ranks do not divide the rows, or there is no dimension of rows.
+    """
+    check_shard(op, shape)
+    if shape[0] % ranks:
+        raise InputError(
+            f"{op} scatters {shape[0]} rows (dimension 0 of shape {tuple(shape)}) over {ranks} "
+            f"ranks, and {shape[0]} is not a multiple of {ranks}."
+        )
+    return (shape[0] // ranks, *shape[1:])

@@ -1,0 +1,102 @@
+"""Gathering quantized tensors: the bytes and scales of rows travel, not their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.communication.collectives import Pending, start_all_gather
+from fuser.errors import StateError
+from fuser.tensors import QuantizedTensor, Quantizer
+
+
+def _blank(quantizer: Quantizer, rows: int) -> QuantizedTensor:
+    """A tensor without bytes, which knows how its format stores rows."""
+    cls = quantizer.tensor_class
+    return cls({}, (rows, 1), torch.float32, torch.device("meta"), quantizer)
+
+
+def _buffers_of(tensor: QuantizedTensor, usage: str) -> list[str]:
+    """The buffers of one copy, and those of both."""
+    other = tensor._names("columnwise" if usage == "rowwise" else "rowwise")
+    return [name for name in tensor.buffer_names if name not in other]
+
+
+def can_gather(quantizer: Quantizer, usage: str, rows: int, *, has_equal_scales: bool) -> bool:
+    """Whether the copies of ``rows`` rows on each rank are the copy of the rows of all ranks.
+
+    They are if no block has rows of two ranks, and if the scales that all rows share are equal on
+    all ranks, ``has_equal_scales``.
+    """
+    blank = _blank(quantizer, rows)
+    units = blank._row_units()
+    return all(
+        rows % units[name][1] == 0 if name in units else has_equal_scales
+        for name in _buffers_of(blank, usage)
+    )
+
+
+def makes_columns(quantizer: Quantizer) -> bool:
+    """Whether the columnwise copy is made from the rowwise one, so that it need not travel."""
+    return quantizer.tensor_class._make_copy is not QuantizedTensor._make_copy
+
+
+def start_quantized_gather(
+    tensor: QuantizedTensor, usage: str, group: Any, *, checks_scales: bool = False
+) -> Pending[QuantizedTensor]:
+    """Start to gather the ``"rowwise"`` or ``"columnwise"`` copy of the rows of all ranks.
+
+    The caller has asked :func:`can_gather`. With ``checks_scales`` the scale of the tensor is
+    gathered too: if those of two ranks differ, ``wait`` raises a StateError on the CPU, and on
+    other devices, where a check would wait for the device, the scale becomes NaN.
+    """
+    source = tensor.compact()
+    units, (rows, columns) = source._row_units(), source._matrix()
+    ranks = torch.distributed.get_world_size(group)
+    layout = source._layout(rows * ranks, columns)
+    pending: dict[str, Pending[torch.Tensor]] = {}
+    shared: dict[str, Pending[torch.Tensor]] = {}
+    made: dict[str, torch.Tensor | None] = {}
+    for name in _buffers_of(source, usage):
+        buffer = getattr(source, name)
+        if name in units:
+            dim, unit = units[name]
+            pending[name] = start_all_gather(buffer.narrow(dim, 0, rows // unit), group, dim)
+            continue
+        made[name] = buffer
+        if checks_scales:
+            shared[name] = start_all_gather(buffer, group)
+
+    def finish() -> QuantizedTensor:
+        for name, gathering in pending.items():
+            made[name] = _padded(gathering.wait(), layout[name])
+        for name, gathering in shared.items():
+            own = made[name]
+            assert own is not None
+            made[name] = _checked(own, gathering.wait(), tensor)
+        shape = (ranks * tensor.shape[0], *tensor.shape[1:])
+        return type(tensor)(made, shape, tensor.dtype, tensor.device, tensor._quantizer)
+
+    return Pending(finish, (), source)
+
+
+def _padded(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``buffer`` with zeros at its end, in ``shape``."""
+    if buffer.shape == shape:
+        return buffer
+    out = buffer.new_zeros(shape)
+    out[tuple(map(slice, buffer.shape))] = buffer
+    return out
+
+
+def _checked(own: torch.Tensor, scales: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
+    """The scale ``own`` if the ``scales`` of all ranks equal it."""
+    are_equal = (scales == own).all()
+    if own.device.type == "cpu" and not are_equal:
+        raise StateError(
+            f"A {type(tensor).__name__} cannot be gathered: the ranks quantized their rows with "
+            f"the inverse scales {scales.tolist()}. Under delayed scaling ranks that share rows "
+            "start from one state, and reduce amaxes over a group that has all of them."
+        )
+    return torch.where(are_equal, own, torch.full_like(own, float("nan")))
