@@ -21,7 +21,9 @@ from ranks import RANKS, part
 import fuser
 from fuser import gemm, modules
 from fuser.distributed import collectives
+from fuser.plan.registered import RegisteredFusions
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fuser.runtime import pipeline
 from fuser.runtime.recorded import is_recordable
 
 HIDDEN, TOKENS = 128, 256
@@ -260,6 +262,18 @@ class _Fusion(fuser.FusedOperation):
         raise AssertionError("it must not run")
 
 
+def _with_registered(x: torch.Tensor) -> Any:
+    """A pipeline of which a registered function gives a linear to a fusion."""
+
+    def replace(ops: list[Any], *, recipe: Any) -> list[Any]:
+        is_ours = len(ops) == 2 and isinstance(ops[1], fuser.ConstantScale)
+        return [_Fusion(ops)] if is_ours else ops
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "_registered", RegisteredFusions(forward=(replace,)))
+        return fuser.Sequential(column(), fuser.ConstantScale(2.0))(x)
+
+
 def plans(rank: int) -> Any:
     model = fuser.Sequential(column(), fuser.GELU(), fuser.ReduceScatter())
     x = part(X, rank, 0).requires_grad_()
@@ -274,6 +288,7 @@ def plans(rank: int) -> Any:
     fused = fuser.Sequential(column(), fuser.ConstantScale(2.0), fusions=fusions)
     found["user"] = str(fused.plan(x))
     fused(x)
+    found["registered"] = said(lambda: _with_registered(x))
     bias = fuser.Linear(HIDDEN, HIDDEN, tensor_parallel_mode="column", device="cpu")
     found["bias"] = str(fuser.Sequential(bias).plan(X))
     return found

@@ -260,6 +260,8 @@ def test_a_pipeline_that_communicates_is_not_recorded(of: Any) -> None:
 def test_a_fusion_that_would_not_communicate_is_refused(of: Any) -> None:
     user, bias = (of("plans")[0][name] for name in ("user", "bias"))
     assert "op 0 (BasicLinear) communicates, which the fusion does not do: all-gather" in user
+    registered = of("plans")[0]["registered"]
+    assert "registered fusion _Fusion cannot run ops 0-1: op 0 (BasicLinear)" in registered
     assert "ForwardLinearBiasActivation" in bias.partition("backward")[0]
 
 
