@@ -22,7 +22,7 @@ import fuser
 from fuser import gemm, modules
 from fuser.distributed import collectives
 from fuser.plan.registered import RegisteredFusions
-from fuser.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from fuser.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from fuser.runtime import pipeline
 from fuser.runtime.recorded import is_recordable
 
@@ -228,6 +228,31 @@ def different_scales(rank: int) -> Any:
         with pytest.raises(fuser.StateError, match=r"inverse scales .* reduce amaxes"):
             op(part(X, rank, 0))
     return {}
+
+
+class _Mine(fuser.Float8CurrentScalingQuantizer):
+    """A user's quantizer, which may know nothing of groups."""
+
+
+def custom_recipes(rank: int) -> Any:
+    """Custom recipes of the library's quantizers and of a user's; the bytes that travel."""
+    found: dict[str, Any] = {}
+    original = collectives._all_gather
+    for name, kind in (("library", fuser.Float8CurrentScalingQuantizer), ("user", _Mine)):
+        sent: list[torch.dtype] = []
+
+        def noted(out: Any, x: torch.Tensor, sent: Any = sent, **options: Any) -> Any:
+            sent.append(x.dtype)
+            return original(out, x, **options)
+
+        recipe = CustomRecipe(lambda role, kind=kind: kind(fuser.DType.kFloat8E4M3, device="cpu"))
+        collectives._all_gather = noted
+        try:
+            found[name] = run(column(), part(X, rank, 0), part(DY, rank, 1), recipe)
+        finally:
+            collectives._all_gather = original
+        found[name]["sent"] = [dtype is torch.uint8 for dtype in sent]
+    return found
 
 
 def main_grad(rank: int) -> Any:
@@ -493,7 +518,15 @@ SINGLE = {
     case.__name__: case
     for case in (
         *(gather, scatter, reduce, reduce_forward, in_a_pipeline, two_groups, a_destroyed_group),
-        *(unreduced_amaxes, different_scales, main_grad, quantized_parameter, bf16, plans),
+        *(
+            custom_recipes,
+            unreduced_amaxes,
+            different_scales,
+            main_grad,
+            quantized_parameter,
+            bf16,
+            plans,
+        ),
         *(different_ranks, quantized_outside_autocast, negated, mesh, order),
         *(copies, random_weights, bad_input, meta, traffic, document),
     )

@@ -164,6 +164,15 @@ def test_without_a_reduced_amax_each_rank_quantizes_the_gathered_values(of: Any)
         assert_close(each["weight"], part(DY.t() @ X, rank, 0), 0.1)
 
 
+def test_a_users_quantizer_gets_the_values_of_all_ranks(of: Any) -> None:
+    for each in of("custom_recipes"):
+        library, user = each["library"], each["user"]
+        assert all(library["sent"])
+        assert not any(user["sent"])
+        for name in ("y", "dx", "weight"):
+            assert_close(user[name], library[name])
+
+
 def test_ranks_with_different_scales_are_told(of: Any) -> None:
     of("different_scales")
 
