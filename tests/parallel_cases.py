@@ -23,7 +23,7 @@ from fuser import gemm, modules
 from fuser.distributed import collectives
 from fuser.plan.registered import RegisteredFusions
 from fuser.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from fuser.runtime import pipeline
+from fuser.runtime import graphs, pipeline
 from fuser.runtime.recorded import is_recordable
 
 HIDDEN, TOKENS = 128, 256
@@ -313,6 +313,10 @@ def plans(rank: int) -> Any:
     fused = fuser.Sequential(column(), fuser.ConstantScale(2.0), fusions=fusions)
     found["user"] = str(fused.plan(x))
     fused(x)
+    # The check of a module that is to be captured, which needs no GPU for this.
+    found["captured"] = said(lambda: graphs._check_module(0, model, ()))
+    norm = modules.LayerNormLinear(HIDDEN, HIDDEN, parallel_mode="column", device="cpu")
+    found["captured layer"] = said(lambda: graphs._check_module(0, norm, ()))
     found["registered"] = said(lambda: _with_registered(x))
     bias = fuser.Linear(HIDDEN, HIDDEN, tensor_parallel_mode="column", device="cpu")
     found["bias"] = str(fuser.Sequential(bias).plan(X))

@@ -263,6 +263,9 @@ def test_the_bytes_of_collectives_are_those_of_a_ring() -> None:
 def test_a_pipeline_that_communicates_is_not_recorded(of: Any) -> None:
     first, second = (each["recordable"] for each in of("plans"))
     assert first == [False, True, False, True, True, False]
+    for each in of("plans"):
+        assert "the op '0' with process groups" in each["captured"]
+        assert "the op 'ops.1.basic_ops.0' with process groups" in each["captured layer"]
     assert second == [False, True, False, True, False, False]  # with a bias that is not added
 
 
