@@ -109,14 +109,16 @@ def quantized_rows(
 
     Scales that all rows share are those of the amax over all ranks: reduced here, or by delayed
     scaling, if ``reduces_amaxes``. None if ranks cannot quantize their rows alone: a block would
-    have rows of two ranks, or the format reduces no amax; or if ``x`` is quantized already and its
-    bytes cannot travel.
+    have rows of two ranks, or the format reduces no amax; if the quantizer is a user's; or if
+    ``x`` is quantized already and its bytes cannot travel.
     """
     given = x if isinstance(x, QuantizedTensor) else None
     own = quantizer if given is None else given._quantizer
     if not isinstance(own, Quantizer):
         return None
     own = own.value()
+    if type(own).__module__.partition(".")[0] != "fuser":
+        return None  # a user's quantizer may read rows of other ranks, or reduce no amax
     is_delayed = isinstance(own, Float8Quantizer) and reduces_amaxes
     has_equal_scales = given is None and (own.reduces_scales or is_delayed)
     is_made = makes_columns(own)

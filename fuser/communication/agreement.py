@@ -36,13 +36,14 @@ class Agreement:
         InputError
             On every rank, if two of them differ.
         """
-        key = (id(group), recipe)
+        # A custom recipe's functions are other objects on each rank, and may be at each step.
+        is_custom = recipe is not None and recipe.custom()
+        described = type(recipe).__name__ if is_custom else recipe
+        key = (id(group), described)
         if key in self._compared or input_.is_meta:
             return
-        is_custom = recipe is not None and recipe.custom()
-        name = type(recipe).__name__ if is_custom else str(recipe)
         shape, dtype = tuple(input_.shape), str(input_.dtype).removeprefix("torch.")
-        mine = ", ".join([f"recipe {name}, input {shape} in {dtype}", *map(str, others)])
+        mine = ", ".join([f"recipe {described}, input {shape} in {dtype}", *map(str, others)])
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
         if len(set(found)) > 1:

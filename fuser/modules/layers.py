@@ -159,11 +159,6 @@ class Layer(torch.nn.Module):
         self.ops.train(mode)
         return super().train(mode)
 
-    @property
-    def is_recordable(self) -> bool:
-        """Whether its ops are (``BasicOperation.is_recordable``), for CUDA graphs."""
-        return all(op.is_recordable for _, op in self._basic_ops())
-
     def _run_init_methods(self) -> None:
         for name, init_method in self._init_methods.items():
             linear, name_in_op = self._places[name]

@@ -173,7 +173,7 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
             raise StateError(
                 f"{name} has hooks, which a CUDA graph does not call: register them afterwards."
             )
-    for path, op in module.named_modules():
+    for path, op in _modules_and_ops(module):
         if not getattr(op, "is_recordable", True):
             why = "process groups; a CUDA graph does not repeat its communication"
             if getattr(op, "delay_wgrad_compute", False):
@@ -189,6 +189,15 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
                 f"{name} got or holds a tensor of shape {tuple(tensor.shape)} on {tensor.device}; "
                 "a CUDA graph reads memory of the GPU."
             )
+
+
+def _modules_and_ops(module: Module) -> Iterator[tuple[str, Any]]:
+    """The submodules with their paths, and the ops of layers, which are not submodules."""
+    for path, each in module.named_modules():
+        yield path, each
+        ops_of_layer = getattr(each, "_basic_ops", None)
+        for name, op in () if ops_of_layer is None else ops_of_layer():
+            yield f"{path}.{name}".strip("."), op
 
 
 # -- capture --------------------------------------------------------------------
