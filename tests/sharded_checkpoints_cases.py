@@ -42,6 +42,7 @@ from torch.distributed.tensor import Shard
 
 import fuser
 from fuser.errors import InputError, StateError
+from fuser.recipe import MXFP8BlockScaling
 
 
 def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
@@ -132,6 +133,51 @@ def what_cannot_be_gathered_quantized_is_refused() -> None:
     layers = sharded(plain_model(SMALL))
     assert "which is sharded already" in said(InputError, lambda: gather(layers, recipe))
     assert "a GELU without" in said(InputError, lambda: gather(fuser.GELU(), recipe))
+    exact = MXFP8BlockScaling(backward_override="high_precision")
+    sentence = said(InputError, lambda: gather(plain_model(SMALL), exact))
+    assert "reads the unquantized weight, which is not gathered" in sentence
+
+
+@case
+def copies_of_a_weight_that_is_gathered_quantized_are_independent() -> None:
+    """A forward of the copy comes between forward and backward of the first."""
+    recipe, grads = RECIPES["mxfp8"](), []
+    for is_master in (True, False):
+        first, second = (fuser.Sequential(fuser.BasicLinear(64, 64)) for _ in range(2))
+        torch.nn.init.normal_(first[0].weight, generator=torch.Generator().manual_seed(1))
+        if is_master:
+            fuser.distributed.gather_quantized(first, recipe)
+        second[0].weight = torch.nn.Parameter(first[0].weight.detach().clone())
+        with torch.no_grad():
+            second[0].weight.mul_(-3)
+        if is_master:
+            for layers in (first, second):
+                fully_shard(layers, reshard_after_forward=True)
+        x = torch.linspace(-1, 1, 640).view(10, 64).requires_grad_()
+        with fuser.autocast(recipe=recipe):
+            y = first(x)
+            with torch.no_grad():
+                second(x)
+        y.square().mean().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+@case
+def weights_that_are_gathered_quantized_are_converted() -> None:
+    recipe, losses = RECIPES["mxfp8"](), []
+    for is_master in (True, False):
+        layers = plain_model(SMALL)
+        if is_master:
+            fuser.distributed.gather_quantized(layers, recipe)
+        values = torch.nn.utils.parameters_to_vector(layers.parameters()) / 2
+        torch.nn.utils.vector_to_parameters(values, layers.parameters())
+        layers.bfloat16()
+        assert all(p.dtype is (p + 1).dtype is torch.bfloat16 for p in layers.parameters())
+        if is_master:
+            sharded(layers)
+        losses.append(loss_of(layers, inputs(layers, 1).bfloat16().requires_grad_(), recipe))
+    assert torch.equal(*losses)
 
 
 def shared_folder() -> str:

@@ -31,11 +31,12 @@ import fuser
 
 @each("current", "mxfp8", "blocks of 1x128")
 def gradients_are_accumulated_over_microbatches(name: str) -> None:
-    for reshards in (True, False):
+    for reshards, says_last in ((True, False), (False, False), (True, True)):
         layers, reference, recipe = sharded(model(name)), model(name), RECIPES[name]()
         for step in range(2):
             for micro in range(3):
                 layers.set_requires_gradient_sync(micro == 2)
+                layers.set_is_last_backward(micro == 2 or not says_last)
                 layers.set_reshard_after_backward(reshards or micro == 2)
                 seed = 100 * step + 10 * micro
                 x = inputs(layers, seed + rank()).requires_grad_()

@@ -37,6 +37,7 @@ SLOW_FILES = frozenset(
         "test_delayed_parameters.py",
         "test_delayed_scaling.py",
         "test_demo.py",
+        "test_dispatched_experts.py",
         "test_documents.py",
         "test_draw.py",
         "test_emulated_sm90.py",

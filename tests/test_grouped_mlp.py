@@ -637,3 +637,8 @@ def test_wrong_shapes_are_named_by_their_op() -> None:
     with pytest.raises(InputError, match="sum to 554, more than the 300 rows"):
         model(given["x"], 2 * sizes, given["scales"], 2 * sizes)
     assert model(given["x"], sizes, given["scales"], sizes).isfinite().all()
+
+
+def test_the_sums_of_groups_without_rows_are_zeros() -> None:
+    sums = reference.sum_groups(torch.zeros(0, 8), torch.zeros(0, 4, dtype=torch.int32), 3)
+    assert torch.equal(sums, torch.zeros(3, 8))

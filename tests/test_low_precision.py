@@ -66,7 +66,9 @@ def one_linear(recipe: Any) -> dict[str, torch.Tensor]:
     override = recipe.backward_override
     if override is None:
         out["dx"] = copy(qdy, "rowwise") @ copy(qw, "columnwise")
-        out["weight"] = copy(qdy, "columnwise").T @ copy(qx, "columnwise")
+        # Both have the Hadamard transform or neither, so that the product needs no inverse.
+        columns = (t.transformed_columns(torch.float32) for t in (qdy, qx))
+        out["weight"] = next(columns).T @ next(columns)
     elif override == "high_precision":
         out |= {"dx": dy @ weight, "weight": dy.T @ x}
     else:

@@ -800,5 +800,7 @@ def test_random_pipelines_reach_every_fusion() -> None:
         fired.update(step.fusion for step in plan.forward + plan.backward if step.fusion)
 
     look()
-    # Chains run on kernels alone; test_kernels_in_pipelines.py has random ones.
-    assert fired == {fusion.__name__ for fusion in fuser.FUSIONS} - {"PointwiseChain"}
+    # Chains run on kernels alone; test_kernels_in_pipelines.py has random ones. A dispatch takes
+    # integers; test_dispatched_experts.py has its layers.
+    elsewhere = {"PointwiseChain", "DispatchedExperts"}
+    assert fired == {fusion.__name__ for fusion in fuser.FUSIONS} - elsewhere

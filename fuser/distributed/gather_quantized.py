@@ -38,13 +38,19 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     Raises
     ------
     InputError
-        If the recipe is ``DelayedScaling``, if a weight is quantized or sharded already, or if the
+        If the recipe is ``DelayedScaling`` or has ``backward_override="high_precision"``, if a
+        weight is quantized or sharded already, or if the
         module has no linear.
     """
     if isinstance(recipe, DelayedScaling):
         raise InputError(
             f"gather_quantized got the recipe {recipe!r}, whose scales belong "
             "to the state of an op; give one whose scales follow from the weight."
+        )
+    if recipe.backward_override == "high_precision":
+        raise InputError(
+            f"gather_quantized got the recipe {recipe!r}, whose backward reads the unquantized "
+            'weight, which is not gathered; "dequantized" reads what is.'
         )
     made: dict[int, torch.nn.Parameter] = {}
     for name, op in module.named_modules():

@@ -158,8 +158,8 @@ class DispatchedExperts(FusedOperation):
         )
         params, extras = list(params), list(extras)
         of_outputs: list[Any] = list(basic_op_grad_extra_outputs[0])
-        # The last op first, as if the ops ran alone: the order of a sum decides its bits.
-        for row, places in zip(reversed(extras), reversed(self._places), strict=True):
+        # In the order in which the executor adds those of one fused op, which decides the bits.
+        for row, places in zip(extras, self._places, strict=True):
             for grad, place in zip(row, places, strict=True):
                 if place is not None and grad is not None:
                     before = of_outputs[place]

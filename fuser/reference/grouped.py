@@ -74,7 +74,7 @@ def sum_groups(padded: torch.Tensor, tiles: torch.Tensor, groups: int) -> torch.
     Padding is not read. Sums are in fp32, of the rows of each tile and then of a group's tiles.
     """
     is_row = torch.arange(TILE, dtype=torch.int32, device=tiles.device) < tiles[:, 2:3]
-    rows = padded.view(len(tiles), TILE, -1).float()
+    rows = padded.view(len(tiles), TILE, padded.shape[-1]).float()
     parts = rows.masked_fill(~is_row[..., None], 0).sum(1)
     return sum_tiles(parts, tiles, groups).to(padded.dtype)
 

@@ -199,11 +199,21 @@ def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, .
         if not group._post_forward_indices:  # no backward is still to come
             sharding.backward_reads.clear()
         return ("rowwise",)
-    if state == "PRE_BACKWARD" and group.reshard_after_backward:
+    if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():
         reads = sharding.backward_reads
         read = tuple(name for name in copies if name in reads)
         return read or (copies[:1] if reads else copies)
     return copies
+
+
+def _is_last_backward() -> bool:
+    """Whether forwards before this backward are over, by ``set_is_last_backward``.
+
+    If not, this gathering may be a prefetch for a backward that was before, which the next forward
+    then takes.
+    """
+    running = caller("FSDPState")
+    return running is None or bool(running._state_ctx.is_last_backward)
 
 
 def _is_in_backward() -> bool:

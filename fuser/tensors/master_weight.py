@@ -86,8 +86,32 @@ class MasterWeight(torch.Tensor):
         if func._schema.is_mutable:
             return first if isinstance(result, torch.Tensor) else result
         if func in _KEEPS_CLASS:
-            return tree_map_only(torch.Tensor, lambda one: MasterWeight(one, first._state), result)
+            state = first._state_of_result(func)
+            return tree_map_only(torch.Tensor, lambda one: MasterWeight(one, state), result)
         return result
+
+    def _state_of_result(self, func: Any) -> _State:
+        """The same for a view of these values and for ``fully_shard``'s copy on another device.
+
+        Another weight, such as a clone or the shard of a weight, has a state of its own.
+        """
+        if func not in _MAY_BE_ANOTHER:
+            return self._state
+        is_another = caller("FSDPParam", "_init_sharded_param") is not None
+        if func not in _VIEWS:
+            is_another = is_another or caller("FSDPParam") is None
+        return _State(self._state.quantizer) if is_another else self._state
+
+    @property
+    def data(self) -> Any:
+        """The values without their history, as a master weight that shares them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        plain = (value._plain if isinstance(value, MasterWeight) else value).detach()
+        torch.Tensor.data.__set__(self, MasterWeight(plain, self._state))  # type: ignore[attr-defined]
+        self._plain, self._state.shard = plain, None
 
     def fsdp_pre_all_gather(
         self,
@@ -127,18 +151,16 @@ class MasterWeight(torch.Tensor):
         return shard.fsdp_post_all_gather(all_gather_outputs, sent, param_dtype, out=out)
 
 
-_KEEPS_CLASS = frozenset(
+_VIEWS = frozenset((aten.slice.Tensor, aten.split.Tensor))
+_MAY_BE_ANOTHER = _VIEWS | frozenset(
     (
-        aten.detach.default,
-        aten.alias.default,
-        aten.view.default,
-        aten.as_strided.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
         aten.clone.default,
         aten.new_zeros.default,
         aten.empty_like.default,
         aten._to_copy.default,
         aten._pin_memory.default,
     )
+)
+_KEEPS_CLASS = _MAY_BE_ANOTHER | frozenset(
+    (aten.detach.default, aten.alias.default, aten.view.default, aten.as_strided.default)
 )
