@@ -43,8 +43,22 @@ SHARDING = (
     Mutant(
         "a parameter that stays gathered after backward has one copy",
         "tensors/gathering.py",
+        'if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():',
+        'if state == "PRE_BACKWARD" and _is_last_backward():',
+        TWO_RANKS,
+    ),
+    Mutant(
+        "a prefetch for a backward that was before has one copy",
+        "tensors/gathering.py",
+        'if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():',
         'if state == "PRE_BACKWARD" and group.reshard_after_backward:',
-        'if state == "PRE_BACKWARD":',
+        TWO_RANKS,
+    ),
+    Mutant(
+        "copies of a weight that is gathered quantized share its state",
+        "tensors/master_weight.py",
+        '            is_another = is_another or caller("FSDPParam") is None\n',
+        "            pass\n",
         TWO_RANKS,
     ),
     Mutant(
