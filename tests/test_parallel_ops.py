@@ -293,7 +293,9 @@ def test_bad_input_is_a_sentence_with_the_op_and_the_numbers(of: Any) -> None:
         assert "LayerNormLinear got parallel_mode='row' over 2 ranks" in found["row after a norm"]
         assert "set_parallel_mode=True" in found["two modes"]
     assert "sharded over 2 ranks, and a group of 1" in ranks[0]["alone"]
-    assert "BasicLinear got a process group of which rank 1 is no member" in ranks[1]["no member"]
+    assert (
+        "BasicLinear got a process group of which rank 1 is not a member" in ranks[1]["no member"]
+    )
     assert "AllReduce got a process group" in ranks[1]["no member of an op"]
 
 

@@ -38,7 +38,7 @@ class CollectiveOperation(BasicOperation):
     Raises
     ------
     InputError
-        If this rank is no member of the group.
+        If this rank is not a member of the group.
     StateError
         If a group is given and torch.distributed is not initialised.
     """

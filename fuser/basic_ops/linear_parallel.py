@@ -88,7 +88,8 @@ class Parallelism:
         Raises
         ------
         InputError
-            If the ranks do not divide the rows of a sequence, or there is no dimension of rows.
+            If the ranks do not divide the rows of a sequence, or the tensor has fewer than
+            two dimensions.
         """
         if self.gathers_input:
             check_shard(op, shape)

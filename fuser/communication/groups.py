@@ -69,7 +69,7 @@ def resolved(op: str, group: Any | None) -> Any:
     StateError
         If torch.distributed is not initialised.
     InputError
-        If this rank is no member of the group, or a mesh has more than one dimension.
+        If this rank is not a member of the group, or a mesh has more than one dimension.
     """
     if not is_initialized():
         raise StateError(
@@ -87,8 +87,8 @@ def resolved(op: str, group: Any | None) -> Any:
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise InputError(
-            f"{op} got a process group of which rank {dist.get_rank()} is no member ({group!r}); "
-            "every rank that makes or calls the op must be in its group."
+            f"{op} got a process group of which rank {dist.get_rank()} is not a member "
+            f"({group!r}); every rank that makes or calls the op must be in its group."
         )
     return group
 
@@ -150,7 +150,7 @@ def check_divides(op: str, shape: tuple[int, ...], ranks: int) -> tuple[int, ...
     Raises
     ------
     InputError
-        If the ranks do not divide the rows, or there is no dimension of rows.
+        If the ranks do not divide the rows, or the tensor has fewer than two dimensions.
     """
     check_shard(op, shape)
     if shape[0] % ranks:

@@ -82,6 +82,6 @@ def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bo
     ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
     if ranks > 1:
         raise InputError(
-            f"{op} was asked for {mode} tensor parallelism over {ranks} ranks; in this version of "
+            f"{op} got {mode} tensor parallelism over {ranks} ranks; in this version of "
             "fuser it runs on one."
         )

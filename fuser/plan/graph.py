@@ -404,8 +404,8 @@ class OpGraph:
         found = []
         for i in range(start, stop):
             for each in self.ops[i].collectives(side, self.key.window(i, i + 1)):
-                is_behind = each.tensor in ("output", "grad_output")
-                found.append((each, each.nbytes(self.main_specs[i + is_behind])))
+                is_after = each.tensor in ("output", "grad_output")
+                found.append((each, each.nbytes(self.main_specs[i + is_after])))
         return found
 
     def _param_bytes(self, op: int, side: str) -> int:

@@ -71,7 +71,7 @@ def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTe
     Raises
     ------
     InputError
-        If the tensor cannot be sharded in the way that was asked for.
+        If the tensor cannot be sharded along this dimension, or by these mesh dimensions.
     """
     sharding, quantizer = tensor._sharding, tensor._quantizer
     if sharding is None:

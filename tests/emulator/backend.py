@@ -72,7 +72,7 @@ def emulated(
     - arguments that do not fit the kernel's parameters in number, size or kind;
     - a barrier or warp collective that waits forever, or is reached at two places at once;
     - barriers, copies, registers and products of Hopper that break the rules of the PTX ISA: sizes,
-      alignment, arrivals, bytes that nobody announced, threads of a warpgroup that differ;
+      alignment, arrivals, bytes that were not announced, threads of a warpgroup that differ;
     - bits that depend on the order of threads, on unwritten outputs or on shared memory that
       nobody has written: a missing barrier, mostly, or a second buffer that takes no turn;
     - bytes of ``written`` that no launch writes;
