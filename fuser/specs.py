@@ -69,20 +69,34 @@ class QuantSpec:
 class Collective:
     """Communication of an op over the ranks of its process group.
 
-    ``kind`` is ``"all-gather"``, ``"reduce-scatter"`` or ``"all-reduce"``; ``tensor`` the
-    ``"input"``, ``"output"``, ``"grad_output"`` or ``"grad_input"`` that it reads or writes;
-    ``quantization`` what travels of a quantized tensor, None for its values.
+    ``kind`` is ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"`` or ``"all-to-all"``;
+    ``tensor`` the ``"input"``, ``"output"``, ``"grad_output"`` or ``"grad_input"`` that it reads or
+    writes; ``quantization`` what travels of a quantized tensor, None for its values. Of an extra
+    output of the op, or of its gradient, ``extra_output`` is the index, and ``tensor`` the name.
     """
 
     kind: str
     tensor: str
     ranks: int
     quantization: QuantSpec | None = None
+    extra_output: int | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it comes before the kernels of the op: what they read has travelled."""
+        if self.kind == "all-to-all":
+            return self.tensor in ("input", "grad_output") or self.tensor.startswith("grad of")
+        return self.kind == "all-gather"
 
     def nbytes(self, spec: TensorSpec) -> int:
-        """Bytes that a rank sends, and that it receives; ``spec`` is the tensor on this rank."""
+        """Bytes that a rank sends, and that it receives; ``spec`` is the tensor on this rank.
+
+        Of an all-to-all: if every rank sends and receives as many rows.
+        """
         own = spec.nbytes if self.quantization is None else self.quantization.nbytes(spec)
         others = self.ranks - 1
+        if self.kind == "all-to-all":
+            return others * own // self.ranks
         return 2 * others * own // self.ranks if self.kind == "all-reduce" else others * own
 
 

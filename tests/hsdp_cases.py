@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import sharded_models as cases
 import torch
+from ranks import device_type
 from torch.distributed.device_mesh import init_device_mesh
 
 import fuser
@@ -14,7 +15,7 @@ from fuser.errors import InputError
 
 
 def three_steps_on_a_mesh_of_replicas_are_those_of_the_unsharded_model(name: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
     layers = cases.sharded(cases.model(name), mesh=mesh)
     local = cases.shard_of(layers[0].weight)
     assert local.shape[0] == layers[0].weight.shape[0] // 2

@@ -281,7 +281,7 @@ OF_PRODUCERS: dict[type[LazyTensor], dict[str, tuple[Options, Options]]] = {
 def of_producers() -> Iterator[Pair]:
     """A pair for each parameter of each constructor; the stages of a chain have theirs below."""
     for cls in LazyTensor.__subclasses__():
-        if not cls.__module__.startswith("fuser."):
+        if not cls.__module__.startswith("fuser.") or cls.launch_key is LazyTensor.launch_key:
             continue
         for name in list(inspect.signature(cls).parameters):
             if name == "stages":

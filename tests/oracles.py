@@ -406,7 +406,8 @@ def random_tensor(
 ) -> torch.Tensor:
     """Normal values, exactly representable in ``dtype``; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(tuple(shape), generator=generator) * spread).to(dtype)
+    values = torch.randn(tuple(shape), generator=generator, device="cpu") * spread
+    return values.to(torch.get_default_device(), dtype)
 
 
 def randomize(module: torch.nn.Module, seed: int = 100) -> torch.nn.Module:

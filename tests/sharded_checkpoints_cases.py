@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import device_type
 from sharded_models import (
     ODD,
     RECIPES,
@@ -29,6 +27,7 @@ from sharded_models import (
     said,
     shard_of,
     sharded,
+    shared_folder,
     train,
     unsharded,
 )
@@ -41,7 +40,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
 import fuser
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.recipe import MXFP8BlockScaling
 
 
@@ -100,7 +99,7 @@ def unquantized_weights_on_meta_are_gathered_quantized() -> None:
     with torch.device("meta"):
         layers = fuser.distributed.gather_quantized(plain_model(SMALL), recipe)
     sharded(layers)
-    layers.to_empty(device="cpu")
+    layers.to_empty(device=device_type())
     for module in layers.modules():
         if isinstance(module, (fuser.BasicLinear, fuser.Bias)):
             module.reset_parameters()
@@ -136,6 +135,8 @@ def what_cannot_be_gathered_quantized_is_refused() -> None:
     exact = MXFP8BlockScaling(backward_override="high_precision")
     sentence = said(InputError, lambda: gather(plain_model(SMALL), exact))
     assert "reads the unquantized weight, which is not gathered" in sentence
+    sentence = said(InputTypeError, lambda: gather(plain_model(SMALL), MXFP8BlockScaling))
+    assert "such as MXFP8BlockScaling()" in sentence
 
 
 @case
@@ -144,7 +145,9 @@ def copies_of_a_weight_that_is_gathered_quantized_are_independent() -> None:
     recipe, grads = RECIPES["mxfp8"](), []
     for is_master in (True, False):
         first, second = (fuser.Sequential(fuser.BasicLinear(64, 64)) for _ in range(2))
-        torch.nn.init.normal_(first[0].weight, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(
+            first[0].weight, generator=torch.Generator(device_type()).manual_seed(1)
+        )
         if is_master:
             fuser.distributed.gather_quantized(first, recipe)
         second[0].weight = torch.nn.Parameter(first[0].weight.detach().clone())
@@ -178,15 +181,6 @@ def weights_that_are_gathered_quantized_are_converted() -> None:
             sharded(layers)
         losses.append(loss_of(layers, inputs(layers, 1).bfloat16().requires_grad_(), recipe))
     assert torch.equal(*losses)
-
-
-def shared_folder() -> str:
-    """A new folder, the same on all ranks; removed at the end of the process of the first."""
-    names = [tempfile.mkdtemp() if rank() == 0 else ""]
-    dist.broadcast_object_list(names)
-    if rank() == 0:
-        atexit.register(shutil.rmtree, names[0], ignore_errors=True)
-    return names[0]
 
 
 def changed(layers: fuser.Sequential) -> fuser.Sequential:

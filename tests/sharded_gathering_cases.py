@@ -22,6 +22,7 @@ from sharded_models import (
     said,
     sharded,
 )
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -207,3 +208,18 @@ def the_gathered_bytes_are_freed_after_their_transpose_was_made() -> None:
     op.register_full_backward_pre_hook(look)
     loss_of(layers, inputs(layers, 1).requires_grad_(), recipe).backward()
     assert seen == [(True, False), (False, True)]
+
+
+@each("mxfp8", "current", "blocks of 128x128")
+def matrices_of_a_stack_are_split_by_the_matrix(name: str) -> None:
+    """A parameter of three matrices: two of them on the first rank, and one on the second."""
+    torch.manual_seed(1)
+    with fuser.quantized_model_init(recipe=RECIPES[name]()):
+        weight = fuser.BasicLinear(256, 3 * 256).weight
+    module = torch.nn.Identity()
+    module.weight = torch.nn.Parameter(weight.detach().view(3, 256, 256))
+    expected = weight.dequantize().view(3, 256, 256)
+    fully_shard(module)
+    assert module.weight._local_tensor.shape[0] == (2, 1)[rank()]
+    module.unshard()
+    torch.testing.assert_close(module.weight.dequantize(), expected, rtol=0.1, atol=1e-3)

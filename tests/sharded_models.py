@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import oracles
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -35,12 +39,14 @@ ODD = {"rowwise"}
 CASES: dict[str, Callable[[], None]] = {}
 
 
-def each(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def each(
+    *names: str, into: dict[str, Callable[[], None]] = CASES
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a case of a function for each format; all formats if none is named."""
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         for name in names or RECIPES:
-            CASES[f"{function.__name__} [{name}]"] = functools.partial(function, name)
+            into[f"{function.__name__} [{name}]"] = functools.partial(function, name)
         return function
 
     return add
@@ -92,8 +98,7 @@ def sharded(layers: fuser.Sequential, *, each_layer: bool = True, **options: Any
 
 
 def inputs(layers: Any, seed: int, rows: int = 32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, layers[0].weight.shape[1], generator=generator)
+    return oracles.random_tensor((rows, layers[0].weight.shape[1]), torch.float32, seed)
 
 
 def loss_of(layers: Any, x: torch.Tensor, recipe: Any) -> torch.Tensor:
@@ -162,7 +167,8 @@ def train(
                 torch.testing.assert_close(loss, of_place, rtol=1e-6, atol=0)
                 torch.testing.assert_close(x.grad, ranks() * x_place.grad, rtol=1e-5, atol=1e-8)
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), own.grad, rtol=1e-5, atol=1e-7)
+            grad = parameter.grad.full_tensor().to(own.device)  # from the CPU if offloaded
+            torch.testing.assert_close(grad, own.grad, rtol=1e-5, atol=1e-7)
         for one in (optimizer, other):
             one.step()
             one.zero_grad()
@@ -203,3 +209,12 @@ def said(error: type[Exception], call: Callable[[], Any]) -> str:
     except error as raised:
         return str(raised)
     raise AssertionError(f"no {error.__name__} was raised.")
+
+
+def shared_folder() -> str:
+    """A new folder, the same on all ranks; removed at the end of the process of the first."""
+    names = [tempfile.mkdtemp() if rank() == 0 else ""]
+    dist.broadcast_object_list(names)
+    if rank() == 0:
+        atexit.register(shutil.rmtree, names[0], ignore_errors=True)
+    return names[0]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import oracles
 import torch
+from ranks import device_type
 from sharded_models import (
     EXACT,
     RECIPES,
@@ -101,7 +103,7 @@ def one_op_of_a_pipeline_with_channels_may_be_sharded(name: str) -> None:
 
     own, reference, recipe = layers(), layers(), RECIPES[name]()
     fully_shard(own[3])
-    x, twin = (torch.randn(32, 64, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    x, twin = (oracles.random_tensor((32, 64), torch.float32, 3) for _ in range(2))
     x.requires_grad_()
     twin.requires_grad_()
     losses = [loss_of(own, x, recipe), loss_of(reference, twin, recipe)]
@@ -129,7 +131,7 @@ def evaluation_and_inference_gather_too(name: str) -> None:
 
 @each("current", "mxfp8")
 def a_mesh_of_replicas_has_whole_parameters(name: str) -> None:
-    mesh = init_device_mesh("cpu", (ranks(), 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device_type(), (ranks(), 1), mesh_dim_names=("replicate", "shard"))
     layers = sharded(model(name), mesh=mesh)
     train(name, layers, model(name), steps=2)
 
@@ -161,7 +163,7 @@ def layers_of_modules_are_sharded(name: str) -> None:
     for step in range(2):
         grads = []
         for m in (own, reference):
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            x = oracles.random_tensor((32, 64), torch.float32, step)
             loss_of(m, x.requires_grad_(), recipe).backward()
             grads.append(x.grad)
         assert torch.equal(*grads)

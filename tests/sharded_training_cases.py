@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from ranks import device_type
 from sharded_models import (
     EXACT,
     ODD,
@@ -121,7 +122,8 @@ def the_amax_of_an_optimizer_step_is_that_of_all_ranks(name: str) -> None:
     """The largest value moves from rank to rank."""
     for make in (functools.partial(torch.optim.SGD, momentum=0.9), torch.optim.AdamW):
         layers, reference = sharded(model(name)), model(name)
-        optimizers = [make(m.parameters(), lr=0.1) for m in (layers, reference)]
+        # AdamW's kernels for one tensor and for many round differently on a GPU.
+        optimizers = [make(m.parameters(), lr=0.1, foreach=False) for m in (layers, reference)]
         for step in range(3):
             for weight, own in zip(layers.parameters(), reference.parameters(), strict=True):
                 own.grad = torch.zeros(own.shape)
@@ -173,6 +175,12 @@ def delayed_scaling_trains_as_on_one_rank_with_all_data() -> None:
             one.step()
             one.zero_grad()
         for weight, layer in zip(unsharded(layers), linears(reference), strict=True):
+            if device_type() == "cuda":
+                # Outputs are added with 14 bits, in another order, and so a few gradients have
+                # another E5M2 value.
+                values, own = weight.dequantize(), layer.weight.dequantize()
+                assert (values - own).norm() < 0.02 * own.norm()
+                continue
             assert torch.equal(weight._scale_inv, layer.weight._scale_inv)
             # Sums over rows are made in another order, and a few values round differently.
             assert (weight._data != layer.weight._data).float().mean() < 0.01

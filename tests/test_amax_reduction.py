@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-from dataclasses import asdict, dataclass
+import functools
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import oracles
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ranks import RANKS, results_of
 
 import fuser
 from fuser.recipe import DelayedScaling
 
-RANKS = 2
 MAXIMA = {"forward": 448.0, "backward": 57344.0}
 
 
@@ -36,25 +35,12 @@ TRAININGS = {
 }
 
 
-def train_each(rank: int, folder: str) -> None:
-    """All trainings in turn, so that processes start once."""
-    for name, training in TRAININGS.items():
-        train(rank, f"{folder}/{name}", **asdict(training))
-
-
-def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: bool) -> None:
-    """Two steps on this rank's data; the state and the amaxes it saw go into a file.
+def train(reduce_amax: bool, has_group: bool, is_outer: bool, rank: int) -> dict[str, Any]:
+    """Two steps on this rank's data: the state, and the amaxes that it saw.
 
     With an autocast around each step, or where ``is_outer`` around all.
     """
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    first, last = (fuser.Linear(32, 32, device="cpu") for _ in range(2))
+    first, last = (fuser.Linear(32, 32) for _ in range(2))
     model = oracles.randomize(fuser.Sequential(first, fuser.GELU(), last))
     group = dist.new_group(list(range(RANKS))) if has_group else None
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduce_amax)
@@ -75,24 +61,22 @@ def train(rank: int, folder: str, reduce_amax: bool, has_group: bool, is_outer: 
                 if rank == 0:
                     model(x)
     states = {name: value for name, value in model.state_dict().items() if "_extra_state" in name}
-    torch.save({"states": states, "amax": x.abs().max()}, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"states": states, "amax": x.abs().max()}
+
+
+def cases() -> dict[str, Any]:
+    return {
+        name: functools.partial(train, *astuple(training)) for name, training in TRAININGS.items()
+    }
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank has after each training."""
-    if not dist.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    for name in TRAININGS:
-        (folder / name).mkdir()
-    torch.multiprocessing.spawn(train_each, (str(folder),), nprocs=RANKS)
-    return {
-        name: [torch.load(folder / name / f"rank{rank}.pt") for rank in range(RANKS)]
-        for name in TRAININGS
-    }
+    found = results_of(cases, tmp_path_factory.mktemp("ranks"))
+    for each in (one for ranks in found.values() for one in ranks):
+        assert isinstance(each, dict), each[1]
+    return found
 
 
 def scales(state: torch.Tensor) -> torch.Tensor:
@@ -123,10 +107,15 @@ def test_without_reduction_every_rank_has_its_own_scales(
     assert first["amax"] != second["amax"]
 
 
+class Group(str):
+    """A name in place of a process group, with weak references."""
+
+
 def test_every_amax_is_reduced_over_the_group_of_its_autocast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    others = {"outer": 4.0, "inner": 2.0}  # how much larger the other ranks' amaxes are
+    outer, inner = Group("outer"), Group("inner")
+    others = {outer: 4.0, inner: 2.0}  # how much larger the other ranks' amaxes are
 
     def all_reduce(amaxes: torch.Tensor, op: Any, group: Any) -> None:
         assert op == dist.ReduceOp.MAX
@@ -138,15 +127,15 @@ def test_every_amax_is_reduced_over_the_group_of_its_autocast(
     recipe = DelayedScaling(amax_history_len=4)
     first, second = (oracles.randomize(fuser.BasicLinear(32, 32)) for _ in range(2))
     x = torch.full((32, 32), 8.0, requires_grad=True)
-    with fuser.autocast(recipe=recipe, amax_reduction_group="outer"):
+    with fuser.autocast(recipe=recipe, amax_reduction_group=outer):
         h = first(x)
         h.retain_grad()
-        with fuser.autocast(recipe=recipe, amax_reduction_group="inner"):
+        with fuser.autocast(recipe=recipe, amax_reduction_group=inner):
             y = second(h)
     y.backward(torch.full((32, 32), 16.0))
     assert h.grad is not None
     amax = {first: (8.0, h.grad.abs().max()), second: (h.detach().abs().max(), 16.0)}
-    for op, group in ((first, "outer"), (second, "inner")):
+    for op, group in ((first, outer), (second, inner)):
         for (mode, largest), seen in zip(MAXIMA.items(), amax[op], strict=True):
             scale = float(op._delayed[mode].scale[0])
             assert scale == pytest.approx(largest / float(seen * others[group])), (group, mode)

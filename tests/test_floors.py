@@ -46,6 +46,7 @@ PACKAGES = (
     "modules",
     "moe",
     "distributed",
+    "scale",
     "testing",
     "compatibility",
     "ops",

@@ -714,12 +714,12 @@ def test_sizes_are_positive(name: str) -> None:
         fuser.GroupedLinear(**sizes)
 
 
-def test_quantized_parameters_are_refused() -> None:
-    with (
-        fuser.quantized_model_init(recipe=recipes.MXFP8BlockScaling()),
-        pytest.raises(InputError, match="has no quantized parameters in this version"),
-    ):
-        fuser.GroupedLinear(G, K, N)
+def test_one_quantized_parameter_for_all_groups_is_refused() -> None:
+    with fuser.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
+        with pytest.raises(InputError, match=r"GroupedLinear\(.*single_grouped_weight=True"):
+            fuser.GroupedLinear(G, K, N, single_grouped_weight=True)
+        op = fuser.GroupedLinear(G, K, N)
+    assert isinstance(op.weight0, fuser.MXFP8Tensor)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from pipeline_kernels import on_kernels
 import fuser
 from fuser import recipe as recipes
 from fuser.basic_ops import moe
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.moe import permute, unpermute
 from fuser.recipe import BACKWARD_OVERRIDES
 from fuser.runtime import recorded
@@ -469,8 +469,8 @@ def test_a_dispatch_is_made_with_numbers_that_fit(
 
 
 @pytest.mark.parametrize("op", [lambda **o: fuser.MoeDispatch(4, **o), fuser.MoeCombine])
-def test_experts_on_several_ranks_are_refused(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group)
-    op(expert_parallel_group=1)
-    with pytest.raises(InputError, match="expert_parallel_group of 8 ranks; this version"):
+def test_a_group_needs_process_groups(op: Any) -> None:
+    """With ranks: test_expert_parallel.py."""
+    assert op(expert_parallel_group=None).expert_parallel_size == 1
+    with pytest.raises(StateError, match=r"Moe\w+ communicates .*init_process_group first"):
         op(expert_parallel_group=8)

@@ -23,7 +23,7 @@ from parallel_cases import (
     train_mlp,
     whole_mlp,
 )
-from two_ranks import RANKS, part, results_of
+from ranks import RANKS, device_type, part, results_of
 
 import fuser
 from fuser.plan.cost import COLLECTIVES
@@ -45,7 +45,11 @@ def of(results: dict[str, list[Any]]) -> Any:
     return find
 
 
-def assert_close(a: torch.Tensor, b: torch.Tensor, limit: float = 1e-5) -> None:
+# FP8 products of a GPU are added with 14 bits ("fast accumulation").
+LIMIT = 1e-5 if device_type() == "cpu" else 2**-11
+
+
+def assert_close(a: torch.Tensor, b: torch.Tensor, limit: float = LIMIT) -> None:
     error = (a - b).norm() / b.norm()
     assert error < limit, error
 
@@ -242,13 +246,13 @@ def test_quantized_rows_travel_as_bytes_and_scales(of: Any, name: str, mode: str
         plain, taken = (sum(each[f"{recipe} {mode}"]) for recipe in ("unquantized", name))
         # A row parallel linear gathers dy once in bf16, and both copies of formats of blocks.
         has_two_copies = mode == "row" and name not in ("current", "delayed")
-        if name == "nvfp4":
-            assert taken in (plain, plain // 2)
-        else:
-            assert taken <= 0.55 * plain * (1 + has_two_copies), (taken, plain)
+        limit = 0.3 if name == "nvfp4" else 0.55
+        assert taken <= limit * plain * (1 + has_two_copies), (taken, plain)
 
 
 def test_the_example_of_the_document_prints_the_plan_that_the_document_has(of: Any) -> None:
+    if device_type() != "cpu":
+        pytest.skip("the document has the plan of a CPU")
     text = DOCUMENT.read_text(encoding="utf-8")
     for each in of("document"):
         assert f"```\n{each['printed']}```\n" in text
@@ -257,7 +261,8 @@ def test_the_example_of_the_document_prints_the_plan_that_the_document_has(of: A
 def test_the_bytes_of_collectives_are_those_of_a_ring() -> None:
     spec = TensorSpec((4, 8), torch.bfloat16)  # 64 bytes
     sent = {kind: Collective(kind, "input", 4).nbytes(spec) for kind in COLLECTIVES}
-    assert sent == {"all-gather": 3 * 64, "reduce-scatter": 3 * 64, "all-reduce": 2 * 3 * 16}
+    of_parts = {"all-reduce": 2 * 3 * 16, "all-to-all": 3 * 16}
+    assert sent == {"all-gather": 3 * 64, "reduce-scatter": 3 * 64, **of_parts}
 
 
 def test_a_pipeline_that_communicates_is_not_recorded(of: Any) -> None:
@@ -304,6 +309,7 @@ def test_ranks_that_differ_all_raise_at_the_first_call(of: Any) -> None:
     assert first == second
     assert "rank 0 has recipe Float8CurrentScaling" in first["recipes"]
     assert "rank 1 has recipe MXFP8BlockScaling" in first["recipes"]
+    assert "input" not in first["recipes"]  # what is equal on all ranks is not named
     assert "input (64, 128) in float32" in first["rows"]
     assert "input (65, 128) in float32" in first["rows"]
     assert "gradients (False, True)" in first["gradients"]
@@ -324,6 +330,7 @@ def test_a_mesh_is_a_group(of: Any) -> None:
     for rank, each in enumerate(of("mesh")):
         assert_close(each["y"], part(X @ WEIGHT.t(), rank, 1))
         assert "AllGather got a device mesh of 2 dimensions" in each["two"]
+        assert "AllGather got [0, 1] as its process group" in each["ranks"]
 
 
 def test_communication_runs_beside_the_other_product_of_backward(of: Any) -> None:

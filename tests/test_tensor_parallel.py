@@ -11,7 +11,8 @@ import every_format
 import oracles
 import pytest
 import torch
-from two_ranks import part, results_of
+from ranks import device_type, part, results_of
+from torch.utils._pytree import tree_map_only
 
 import fuser
 from fuser import gemm
@@ -90,9 +91,9 @@ def operands_seen() -> Iterator[dict[str, Any]]:
 
 
 def train(linear: Any, recipe: Recipe | None, x: torch.Tensor, dy: torch.Tensor) -> dict[str, Any]:
-    """Three equal steps; the results and operands of the last."""
+    """Two equal steps; the results and operands of the second, which on a GPU is recorded."""
     found: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(2):
         leaf = x.clone().requires_grad_()
         linear.weight.grad = None
         with operands_seen() as seen:
@@ -110,7 +111,6 @@ def parallel_case(mode: str, sequence: bool, recipe: Recipe | None, rank: int) -
         OUTPUTS,
         tensor_parallel_mode=mode,
         sequence_parallel=sequence,
-        device="cpu",
     )
     dim = 0 if mode == "column" else 1
     with torch.no_grad():
@@ -140,11 +140,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 @functools.cache
 def on_one_rank(mode: str, name: str) -> dict[str, Any]:
-    tensors = whole(mode)
-    linear = fuser.BasicLinear(FEATURES, OUTPUTS, device="cpu")
-    with torch.no_grad():
-        linear.weight.copy_(tensors["weight"])
-    return train(linear, recipes()[name], tensors["x"], tensors["dy"])
+    with torch.device(device_type()):  # that of the ranks, for the same products
+        tensors = whole(mode)
+        linear = fuser.BasicLinear(FEATURES, OUTPUTS)
+        with torch.no_grad():
+            linear.weight.copy_(tensors["weight"])
+        found = train(linear, recipes()[name], tensors["x"], tensors["dy"])
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
 
 
 def joined(mode: str, sequence: bool, ranks: list[Any]) -> Tensors:
@@ -175,12 +177,12 @@ def test_two_ranks_compute_what_one_rank_computes(
     found = joined(*MODES[place], ranks)
     for what, value in found.items():
         error = (value - expected[what]).norm() / expected[what].norm()
-        # Where scales are equal only the order of sums differs.
-        limit = EPSILONS.get(name.partition(" ")[0], 1e-5)
+        # Where scales are equal only the order of sums differs. FP8 products of a GPU's forward
+        # are added with 14 bits ("fast accumulation").
+        limit = EPSILONS.get(name.partition(" ")[0], 1e-5 if device_type() == "cpu" else 2**-11)
         assert error < limit, f"{what}: {error}"
 
 
-# Of NVFP4 no amax is reduced, and the whole is quantized: its bytes are those of one rank too.
 @pytest.mark.parametrize("name", [name for name in recipes() if name != "unquantized"])
 @pytest.mark.parametrize("place", ["column sequence", "row sequence"])
 def test_gathered_operands_have_the_bytes_and_scales_of_one_rank(

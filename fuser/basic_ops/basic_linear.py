@@ -15,6 +15,7 @@ from fuser import gemm
 from fuser.basic_ops import linear_parallel
 from fuser.basic_ops.kept_weight import kept_weight
 from fuser.basic_ops.linear_operands import (
+    bind,
     gemm_name,
     native_row,
     operands_of,
@@ -33,6 +34,7 @@ from fuser.communication import (
     check_shard,
     divided,
     group_size,
+    ranks_of,
     resolved,
     start_all_gather,
 )
@@ -58,7 +60,7 @@ from fuser.precision.contexts import (
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
-from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 
@@ -104,7 +106,9 @@ class BasicLinear(BasicOperation):
 
     parameter_names = ("weight",)
     can_quantize_output = ("forward", "backward")
+    grad_input_dtype = "output"
     module_type = "linear"
+    _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class BasicLinear(BasicOperation):
             )
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
-        self._spread(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
+        self.shard(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._init = current_parameter_init()
@@ -148,21 +152,46 @@ class BasicLinear(BasicOperation):
         if not self.weight.is_meta:
             self.reset_parameters()
 
-    def _spread(self, mode: str | None, group: Any | None, is_sequence: bool) -> None:
-        """Set the attributes of tensor parallelism, and the feature sizes of this rank."""
-        check_parallel_mode("BasicLinear", mode, is_sequence)
-        self.tensor_parallel_mode = mode
-        self.sequence_parallel = is_sequence
-        self._group = GroupRef(group)
-        self.tensor_parallel_size = group_size("BasicLinear", group) if mode is not None else 1
-        self._parallel: Parallelism | None = None
-        self._agreement = Agreement()
-        if mode is None or self.tensor_parallel_size == 1:
-            return
-        self._parallel = Parallelism(mode, self.tensor_parallel_size, is_sequence)
+    def shard(
+        self, mode: str | None, group: Any | None = None, sequence_parallel: bool = False
+    ) -> None:
+        """Shard an op of whole features over ``group``; the caller replaces the weight.
+
+        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
+        ``sequence_parallel`` of the constructor.
+
+        Raises
+        ------
+        InputError, StateError
+            As the constructor; nothing has changed then.
+        """
+        check_parallel_mode("BasicLinear", mode, sequence_parallel)
+        ranks = group_size("BasicLinear", group) if mode is not None else 1
         name = "out_features" if mode == "column" else "in_features"
-        size = divided(f"BasicLinear's {name}", getattr(self, name), self.tensor_parallel_size)
+        size = divided(f"BasicLinear's {name}", getattr(self, name), ranks)
         setattr(self, f"local_{name}", size)
+        self.tensor_parallel_mode = mode
+        self.sequence_parallel = sequence_parallel
+        self.tensor_parallel_size = ranks
+        self._group = GroupRef(group)
+        self._agreement = Agreement()
+        self._parallel: Parallelism | None = None
+        if mode is not None and ranks > 1:
+            self._parallel = Parallelism(mode, ranks, sequence_parallel)
+            self._sharded_dim = 0 if mode == "column" else 1
+
+    def note_products(self, group: Any | None) -> None:
+        """Say that the op's features are those of this rank, and a later op adds the products."""
+        self._group = GroupRef(group)
+        self._sharded_dim = 1
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        dim = self._sharded_dim
+        return (None, None) if dim is None else (dim, self._group.group)
+
+    def implementation(self) -> tuple[Any, ...]:
+        # Plans depend on the communication.
+        return (*super().implementation(), self._parallel)
 
     @property
     def tensor_parallel_group(self) -> Any | None:
@@ -226,9 +255,12 @@ class BasicLinear(BasicOperation):
                 quantizer=weight_quantizer(init, quantizer),
                 is_kept=init.preserve_high_precision_init_val,
             )
-        initialise_shard(weight, lambda w: torch.nn.init.kaiming_uniform_(w, a=math.sqrt(5)), make)
+        dim, group = self.placement_of("weight")
+        part = None if dim is None else (dim, ranks_of("BasicLinear", group))
+        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
+        initialise_shard(weight, fill, make, part)
 
-    def as_parameter(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
         """``weight``; quantized if the op was made under ``quantized_model_init``."""
         if self._init is None:
             return weight
@@ -360,8 +392,10 @@ class BasicLinear(BasicOperation):
                 return f"{row.name} takes no bias in {compute}."
         if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
             return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
-        if bias.numel() != self.local_out_features:
-            return f"the linear has {self.local_out_features} outputs and the bias {bias.numel()}."
+        # A plan sees whole DTensors, a call the parts of this rank.
+        outputs = self.out_features if is_distributed(bias) else self.local_out_features
+        if bias.numel() != outputs:
+            return f"the linear has {outputs} outputs and the bias {bias.numel()}."
         return None
 
     def biased_gemm(self, key: PlanKey) -> str:
@@ -631,21 +665,6 @@ class BasicLinear(BasicOperation):
         assert quantizer is not None
         return quantizer
 
-    def _bind(self, weight: QuantizedTensor) -> None:
-        """Give a delayed-scaling weight the scales of this op's state.
-
-        The state changes when an op is copied, loaded or moved to another device.
-        """
-        carried, state = weight._quantizer, self._delayed.get("forward")
-        if state is None or not isinstance(carried, Float8Quantizer):
-            return
-        own = state.parameter_quantizer(1)
-        if own is not None and carried.scale is not own.scale:
-            usage = {"rowwise": carried.rowwise, "columnwise": carried.columnwise}
-            weight._quantizer = own.with_usage(**usage)
-            if weight._gathering is not None:  # it is the shard that is written
-                weight._gathering.shard._quantizer = weight._quantizer
-
     def _quantized_weight(
         self,
         weight: torch.Tensor,
@@ -655,8 +674,9 @@ class BasicLinear(BasicOperation):
     ) -> QuantizedTensor:
         """The quantized weight; see :func:`kept_weight` for a caller that counts microbatches."""
         if isinstance(weight, QuantizedTensor):
-            if self._init is not None and isinstance(self._init.recipe, DelayedScaling):
-                self._bind(weight)
+            state = self._delayed.get("forward")
+            if state is not None and self._init is not None:
+                bind(weight, state, 1)
             return weight
         if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer)

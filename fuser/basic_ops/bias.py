@@ -68,8 +68,7 @@ class Bias(BasicOperation):
         self.tensor_parallel = tensor_parallel
         self._group = GroupRef(tensor_parallel_group)
         if tensor_parallel:
-            ranks = group_size("Bias", tensor_parallel_group)
-            self.local_size = divided("Bias's size", size, ranks)
+            self.shard(tensor_parallel_group)
         # Of the ranks whose outputs are added after this op, one adds the bias (fused_ops/linear).
         self.is_added: bool = True
         self.bias: torch.nn.Parameter
@@ -86,6 +85,20 @@ class Bias(BasicOperation):
     def tensor_parallel_group(self) -> Any | None:
         """The argument of the constructor."""
         return self._group.group
+
+    def shard(self, group: Any | None) -> None:
+        """Give each rank of ``group`` its part of the features; the caller replaces the parameter.
+
+        Raises
+        ------
+        InputError, StateError
+            As the constructor; nothing has changed then.
+        """
+        self.local_size = divided("Bias's size", self.size, group_size("Bias", group))
+        self.tensor_parallel, self._group = True, GroupRef(group)
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        return (None, None) if self.local_size == self.size else (0, self.tensor_parallel_group)
 
     def extra_repr(self) -> str:
         return f"size={self.size}"

@@ -67,6 +67,9 @@ class CollectiveOperation(BasicOperation):
         """A recording would not repeat communication."""
         return self.process_group_size == 1
 
+    # No state is saved, so that a checkpoint has the same keys on any number of ranks.
+    get_extra_state = torch.nn.Module.get_extra_state
+
     def extra_repr(self) -> str:
         return f"ranks={self.process_group_size}"
 

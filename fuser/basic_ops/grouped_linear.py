@@ -13,6 +13,15 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.basic_ops.group_notes import bits_note, padding_note
+from fuser.basic_ops.grouped_parameters import (
+    QuantizedGroupWeights,
+    are_quantized,
+    backward_usage,
+    note_reads,
+    quantized_operand,
+    stacked,
+    values_of,
+)
 from fuser.basic_ops.grouped_products import (
     kept,
     loop_backward,
@@ -29,7 +38,7 @@ from fuser.basic_ops.kept_weight import kept_weights
 from fuser.basic_ops.linear_operands import gemm_name, plain, quantized
 from fuser.basic_ops.shared_memory import Versions, overlap, pack, packed
 from fuser.cuda import grouped_gemm
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, StateError
 from fuser.functional.grouped import add_bias
 from fuser.functional.lazy import materialize
 from fuser.gemm import grouped
@@ -44,15 +53,16 @@ from fuser.op import (
     write_grad_input,
     write_output,
 )
-from fuser.precision.contexts import current_parameter_init
 from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
+from fuser.tensors.grouped import joined
+from fuser.tensors.sharding import gathered_by, is_distributed
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class GroupedLinear(GroupedWeightGradients):
+class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
     """``y_g = x_g @ weight_g.T (+ bias_g)``: a linear for each group of consecutive rows.
 
     The first extra input, ``split_sizes``, is an integer tensor ``[num_groups]`` with the number of
@@ -95,7 +105,8 @@ class GroupedLinear(GroupedWeightGradients):
     Raises
     ------
     InputError
-        On sizes that are not positive, and inside ``quantized_model_init``.
+        On sizes that are not positive, and on ``single_grouped_weight`` inside
+        ``quantized_model_init``, where weights are separate quantized parameters.
     """
 
     can_quantize_output = ("forward", "backward")
@@ -129,11 +140,10 @@ class GroupedLinear(GroupedWeightGradients):
         ):
             if size <= 0:
                 raise InputError(f"GroupedLinear got {name}={size}; it must be positive.")
-        if current_parameter_init() is not None:
-            raise InputError(
-                "GroupedLinear was made inside quantized_model_init, and has no quantized "
-                "parameters in this version; make it outside: it quantizes weights at each call."
-            )
+        self._take_parameter_init(
+            f"GroupedLinear({num_groups}, {in_features}, {out_features})",
+            is_one=single_grouped_weight,
+        )
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
@@ -173,6 +183,10 @@ class GroupedLinear(GroupedWeightGradients):
             f"num_groups={self.num_groups}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.has_bias}"
         )
+
+    def _sized(self) -> str:
+        """The op with its sizes, for messages."""
+        return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
 
     def reset_parameters(self) -> None:
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
@@ -254,7 +268,8 @@ class GroupedLinear(GroupedWeightGradients):
             return f"{one}{name}{of}" if is_one else times + name
 
         if side == "forward":
-            quantized_first = ("input", "weight") if is_quantized else ()
+            weight_arrives = op.params[0].format is not None
+            quantized_first = ("input", *["weight"] * (not weight_arrives)) if is_quantized else ()
             first = [f"{one if is_one else times}quantize {role}" for role in quantized_first]
             return (*first, product("mm", "input", "weight"), *["grouped add"] * self.has_bias)
         wanted = {
@@ -317,22 +332,28 @@ class GroupedLinear(GroupedWeightGradients):
 
         This is the buffer of which the parameters are views, or a copy if they are not.
         """
+        found = self._together(what, dtype)
+        return found if isinstance(found, torch.Tensor) else stacked(found)
+
+    def _together(self, what: str, dtype: torch.dtype) -> torch.Tensor | list[torch.Tensor]:
+        """As :meth:`_stacked`; a list in place of a copy."""
         parts = self._parts(what)
         size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
         shape = (self.num_groups, *size) if self._is_one(what) else size
         for name, part in zip(self._names[what], parts, strict=True):
             if part.shape != shape:
                 raise InputError(
-                    f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features}) "
-                    f"has a {name} of shape {tuple(part.shape)}; it must be {shape}."
+                    f"{self._sized()} has a {name} of shape {tuple(part.shape)}; it must be "
+                    f"{shape}."
                 )
         if self._is_one(what):
             return cast(parts[0], dtype)
+        if are_quantized(parts):
+            return parts
         buffer = packed(parts)
-        if buffer is not None:
-            return cast(buffer, dtype)
-        with torch._C._DisableAutocast():  # which would choose another dtype
-            return torch.stack([cast(part, dtype) for part in parts])
+        if buffer is None:
+            return [cast(part.detach(), dtype) for part in parts]
+        return cast(buffer, dtype)
 
     # -- running --------------------------------------------------------------------
 
@@ -379,7 +400,6 @@ class GroupedLinear(GroupedWeightGradients):
             is_read = quantizers is None
         groups = grouped.groups_of(extras[0], x, is_read=is_read, is_padded=quantizers is not None)
         out = None if output is None else output.view(-1, self.out_features)
-        weight = self.stacked_weight(ctx, dtype)
         wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
         wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
         ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
@@ -388,11 +408,14 @@ class GroupedLinear(GroupedWeightGradients):
         saved: list[torch.Tensor | None]
         if ctx.is_loop:
             wanted = (wants_wgrad, wants_dgrad)
-            made_weights = self._looped_weights(ctx, weight, dtype, wants_dgrad, is_first)
+            weights = self._weights(ctx, dtype)
+            made_weights = self._looped_weights(ctx, weights, dtype, wants_dgrad, is_first)
             x = materialize(x)
-            y, saved = loop_forward(self, ctx, x, weight, made_weights, groups, out, wanted)
+            out = x.new_empty(x.shape[0], self.out_features) if out is None else out
+            y, saved = loop_forward(self, ctx, x, weights, made_weights, groups, out, wanted)
             saved = [None, None, *saved]
         else:
+            weight = self.stacked_weight(ctx, dtype)
             products = products_of_forward(ctx, groups, quantizers, dtype)
             is_quantized = ctx.backward_override is None
             made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
@@ -400,7 +423,11 @@ class GroupedLinear(GroupedWeightGradients):
             y = products.forward(made_x, made, self.out_features)
             y = y if out is None else out.copy_(y)
             saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
-            saved.append(kept(ctx, weight, made, wants_dgrad, is_own=is_first is None))
+            saved.append(
+                self.saved_weight(
+                    ctx, weight, made, quantizers, wants_dgrad, is_own=is_first is None
+                )
+            )
         scales = extras[1].reshape(-1) if self.scale_bias else None
         y, bias = self.add_biases(ctx, groups.ends, scales, y)
         if ctx.requires_grad:
@@ -438,7 +465,9 @@ class GroupedLinear(GroupedWeightGradients):
             x, weight = saved
             products = products_of_backward(ctx, groups, dtype)
             made = products.gradient(dy, ctx.quantizers, dgrad=wants_dgrad, wgrad=wants_wgrad)
-            dx = products.dgrad(made, weight) if wants_dgrad else None
+            dx = None
+            if wants_dgrad:
+                dx = products.dgrad(made, self.weight_of_backward(ctx, weight, dtype))
             dx = dx if out is None or dx is None else out.copy_(dx)
             make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
         else:
@@ -454,11 +483,79 @@ class GroupedLinear(GroupedWeightGradients):
 
     # -- parts of a pass, of which a fused op makes its own --------------------------------
 
-    def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> torch.Tensor:
-        """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`."""
-        if ctx.requires_grad and ctx.input_requires_grad:
-            self._note_versions(ctx, "weight")
-        return self._stacked("weight", dtype)
+    def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> Any:
+        """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`.
+
+        Quantized weights as a list.
+        """
+        ctx.compute_dtype = dtype
+        weights = self._weights(ctx, dtype)
+        if isinstance(weights, torch.Tensor) or are_quantized(weights):
+            return weights
+        return stacked(weights)
+
+    def _weights(
+        self, ctx: OperationContext, dtype: torch.dtype
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """As :meth:`stacked_weight`; separate weights that are not one in memory are a list."""
+        if ctx.requires_grad:
+            self._refuse_gathered()
+            if ctx.input_requires_grad:
+                self._note_versions(ctx, "weight")
+        return self._together("weight", dtype)
+
+    def _refuse_gathered(self) -> None:
+        """Refuse that ``fully_shard``, which reduces gradients in backward, misses a gradient."""
+        options = {
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "accumulate_into_main_grad": self._accumulate_into_main_grad,
+        }
+        name = next((name for name, is_set in options.items() if is_set), None)
+        if name is not None and gathered_by(weights := self._parts("weight")):
+            raise StateError(
+                f"{self._sized()} has {name}=True, and a weight of shape "
+                f"{tuple(weights[0].shape)} that fully_shard gathers and whose gradient it reduces "
+                "in backward; a gradient that comes later or goes elsewhere would be lost. Make "
+                "the op without that argument."
+            )
+
+    def saved_weight(
+        self,
+        ctx: OperationContext,
+        weight: Any,
+        operand: torch.Tensor,
+        quantizers: Any,
+        is_wanted: bool,
+        *,
+        is_own: bool,
+    ) -> Any:
+        """The weights to save for backward, as :func:`kept`; read by :meth:`weight_of_backward`.
+
+        None if the operand is a copy of separate parameters that ``fully_shard`` gathers, or of
+        quantized ones: backward copies them again, so that the copies of all layers are not in
+        memory at one time.
+        """
+        if are_quantized(weight):
+            usage = backward_usage(ctx, weight, quantizers, operand.device) if is_wanted else None
+            note_reads(weight, usage, is_read=is_wanted)
+            if is_wanted:
+                ctx.separate_weights = (usage, weight)  # type: ignore[attr-defined]
+            return None
+        found: Any = kept(ctx, weight, operand, is_wanted, is_own=is_own)
+        parts = self._parts("weight")
+        if found is not weight or weight.data_ptr() == parts[0].data_ptr():
+            return found
+        if len(parts) == 1 or packed(parts) is not None or not gathered_by(parts):
+            return found
+        ctx.separate_weights = (None, parts)  # type: ignore[attr-defined]
+        return None
+
+    def weight_of_backward(self, ctx: OperationContext, saved: Any, dtype: torch.dtype) -> Any:
+        """The weights that :meth:`saved_weight` saved."""
+        if "separate_weights" not in ctx.__dict__:
+            return saved
+        usage, weights = ctx.separate_weights
+        return stacked(values_of(weights, dtype)) if usage is None else joined(weights, usage)
 
     def _note_versions(self, ctx: OperationContext, what: str) -> None:
         """Note the versions of separate weights or biases, of which backward reads one view.
@@ -473,11 +570,14 @@ class GroupedLinear(GroupedWeightGradients):
         self,
         ctx: OperationContext,
         products: Any,
-        weight: torch.Tensor,
+        weight: Any,
         quantizers: Any,
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
         """The weights ``[G, N, K]`` as an operand, perhaps that of the first microbatch."""
+        if are_quantized(weight):
+            assert ctx.compute_dtype is not None
+            return quantized_operand(self.bound(weight), products, ctx.compute_dtype)
         is_kept = ctx.requires_grad and ctx.input_requires_grad and ctx.backward_override is None
 
         def make() -> torch.Tensor:
@@ -501,12 +601,15 @@ class GroupedLinear(GroupedWeightGradients):
     def _looped_weights(
         self,
         ctx: OperationContext,
-        weight: torch.Tensor,
+        weights: torch.Tensor | Sequence[torch.Tensor],
         dtype: torch.dtype,
         wants_dgrad: bool,
         is_first_microbatch: bool | None,
     ) -> list[QuantizedTensor]:
         """The weight of each group, quantized alone, perhaps in the first microbatch."""
+        if are_quantized(weights):
+            self.quantizer_values("forward")  # makes the state of delayed scaling
+            return list(self.bound(list(weights)))
         columnwise = wants_dgrad and ctx.backward_override is None
         quantizers = [
             quantizer.with_usage(rowwise=True, columnwise=columnwise)
@@ -515,7 +618,7 @@ class GroupedLinear(GroupedWeightGradients):
         ]
 
         def make() -> list[QuantizedTensor]:
-            pairs = zip(weight, quantizers, strict=True)
+            pairs = zip(weights, quantizers, strict=True)
             return [quantized(each, dtype, quantizer) for each, quantizer in pairs]
 
         if is_first_microbatch is None:
@@ -595,7 +698,7 @@ class GroupedLinear(GroupedWeightGradients):
 
     def _check(self, shape: tuple[int, ...], extras: Sequence[Any]) -> None:
         """Check the shapes of the input and of the extra inputs: tensors, or their specs."""
-        name = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
+        name = self._sized()
         if shape[-1] != self.in_features:
             raise InputError(
                 f"{name} got an input of shape {tuple(shape)}; its last dimension must be "
@@ -642,5 +745,9 @@ class GroupedLinear(GroupedWeightGradients):
 
 def _fill(weight: torch.Tensor) -> None:
     """Initialise one weight, or each of several, as torch.nn.Linear does."""
+    if is_distributed(weight):  # whose ranks have some of the weights, or rows of one
+        bound = 1 / math.sqrt(weight.shape[-1])
+        torch.nn.init.uniform_(weight, -bound, bound)
+        return
     for each in weight if weight.dim() == 3 else [weight]:
         torch.nn.init.kaiming_uniform_(each, a=math.sqrt(5))

@@ -15,6 +15,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
+from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
 from fuser.functional.lazy import LazyTensor, materialize
@@ -33,6 +34,8 @@ from fuser.tensors import (
     groups_quantizer,
     quantizes_groups,
 )
+from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.grouped import can_be_joined
 
 Values = torch.Tensor | LazyTensor
 
@@ -58,10 +61,16 @@ def quantizes_groups_of(recipe: Recipe | None) -> bool:
 
 
 def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQuantizers | None:
-    """The quantizers of a grouped linear; None if one of them quantizes no groups in one launch."""
+    """The quantizers of a grouped linear; None if one of them quantizes no groups in one launch.
+
+    None too if its weights are quantized parameters of which the groups cannot be made.
+    """
     recipe = current_recipe()
     assert recipe is not None
     groups = op.num_quantizers("backward")
+    weights = list(op._parameters.values())[: op.main_grad_count]
+    if isinstance(weights[0], QuantizedTensor) and not can_be_joined(weights):
+        return None
 
     def of(mode: str) -> list[list[Quantizer]]:
         """The quantizers of each role."""
@@ -188,6 +197,11 @@ class Quantized(Exact):
         is_padded: bool,
     ) -> torch.Tensor:
         groups = self.padded
+        if isinstance(x, RemoteRows):
+            made = x.quantized(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
+            if made is not None:
+                return made
+            x = x.gathered()
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
         return quantizer(padded_rows(x, groups, is_padded=is_padded))
 
@@ -269,13 +283,13 @@ def loop_forward(
     op: BasicOperation,
     ctx: OperationContext,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weights: torch.Tensor | Sequence[torch.Tensor],
     made_weights: Sequence[QuantizedTensor],
     groups: Groups,
-    out: torch.Tensor | None,
+    y: torch.Tensor,
     wanted: tuple[bool, bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The output, and the operands of each group that backward reads: inputs, then weights.
+    """The output ``y``, and the operands of each group that backward reads: inputs, then weights.
 
     ``made_weights``: the weight of each group, quantized. ``wanted``: whether backward
     computes the gradients of the weights and of the input, which read the operands.
@@ -283,18 +297,20 @@ def loop_forward(
     dtype, override = x.dtype, ctx.backward_override
     is_quantized = override is None
     usage = "rowwise" if override == "dequantized" else "columnwise"
-    y = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     kept: tuple[list[Any], list[Any]] = ([], [])
     quantizers = op.quantizer_values("forward")
     has_gradient = ctx.requires_grad and is_quantized
     gradients = op.quantizer_values("backward") if has_gradient else []
     for g, rows in enumerate(groups.slices()):
+        if not wanted[1] or rows.start == rows.stop or override == "high_precision":
+            is_read = wanted[1] and rows.start < rows.stop
+            note_backward_read(made_weights[g], "rowwise" if is_read else None)
         if rows.start == rows.stop:
             kept[0].append(None)
             kept[1].append(None)
             continue
         made = []
-        for place, tensor in enumerate((x[rows], weight[g])):
+        for place, tensor in enumerate((x[rows], weights[g])):
             quantizer = quantizers[2 * g + place]
             assert quantizer is not None
             is_wanted = wanted[place]

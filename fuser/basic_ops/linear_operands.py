@@ -10,9 +10,10 @@ import torch
 from fuser.errors import StateError
 from fuser.formats import NumberFormat
 from fuser.gemm.native import NativeGemm, native_gemm
+from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import Recipe
 from fuser.specs import PlanKey, QuantSpec
-from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
@@ -105,3 +106,16 @@ def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def plain(tensor: Any, dtype: torch.dtype) -> Any:
     """The values of a quantized tensor in ``dtype``; any other tensor unchanged."""
     return tensor.dequantize(dtype=dtype) if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def bind(weight: QuantizedTensor, state: DelayedScales, index: int) -> None:
+    """Give a delayed-scaling weight, the tensor ``index`` of an op's forward, the op's scales.
+
+    The state changes when an op is copied, loaded or moved to another device.
+    """
+    carried, own = weight._quantizer, state.parameter_quantizer(index)
+    if own is None or not isinstance(carried, Float8Quantizer) or carried.scale is own.scale:
+        return
+    weight._quantizer = own.with_usage(rowwise=carried.rowwise, columnwise=carried.columnwise)
+    if weight._gathering is not None:  # it is the shard that is written
+        weight._gathering.shard._quantizer = weight._quantizer

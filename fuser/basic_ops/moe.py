@@ -8,9 +8,20 @@ from typing import Any
 
 import torch
 
+from fuser.basic_ops.expert_parallel import (
+    Exchange,
+    ExpertParallelOperation,
+    packed_shape,
+    route_to_experts,
+    tokens_of,
+)
 from fuser.basic_ops.linear_operands import plain
+from fuser.basic_ops.remote_rows import RemoteRows
+from fuser.communication import divided
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
+from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.permutation import gathered_rows
 from fuser.functional.routing import (
     check_assignments,
     check_device,
@@ -19,17 +30,16 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
-    BasicOperation,
     Grads,
     OperationContext,
     cast,
     write_grad_input,
     write_output,
 )
-from fuser.specs import PlanKey, TensorSpec
+from fuser.specs import Collective, PlanKey, TensorSpec
 
 
-class MoeDispatch(BasicOperation):
+class MoeDispatch(ExpertParallelOperation):
     """Copy each token to one row for each of its experts; rows are sorted by expert.
 
     :func:`fuser.moe.permute` as an op, with the same rows, order and bits. ``[..., hidden]``
@@ -51,30 +61,45 @@ class MoeDispatch(BasicOperation):
     2. ``inverse_map``, int32 ``[T, k]``: the row of each assignment, -1 if it was dropped, for
        ``MoeCombine``.
 
+    With experts on R ranks, rank r has the experts ``r * num_experts / R`` up to the next rank's,
+    and its own tokens, of which there may be any number. The rows of these experts come from all
+    ranks: sorted by expert, then by rank, then as on one rank, so that the ranks together have the
+    rows of one rank with the tokens of all. The extra outputs 0 and 1 describe these rows. Extra
+    output 2, int32 ``[n, k]``, is for ``MoeCombine`` alone: its first T rows are the places of the
+    assignments among the rows that this rank sends, the others how received rows are sorted and how
+    many each rank sends and receives (``fuser.basic_ops.expert_parallel.Exchange``).
+
     Parameters
     ----------
     num_experts
-        The number of experts.
+        The number of experts, of all ranks together.
     capacity, drop_policy
         As in :func:`fuser.moe.permute`: the number of rows, ``T * k`` by default, and the
-        assignments that are dropped if there are more.
+        assignments that are dropped if there are more. On R ranks it is the number of rows of this
+        rank's experts, equal on all ranks. Every rank sends blocks of ``capacity / R`` rows to
+        every rank, and what is more than a block is dropped: of one rank's assignments to another,
+        not of all. Nothing waits for the device then. Without it nothing is dropped, and the
+        numbers of rows are read on the host, once a forward.
     expert_parallel_group
-        A process group over which experts are spread. This version has all experts on one rank.
+        The process group over which experts are spread, or a mesh of one dimension. None: all
+        experts are on this rank.
 
     Raises
     ------
     InputError
-        If a number or a name is not as described, or the group has more than one rank. A call
-        raises it if a shape, dtype, device or index is not.
+        If a number or a name is not as described, if the ranks do not divide the experts or the
+        capacity, or if this rank is not in the group. A call raises it if a shape, dtype, device or
+        index is not as described, and on all ranks if they differ in what they compare at their
+        first call: experts, capacity, k, hidden size, dtypes, recipe and wanted gradients.
     InputTypeError
         If ``num_experts`` or ``capacity`` is not an int.
+    StateError
+        If a group is given and torch.distributed is not initialised. A call raises it under delayed
+        scaling that reduces amaxes over ranks of the group.
     """
 
-    parameter_names = ()
     num_extra_inputs = 2
     num_extra_outputs = 3
-    saves_input = False
-    can_quantize_output = ("forward", "backward")
 
     def __init__(
         self,
@@ -84,16 +109,25 @@ class MoeDispatch(BasicOperation):
         drop_policy: str = "position",
         expert_parallel_group: Any | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(expert_parallel_group)
         check_options("MoeDispatch", num_experts, capacity, drop_policy)
-        _check_ranks("MoeDispatch", expert_parallel_group)
+        ranks = self.expert_parallel_size
         self.num_experts = num_experts
+        self.num_local_experts = divided("MoeDispatch's num_experts", num_experts, ranks)
+        if capacity is not None:
+            divided("MoeDispatch's capacity", capacity, ranks)
         self.capacity = capacity
         self.drop_policy = drop_policy
 
     def extra_repr(self) -> str:
         capacity = "" if self.capacity is None else f", capacity={self.capacity}"
-        return f"num_experts={self.num_experts}{capacity}"
+        ranks = f", ranks={self.expert_parallel_size}" if self.expert_parallel_size > 1 else ""
+        return f"num_experts={self.num_experts}{capacity}{ranks}"
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can contain it: no number of rows is read on the host."""
+        return self.expert_parallel_size == 1 or self.capacity is not None
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
@@ -105,17 +139,38 @@ class MoeDispatch(BasicOperation):
         self, spec: TensorSpec, extras: Sequence[TensorSpec]
     ) -> tuple[TensorSpec, ...]:
         indices, probs = extras
+        rows, ranks, shape = self._rows(indices), self.expert_parallel_size, indices.shape
+        if ranks > 1:
+            shape = packed_shape(shape[0], shape[1], rows, ranks)
         return (
-            TensorSpec((self.num_experts,), torch.int32),
-            TensorSpec((self._rows(indices),), probs.dtype),
-            TensorSpec(indices.shape, torch.int32),
+            TensorSpec((self.num_local_experts,), torch.int32),
+            TensorSpec((rows,), probs.dtype),
+            TensorSpec(shape, torch.int32),
         )
 
     def _rows(self, expert_indices: TensorSpec) -> int:
+        """The number of rows; over ranks without a capacity, if all experts get as many."""
         return math.prod(expert_indices.shape) if self.capacity is None else self.capacity
 
+    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        ranks, kind = self.expert_parallel_size, "all-to-all"
+        if ranks == 1:
+            return ()
+        if side == "forward":
+            of_probs = Collective(kind, "probs", ranks, extra_output=1)
+            return (Collective(kind, "output", ranks), of_probs)
+        (op,) = key.ops
+        found = []
+        if op.input_requires_grad:
+            found.append(Collective(kind, "grad_output", ranks))
+        if op.extra_inputs[1].requires_grad:
+            found.append(Collective(kind, "grad of probs", ranks, extra_output=1))
+        return tuple(found)
+
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
-        """Experts, and the number of rows."""
+        """Experts, ranks, and the number of rows."""
+        if self.expert_parallel_size > 1:
+            return (self._note_on_ranks(self.expert_parallel_size),)
         if self.capacity is None:
             how = "no fixed capacity: a row for each assignment, none is dropped."
         else:
@@ -125,12 +180,33 @@ class MoeDispatch(BasicOperation):
             )
         return (f"{self.num_experts} experts; {how}",)
 
+    def _note_on_ranks(self, ranks: int) -> str:
+        if self.capacity is None:
+            how = (
+                "ranks first exchange how many rows each expert gets, and read the sizes on the "
+                "host; none is dropped."
+            )
+        else:
+            block = self.capacity // ranks
+            how = (
+                f"a capacity of {self.capacity} rows on each rank, {block} from each rank; sizes "
+                "are not read on the host. Of more assignments from one rank to another some are "
+                f'dropped (drop_policy "{self.drop_policy}").'
+            )
+        local = self.num_local_experts
+        return f"{self.num_experts} experts on {ranks} ranks, {local} on each; {how}"
+
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
+        is_spread = self.expert_parallel_size > 1
         if side == "forward":
-            return ("sort by expert", "permute", "permute probs")
+            own = ("sort by expert", "permute", "permute probs")
+            sent = ("sort by expert", "permute to ranks", "permute probs to ranks")
+            return (*sent, *own) if is_spread else own
         (op,) = key.ops
         wanted = {
+            "unpermute to ranks": is_spread and op.input_requires_grad,
             "unpermute": op.input_requires_grad,
+            "unpermute probs to ranks": is_spread and op.extra_inputs[1].requires_grad,
             "unpermute probs": op.extra_inputs[1].requires_grad,
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
@@ -146,33 +222,76 @@ class MoeDispatch(BasicOperation):
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
-        x, row_map, made = self.sorted_tokens(ctx, input_, extras)
-        y = ops.permute(x, row_map, made[2])
-        return write_output(y, next_op_input_quantizer), [made]
+        dtype = ctx.autocast_dtype or input_.dtype
+        rows, made = self.rows_of_experts(ctx, input_, extras, dtype)
+        return write_output(materialize(rows), next_op_input_quantizer), [made]
 
-    def sorted_tokens(
-        self, ctx: OperationContext, input_: torch.Tensor, extras: tuple[torch.Tensor, ...]
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The tokens ``[T, hidden]``, the assignment of each row, and the extra outputs.
+    def rows_of_experts(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        extras: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+        *,
+        is_lazy: bool = False,
+        may_send_bytes: bool = False,
+    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+        """The rows in ``dtype``, and the extra outputs; saves what backward reads.
 
-        All of a forward but the copy of the tokens to their rows; saves what backward reads.
+        ``is_lazy``: the rows may be lazy. ``may_send_bytes``: a quantizer of the experts then
+        decides in which form they travel.
         """
         indices, probs = extras
         check_assignments("MoeDispatch", math.prod(input_.shape[:-1]), indices, probs)
         for name, extra in (("expert_indices", indices), ("probs", probs)):
             check_device("MoeDispatch", name, extra, "the input", input_)
         check_values("MoeDispatch", indices, self.num_experts)
-        dtype = ctx.autocast_dtype or input_.dtype
-        x = cast(plain(input_, dtype), dtype).reshape(-1, input_.shape[-1])
+        own = ctx.autocast_dtype or input_.dtype
+        # The rows have the bits of tokens, so they may be cast before or after the copy.
+        x = cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
+        ctx.input_shape = input_.shape  # type: ignore[attr-defined]
+        if self.expert_parallel_size > 1:
+            return self._from_ranks(ctx, x, indices, probs, is_lazy, may_send_bytes)
         split_sizes, row_map, inverse_map = route(
             indices, probs, self.num_experts, self.capacity, self.drop_policy
         )
         # A matrix of one column, and a token for each assignment.
         row_probs = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1)).view(-1)
-        ctx.input_shape = input_.shape  # type: ignore[attr-defined]
         if ctx.requires_grad:
             ctx.save_for_backward(inverse_map)
-        return x, row_map, (split_sizes, row_probs, inverse_map)
+        copy = gathered_rows if is_lazy else ops.permute
+        return copy(x, row_map, inverse_map), (split_sizes, row_probs, inverse_map)
+
+    def _from_ranks(
+        self,
+        ctx: OperationContext,
+        x: torch.Tensor,
+        indices: torch.Tensor,
+        probs: torch.Tensor,
+        is_lazy: bool,
+        may_send_bytes: bool,
+    ) -> tuple[torch.Tensor | LazyTensor, tuple[torch.Tensor, ...]]:
+        """As :meth:`rows_of_experts`, of tokens ``x`` from all ranks."""
+        group = self._agreed_group(
+            ctx,
+            x,
+            f"num_experts {self.num_experts}",
+            f"capacity {self.capacity}",
+            f"k {indices.shape[1]}",
+            f"probs in {str(probs.dtype).removeprefix('torch.')}",
+            "tokens as bytes or values" if may_send_bytes else "tokens as values",
+            "sent by the experts" if is_lazy else "sent at once",
+        )
+        options = (self.num_experts, self.capacity, self.drop_policy)
+        with torch.no_grad():
+            found = route_to_experts(x, indices, probs, *options, group, sends_rows=not is_lazy)
+        if ctx.requires_grad:
+            ctx.save_for_backward(found.packed)
+            ctx.received = len(found.places)  # type: ignore[attr-defined]
+            ctx.sizes = found.exchange.sizes  # type: ignore[attr-defined]
+        made = (found.split_sizes, found.probs, found.packed)
+        rows = RemoteRows(found, group, may_send_bytes=may_send_bytes)
+        return (rows if is_lazy else materialize(rows)), made
 
     def fuser_backward(
         self,
@@ -182,6 +301,9 @@ class MoeDispatch(BasicOperation):
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
         (ctx,) = basic_op_ctxs
+        if self.expert_parallel_size > 1:
+            drows = basic_op_grad_extra_outputs[0][1]
+            return self._backward_over_ranks(ctx, grad_output, drows)
         (inverse_map,) = ctx.saved_tensors
         dx = dprobs = None
         if ctx.input_requires_grad:
@@ -193,8 +315,30 @@ class MoeDispatch(BasicOperation):
             dprobs = ops.unpermute(drows, inverse_map.view(-1, 1), None).view(inverse_map.shape)
         return dx, [()], [(None, dprobs)]
 
+    def _backward_over_ranks(
+        self, ctx: OperationContext, grad_output: torch.Tensor, drows: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        """As :meth:`fuser_backward`; both gradients travel at once."""
+        (packed,), group = ctx.saved_tensors, self._group_of(ctx)
+        exchange = Exchange.unpacked(packed, ctx.received, self.expert_parallel_size, ctx.sizes)
+        dx = dprobs = moving = moving_probs = None
+        if ctx.input_requires_grad:
+            dy = plain(grad_output, ctx.autocast_dtype or ctx.input_dtype)
+            moving = exchange.start_to_tokens(dy, group)
+        if ctx.extra_inputs_require_grad[1]:
+            assert drows is not None
+            moving_probs = exchange.start_to_tokens(drows.reshape(-1, 1), group)
+        if moving is not None:
+            dx = exchange.sum_of_tokens(moving.wait()).view(ctx.input_shape)
+            dx = write_grad_input(dx, ctx)
+        if moving_probs is not None:
+            inverse_map = exchange.inverse_map
+            dprobs = ops.unpermute(moving_probs.wait(), inverse_map.reshape(-1, 1), None)
+            dprobs = dprobs.view(inverse_map.shape)
+        return dx, [()], [(None, dprobs)]
 
-class MoeCombine(BasicOperation):
+
+class MoeCombine(ExpertParallelOperation):
     """Add the rows of each token: ``out[t] = sum over j of y[inverse_map[t, j]]``.
 
     :func:`fuser.moe.unpermute` without probabilities as an op, with the same bits: ``[rows,
@@ -206,35 +350,49 @@ class MoeCombine(BasicOperation):
     ``inverse_map``, int32 ``[T, k]``. On a CPU its values are checked: each is -1, or a row
     of the input that occurs once.
 
+    With experts on several ranks every row first returns to the rank of its token. In another
+    pipeline than the ``MoeDispatch``, or given a copy of its extra output, the op reads the numbers
+    of rows on the host: it waits for the device.
+
     Parameters
     ----------
     expert_parallel_group
-        As in ``MoeDispatch``.
+        As in ``MoeDispatch``, and the same group.
 
     Raises
     ------
     InputError
-        If the group has more than one rank. A call raises it if a shape, dtype, device or row is
-        not as described.
+        If this rank is not in the group. A call raises it if a shape, dtype, device or row is
+        not as described, and as that of ``MoeDispatch`` if ranks differ.
+    StateError
+        As ``MoeDispatch``.
     """
 
-    parameter_names = ()
     num_extra_inputs = 1
-    saves_input = False
-    can_quantize_output = ("forward", "backward")
 
     def __init__(self, *, expert_parallel_group: Any | None = None) -> None:
-        super().__init__()
-        _check_ranks("MoeCombine", expert_parallel_group)
+        super().__init__(expert_parallel_group)
 
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
         self._check(spec, extras[0])
-        return TensorSpec((extras[0].shape[0], spec.shape[-1]), spec.dtype)
+        return TensorSpec((self._tokens(spec, extras[0]), spec.shape[-1]), spec.dtype)
+
+    def _tokens(self, rows: Any, inverse_map: Any) -> int:
+        ranks, shape = self.expert_parallel_size, inverse_map.shape
+        return shape[0] if ranks == 1 else tokens_of(shape, rows.shape[0], ranks)
+
+    def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
+        ranks = self.expert_parallel_size
+        if ranks == 1:
+            return ()
+        tensor = "input" if side == "forward" else "grad_input"
+        return (Collective("all-to-all", tensor, ranks),)
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
-        return ("unpermute" if side == "forward" else "permute",)
+        name = "unpermute" if side == "forward" else "permute"
+        return (name,) if self.expert_parallel_size == 1 else (f"{name} to ranks", name)
 
     def fuser_forward(
         self,
@@ -249,12 +407,30 @@ class MoeCombine(BasicOperation):
         (ctx,), ((inverse_map,),) = basic_op_ctxs, basic_op_extra_inputs
         self._check(input_, inverse_map)
         check_device("MoeCombine", "inverse_map", inverse_map, "the input", input_)
-        _check_rows(inverse_map, input_.shape[0])
-        ctx.num_rows = input_.shape[0]  # type: ignore[attr-defined]
+        x = plain(input_, input_.dtype)
+        if self.expert_parallel_size == 1:
+            if hasattr(inverse_map, "exchange_sizes"):
+                raise InputError(
+                    "MoeCombine has experts on one rank, and got extra output 2 of a MoeDispatch "
+                    "with experts on several. Give both ops the same expert_parallel_group."
+                )
+            _check_rows(inverse_map, x.shape[0])
+            y = ops.unpermute(x, inverse_map.contiguous(), None)
+        else:
+            y = self._over_ranks(ctx, x, inverse_map)
+        ctx.num_rows = x.shape[0]  # type: ignore[attr-defined]
         if ctx.requires_grad:
             ctx.save_for_backward(inverse_map)
-        y = ops.unpermute(plain(input_, input_.dtype), inverse_map.contiguous(), None)
         return write_output(y, next_op_input_quantizer), [()]
+
+    def _over_ranks(
+        self, ctx: OperationContext, x: torch.Tensor, packed: torch.Tensor
+    ) -> torch.Tensor:
+        exchange = Exchange.unpacked(packed, x.shape[0], self.expert_parallel_size)
+        _check_exchange(exchange)
+        group = self._agreed_group(ctx, x, f"k {packed.shape[1]}")
+        ctx.sizes = exchange.sizes  # type: ignore[attr-defined]
+        return exchange.sum_of_tokens(exchange.start_to_tokens(x, group).wait())
 
     def fuser_backward(
         self,
@@ -266,8 +442,13 @@ class MoeCombine(BasicOperation):
         (ctx,) = basic_op_ctxs
         (inverse_map,) = ctx.saved_tensors
         dy = plain(grad_output, ctx.input_dtype)
-        row_map = ops.row_map_of(inverse_map, ctx.num_rows)
-        dx = ops.permute(dy, row_map, inverse_map.contiguous())
+        ranks = self.expert_parallel_size
+        if ranks == 1:
+            row_map = ops.row_map_of(inverse_map, ctx.num_rows)
+            dx = ops.permute(dy, row_map, inverse_map.contiguous())
+        else:
+            exchange = Exchange.unpacked(inverse_map, ctx.num_rows, ranks, ctx.sizes)
+            dx = exchange.sorted(exchange.start_of_tokens(dy, self._group_of(ctx)).wait())
         return write_grad_input(dx, ctx), [()], [(None,)]
 
     def _check(self, rows: Any, inverse_map: Any) -> None:
@@ -281,15 +462,28 @@ class MoeCombine(BasicOperation):
                 "MoeCombine takes the rows of each token, extra output 2 of MoeDispatch, int32 of "
                 f"shape [T, k]; got {inverse_map.dtype} of shape {tuple(inverse_map.shape)}."
             )
+        ranks, shape = self.expert_parallel_size, tuple(inverse_map.shape)
+        if ranks > 1 and (shape[1] == 0 or self._tokens(rows, inverse_map) < 0):
+            raise InputError(
+                f"MoeCombine got an input of {rows.shape[0]} rows, and {shape} as the shape of "
+                f"extra output 2 of a MoeDispatch over {ranks} ranks, which belongs to fewer rows. "
+                "Give both ops the same expert_parallel_group."
+            )
 
 
-def _check_ranks(name: str, group: Any | None) -> None:
-    ranks = 1 if group is None else torch.distributed.get_world_size(group)
-    if ranks > 1:
+def _check_exchange(exchange: Exchange) -> None:
+    """Raise if maps on the CPU are not those of an exchange of as many rows."""
+    sent, received = exchange.sent, len(exchange.received_map)
+    sizes = exchange.receive_sizes
+    is_whole = sizes is None or (sum(sizes) == received and min(sizes) >= 0)
+    if not is_whole or min(exchange.send_sizes or (0,)) < 0:
         raise InputError(
-            f"{name} got an expert_parallel_group of {ranks} ranks; this version of fuser computes "
-            "all experts on the rank of their tokens."
+            f"MoeCombine got an input of {received} rows, and ranks that received {sizes} rows and "
+            f"sent {exchange.send_sizes}. Its extra input is extra output 2 of the MoeDispatch "
+            "whose rows the input has."
         )
+    _check_rows(exchange.inverse_map, sent)
+    _check_rows(exchange.received_map, received)
 
 
 def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
@@ -302,7 +496,8 @@ def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
     if is_wrong.any():
         raise InputError(
             f"MoeCombine got row {int(found[is_wrong][0])} of an input of {rows} rows; its "
-            "extra input has rows of the input, or -1."
+            "extra input, extra output 2 of MoeDispatch, has rows of the input, or -1. Give both "
+            "ops the same expert_parallel_group."
         )
     counts = found.bincount()
     if (counts > 1).any():

@@ -40,6 +40,7 @@ class _Normalization(BasicOperation):
     parameter_names: tuple[str, ...] = ("weight",)
     can_quantize_output = ("forward", "backward")
     backward_attributes = ("zero_centered_gamma",)
+    grad_input_dtype = "input"
     num_statistics: ClassVar[int]
     """Number of statistics of a row: 1 for ``rstd`` alone, 2 with the mean before it."""
     _forward: ClassVar[Callable[..., Any]]

@@ -43,8 +43,8 @@ def travelling(recipe: Recipe | None, made: QuantSpec | None) -> QuantSpec | Non
 
     If no block has rows of two ranks: shapes are not part of a plan.
     """
-    if recipe is None or made is None or recipe.custom() or made.format.name == "NVFP4":
-        return None  # no amax of NVFP4 is reduced
+    if recipe is None or made is None or recipe.custom():
+        return None
     if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
         return None
     if made.format.name == "FP8":  # the columnwise copy is made from the rowwise one

@@ -5,16 +5,19 @@ from fuser.communication.collectives import (
     Pending,
     start_all_gather,
     start_all_reduce,
+    start_all_to_all,
     start_reduce_scatter,
 )
 from fuser.communication.groups import (
     GroupRef,
+    PlannedGroup,
     WeakGroup,
     check_divides,
     check_shard,
     divided,
     group_size,
     rank_in,
+    ranks_of,
     resolved,
 )
 from fuser.communication.quantized_gather import (
@@ -27,6 +30,7 @@ __all__ = [
     "Agreement",
     "GroupRef",
     "Pending",
+    "PlannedGroup",
     "WeakGroup",
     "can_gather",
     "check_divides",
@@ -35,9 +39,11 @@ __all__ = [
     "group_size",
     "makes_columns",
     "rank_in",
+    "ranks_of",
     "resolved",
     "start_all_gather",
     "start_all_reduce",
+    "start_all_to_all",
     "start_quantized_gather",
     "start_reduce_scatter",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,10 +27,19 @@ class Agreement:
     def __reduce__(self) -> tuple[Any, ...]:
         return Agreement, ()
 
-    def check(self, op: str, group: Any, recipe: Any, input_: torch.Tensor, *others: Any) -> None:
+    def check(
+        self,
+        op: str,
+        group: Any,
+        recipe: Any,
+        input_: torch.Tensor,
+        *others: Any,
+        compares_rows: bool = True,
+    ) -> None:
         """Compare recipe, shape and dtype of the input, and ``others``, over ranks.
 
-        At the first call with a recipe; waits for the device then.
+        Of the shape only the last dimension, if not ``compares_rows``. At the first call with a
+        recipe; waits for the device then.
 
         Raises
         ------
@@ -42,11 +52,20 @@ class Agreement:
         key = (id(group), described)
         if key in self._compared or input_.is_meta:
             return
-        shape, dtype = tuple(input_.shape), str(input_.dtype).removeprefix("torch.")
-        mine = ", ".join([f"recipe {described}, input {shape} in {dtype}", *map(str, others)])
+        shape: Any = tuple(input_.shape) if compares_rows else f"[..., {input_.shape[-1]}]"
+        dtype = str(input_.dtype).removeprefix("torch.")
+        mine = (f"recipe {described}", f"input {shape} in {dtype}", *map(str, others))
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
         if len(set(found)) > 1:
-            listed = "; ".join(f"rank {rank} has {each}" for rank, each in enumerate(found))
-            raise InputError(f"{op} communicates, and its ranks differ: {listed}.")
+            raise InputError(f"{op} communicates, and its ranks differ: {_differences(found)}.")
         self._compared.add(key)
+
+
+def _differences(found: list[tuple[str, ...]]) -> str:
+    """What each rank has, without the parts that are equal on all ranks."""
+    parts = [part for part in zip_longest(*found, fillvalue="") if len(set(part)) > 1]
+    return "; ".join(
+        f"rank {rank} has {', '.join(filter(None, each))}"
+        for rank, each in enumerate(zip(*parts, strict=True))
+    )

@@ -1,4 +1,4 @@
-"""Collectives: all-gather, reduce-scatter and all-reduce along dim 0, started and waited for.
+"""Collectives along dim 0: all-gather, reduce-scatter, all-reduce, all-to-all; started, waited for.
 
 Each ``start_*`` returns at once; the communication runs beside the work that follows, up to
 ``wait``. The caller's tensors are never changed.
@@ -6,7 +6,7 @@ Each ``start_*`` returns at once; the communication runs beside the work that fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -93,6 +93,28 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
     shape = (x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     work = None if _is_silent(x) else _reduce_scatter(out, x, group=group, async_op=True)
+    return Pending(lambda: out, (work,), x)
+
+
+def start_all_to_all(
+    x: torch.Tensor,
+    group: Any,
+    send_sizes: Sequence[int] | None = None,
+    receive_sizes: Sequence[int] | None = None,
+) -> Pending[torch.Tensor]:
+    """Start to send rows of ``x`` to each rank; the result has those from rank 0, then rank 1, ...
+
+    ``send_sizes`` and ``receive_sizes`` are the numbers of rows by rank. Without them every rank
+    gets an equal part, which the number of ranks divides.
+    """
+    x = _values(x)
+    rows = len(x) if receive_sizes is None else sum(receive_sizes)
+    out = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    # With sizes a rank without rows takes part too: others may exchange some.
+    work = None
+    if not (x.is_meta or (send_sizes is None and x.numel() == 0)):
+        received, sent = (None if n is None else list(n) for n in (receive_sizes, send_sizes))
+        work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
     return Pending(lambda: out, (work,), x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,16 @@ class GroupRef:
             "An op with a process group cannot be pickled: the group belongs to this process. Save "
             "model.state_dict(), and make the model again with the groups of the new processes."
         )
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A group of ``size`` ranks that need not exist: ops with it are planned, and cannot be called.
+
+    This process counts as its first rank.
+    """
+
+    size: int
 
 
 class WeakGroup:
@@ -67,10 +78,16 @@ def resolved(op: str, group: Any | None) -> Any:
     Raises
     ------
     StateError
-        If torch.distributed is not initialised.
+        If torch.distributed is not initialised, or the group is a :class:`PlannedGroup`.
     InputError
-        If this rank is not a member of the group, or a mesh has more than one dimension.
+        If ``group`` is no process group, if this rank is not a member of it, or if a mesh has more
+        than one dimension.
     """
+    if isinstance(group, PlannedGroup):
+        raise StateError(
+            f"{op} was made for a planned group of {group.size} ranks, over which nothing can be "
+            "sent: only its plan can be made."
+        )
     if not is_initialized():
         raise StateError(
             f"{op} communicates over a process group, and torch.distributed is not initialised: "
@@ -85,6 +102,11 @@ def resolved(op: str, group: Any | None) -> Any:
                 "a mesh of one dimension, such as mesh['tp']."
             )
         group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise InputError(
+            f"{op} got {group!r} as its process group; it takes a group of "
+            "torch.distributed.new_group, or a device mesh of one dimension."
+        )
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise InputError(
             f"{op} got a process group of which rank {dist.get_rank()} is not a member "
@@ -101,6 +123,8 @@ def group_size(op: str, group: Any | None) -> int:
     StateError, InputError
         As :func:`resolved`.
     """
+    if isinstance(group, PlannedGroup):
+        return group.size
     if group is None and not is_initialized():
         return 1
     return dist.get_world_size(resolved(op, group))
@@ -108,9 +132,20 @@ def group_size(op: str, group: Any | None) -> int:
 
 def rank_in(op: str, group: Any | None) -> int:
     """The rank of this process in ``group``; 0 without process groups."""
-    if group is None and not is_initialized():
+    if isinstance(group, PlannedGroup) or (group is None and not is_initialized()):
         return 0
     return dist.get_rank(resolved(op, group))
+
+
+def ranks_of(op: str, group: Any | None) -> list[int]:
+    """The ranks of ``group``, as numbers in the group of all ranks.
+
+    Raises
+    ------
+    StateError, InputError
+        As :func:`resolved`.
+    """
+    return list(dist.get_process_group_ranks(resolved(op, group)))
 
 
 def divided(what: str, size: int, ranks: int) -> int:

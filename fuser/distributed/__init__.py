@@ -1,5 +1,14 @@
-"""Training on several ranks: weights that are gathered quantized."""
+"""Training on several ranks: styles of tensor parallelism, and parameters that ranks share."""
 
 from fuser.distributed.gather_quantized import gather_quantized
+from fuser.distributed.parallel_styles import Colwise, Replicated, Rowwise
+from fuser.distributed.states import distribute_parameters, init_delayed_scaling
 
-__all__ = ["gather_quantized"]
+__all__ = [
+    "Colwise",
+    "Replicated",
+    "Rowwise",
+    "distribute_parameters",
+    "gather_quantized",
+    "init_delayed_scaling",
+]

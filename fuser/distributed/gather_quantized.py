@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fuser.basic_ops import BasicLinear
-from fuser.errors import InputError
+from fuser.basic_ops import BasicLinear, GroupedLinear
+from fuser.errors import InputError, InputTypeError
+from fuser.op import BasicOperation
 from fuser.precision.contexts import ParameterInit, weight_quantizer
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
@@ -27,7 +28,7 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     ----------
     module
         Its ``BasicLinear`` ops, also those of composites, get another ``weight``, which shares
-        memory with the old one.
+        memory with the old one; so do ``GroupedLinear`` ops, of which each expert has a weight.
     recipe
         Its quantizer of weights is used. Not ``DelayedScaling``: its scales are an op's state.
 
@@ -39,9 +40,16 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     ------
     InputError
         If the recipe is ``DelayedScaling`` or has ``backward_override="high_precision"``, if a
-        weight is quantized or sharded already, or if the
-        module has no linear.
+        weight is quantized or sharded already or has the weights of all experts, or if the module
+        has no linear.
+    InputTypeError
+        If the recipe is not an object of one of ``fuser.recipe``'s classes.
     """
+    if not isinstance(recipe, Recipe):
+        raise InputTypeError(
+            f"gather_quantized got the recipe {recipe!r}; it takes one of fuser.recipe's classes, "
+            "such as MXFP8BlockScaling()."
+        )
     if isinstance(recipe, DelayedScaling):
         raise InputError(
             f"gather_quantized got the recipe {recipe!r}, whose scales belong "
@@ -53,28 +61,41 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
             'weight, which is not gathered; "dequantized" reads what is.'
         )
     made: dict[int, torch.nn.Parameter] = {}
-    for name, op in module.named_modules():
-        if not isinstance(op, BasicLinear):
+    places: list[tuple[BasicOperation, str, int]] = []
+    for path, op in module.named_modules():
+        if not isinstance(op, (BasicLinear, GroupedLinear)):
             continue
-        weight = op.weight
-        if id(weight) not in made:
-            made[id(weight)] = _master(weight, recipe, name)
-        op.weight = made[id(weight)]
+        for name in (op.parameter_names or ())[: op.main_grad_count]:
+            weight = getattr(op, name)
+            if id(weight) not in made:
+                made[id(weight)] = _master(weight, recipe, path, name)
+            places.append((op, name, id(weight)))
     if not made:
-        raise InputError(f"gather_quantized got a {type(module).__name__} without a BasicLinear.")
+        raise InputError(
+            f"gather_quantized got a {type(module).__name__} without a BasicLinear or "
+            "GroupedLinear."
+        )
+    for op, name, key in places:
+        setattr(op, name, made[key])
     return module
 
 
-def _master(weight: torch.nn.Parameter, recipe: Recipe, name: str) -> torch.nn.Parameter:
+def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) -> torch.nn.Parameter:
+    full_name = f"{path}.{name}"
+    if weight.dim() == 3:
+        raise InputError(
+            f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter for "
+            "all experts; make GroupedLinear with single_grouped_weight=False."
+        )
     if isinstance(weight, QuantizedTensor) or is_distributed(weight):
         kind = "sharded" if is_distributed(weight) else "quantized"
         raise InputError(
-            f"gather_quantized got {name}.weight of shape {tuple(weight.shape)}, which is {kind} "
+            f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, which is {kind} "
             "already; call it with unquantized weights, before fully_shard."
         )
     quantizer = weight_quantizer(
         ParameterInit(recipe, preserve_high_precision_init_val=False),
-        make_quantizer(recipe, "weight", name=name),
+        make_quantizer(recipe, "weight", name=path),
     )
     master = MasterWeight(weight.detach(), quantizer)
     return torch.nn.Parameter(master, requires_grad=weight.requires_grad)

@@ -51,10 +51,41 @@ def _within_capacity(
         return expert_indices.masked_fill(has_expert.logical_not() | (numbers > capacity), -1)
     # Only an assignment without an expert is -infinity.
     values = probs.clamp(min=torch.finfo(probs.dtype).min).masked_fill(~has_expert, -torch.inf)
-    order = values.view(-1).sort(descending=True, stable=True).indices
+    order = _largest_first(values)
     is_kept = torch.zeros_like(has_expert).view(-1)
     is_kept.index_fill_(0, order[:capacity], True)
     return expert_indices.masked_fill(~(has_expert & is_kept.view(has_expert.shape)), -1)
+
+
+def within_blocks(
+    expert_indices: torch.Tensor,
+    probs: torch.Tensor | None,
+    blocks_of: torch.Tensor,
+    blocks: int,
+    size: int,
+) -> torch.Tensor:
+    """The indices, with -1 for all but ``size`` assignments of each block.
+
+    ``blocks_of``, ``[T, k]``, is the block of each assignment; one outside of ``0..blocks - 1`` is
+    in none. The first ones of a block remain, or with ``probs`` those of the highest probability.
+    """
+    flat = blocks_of.reshape(-1)
+    order = None
+    if probs is not None:
+        order = _largest_first(probs)
+        flat = flat[order]
+    sizes, _, places = sort_by_expert(flat.view(-1, 1), blocks, flat.numel())
+    begins = sizes.cumsum(0, dtype=torch.int32) - sizes
+    places = places.view(-1)
+    is_kept = (places >= 0) & (places - begins[flat.clamp(0, blocks - 1).long()] < size)
+    if order is not None:
+        is_kept = torch.empty_like(is_kept).scatter_(0, order, is_kept)
+    return expert_indices.masked_fill(~is_kept.view(expert_indices.shape), -1)
+
+
+def _largest_first(values: torch.Tensor) -> torch.Tensor:
+    """The places of all values, those of the largest first, and of equal ones the first."""
+    return values.reshape(-1).sort(descending=True, stable=True).indices
 
 
 # -- checks: each error begins with the name of the function or op ----------------

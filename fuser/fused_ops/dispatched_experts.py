@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import GroupedLinear, MoeDispatch
+from fuser.basic_ops.remote_rows import sends_bytes
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
-from fuser.functional.permutation import gathered_rows
 from fuser.fused_ops.grouped_mlp import GroupedMLP
-from fuser.op import FusedOperation, Grads, OperationContext, cast
+from fuser.op import FusedOperation, Grads, OperationContext
 from fuser.plan.window import Optional
-from fuser.specs import PlanKey
+from fuser.specs import PlanKey, QuantSpec
+
+SPLIT_SIZES = 0
+"""The extra output of the dispatch that has them."""
 
 
 class DispatchedExperts(FusedOperation):
@@ -22,11 +25,13 @@ class DispatchedExperts(FusedOperation):
 
     The experts are a grouped linear, or those of :class:`GroupedMLP`. The kernels that quantize
     their input read each row from its token. Saved tensors and gradients are those of the ops.
+    With experts on several ranks they read what was received, or quantize before it is sent.
     """
 
     window = (MoeDispatch, GroupedLinear, Optional(ScaledActivation), Optional(GroupedLinear))
     side = "joint"
     makes_channels = True
+    communicates = True
 
     def __init__(self, basic_ops: Iterable[Any]) -> None:
         super().__init__(basic_ops)
@@ -63,7 +68,9 @@ class DispatchedExperts(FusedOperation):
             if reason is not None:
                 return ""  # GroupedMLP has said it
         weights = key.ops[1].params[: up.main_grad_count]
-        if recipe.backward_override == "high_precision" and any(w.requires_grad for w in weights):
+        # All ranks send rows in one form, also if experts of some of them are frozen.
+        reads_rows = dispatch.expert_parallel_size > 1 or any(w.requires_grad for w in weights)
+        if recipe.backward_override == "high_precision" and reads_rows:
             return "the weight gradients read the rows in high precision, in memory."
         return None
 
@@ -80,16 +87,19 @@ class DispatchedExperts(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         of_experts = key.window(1, len(key.ops))
         own = dispatch.kernels(side, key.window(0, 1))
+        sends_bytes = _sends_bytes(dispatch, up, key)
         if activation is None or down is None:
             names = up.kernels(side, of_experts)
         else:
             made = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
             names = tuple(name for name, _ in made)
         if side == "forward":
-            names = tuple(
-                name.replace("quantize input", "permute+quantize input") for name in names
-            )
+            how = "permute input" if sends_bytes else "permute+quantize input"
+            names = tuple(name.replace("quantize input", how) for name in names)
             names = (*(name for name in own if name != "permute"), *names)
+            if sends_bytes:
+                sent = "permute+quantize to ranks"
+                names = tuple(sent if name == "permute to ranks" else name for name in names)
             return tuple(
                 (name, len(key.ops) * (i + 1 == len(names))) for i, name in enumerate(names)
             )
@@ -101,10 +111,31 @@ class DispatchedExperts(FusedOperation):
                 counts[last] += count
         return tuple(zip((*names, *own), counts, strict=True)) or (("nothing", len(key.ops)),)
 
+    @classmethod
+    def sends(
+        cls,
+        dispatch: MoeDispatch,
+        up: GroupedLinear,
+        activation: ScaledActivation | None,
+        down: GroupedLinear | None,
+        *,
+        side: str,
+        key: PlanKey,
+    ) -> Mapping[str, QuantSpec]:
+        """Bytes of the tokens, if an expert has one scale."""
+        if side == "backward" or not _sends_bytes(dispatch, up, key):
+            return {}
+        assert key.recipe is not None
+        return {"output": QuantSpec(up.quantizer_format(key.recipe, "input"), True, False)}
+
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
-        """The copy that is not made, and the notes of the experts."""
-        (experts,) = self._experts
+        """The copy that is not made, what travels, and the notes of the experts."""
+        (experts,), (dispatch, up, *_) = self._experts, self.members
         found = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
+        if _sends_bytes(dispatch, up, key):
+            found += " Bytes travel; ranks first agree on the scale of each expert."
+        elif dispatch.expert_parallel_size > 1:
+            found = "Quantizes the experts' input from what was received, by index."
         of_experts = key.window(1, len(key.ops))
         return (found, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
 
@@ -120,10 +151,15 @@ class DispatchedExperts(FusedOperation):
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         (experts,), (dispatch, up, *_) = self._experts, self.members
         ctx, *ctxs = basic_op_ctxs
-        x, row_map, made = dispatch.sorted_tokens(ctx, input_, basic_op_extra_inputs[0])
-        # The rows have the bits of tokens, so they may be cast before or after.
-        x = cast(x, ctxs[0].autocast_dtype or up._dtype)
-        rows: Any = gathered_rows(x, row_map, made[2])
+        rows: Any
+        rows, made = dispatch.rows_of_experts(
+            ctx,
+            input_,
+            basic_op_extra_inputs[0],
+            ctxs[0].autocast_dtype or up._dtype,
+            is_lazy=True,
+            may_send_bytes=self._places[0][0] == SPLIT_SIZES,
+        )
         if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs[1:]):
             rows = materialize(rows)  # the caller has buffers, which are compared with the input
         extras = [
@@ -168,3 +204,13 @@ class DispatchedExperts(FusedOperation):
             basic_op_ctxs[:1], dx, basic_op_grad_extra_outputs=[tuple(of_outputs)]
         )
         return dx, [*own_params, *params], [*own_extras, *extras]
+
+
+def _sends_bytes(dispatch: MoeDispatch, up: GroupedLinear, key: PlanKey) -> bool:
+    """Whether bytes of the tokens travel to other ranks: see :class:`RemoteRows`."""
+    recipe = key.recipe
+    if dispatch.expert_parallel_size == 1 or recipe is None:
+        return False
+    outputs = {name: k for k, (name, _) in dispatch._output_channels.items()}
+    are_experts = outputs.get(up._input_channels.get(0, "")) == SPLIT_SIZES
+    return are_experts and sends_bytes(up.quantizer_format(recipe, "input"), up.in_features)

@@ -212,11 +212,13 @@ class GroupedMLP(FusedOperation):
             groups.ends,
             *groups.places(),
             kept(ctx, x, x_made, wants_up),
-            kept(ctx, up_weight, up_made, wants_dx, is_own=firsts[0] is None),
+            up.saved_weight(ctx, up_weight, up_made, of_up, wants_dx, is_own=firsts[0] is None),
             z if reads_z else None,
             scales if reads_z else None,
             kept(ctx, h, h, wants_down and not is_again),
-            kept(ctx, down_weight, down_made, wants_dh, is_own=firsts[2] is None),
+            down.saved_weight(
+                ctxs[2], down_weight, down_made, of_down, wants_dh, is_own=firsts[2] is None
+            ),
             up_scales,
             up_bias,
             down_scales,
@@ -266,7 +268,9 @@ class GroupedMLP(FusedOperation):
         sums_beside = wants_biases and (wants_up or wants_dx) and not up.scale_bias
         sums_beside = sums_beside and isinstance(products, Quantized)
         if wants_dh:
-            dh = products.dgrad(dy_made, saved.down, is_padded=True)
+            weight = down.weight_of_backward(basic_op_ctxs[2], saved.down, dtype)
+            dh = products.dgrad(dy_made, weight, is_padded=True)
+            del weight
             of_dz = (activation.function, dh, saved.z, saved.scales)
             wants_dscales = basic_op_ctxs[1].extra_inputs_require_grad[0]
             if sums_beside:
@@ -303,7 +307,7 @@ class GroupedMLP(FusedOperation):
                 made = products.gradient(dz, of_up, dgrad=wants_dx, wgrad=wants_up, is_padded=True)
                 del dz
                 if wants_dx:
-                    dx = products.dgrad(made, saved.up)
+                    dx = products.dgrad(made, up.weight_of_backward(ctx, saved.up, dtype))
                     dx = write_grad_input(dx.view(*leading, up.in_features), ctx)
                 if wants_up:
                     make = functools.partial(products.wgrad, made, saved.x)

@@ -55,12 +55,11 @@ class Linear(FusedOperation):
         is_row = mode == "row" and ranks > 1
         if is_row:  # the products of this rank; an op of its own adds them
             in_features = divided("Linear's in_features", in_features, ranks)
-            mode = None
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         linear = BasicLinear(
             in_features,
             out_features,
-            tensor_parallel_mode=mode,
+            tensor_parallel_mode=None if is_row else mode,
             tensor_parallel_group=group,
             sequence_parallel=sequence_parallel and not is_row,
             rng_state_tracker_function=rng_state_tracker_function,
@@ -70,15 +69,45 @@ class Linear(FusedOperation):
         ops: list[FusibleOperation] = [linear]
         if bias:
             is_shard = mode == "column"
-            of_rank = Bias(
-                out_features, tensor_parallel=is_shard, tensor_parallel_group=group, **factory
+            ops.append(
+                Bias(out_features, tensor_parallel=is_shard, tensor_parallel_group=group, **factory)
             )
-            of_rank.is_added = not is_row or rank_in("Linear", group) == 0
-            ops.append(of_rank)
-        if is_row:
-            is_scattered = sequence_parallel
-            ops.append(ReduceScatter(group) if is_scattered else AllReduce(group, False))
         super().__init__(ops)
+        if is_row:
+            linear.note_products(group)
+            self._add_products(group, sequence_parallel)
+
+    def shard(self, mode: str, group: Any | None, sequence_parallel: bool = False) -> None:
+        """Shard a linear of one rank over ``group``; the caller replaces the parameters.
+
+        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
+        ``sequence_parallel`` of the constructor. A row parallel linear gets another basic op, which
+        adds the products.
+
+        Raises
+        ------
+        InputError, StateError
+            As the constructor; nothing has changed then.
+        """
+        check_parallel_mode("Linear", mode, sequence_parallel)
+        linear: BasicLinear = self.members[0]
+        if mode == "column":
+            linear.shard(mode, group, sequence_parallel)
+            if self.bias_op is not None:
+                self.bias_op.shard(group)
+        elif group_size("Linear", group) > 1:
+            size = divided("Linear's in_features", linear.in_features, group_size("Linear", group))
+            linear.in_features = linear.local_in_features = size
+            linear.note_products(group)
+            self._add_products(group, sequence_parallel)
+
+    def _add_products(self, group: Any | None, is_scattered: bool) -> None:
+        """Make this a row parallel linear, whose first op computes the products of this rank."""
+        if self.bias_op is not None:
+            self.bias_op.is_added = rank_in("Linear", group) == 0
+        self._set_members(
+            [*self.members, ReduceScatter(group) if is_scattered else AllReduce(group, False)]
+        )
 
     @property
     def weight(self) -> torch.nn.Parameter:

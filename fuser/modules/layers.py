@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fuser import basic_ops, fused_ops
+from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.modules.parallel import mark_norm, modes_of_mlp, refuse_row, without_size
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
@@ -170,8 +171,9 @@ class Layer(torch.nn.Module):
             context = tracker().fork() if tracker is not None else contextlib.nullcontext()
             with context, torch.no_grad():
                 init_method(weight)
-            if isinstance(linear, basic_ops.BasicLinear):
-                linear.weight = self._parameters[name] = linear.as_parameter(weight)
+            if isinstance(linear, (basic_ops.BasicLinear, basic_ops.GroupedLinear)):
+                fresh = linear.as_parameter(weight, name_in_op)
+                linear._parameters[name_in_op] = self._parameters[name] = fresh
 
     # -- parameters and state ---------------------------------------------------
 
@@ -204,12 +206,18 @@ class Layer(torch.nn.Module):
                 assert isinstance(op, BasicOperation)
                 yield f"ops.{i}", op
 
+    def _ops_with_state(self) -> Iterator[tuple[str, BasicOperation]]:
+        """Of :meth:`_basic_ops` those that save a state: the same on any number of ranks."""
+        for path, op in self._basic_ops():
+            if not isinstance(op, CollectiveOperation):
+                yield path, op
+
     def get_extra_state(self) -> torch.Tensor:
         """Delayed scaling's state of all ops, each after its length, as an fp32 tensor.
 
         An empty uint8 tensor if there is none.
         """
-        states = [op.get_extra_state() for _, op in self._basic_ops()]
+        states = [op.get_extra_state() for _, op in self._ops_with_state()]
         if not any(state.numel() for state in states):
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         parts = [
@@ -224,7 +232,7 @@ class Layer(torch.nn.Module):
         )
         if not is_ours:
             return
-        for _, op in self._basic_ops():
+        for _, op in self._ops_with_state():
             length = int(state[0]) if state.numel() else 0
             own, state = state[1 : 1 + length], state[1 + length :]
             op.set_extra_state(own if length else own.byte())

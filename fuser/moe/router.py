@@ -61,6 +61,8 @@ class Router(torch.nn.Module):
     sigmoid divided by the sum of all (DeepSeek-V3, equations 17 to 20). With equal load the loss is
     ``aux_loss_coefficient``.
 
+    With experts on several ranks every rank routes its own tokens, and the loss is that of these.
+
     Nothing waits for the device and no shape depends on values, so a CUDA graph can contain
     forward and backward; the results are the same in every run.
 

@@ -62,6 +62,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """The number of these parameters."""
     passes_gradient_on: bool = False
     """Whether the gradient of the input is the gradient of the output, unchanged."""
+    grad_input_dtype: str = "grad_output"
+    """The tensor whose dtype the gradient of the input has: ``"grad_output"`` if it follows the
+    gradient that arrives, ``"input"`` or ``"output"`` if it does not."""
     passes_gradient_to_extras: bool = False
     """Whether the gradient of every extra input is the gradient of the output, unchanged."""
     parameter_names: Sequence[str] | None = None
@@ -73,6 +76,9 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     backward_attributes: tuple[str, ...] = ()
     """Attributes of the op that the forward copies into the context. The op's backward reads them
     there, and so does a fusion that runs one half of the op."""
+    rows_are_sharded: bool = False
+    """Whether each rank has some rows of the input, so that gradients of parameters that are
+    ``DTensor``s are sums over these rows, which backward adds over the ranks of the mesh."""
     can_quantize_output: tuple[str, ...] = ()
     """Sides on which the op can quantize for its neighbour: ``"forward"`` its output,
     ``"backward"`` the gradient of its input. On other sides the neighbour quantizes."""
@@ -155,6 +161,11 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return (type(self).__name__,)
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can contain the op."""
+        return self.is_recordable
+
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
         """The communication of the op on ``"forward"`` or ``"backward"``, in its order.
 
@@ -180,6 +191,14 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         return {}
 
     # -- parameters -----------------------------------------------------------
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        """How a ``DTensor`` that is parameter ``name`` must be placed.
+
+        The dimension that is sharded, and the process group over whose ranks; ``(None, None)`` if
+        every rank has the whole parameter.
+        """
+        return None, None
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)

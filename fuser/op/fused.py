@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from fuser.errors import InputError, StateError
 from fuser.graph_break import breaks_graph
 from fuser.op.fusible import FusibleOperation
+from fuser.specs import QuantSpec
 
 
 class _FixedOps(torch.nn.ModuleList):
@@ -88,6 +89,9 @@ class FusedOperation(FusibleOperation):
 
     def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
         super().__init__()
+        self._set_members(basic_ops)
+
+    def _set_members(self, basic_ops: Iterable[FusibleOperation]) -> None:
         self.basic_ops = _FixedOps(basic_ops)
         if not len(self.basic_ops):
             raise InputError(f"{type(self).__name__} was given no basic ops to replace.")
@@ -127,6 +131,14 @@ class FusedOperation(FusibleOperation):
     def fuses_quantize(cls, *ops: Any, **where: Any) -> bool:
         """As for a basic op; called as ``fuses_quantize(*ops, side=side, key=key)``."""
         return False
+
+    @classmethod
+    def sends(cls, *ops: Any, **where: Any) -> Mapping[str, QuantSpec]:
+        """What travels quantized of tensors that its ops send as values, by the tensor's name.
+
+        Called as ``sends(*ops, side=side, key=key)``; the names are those of ``Collective``.
+        """
+        return {}
 
     def get_input_quantizer(self) -> Any | None:
         return self.members[0].get_input_quantizer()

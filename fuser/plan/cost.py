@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step, format_bytes
+from fuser.specs import QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
 # large enough that memory traffic dominates launches, as in training.
@@ -16,7 +17,7 @@ NOMINAL_TOKENS = 8192
 
 
 # Kernels of ops that only communicate; a plan shows them with their bytes.
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ class CostModel:
         run: type[FusedOperation] | FusedOperation | None,
         kernels: Sequence[tuple[str, int]],
         fuses_quantize: bool = False,
+        sends: Mapping[str, QuantSpec] | None = None,
     ) -> Candidate:
         """The candidate that runs ``window`` on ``side``, with its cost and its step.
 
         ``kernels`` are names, each with the number of ops that it finishes. If the window's output
         is quantized and ``fuses_quantize`` is false, the cost includes a kernel that quantizes it.
+        ``sends``: what travels quantized, as ``FusedOperation.sends`` returns it.
         """
         token_bytes = param_bytes = 0
         done = 0
@@ -87,7 +90,7 @@ class CostModel:
             if after is not None and not fuses_quantize:
                 names.append("quantize")
                 token_bytes += after
-        sent = self._collectives(window, side)
+        sent = self._collectives(window, side, sends or {})
         names = [
             *(name for name, _, is_first in sent if is_first),
             *(name for name in names if name not in COLLECTIVES),
@@ -110,17 +113,19 @@ class CostModel:
         )
         return Candidate(window.start, window.stop, cost, run, step)
 
-    def _collectives(self, window: range, side: str) -> list[tuple[str, int, bool]]:
+    def _collectives(
+        self, window: range, side: str, sends: Mapping[str, QuantSpec]
+    ) -> list[tuple[str, int, bool]]:
         """The communication of a window: its name with its bytes, these, and whether it is first.
 
-        Gathers are before the products, reductions after them.
+        What the products read has travelled before them, their results travel after them.
         """
         if side == "backward" and window.stop <= self.first:
             return []
         found = []
-        for each, nbytes in self.graph.collectives(window.start, window.stop, side):
+        for each, nbytes in self.graph.collectives(window.start, window.stop, side, sends):
             what = " ".join(str(part) for part in (each.quantization, each.tensor) if part)
             a_token = format_bytes(nbytes / self.graph.tokens)
             name = f"{each.kind} {what} ({each.ranks} ranks: {a_token}/token)"
-            found.append((name, nbytes, each.kind == "all-gather"))
+            found.append((name, nbytes, each.is_first))
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx as nx
@@ -399,13 +399,22 @@ class OpGraph:
         gap = stop if side == "forward" else start
         return None if self.quant_spec(gap, side) is None else 2 * self.main_specs[gap].nbytes
 
-    def collectives(self, start: int, stop: int, side: str) -> list[tuple[Collective, int]]:
-        """The communication of ops ``start`` to ``stop - 1`` on ``side``, each with its bytes."""
+    def collectives(
+        self, start: int, stop: int, side: str, sends: Mapping[str, QuantSpec]
+    ) -> list[tuple[Collective, int]]:
+        """The communication of ops ``start`` to ``stop - 1`` on ``side``, each with its bytes.
+
+        ``sends`` has what a fusion sends quantized, by the tensor's name.
+        """
         found = []
         for i in range(start, stop):
             for each in self.ops[i].collectives(side, self.key.window(i, i + 1)):
+                each = replace(each, quantization=sends.get(each.tensor, each.quantization))
                 is_after = each.tensor in ("output", "grad_output")
-                found.append((each, each.nbytes(self.main_specs[i + is_after])))
+                spec = self.main_specs[i + is_after]
+                if each.extra_output is not None:
+                    spec = self.extra_outputs[i][each.extra_output]
+                found.append((each, each.nbytes(spec)))
         return found
 
     def _param_bytes(self, op: int, side: str) -> int:

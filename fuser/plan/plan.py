@@ -70,6 +70,19 @@ class OpNote:
 
 
 @dataclass(frozen=True)
+class Node:
+    """The ops that run as one autograd node, if somebody waits for single gradients.
+
+    ``is_cut`` tells whether the pipeline is cut before it; without a cut a pipeline is one node.
+    ``takes_quantized``: a quantized tensor passes that cut, in forward or backward.
+    """
+
+    ops: tuple[int, ...]
+    is_cut: bool = False
+    takes_quantized: bool = False
+
+
+@dataclass(frozen=True)
 class ModuleCall:
     """A module that is called outside of pipelines, and the reason.
 
@@ -108,7 +121,10 @@ class FusionPlan:
     entries are for the output. ``notes`` are sentences of the operations about
     themselves. ``layout`` and ``padding`` are notes on the
     tensors given to ``plan``; a cached plan has none. ``modules`` are called
-    between the pipelines, in a plan for several, and are not modelled.
+    between the pipelines, in a plan for several, and are not modelled. ``nodes``
+    are the autograd nodes into which ``plan`` says that the pipeline is cut if
+    somebody waits for single gradients, and ``waiting`` who waits now; both are
+    empty if it cannot be cut, and ``waiting`` if it runs as one node.
     """
 
     key: PlanKey
@@ -126,6 +142,8 @@ class FusionPlan:
     modules: tuple[ModuleCall, ...] = ()
     padding: tuple[VectorNote, ...] = ()
     notes: tuple[OpNote, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    waiting: str = ""
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -140,6 +158,8 @@ class FusionPlan:
         lines += [
             f"  channel {c.name!r}: op {c.producer} to op {c.consumer}" for c in self.channels
         ]
+        for sentence in self.node_lines():
+            lines += textwrap.wrap(sentence, 96, initial_indent="  ", subsequent_indent="    ")
         if self.key.no_kernels not in (None, off_cuda(self.key.device)):
             lines.append(f"  plain torch, without fuser's kernels: {self.key.no_kernels}")
         for side in ("forward", "backward"):
@@ -222,6 +242,29 @@ class FusionPlan:
             found.setdefault((fusion or self.ops[ops[0]], text), []).append(span(ops))
         return [f"{name} over {', '.join(spans)}: {text}" for (name, text), spans in found.items()]
 
+    def node_lines(self) -> list[str]:
+        """Sentences about the autograd nodes: how many, for whom, and where the cuts are."""
+        cuts = [node for node in self.nodes if node.is_cut]
+        if not cuts:
+            return []
+        where = _listed([str(node.ops[0]) for node in cuts])
+        cut = f"cut before op{'s' * (len(cuts) > 1)} {where}"
+        if self.waiting:
+            lines = [f"runs as {len(self.nodes)} autograd nodes, {cut}: {self.waiting}"]
+        else:
+            one = len(self.nodes) - len(cuts)
+            lines = [
+                f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} if gradients are awaited "
+                f"(DistributedDataParallel, hooks), {cut}"
+            ]
+        quantized = _listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
+        if quantized and self.waiting:
+            lines.append(
+                f"a quantized tensor passes the cut before {quantized}: the nodes beside it run "
+                "their ops in Python at every step"
+            )
+        return lines
+
     def gap_labels(self, side: str, gap: int) -> list[str]:
         """Labels of the tensor before op ``gap``, or of its gradient: bytes, and format."""
         carried = (self.activation_bytes if side == "forward" else self.grad_activation_bytes)[gap]
@@ -260,6 +303,8 @@ class FusionPlan:
             "unfused_forward": steps(self.unfused_forward),
             "unfused_backward": steps(self.unfused_backward),
             "modules": [{**vars(call), "ops": list(call.ops)} for call in self.modules],
+            "nodes": [{**vars(node), "ops": list(node.ops)} for node in self.nodes],
+            "waiting": self.waiting,
             "layout": [{**vars(note), "ops": list(note.ops)} for note in self.layout],
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
@@ -383,9 +428,22 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         layout=first.layout + moved(second.layout),
         padding=first.padding + moved(second.padding),
         notes=first.notes + moved(second.notes),
+        nodes=_nodes_of(first) + moved(_nodes_of(second)),
+        waiting=first.waiting or second.waiting,
         activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
         grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
     )
+
+
+def _nodes_of(plan: FusionPlan) -> tuple[Node, ...]:
+    """The autograd nodes of a pipeline, or of several; one if it is not cut."""
+    whole = (Node(tuple(range(len(plan.ops)))),) if plan.key.requires_grad else ()
+    return plan.nodes or whole
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``1, 2 and 3``."""
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), *names[-1:]])
 
 
 def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:

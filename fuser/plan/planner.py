@@ -213,6 +213,7 @@ class _Search:
                 reason = fusion.refuses(*bound, key=key)
             kernels = fusion.kernels(*bound, side=side, key=key) if reason is None else ()
             fuses_quantize = reason is None and fusion.fuses_quantize(*bound, side=side, key=key)
+            sends = fusion.sends(*bound, side=side, key=key) if reason is None else {}
         except Exception as error:  # a broken fusion must not break the pipeline
             reason = f"{fusion.__name__} raised {type(error).__name__}: {error}"
             warnings.warn(
@@ -226,7 +227,7 @@ class _Search:
             if reason:
                 self._refuse(fusion, window, reason)
             return None
-        return self.costs.candidate(window, side, fusion, kernels, fuses_quantize)
+        return self.costs.candidate(window, side, fusion, kernels, fuses_quantize, sends)
 
     def _unsent(
         self, fusion: type[FusedOperation] | FusedOperation, window: range, sides: Iterable[str]

@@ -106,6 +106,19 @@ def reduces_amaxes_over(group: Any) -> bool:
     return set(ranks(group)) <= set(ranks(over))
 
 
+def mixes_amaxes_of(group: Any) -> bool:
+    """Whether delayed scaling, in the forward that runs now, reduces amaxes over ranks of a group.
+
+    Two or more of its ranks then have one scale.
+    """
+    recipe, _, over = current_state()
+    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and _has_ranks()):
+        return False
+    ranks = torch.distributed.get_process_group_ranks
+    shared = set(ranks(group)) if over is None else set(ranks(group)) & set(ranks(over))
+    return len(shared) > 1
+
+
 # The states whose gradients were recorded in it, if steps are held; of the whole process, because
 # autograd's threads record gradients.
 _held: list[DelayedScales] | None = None

@@ -108,7 +108,10 @@ class _Layout(Columns):
         self._text(
             MARGIN, y, f"Fusion plan of {count_of(len(plan.ops), 'op')}", size=15.0, bold=True
         )
-        y = self._note(y + 2, plan.key.describe(), 9.0) + 8
+        y = self._note(y + 2, plan.key.describe(), 9.0)
+        for sentence in plan.node_lines():
+            y = self._note(y, sentence, 9.0)
+        y += 8
         longest = max(_totals(plan.steps(side, fused=False))[1] for side in self.sides)
         for side in ("forward", "backward"):
             y += 16

@@ -30,17 +30,18 @@ class CallKeyReader:
     def __init__(self, ops: Sequence[BasicOperation], num_extra_inputs: int) -> None:
         self._extras = [f"extras[{k}]" for k in range(num_extra_inputs)]
         rows = [find_slots(op, f"Op {i} ({type(op).__name__})") for i, op in enumerate(ops)]
-        self._slots = [slot for row in rows for slot in row]
+        self.slots = [slot for row in rows for slot in row]
+        """The places of the parameters, op by op."""
         self.counts = [len(row) for row in rows]
         """The number of parameters of each op."""
-        self.places = (self._extras, self.counts, [(id(held), name) for held, name in self._slots])
+        self.places = (self._extras, self.counts, [(id(held), name) for held, name in self.slots])
         """Everything that the code of :attr:`read` is generated from."""
         self.computed = [i for i, row in enumerate(rows) if any(map(is_computed, row))]
         """The ops with a parameter that a hook computes before each of their calls."""
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The current parameters of the ops."""
-        return tuple(owner[name] for owner, name in self._slots)
+        return tuple(owner[name] for owner, name in self.slots)
 
     @functools.cached_property
     def read(self) -> Callable[[torch.Tensor, tuple[torch.Tensor, ...], Any], Reading]:
@@ -51,9 +52,9 @@ class CallKeyReader:
         used again. The devices of parameters are not part of the key: they are checked
         when planning, and when a run fails. The layout is that of the parameters.
         """
-        owners = {id(owner): owner for owner, _ in self._slots}
+        owners = {id(owner): owner for owner, _ in self.slots}
         numbers = {owner: f"owner{i}" for i, owner in enumerate(owners)}
-        slots = "".join(f"{numbers[id(owner)]}[{name!r}], " for owner, name in self._slots)
+        slots = "".join(f"{numbers[id(owner)]}[{name!r}], " for owner, name in self.slots)
         named = {numbers[place]: owner for place, owner in owners.items()}
         src = SourceCode(**_ASKED, **named, known=KnownParameters())
         with src.block("def read(x, extras, registered):"):

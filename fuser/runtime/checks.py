@@ -16,6 +16,7 @@ from fuser.op import (
 )
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.graph import Source
+from fuser.tensors.sharding import is_distributed
 
 
 class Checks:
@@ -70,6 +71,13 @@ class Checks:
             if not isinstance(value, torch.Tensor):
                 raise InputTypeError(
                     f"The {what} must be a tensor; got {type(value).__name__} ({value!r:.60})."
+                )
+            given: Any = value
+            if is_distributed(given):
+                raise InputTypeError(
+                    f"The {what} is a DTensor of shape {tuple(given.shape)} with the placements "
+                    f"{tuple(given.placements)}; a pipeline takes the tensor of this rank. Use "
+                    "to_local(); a linear with sequence_parallel=True gathers rows itself."
                 )
         if input_.dim() == 0:
             index = next(i for i, op in enumerate(self.ops) if not op.takes_scalars)

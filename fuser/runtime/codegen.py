@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -40,6 +40,22 @@ _CHECKED_ERRORS = "(AttributeError, LookupError, RuntimeError, TypeError, ValueE
 PlannedOps = Sequence[tuple[FusibleOperation, tuple[int, ...]]]
 
 
+class Neighbours(NamedTuple):
+    """The ops beside a part of a pipeline, and their narrowed keys.
+
+    None where nothing quantized passes between the op and the part, and at the pipeline's ends.
+    ``start`` is the index of the part's first op in the pipeline.
+    """
+
+    start: int = 0
+    before: tuple[BasicOperation, PlanKey] | None = None
+    after: tuple[BasicOperation, PlanKey] | None = None
+
+
+WHOLE = Neighbours()
+"""Of a whole pipeline."""
+
+
 class PlanCodegen:
     """Generates the Python source of a plan: ``forward``, and ``backward`` if there is one.
 
@@ -63,8 +79,10 @@ class PlanCodegen:
         returned: Sequence[tuple[int, int]],
         param_counts: Sequence[int],
         places: Sequence[tuple[int, int]],
+        neighbours: Neighbours,
     ) -> None:
         self.key = key
+        self.neighbours = neighbours
         self.ops = ops
         self.sources = sources
         self.returned = returned
@@ -183,7 +201,7 @@ class PlanCodegen:
         self, number: int, op: FusibleOperation, indices: tuple[int, ...]
     ) -> None:
         self.src.add(f"step = {number}  # {type(op).__name__}")
-        self.titles[f"forward{number}"] = _title("forward", op, indices)
+        self.titles[f"forward{number}"] = self._title("forward", op, indices)
         if op.is_external:
             self._add_recipe(indices)
         if _is_plain(op, "forward"):
@@ -262,7 +280,7 @@ class PlanCodegen:
             with src.block("try:"):
                 for number, (op, indices) in enumerate(steps):
                     src.add(f"step = {number}  # {type(op).__name__}")
-                    self.titles[f"backward{number}"] = _title("backward", op, indices)
+                    self.titles[f"backward{number}"] = self._title("backward", op, indices)
                     is_last = number + 1 == len(steps)
                     if _is_plain(op, "backward"):
                         self._add_plain_backward(number, op, indices[0], is_last)
@@ -339,15 +357,18 @@ class PlanCodegen:
         # place, and a quantized leaf gradient would round the sum at every microbatch.
         grad = "{}" if self.key.recipe is None else "plain({})"
         wants_dx = self.key.ops[0].input_requires_grad
-        results = ["None", grad.format("dx") if wants_dx else "None"]
+        # The op before a part of a pipeline takes the gradient as it is.
+        dx = "dx" if self.neighbours.before is not None else grad.format("dx")
+        results = ["None", dx if wants_dx else "None"]
         for i, count in enumerate(self.param_counts):
             results += [f"*(p{i} or ())"] if i in covered else ["None"] * count
-        results += [
-            grad.format(f"din{i}_{k}") if i in covered else "None"
+        taken = sorted(
+            (source.caller_index, i, k)
             for i, row in enumerate(self.sources)
             for k, source in enumerate(row)
             if source.caller_index is not None
-        ]
+        )
+        results += [grad.format(f"din{i}_{k}") if i in covered else "None" for _, i, k in taken]
         rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
         wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
         refuse = functools.partial(refuse_param_grads, self.ops, wanted)
@@ -379,6 +400,11 @@ class PlanCodegen:
             )
         )
         self.src.add(f"{self.src.bind(f'check_{side}_result', refuse)}(locals())")
+
+    def _title(self, side: str, op: FusibleOperation, indices: tuple[int, ...]) -> str:
+        """A step's name in a profile: the name that the plan shows."""
+        shown = span(tuple(self.neighbours.start + i for i in indices))
+        return f"fuser {side} {shown} {type(op).__name__}"
 
     def _each(self, pattern: str, ops: Iterable[int] | None = None) -> str:
         """``pattern`` once for each of ``ops``, or for every op, with its index for ``{i}``."""
@@ -479,34 +505,44 @@ class PlanCodegen:
 
     def _wanted_input(self, index: int) -> str:
         """The quantizer for an op's main input."""
-        if self.key.recipe is None or index == len(self.ops):
+        inside = index < len(self.ops)
+        reader = self._op(index) if inside else self.neighbours.after
+        if self.key.recipe is None or reader is None:
             return "None"
-        return self._wanted(index, "forward", "get_input_quantizer", "input_quantization")
+        name = f"op{index}" if inside else self.src.bind("op_after", reader[0])
+        return self._wanted(name, *reader, "forward", "get_input_quantizer", "input_quantization")
 
     def _wanted_grad(self, index: int) -> str:
         """The quantizer of the previous op for the gradient of this op's main input."""
-        wants_any = index > 0 and self.key.ops[index].input_requires_grad
-        if self.key.recipe is None or not wants_any:
+        reader = self._op(index - 1) if index else self.neighbours.before
+        wants_any = reader is not None and self.key.ops[index].input_requires_grad
+        if self.key.recipe is None or reader is None or not wants_any:
             return "None"
+        name = f"op{index - 1}" if index else self.src.bind("op_before", reader[0])
         return self._wanted(
-            index - 1, "backward", "get_grad_output_quantizer", "grad_output_quantization"
+            name, *reader, "backward", "get_grad_output_quantizer", "grad_output_quantization"
         )
 
-    def _wanted(self, index: int, mode: str, getter: str, question: str) -> str:
-        op = self.ops[index]
+    def _op(self, index: int) -> tuple[BasicOperation, PlanKey]:
+        return self.ops[index], self.key.window(index, index + 1)
+
+    def _wanted(
+        self, name: str, op: BasicOperation, key: PlanKey, mode: str, getter: str, question: str
+    ) -> str:
+        """The quantizer that ``op``, which has this name, wants for a tensor that it reads."""
         # A user's op may define the getter itself, and have no numbered quantizers.
         is_others = getattr(type(op), getter) is not getattr(BasicOperation, getter)
         quantizer = f"{getter}()" if is_others else f"quantizer_value({mode!r}, 0)"
         if not op.num_quantizers(mode):
-            return f"op{index}.{quantizer}" if is_others else "None"
-        wanted: QuantSpec | None = getattr(op, question)(self.key.window(index, index + 1))
+            return f"{name}.{quantizer}" if is_others else "None"
+        wanted: QuantSpec | None = getattr(op, question)(key)
         if wanted is None:
             return "None"
         assert self.key.recipe is not None
         if (constant := op.constant_quantizer(self.key.recipe, mode, 0)) is not None:
             return self._constant(constant.with_usage(**wanted.usage))
         arguments = ", ".join(f"{usage}={is_needed}" for usage, is_needed in wanted.usage.items())
-        return f"op{index}.{quantizer}.with_usage({arguments})"
+        return f"{name}.{quantizer}.with_usage({arguments})"
 
     def _constant(self, quantizer: Quantizer) -> str:
         """The name of a quantizer that is the same at every call of the plan."""
@@ -559,11 +595,6 @@ def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
         and not op.num_extra_outputs
         and getattr(type(op), method) is getattr(BasicOperation, method)
     )
-
-
-def _title(side: str, op: FusibleOperation, indices: tuple[int, ...]) -> str:
-    """A step's name in a profile: the name that the plan shows."""
-    return f"fuser {side} {span(indices)} {type(op).__name__}"
 
 
 def _tuple(items: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fuser.communication import WeakGroup
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.plan.graph import Source
@@ -29,7 +30,7 @@ from fuser.precision.delayed_scaling import (
 )
 from fuser.precision.recomputation import is_checkpointed_forward
 from fuser.recipe import DelayedScaling
-from fuser.runtime.codegen import PlanCodegen, PlannedOps
+from fuser.runtime.codegen import WHOLE, Neighbours, PlanCodegen, PlannedOps
 from fuser.runtime.diagnose import (
     check_grad_shapes,
     refuse_other_kinds,
@@ -55,6 +56,8 @@ class CompiledPlan:
         extra outputs the pipeline returns, and the number of parameters of each.
     forward, backward
         The operations in the order in which they run, with their basic-op indices.
+    neighbours
+        The ops beside ``ops``, if these are a part of the pipeline that was planned.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class CompiledPlan:
         param_counts: Sequence[int],
         forward: PlannedOps,
         backward: PlannedOps,
+        neighbours: Neighbours = WHOLE,
     ) -> None:
         self.plan = plan
         self.requires_grad = [op.requires_grad for op in key.ops]
@@ -75,6 +79,9 @@ class CompiledPlan:
         self.is_delayed = isinstance(key.recipe, DelayedScaling)
         self.key = key
         self.ops = ops
+        # The ops that read a gradient which this backward makes: also the one before a cut.
+        before = () if neighbours.before is None else neighbours.before[:1]
+        self.grad_readers = [*before, *ops]
         # Every extra output; which of them go to the caller, and which need no gradient.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
@@ -86,12 +93,15 @@ class CompiledPlan:
             if op.accumulates_into_main_grad
             and any(positions := _main_grad_positions(op, key.ops[i], 1 + sum(param_counts[:i])))
         ]
-        writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places)
+        writer = PlanCodegen(key, ops, sources, returned, param_counts, self.places, neighbours)
         self.saving = writer.saving
         self.source, self._forward, self._backward = writer.write(forward, backward)
         self._names, self._titles = writer.names, writer.titles
         self._last_forward = writer.methods["forward"][-1]
-        self.recorded = self._recorded([op for op, _ in (*forward, *backward)])
+        # A quantized tensor that arrives or leaves cannot be recorded.
+        is_whole = neighbours.before is None and neighbours.after is None
+        steps = [op for op, _ in (*forward, *backward)]
+        self.recorded = self._recorded(steps) if is_whole else None
         # The attributes of the ops that store the recipe of their last forward.
         modes = ("forward", "backward") if self.is_delayed else ()
         self.recipe_states = [
@@ -281,11 +291,15 @@ class _PipelineFunction(torch.autograd.Function):
         states: Sequence[DelayedScales] = ()
         if contexts.is_autocast_used:
             conditions = current_state()
+            if conditions.group is not None:
+                conditions = conditions._replace(group=WeakGroup(conditions.group))
             if ends is not None:
                 kept = _kinds(saved)
             if run.is_delayed:
                 # The current states: loading a checkpoint before the backward replaces them.
-                states = [op._delayed["backward"] for op in run.ops if "backward" in op._delayed]
+                states = [
+                    op._delayed["backward"] for op in run.grad_readers if "backward" in op._delayed
+                ]
         ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
         if not run.returned:
             return output if output._base is None else _for_caller(output, input_)
@@ -356,8 +370,11 @@ class _PipelineFunction(torch.autograd.Function):
                 result = backward(
                     op_ctxs, held, ends, grad_outputs[0].contiguous(), grad_extras, specs
                 )
+            group = conditions.group
+            if group is not None:
+                group = group("a pipeline under delayed scaling") if states else None
             for state in states:
-                record_until_backward_ends(state, conditions.group)
+                record_until_backward_ends(state, group)
             if conditions.region is not None and conditions.region.recorded:
                 end_with_backward(conditions.region)
             return result

@@ -26,6 +26,7 @@ from fuser.precision.delayed_scaling import (
     record_until_backward_ends,
 )
 from fuser.recipe import Recipe
+from fuser.tensors.sharding import is_distributed
 
 Module = torch.nn.Module
 
@@ -174,16 +175,26 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
                 f"{name} has hooks, which a CUDA graph does not call: register them afterwards."
             )
     for path, op in _modules_and_ops(module):
-        if not getattr(op, "is_recordable", True):
+        if not getattr(op, "is_capturable", True):
             why = "process groups; a CUDA graph does not repeat its communication"
             if getattr(op, "delay_wgrad_compute", False):
                 why = (
                     "delay_wgrad_compute, whose backward leaves work to a later call; a CUDA graph "
                     "repeats its kernels alone"
                 )
+            elif hasattr(op, "num_local_experts"):
+                why = (
+                    "experts on several ranks and no capacity, so that the numbers of rows are "
+                    "read on the host"
+                )
             raise StateError(f"{name} has the op {path or type(op).__name__!r} with {why}.")
     tensors = [*pytree.tree_leaves(args), *module.parameters(), *module.buffers()]
     for tensor in tensors:
+        if is_distributed(tensor):
+            raise InputError(
+                f"{name} got or holds a DTensor of shape {tuple(tensor.shape)}; a CUDA graph reads "
+                "plain tensors."
+            )
         if not tensor.is_cuda:
             raise InputError(
                 f"{name} got or holds a tensor of shape {tuple(tensor.shape)} on {tensor.device}; "

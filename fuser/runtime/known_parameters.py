@@ -33,11 +33,22 @@ class ParameterLayout:
         Whether each is a ``Parameter``; hooks compute plain tensors.
     """
 
-    __slots__ = ("are_parameters", "runs")
+    __slots__ = ("_parts", "are_parameters", "runs")
 
     def __init__(self, runs: tuple[tuple[int, int], ...], *, are_parameters: bool = True) -> None:
         self.runs = runs
         self.are_parameters = are_parameters
+        self._parts: dict[tuple[int, int], ParameterLayout] = {}
+
+    def part(self, start: int, stop: int) -> ParameterLayout:
+        """The layout of parameters ``start`` to ``stop - 1``, the same object each time."""
+        found = self._parts.get((start, stop))
+        if found is None:
+            cut = [(max(first, start), min(first + count, stop)) for first, count in self.runs]
+            runs = tuple((first - start, end - first) for first, end in cut if end - first > 1)
+            found = ParameterLayout(runs, are_parameters=self.are_parameters)
+            found = self._parts.setdefault((start, stop), found)
+        return found
 
     def memory(self, params: Sequence[Any]) -> list[tuple[int, int]]:
         """The first address of each run, and the address after it."""

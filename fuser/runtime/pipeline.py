@@ -28,8 +28,10 @@ from fuser.precision.contexts import current_recipe, recomputing_under
 from fuser.precision.recomputation import state_of_forward
 from fuser.runtime.call_key import CallKeyReader
 from fuser.runtime.checks import Checks
+from fuser.runtime.cut import CuttablePlan, compiled_plan
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
+from fuser.runtime.local_parts import any_distributed, local_parts
 from fuser.runtime.padding import padding_notes
 from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
@@ -169,7 +171,11 @@ class OperationFuser:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or call_key != known:
-            run, params, layout = self._find_run(call_key, input_, extra_inputs, (params, layout))
+            found = self._find_run(call_key, input_, extra_inputs, (params, layout))
+            if found is None:
+                with local_parts(self.basic_ops, self._slots.counts, self._slots.slots):
+                    return self.run(input_, extra_inputs, kwargs, is_placed=True)
+            run, params, layout = found
         for shared in self._shared_sizes:
             first, second = extra_inputs[shared.first], extra_inputs[shared.second]
             if first is not second:
@@ -203,17 +209,22 @@ class OperationFuser:
         input_: torch.Tensor,
         extra_inputs: tuple[torch.Tensor, ...],
         read: tuple[tuple[torch.Tensor, ...], ParameterLayout | None],
-    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None]:
+    ) -> tuple[CompiledPlan, tuple[torch.Tensor, ...], ParameterLayout | None] | None:
         """The compiled plan of an earlier call with this key, or a new one; stored as the last.
 
         Returned with the parameters and their layout, ``read`` if the plan is known; including
-        parameters that were added to an op since it was last planned.
+        parameters that were added to an op since it was last planned. None if some parameters are
+        ``DTensor``s: plans are of their local parts.
         """
         params, layout = read
         run = self._runs.get(call_key)
         if run is None:
+            if any_distributed(params):
+                return None
             self._find_parameters()
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
+            if any_distributed(params):
+                return None
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
         # One assignment, so that another thread sees both or neither.
@@ -227,7 +238,7 @@ class OperationFuser:
 
         Tensors on the meta device are planned as if on the parameters' device. The
         returned plan has notes on the layout of these tensors in kernels and on the
-        cost of padding; the cached plan does not.
+        cost of padding, and the autograd nodes of such a call; the cached plan does not.
         """
         if self._takes_scalar(input):
             input, extra_inputs = input[None], tuple(map(_with_dimension, extra_inputs))
@@ -238,7 +249,32 @@ class OperationFuser:
         graph = self._graph(input, extra_inputs, run.key.autocast_dtype)
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
-        return replace(run.plan, layout=layout, padding=padding)
+        plan = replace(run.plan, layout=layout, padding=padding)
+        if isinstance(run, CuttablePlan):
+            plan = run.with_nodes(plan, input, params, extra_inputs)
+        return plan
+
+    def plan_for_gpu(
+        self, arch: tuple[int, int], input: torch.Tensor, *extra_inputs: torch.Tensor
+    ) -> tuple[OpGraph, FusionPlan]:
+        """The graph and the plan of a training call on a GPU, which need not be there.
+
+        Its compute capability is ``arch``, and fuser's kernels run on it. Inputs and parameters may
+        be on the meta device. Nothing is kept for later calls.
+
+        Raises
+        ------
+        InputError
+            If an op cannot take its input.
+        """
+        self._find_parameters()
+        params = self._slots.tensors()
+        graph = self._graph(input, extra_inputs, autocast_dtype("cuda"))
+        with torch.enable_grad():
+            ops = self._op_keys(graph, input, params, extra_inputs)
+        place = {"autocast_dtype": autocast_dtype("cuda"), "device": "cuda", "arch": arch}
+        key = self._plan_key(ops, **place, no_kernels=None)
+        return graph, make_plan(graph, key, _registered).plan
 
     def outputs_like(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor
@@ -314,35 +350,31 @@ class OperationFuser:
         device = self.checks.device(input_, params, extra_inputs, only_planning=only_planning)
         autocast = autocast_dtype(device.type)
         graph = self._graph(input_, extra_inputs, autocast)
-        key = PlanKey(
-            ops=self._op_keys(graph, input_, params, extra_inputs),
-            recipe=current_recipe(),
+        key = self._plan_key(
+            self._op_keys(graph, input_, params, extra_inputs),
             autocast_dtype=autocast,
             device=device.type,
             arch=architecture(device),
-            fusions=self.fusions,
-            registered=_registered,
             no_kernels=kernel_refusal(device.type),
         )
-        key = with_quantized_outputs(self.basic_ops, key)
         run = self._plans.get(key)
         if run is None:
             if key.recipe is not None:
                 warn_if_emulated(key.recipe, key.arch)
             planned = make_plan(graph, key, _registered)
-            run = CompiledPlan(
-                planned.plan,
-                key,
-                self.basic_ops,
-                self.sources,
-                self.returned,
-                self._slots.counts,
-                planned.forward,
-                planned.backward,
+            run = compiled_plan(
+                planned, graph, key, self.basic_ops, self.sources, self.returned, self._slots.counts
             )
             self.planned_count += 1
             _keep(self._plans, key, run)
         return run
+
+    def _plan_key(self, ops: tuple[OpKey, ...], **place: Any) -> PlanKey:
+        """The key of a plan of ``ops`` under the recipe of this time; ``place`` are its fields."""
+        key = PlanKey(
+            ops, recipe=current_recipe(), fusions=self.fusions, registered=_registered, **place
+        )
+        return with_quantized_outputs(self.basic_ops, key)
 
     def _graph(
         self,

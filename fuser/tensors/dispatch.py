@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,8 @@ from fuser.errors import StateError
 from fuser.formats import ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
-from fuser.tensors.sharding import USAGES, zeros_of_shard
-from fuser.wrapper_tensor import WrapperTensor
+from fuser.tensors.sharding import USAGES, is_called_from, zeros_of_shard
+from fuser.wrapper_tensor import STAGER, WrapperTensor
 
 aten = torch.ops.aten
 _is_inference_mode = torch.is_inference_mode_enabled
@@ -304,7 +305,25 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
             target._sharding.has_new_bytes = True
         target._write(source, non_blocking)
         return target
+    if isinstance(source, WrapperTensor):
+        _warn_of_loading(target, _place(source)[0])
     return target.quantize_(_plain(source))
+
+
+def _warn_of_loading(target: QuantizedTensor, source: QuantizedTensor) -> None:
+    """Warn if ``source`` is of a checkpoint, in another format than ``target``."""
+    one, other = ((type(t), t._usage().encoding()) for t in (source, target))
+    if one == other:
+        return
+    if is_called_from("torch.distributed.checkpoint") or is_called_from(
+        "torch.nn.modules.module", "_load_from_state_dict"
+    ):
+        formats = (f"{type(t).__name__} ({t._quantizer.unbound()})" for t in (source, target))
+        warnings.warn(
+            "A checkpoint of another recipe is loaded: its values, rounded in {}, are rounded "
+            "again in {}. Load a checkpoint of unquantized values to round once.".format(*formats),
+            stacklevel=2,
+        )
 
 
 def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
@@ -324,6 +343,16 @@ def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any
     rows = math.prod(shape[:-1])
     is_taken = rows % quantizer.format.multiple == 0 or rows == tensor._matrix()[0]
     return quantizer(zeros) if is_like and is_taken else zeros
+
+
+def _new_empty(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any) -> Any:
+    """A quantized tensor without buffers for ``dcp.async_save``, which sets copies of them."""
+    is_like = isinstance(tensor, QuantizedTensor) and torch.Size(shape) == tensor.shape
+    if not is_like or not is_called_from(STAGER):
+        return NotImplemented
+    assert isinstance(tensor, QuantizedTensor)
+    device = kwargs.get("device") or tensor.device
+    return type(tensor)({}, tensor.shape, tensor.dtype, device, tensor._quantizer)
 
 
 def _is_pinned(func: Any, tensor: WrapperTensor, *args: Any) -> Any:
@@ -354,6 +383,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy_,
     aten._unsafe_view.default: _view,
     aten.new_zeros.default: _new_zeros,
+    aten.new_empty.default: _new_empty,
     aten.is_pinned.default: _is_pinned,
     aten._pin_memory.default: _pin_memory,
     aten.record_stream.default: _record_stream,

@@ -109,8 +109,7 @@ def fsdp_pre_all_gather(
         )
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
         ranks_group = getattr(param.mesh_info, "shard_process_group", None)
-        rows = outer_size[:-1].numel()
-        is_whole = is_exact(self, self._quantizer, size_of(ranks_group), rows)
+        is_whole = is_exact(self, self._quantizer, size_of(ranks_group), outer_size)
         self._sharding = Sharding(ranks_group, self._matrix()[0], is_whole)
     sharding, quantizer = self._sharding, self._quantizer
     copies = _copies_read(quantizer, sharding, group)

@@ -15,6 +15,7 @@ import torch
 
 from fuser.cuda import grouped_fp8 as kernels
 from fuser.cuda import grouped_nvfp4 as nvfp4_kernels
+from fuser.errors import KernelUnavailable
 from fuser.formats import GROUP_TILE, NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape
 from fuser.functional.grouped import PaddedGroups, padded_rows
 from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
@@ -184,6 +185,24 @@ class Float8GroupsQuantizer(Quantizer):
     def _record(self, found: torch.Tensor) -> None:
         if self.amaxes:
             torch._foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
+
+
+def amaxes_of_groups(rows: torch.Tensor | LazyTensor, groups: PaddedGroups) -> torch.Tensor:
+    """The amax of each group, fp32 ``[G]``, of the rows of padded groups."""
+    found = torch.zeros(len(groups.ends), dtype=torch.float32, device=rows.device)
+    if isinstance(rows, LazyTensor):
+        try:
+            source: Any = source_of(rows)
+            kernels.quantize(source, DType.kFloat8E4M3, groups.tiles, recorded=found)
+        except KernelUnavailable:
+            rows = rows.tensor()
+        else:
+            return found
+    start = 0
+    for g, end in enumerate(groups.padded_ends.tolist()):
+        found[g : g + 1] = reference.amax(rows[start:end])
+        start = end
+    return found
 
 
 # -- NVFP4 with the amaxes of groups ---------------------------------------------

@@ -7,11 +7,79 @@ from collections.abc import Sequence
 import torch
 
 from fuser.errors import InputError
-from fuser.formats import round_up
+from fuser.formats import GROUP_TILE, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.group_formats import groups_quantizer, quantizes_groups
+from fuser.tensors.block_scaling import Float8BlockwiseQTensor
+from fuser.tensors.fp8 import Float8Tensor
+from fuser.tensors.group_formats import (
+    Float8GroupsTensor,
+    NVFP4GroupsTensor,
+    groups_quantizer,
+    quantizes_groups,
+)
+from fuser.tensors.mxfp8 import MXFP8Tensor
+from fuser.tensors.nvfp4 import NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
+
+_OF_GROUPS: dict[type[QuantizedTensor], type[QuantizedTensor]] = {
+    Float8Tensor: Float8GroupsTensor,
+    NVFP4Tensor: NVFP4GroupsTensor,
+    MXFP8Tensor: MXFP8Tensor,
+    Float8BlockwiseQTensor: Float8BlockwiseQTensor,
+}
+"""By class of a tensor, that of padded groups of such tensors."""
+
+
+def can_be_joined(members: Sequence[torch.Tensor]) -> bool:
+    """Whether :func:`joined` takes these tensors."""
+    kind = type(members[0])
+    return kind in _OF_GROUPS and all(type(each) is kind for each in members)
+
+
+def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
+    """Tensors ``[N, K]`` of one format as padded groups ``[G N', K]``, with one copy of each.
+
+    N' is N, rounded up to whole tiles of 128 rows. Bytes and scales are those of the members.
+    """
+    parts = [_only(each, usage) for each in members]
+    n, k = parts[0].shape
+    rows = round_up(n, GROUP_TILE)
+    quantizer = parts[0]._quantizer.unbound()
+    made = _OF_GROUPS[type(parts[0])](
+        {}, (len(parts) * rows, k), parts[0].dtype, parts[0].device, quantizer
+    )
+    of_groups, of_one = made._row_units(), parts[0]._row_units()
+    for name, first in parts[0].buffers().items():
+        if first is None:
+            continue
+        dim, unit = of_groups[name]
+        each = [getattr(part, name) for part in parts]
+        if name in of_one:
+            whole = torch.cat([_fitted(buffer, dim, rows // unit) for buffer in each], dim)
+        else:  # one number for a member, and one for each tile of a group
+            whole = torch.cat(each).repeat_interleave(rows // unit)
+        setattr(made, name, whole)
+    return made
+
+
+def _only(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
+    """One copy of a tensor; quantized from its values, if it can be had in no other way."""
+    if tensor._has(usage) or tensor.derives_columnwise:
+        return tensor._present(usage).with_usage(usage).compact()
+    usages = {name: name == usage for name in ("rowwise", "columnwise")}
+    made: QuantizedTensor = tensor._quantizer.unbound().with_usage(**usages)(tensor.dequantize())
+    return made
+
+
+def _fitted(buffer: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """``buffer`` with ``size`` entries of dimension ``dim``: fewer, or zeros after its own."""
+    found = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
+    missing = size - found.shape[dim]
+    if not missing:
+        return found
+    shape = (*found.shape[:dim], missing, *found.shape[dim + 1 :])
+    return torch.cat([found, found.new_zeros(shape)], dim)
 
 
 class GroupedTensor:

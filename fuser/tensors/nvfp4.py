@@ -162,6 +162,7 @@ class NVFP4Quantizer(Quantizer):
     recipe_class = NVFP4BlockScaling
     multiple = NVFP4_BLOCK
     accepts_lazy = True
+    reduces_scales = True
 
     def __post_init__(
         self,
@@ -224,11 +225,7 @@ class NVFP4Quantizer(Quantizer):
         # kernel, the other ranks would wait.
         rows = whole_blocks(rows, self.multiple)
         x = materialize(rows).view(matrix_of(rows))
-        found = [amax(x)]
-        if self.with_rht:
-            turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
-            found.append(amax(turned))
-        amaxes = torch.cat(found)
+        amaxes = kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
         torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=self.group)
         from_kernel = functools.partial(self.from_kernel, amaxes=amaxes)
         return kernel_or_torch(
@@ -241,9 +238,7 @@ class NVFP4Quantizer(Quantizer):
         m, k = matrix_of(x)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
-        if amaxes is None:
-            amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
-            self._raise_amaxes(x, amaxes)
+        amaxes = self._amaxes_from_kernel(x) if amaxes is None else amaxes
         row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
         row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
         col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
@@ -266,11 +261,20 @@ class NVFP4Quantizer(Quantizer):
         )
         return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
 
-    def _raise_amaxes(self, x: torch.Tensor | LazyTensor, amaxes: torch.Tensor) -> None:
+    def _amaxes_from_kernel(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
+        """The amax, and with a Hadamard transform that of the transformed values; fp32."""
+        amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
         if self.with_rht:
             kernels.hadamard_amax(source_of(x), random_signs=self.with_random_sign_mask, out=amaxes)
         else:
             raise_amax(x, amaxes)
+        return amaxes
+
+    def _amaxes_from_reference(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.with_rht:
+            return amax(x)
+        turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
+        return torch.cat([amax(x), amax(turned)])
 
     def from_reference(
         self, x: torch.Tensor, amaxes: torch.Tensor | None = None

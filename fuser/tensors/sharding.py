@@ -8,11 +8,13 @@ the ranks that have its rows. ``tensors/gathering.py`` makes the whole parameter
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.errors import InputError
 from fuser.formats import ceil_div
@@ -116,32 +118,83 @@ def is_distributed(parameter: Any) -> bool:
     return module is not None and isinstance(parameter, module.DTensor)
 
 
+class Gathered(NamedTuple):
+    """Who gathers a parameter: torch's ``FSDPParam``, and its group."""
+
+    param: Any
+    group: Any
+
+
+def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
+    """Who gathers these parameters, of those that ``fully_shard`` gathers."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or FSDP2 not in sys.modules:
+        return []
+    for parameter in parameters:
+        if parameter not in _gatherers:
+            found = _find_gatherer(parameter, states)
+            if found is not None:  # torch swaps no parameter that has a weak reference
+                _gatherers[parameter] = found
+    return [Gathered(*(one() for one in _gatherers[p])) for p in parameters if p in _gatherers]
+
+
+# By gathered parameter, its ``FSDPParam`` and group, which have references to it.
+_gatherers = WeakTensorKeyDictionary()
+
+
+def _find_gatherer(parameter: torch.Tensor, states: Any) -> tuple[Any, Any] | None:
+    """A gathered parameter has no reference to torch's objects: this looks through all of them."""
+    for reference in list(states._module_state_mapping.values()):
+        for group in _groups_of(reference()):
+            for param in group.fsdp_params:
+                if getattr(param, "_unsharded_param", None) is parameter:
+                    return weakref.ref(param), weakref.ref(group)
+    return None
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """The groups of parameters of a state of torch's composable modules."""
+    found: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if found is None:  # torch 2.11 and before
+        one = getattr(state, "_fsdp_param_group", None)
+        found = [] if one is None else [one]
+    return found
+
+
 def initialise_shard(
     parameter: Any,
     fill: Callable[[torch.Tensor], Any],
     make: Callable[..., QuantizedTensor] | None,
+    part: tuple[int, Sequence[int]] | None = None,
 ) -> None:
     """Initialise a sharded parameter in place: ``fill`` it, and quantize this rank's shard.
 
     ``make`` quantizes the shard's values (:func:`shard_of_values`); None leaves them unquantized.
+    ``part`` is the dimension and the ranks of tensor parallelism, whose parts have scales of their
+    own; None without it.
 
     Raises
     ------
     InputError
-        If the parameter is on meta, or if another dimension than the first is sharded, or that
-        one over several dimensions of the mesh.
+        If the parameter is on meta, or if the rows of a part, or of the whole, are sharded over
+        several dimensions of the mesh, or its columns.
     """
-    mesh, placements, shape = parameter.device_mesh, parameter.placements, tuple(parameter.shape)
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, list(parameter.shape)
     if parameter.is_meta:
         raise InputError(
-            f"A sharded parameter of shape {shape} on the meta device is initialised after "
+            f"A sharded parameter of shape {tuple(shape)} on the meta device is initialised after "
             "model.to_empty(device=...)."
         )
     split = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(split) > 1 or not all(placements[dim].is_shard(0) for dim in split):
+    ranks_of = torch.distributed.get_process_group_ranks
+    if part is not None and split and ranks_of(mesh.get_group(split[-1])) == list(part[1]):
+        split.pop()  # fully_shard splits parts: its dimension of the mesh comes first
+        shape[part[0]] //= len(part[1])
+    if make is not None and (len(split) > 1 or any(placements[d].dim != 0 for d in split)):
         raise InputError(
-            f"A parameter of shape {shape} has the placements {placements}; a quantized parameter "
-            "is sharded along dimension 0, over one dimension of the mesh."
+            f"A parameter of shape {tuple(parameter.shape)} has the placements {placements}; a "
+            "quantized parameter, or its part of a tensor parallel linear, is sharded along "
+            "dimension 0, over one dimension of the mesh."
         )
     local = parameter._local_tensor
     values = torch.empty(local.shape, dtype=local.dtype, device=local.device)
@@ -154,7 +207,7 @@ def initialise_shard(
             local.copy_(values)
             return
         group = mesh.get_group(split[0]) if split else None
-        parameter._local_tensor = make(values, group=group, shape=shape)
+        parameter._local_tensor = make(values, group=group, shape=tuple(shape))
 
 
 def _new_sharding(tensor: QuantizedTensor, param: Any) -> Sharding:
@@ -193,13 +246,17 @@ def _usage_of_shard(whole: QuantizedTensor, quantizer: Any, ranks: int) -> dict[
     return usage
 
 
-def is_exact(whole: QuantizedTensor, quantizer: Any, ranks: int, rows: int | None = None) -> bool:
+def is_exact(
+    whole: QuantizedTensor, quantizer: Any, ranks: int, shape: torch.Size | None = None
+) -> bool:
     """Whether the bytes of shards are those of the whole tensor, for all of its copies.
 
-    True if shards are equal and whole blocks; of any size if the columnwise copy is derived. A
-    scale of the whole tensor must be one that a quantizer reduces over ranks.
+    ``shape`` is that of the whole tensor, if ``whole`` is a shard. True if shards are equal and
+    whole blocks; of any size if the columnwise copy is derived. A scale of the whole tensor must be
+    one that a quantizer reduces over ranks.
     """
-    rows = whole._matrix()[0] if rows is None else rows
+    shape = whole.shape if shape is None else shape
+    rows = shape[:-1].numel()
     if ranks == 1:
         return True
     units = whole._row_units()
@@ -208,7 +265,7 @@ def is_exact(whole: QuantizedTensor, quantizer: Any, ranks: int, rows: int | Non
         return False
     if whole.derives_columnwise and quantizer.rowwise:
         return True
-    if rows % ranks or not whole.has_exact_shards:
+    if shape[0] % ranks or not whole.has_exact_shards:
         return False
     names = [n for usage in USAGES if getattr(quantizer, usage) for n in whole._names(usage)]
     return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
@@ -231,6 +288,17 @@ def caller(kind: str, function: str | None = None) -> Any:
                 return found
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def is_called_from(module: str, function: str | None = None) -> bool:
+    """Whether ``function``, or any, of a module whose name starts so is running now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        is_there = frame.f_globals.get("__name__", "").startswith(module)
+        if is_there and function in (None, frame.f_code.co_name):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 FSDP2 = "torch.distributed.fsdp._fully_shard"

@@ -12,6 +12,7 @@ from mutants.groups import GROUPS
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
 from mutants.mutant import Mutant
+from mutants.nodes import NODES
 from mutants.ops import BASIC_OPS, FUSED_OPS, SENTENCES
 from mutants.parallel import PARALLEL
 from mutants.planning import CHANNELS, PLAN_KEYS, PLANNER
@@ -27,6 +28,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "state": STATE,
     "channels and extra outputs": CHANNELS,
     "planner": PLANNER,
+    "autograd nodes": NODES,
     "recipes and plan keys": PLAN_KEYS,
     "quantized tensors": QUANTIZED_TENSORS,
     "sharding": SHARDING,

@@ -104,8 +104,8 @@ EXPERTS = (
     Mutant(
         "rows are copied in the dtype of the tokens under autocast",
         OPS,
-        "        dtype = ctx.autocast_dtype or input_.dtype\n        x = cast",
-        "        dtype = input_.dtype\n        x = cast",
+        "        dtype = ctx.autocast_dtype or input_.dtype\n        rows, made",
+        "        dtype = input_.dtype\n        rows, made",
         "test_moe_ops.py::test_rows_are_copied_in_the_dtype_of_autocast",
     ),
     Mutant(

@@ -3,9 +3,19 @@
 from mutants.mutant import Mutant
 
 LINEARS = "test_tensor_parallel.py::test_two_ranks_compute_what_one_rank_computes"
+DTENSORS = "test_dtensor_parameters.py::test_on_two_ranks"
 BYTES = "test_tensor_parallel.py::test_gathered_operands_have_the_bytes_and_scales_of_one_rank"
+EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_one"
 
 PARALLEL = (
+    Mutant(
+        "a plan compares the whole bias of a DTensor with the part of a linear",
+        "basic_ops/basic_linear.py",
+        "outputs = self.out_features if is_distributed(bias) else self.local_out_features",
+        "outputs = self.local_out_features",
+        DTENSORS,
+        select="one_pipeline_of_fusions",
+    ),
     Mutant(
         "ranks quantize gathered rows with scales of their own",
         "basic_ops/quantized_rows.py",
@@ -100,5 +110,93 @@ PARALLEL = (
         "        out = out.clone()\n",
         "        pass\n",
         "test_parallel_ops.py::test_all_reduce_adds_both_ways_or_forward_alone",
+    ),
+    Mutant(
+        "blocks of a capacity begin where the one before has its last row",
+        "basic_ops/expert_parallel.py",
+        "device=sizes.device) * block\n",
+        "device=sizes.device) * (block - 1)\n",
+        EXPERTS,
+        select="capacity or dropped",
+    ),
+    Mutant(
+        "the first assignments remain, whatever their probabilities",
+        "basic_ops/expert_parallel.py",
+        'probs if drop_policy == "probs" else None',
+        "None",
+        EXPERTS,
+        select="dropped",
+    ),
+    Mutant(
+        "a place of a block that is unused counts as a row of an expert",
+        "basic_ops/expert_parallel.py",
+        "out_int32=True) % (local + 1)",
+        "out_int32=True) % (local + 1) % local",
+        EXPERTS,
+        select="capacity or unused",
+    ),
+    Mutant(
+        "a rank without rows does not take part in an exchange",
+        "communication/collectives.py",
+        "if not (x.is_meta or (send_sizes is None and x.numel() == 0)):",
+        "if not (x.is_meta or x.numel() == 0):",
+        EXPERTS,
+        select="without",
+    ),
+    Mutant(
+        "experts of different ranks share scales of delayed scaling",
+        "precision/delayed_scaling.py",
+        "    return len(shared) > 1\n",
+        "    return len(shared) > 2\n",
+        "test_expert_parallel.py::test_every_rank_gets_a_sentence",
+        select="delayed",
+    ),
+    Mutant(
+        "a dispatch that reads sizes on the host is captured",
+        "basic_ops/moe.py",
+        "return self.expert_parallel_size == 1 or self.capacity is not None",
+        "return True",
+        "test_expert_parallel.py::"
+        "test_ops_over_ranks_are_not_recorded_and_captured_with_a_capacity_alone",
+    ),
+    Mutant(
+        "a pipeline keeps the plans that it had before it was sharded",
+        "basic_ops/basic_linear.py",
+        "return (*super().implementation(), self._parallel)",
+        "return super().implementation()",
+        DTENSORS,
+        select="plans_of_the_whole_model",
+    ),
+    Mutant(
+        "gradients of some rows are not added over the mesh",
+        "runtime/local_parts.py",
+        "        if ctx.group is not None:\n",
+        "        if ctx.group is ctx:\n",
+        DTENSORS,
+        select="an_mlp_trains",
+    ),
+    Mutant(
+        "columns of a weight are taken for rows",
+        "runtime/local_parts.py",
+        "if is_whole_part and placement.dim == dim:",
+        "if is_whole_part:",
+        DTENSORS,
+        select="a_weight_with_other_placements",
+    ),
+    Mutant(
+        "half of the ranks have all gates",
+        "runtime/local_parts.py",
+        "        if function.interleave is None:\n",
+        "        if function is None:\n",
+        DTENSORS,
+        select="a_gate_of_consecutive_outputs",
+    ),
+    Mutant(
+        "a graph keeps the amax group of its forward",
+        "runtime/executor.py",
+        "conditions._replace(group=WeakGroup(conditions.group))",
+        "conditions._replace(group=lambda op, kept=conditions.group: kept)",
+        DTENSORS,
+        select="a_graph_does_not_keep",
     ),
 )

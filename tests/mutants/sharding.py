@@ -3,6 +3,7 @@
 from mutants.mutant import Mutant
 
 TWO_RANKS = "test_sharded_parameters.py::test_on_two_ranks"
+EXPERTS = "test_sharded_experts.py::test_on_two_ranks"
 
 SHARDING = (
     Mutant(
@@ -67,5 +68,29 @@ SHARDING = (
         '    if "rowwise" not in sent.copies:\n        gathering.memory[row]',
         "    if False:\n        gathering.memory[row]",
         TWO_RANKS,
+    ),
+    Mutant(
+        "a quantized weight is kept after its parameter was gathered again",
+        "basic_ops/kept_weight.py",
+        "return self._freed is None or self._freed.untyped_storage().size() > 0",
+        "return True",
+        EXPERTS,
+        select="kept_quantized and current",
+    ),
+    Mutant(
+        "copies of separate gathered weights are kept for backward",
+        "basic_ops/grouped_linear.py",
+        "        if len(parts) == 1 or packed(parts) is not None:\n",
+        "        if True:\n",
+        EXPERTS,
+        select="no_copy and unquantized",
+    ),
+    Mutant(
+        "shards of uneven stacks of matrices are taken as exact",
+        "tensors/sharding.py",
+        "if shape[0] % ranks or not",
+        "if rows % ranks or not",
+        TWO_RANKS,
+        select="matrices_of and mxfp8",
     ),
 )

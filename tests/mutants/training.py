@@ -78,7 +78,7 @@ KEPT_WEIGHTS = (
     Mutant(
         "a kept weight serves for any other weight",
         "basic_ops/kept_weight.py",
-        "kept.get(weights[0]) if kept else None",
+        "kept.get(wholes[0]) if kept else None",
         "next(iter(kept.values()), None) if kept else None",
         "test_microbatches.py::"
         "test_a_weight_that_was_replaced_over_the_same_memory_is_quantized_anew",
@@ -323,9 +323,9 @@ DELAYED_SCALING = (
     ),
     Mutant(
         "a copied or loaded weight writes to the scales of the original",
-        "basic_ops/basic_linear.py",
-        "if own is not None and carried.scale is not own.scale:",
-        "if own is None and carried.scale is not own.scale:",
+        "basic_ops/linear_operands.py",
+        "if own is None or not isinstance(carried, Float8Quantizer) or carried.scale is own.scale:",
+        "if True:",
         "test_delayed_parameters.py::test_a_copied_or_loaded_linear_trains_on_with_the_same_bits",
     ),
 )

@@ -1,0 +1,316 @@
+"""Experts on several ranks: the rows that ranks exchange, before and after their experts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fuser.basic_ops.quantized_rows import group_of, note_group
+from fuser.communication import (
+    Agreement,
+    GroupRef,
+    Pending,
+    group_size,
+    resolved,
+    start_all_to_all,
+)
+from fuser.errors import InputError, StateError
+from fuser.formats import round_up
+from fuser.functional import permutation as ops
+from fuser.functional.routing import within_blocks
+from fuser.op import BasicOperation, OperationContext
+from fuser.precision.contexts import current_recipe
+from fuser.precision.delayed_scaling import mixes_amaxes_of
+
+Sizes = tuple[int, ...]
+
+
+class ExpertParallelOperation(BasicOperation):
+    """Base of the two ops that take tokens to their experts and back.
+
+    Parameters
+    ----------
+    group
+        The process group over which experts are spread, or a mesh of one dimension. None: all
+        experts are on this rank.
+
+    Raises
+    ------
+    InputError
+        If this rank is not a member of the group.
+    StateError
+        If a group is given and torch.distributed is not initialised.
+    """
+
+    parameter_names = ()
+    saves_input = False
+    can_quantize_output = ("forward", "backward")
+
+    def __init__(self, group: Any | None) -> None:
+        super().__init__()
+        self._group = GroupRef(group)
+        self._agreement = Agreement()
+        self.expert_parallel_size = 1 if group is None else group_size(type(self).__name__, group)
+
+    @property
+    def expert_parallel_group(self) -> Any | None:
+        """The argument of the constructor; it may be set to another group of the same size."""
+        return self._group.group
+
+    @expert_parallel_group.setter
+    def expert_parallel_group(self, group: Any | None) -> None:
+        name = type(self).__name__
+        ranks = 1 if group is None else group_size(name, group)
+        if ranks != self.expert_parallel_size:
+            raise InputError(
+                f"{name} was made for experts on {self.expert_parallel_size} ranks, and got an "
+                f"expert_parallel_group of {ranks}."
+            )
+        self._group = GroupRef(group)
+
+    @property
+    def is_recordable(self) -> bool:  # type: ignore[override]
+        """A recording would not repeat communication."""
+        return self.expert_parallel_size == 1
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can contain it: torch captures these collectives."""
+        return True
+
+    def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Any:
+        """The group of a forward, after its ranks have compared what they do.
+
+        ``x`` has the dtype and the last dimension of the rows. Notes the group for backward.
+        """
+        name = type(self).__name__
+        group, recipe = resolved(name, self.expert_parallel_group), current_recipe()
+        of_probs = any(ctx.extra_inputs_require_grad)
+        grads = [bool(ctx.requires_grad and each) for each in (ctx.input_requires_grad, of_probs)]
+        found = (*others, f"gradients {grads}")
+        self._agreement.check(name, group, recipe, x, *found, compares_rows=False)
+        if recipe is not None and recipe.delayed() and mixes_amaxes_of(group):
+            raise StateError(
+                f"{name} spreads experts over {self.expert_parallel_size} ranks, and delayed "
+                "scaling reduces amaxes over these ranks, so that experts of different ranks would "
+                "share scales. Use DelayedScaling(reduce_amax=False), or an autocast around the "
+                "experts whose amax_reduction_group has only ranks with the same experts."
+            )
+        note_group(ctx, group)
+        return group
+
+    def _group_of(self, ctx: OperationContext) -> Any:
+        """The group of the forward, in its backward."""
+        return group_of(ctx, type(self).__name__, self.expert_parallel_group)
+
+
+class Exchange(NamedTuple):
+    """The rows that this rank sends to the experts' ranks, and those that its experts receive.
+
+    A rank sends ``sent`` rows, sorted by expert: those for rank 0, then those for rank 1, and so
+    on. It receives rows from rank 0, then from rank 1, and so on: ``received`` rows, which are then
+    sorted by expert. ``inverse_map``, int32 ``[T, k]``, is the place of each assignment among the
+    sent rows, -1 if it was dropped. ``received_map``, int32 ``[received]``, is the row of each
+    received place after that sort, -1 if the place is unused.
+
+    ``send_sizes`` and ``receive_sizes`` are rows by rank; None if all are equal.
+    """
+
+    inverse_map: torch.Tensor
+    received_map: torch.Tensor
+    send_sizes: Sizes | None
+    receive_sizes: Sizes | None
+
+    @property
+    def sent(self) -> int:
+        """The number of rows that this rank sends."""
+        return len(self.received_map) if self.send_sizes is None else sum(self.send_sizes)
+
+    def start_to_experts(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+        """Start to send ``rows``, ``[sent, ...]``; the received ones, not sorted yet."""
+        return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
+
+    def start_to_tokens(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+        """Start to return the rows of experts, ``[received, ...]``: ``[sent, ...]``."""
+        back = ops.unpermute(rows, self.received_map.view(-1, 1), None)
+        return start_all_to_all(back, group, self.receive_sizes, self.send_sizes)
+
+    def sum_of_tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum of each token's returned rows, ``[T, ...]``."""
+        return ops.unpermute(rows, self.inverse_map, None)
+
+    def start_of_tokens(self, x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+        """Start to send each token of ``x [T, ...]`` to its experts; not sorted there yet."""
+        row_map = ops.row_map_of(self.inverse_map, self.sent)
+        return self.start_to_experts(ops.permute(x, row_map, self.inverse_map), group)
+
+    def sorted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Received rows, sorted by expert."""
+        row_map = ops.row_map_of(self.received_map, len(self.received_map))
+        return ops.permute(rows, row_map, self.received_map.view(-1, 1))
+
+    # -- as one tensor, for a channel ------------------------------------------------------
+
+    def packed(self, sizes: torch.Tensor) -> torch.Tensor:
+        """The exchange as one tensor of :func:`packed_shape`.
+
+        ``sizes`` are the rows by rank, int32 ``[2 * ranks]`` on the device: sent, then received.
+        The tensor has them as its attribute ``exchange_sizes`` too, for a reader in the same
+        pipeline, which then need not wait for the device.
+        """
+        (tokens, k), received = self.inverse_map.shape, len(self.received_map)
+        shape = packed_shape(tokens, k, received, len(sizes) // 2)
+        rest = shape[0] * k - tokens * k - received - len(sizes)
+        parts = [self.inverse_map.reshape(-1), self.received_map, sizes, sizes.new_zeros(rest)]
+        made = torch.cat(parts).view(shape)
+        made.exchange_sizes = (self.send_sizes, self.receive_sizes)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def unpacked(
+        cls, packed: torch.Tensor, received: int, ranks: int, sizes: Any = None
+    ) -> Exchange:
+        """The exchange of a tensor of :meth:`packed`.
+
+        ``sizes``: its sizes by rank, where they are known. Otherwise they are the attribute of the
+        tensor, and are read from it, which waits for the device, if it is a copy without.
+        """
+        tokens, k = tokens_of(packed.shape, received, ranks), packed.shape[1]
+        flat = packed.reshape(-1)
+        end = tokens * k + received
+        if sizes is None:
+            sizes = getattr(packed, "exchange_sizes", None)
+        if sizes is None:
+            found = flat[end : end + 2 * ranks].tolist()
+            sizes = tuple(found[:ranks]), tuple(found[ranks:])
+        return cls(flat[: tokens * k].view(tokens, k), flat[tokens * k : end], *sizes)
+
+    @property
+    def sizes(self) -> tuple[Sizes | None, Sizes | None]:
+        """The sizes by rank, for :meth:`unpacked`."""
+        return self.send_sizes, self.receive_sizes
+
+
+def packed_shape(tokens: int, k: int, received: int, ranks: int) -> tuple[int, int]:
+    """The shape of a packed exchange: rows of k numbers."""
+    return tokens + round_up(received + 2 * ranks, k) // k, k
+
+
+def tokens_of(shape: tuple[int, ...], received: int, ranks: int) -> int:
+    """The number of tokens T of a packed exchange; negative for another tensor."""
+    return shape[0] - round_up(received + 2 * ranks, shape[1]) // shape[1]
+
+
+class Routed(NamedTuple):
+    """Tokens on their way to the experts, and the maps by which received rows are sorted.
+
+    ``x`` are the tokens of this rank, ``counts`` the numbers of rows that it sends to each expert,
+    int32 ``[ranks, experts of a rank]``. ``experts``, int32 ``[received]``, is the expert of each
+    received place, beyond the last one of an unused place. ``row_map`` and ``places`` are the maps
+    of :func:`fuser.functional.permutation.permute` of received rows, ``probs`` their probabilities
+    after the sort, and ``packed`` is the exchange for a channel.
+    """
+
+    x: torch.Tensor
+    expert_indices: torch.Tensor
+    counts: torch.Tensor
+    experts: torch.Tensor
+    row_map: torch.Tensor
+    places: torch.Tensor
+    split_sizes: torch.Tensor
+    probs: torch.Tensor
+    exchange: Exchange
+    packed: torch.Tensor
+    moving: Pending[torch.Tensor] | None
+    """The rows, if they were sent already."""
+
+    def received(self, group: Any) -> torch.Tensor:
+        """The rows as they arrive, ``[received, hidden]``."""
+        moving = self.moving
+        if moving is None:
+            moving = self.exchange.start_of_tokens(self.x, group)
+        return moving.wait()
+
+
+def route_to_experts(
+    x: torch.Tensor,
+    expert_indices: torch.Tensor,
+    probs: torch.Tensor,
+    num_experts: int,
+    capacity: int | None,
+    drop_policy: str,
+    group: Any,
+    *,
+    sends_rows: bool,
+) -> Routed:
+    """Send each token ``x [T, hidden]`` to the ranks of its experts.
+
+    Without ``capacity`` the numbers of rows are read on the host. With it ranks exchange equal
+    blocks, and nothing waits for the device. If not ``sends_rows`` all but the tokens is sent.
+    """
+    ranks = torch.distributed.get_world_size(group)
+    local = num_experts // ranks
+    block = None if capacity is None else capacity // ranks
+    counts, inverse_map = _places(expert_indices, probs, num_experts, ranks, block, drop_policy)
+    received = start_all_to_all(counts, group).wait()
+    send_sizes: Sizes | None = None
+    receive_sizes: Sizes | None = None
+    if block is None:
+        sizes = torch.cat([counts.sum(1, dtype=torch.int32), received.sum(1, dtype=torch.int32)])
+        found = sizes.tolist()  # the one place that waits for the device
+        send_sizes, receive_sizes = tuple(found[:ranks]), tuple(found[ranks:])
+        rows, unused = sum(receive_sizes), received.new_zeros(ranks, 1)
+    else:
+        sizes = counts.new_full((2 * ranks,), block)
+        rows, unused = ranks * block, block - received.sum(1, keepdim=True, dtype=torch.int32)
+    sent = rows if send_sizes is None else sum(send_sizes)
+    # Anything may be in unused places between two blocks: no map reads them where they arrive.
+    row_map = ops.row_map_of(inverse_map, sent)
+    moving = None
+    if sends_rows:
+        moving = start_all_to_all(
+            ops.permute(x, row_map, inverse_map), group, send_sizes, receive_sizes
+        )
+    of_rows = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1))
+    moving_probs = start_all_to_all(of_rows, group, send_sizes, receive_sizes)
+    # The expert of each received place; ``local`` for an unused one, which the sort leaves out.
+    ends = torch.cat([received, unused], 1).view(-1).cumsum(0, dtype=torch.int32)
+    numbers = torch.arange(rows, dtype=torch.int32, device=x.device)
+    experts = torch.searchsorted(ends, numbers, right=True, out_int32=True) % (local + 1)
+    split_sizes, row_map, places = ops.sort_by_expert(experts.view(-1, 1), local, rows)
+    exchange = Exchange(inverse_map, places.view(-1), send_sizes, receive_sizes)
+    packed = exchange.packed(sizes)
+    of_rows = ops.permute(moving_probs.wait(), row_map, places).view(-1)
+    maps = (counts, experts, row_map, places, split_sizes, of_rows)
+    return Routed(x, expert_indices, *maps, exchange, packed, moving)
+
+
+def _places(
+    expert_indices: torch.Tensor,
+    probs: torch.Tensor,
+    num_experts: int,
+    ranks: int,
+    block: int | None,
+    drop_policy: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of rows for each expert, int32 ``[ranks, experts of a rank]``, and their places.
+
+    Places, int32 ``[T, k]``, are those among the sent rows; -1 for a dropped assignment. With
+    ``block`` each rank gets that many rows, of which the last may be unused.
+    """
+    local, count = num_experts // ranks, expert_indices.numel()
+    with torch.no_grad():
+        ranks_of = expert_indices.div(local, rounding_mode="floor")
+        if block is not None and block < count:
+            key = probs if drop_policy == "probs" else None
+            expert_indices = within_blocks(expert_indices, key, ranks_of, ranks, block)
+        sizes, _, places = ops.sort_by_expert(expert_indices, num_experts, count)
+        counts = sizes.view(ranks, local)
+        if block is None:
+            return counts, places
+        of_ranks = counts.sum(1, dtype=torch.int32)
+        begins = torch.arange(ranks, dtype=torch.int32, device=sizes.device) * block
+        shifts = begins - (of_ranks.cumsum(0, dtype=torch.int32) - of_ranks)
+        shifted = places + shifts[ranks_of.clamp(0, ranks - 1).long()]
+        return counts, torch.where(places < 0, places, shifted)

@@ -1,0 +1,161 @@
+"""Rows that experts get from other ranks, and that are sent when it is known in which form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fuser.basic_ops.expert_parallel import Routed
+from fuser.communication import start_all_gather, start_all_to_all
+from fuser.formats import NumberFormat
+from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows
+from fuser.functional.lazy import LazyTensor, materialize
+from fuser.functional.permutation import gathered_rows, row_map_of
+from fuser.reference.fp8 import scale_from_amax
+from fuser.reference.fp8_scaling import FLOAT32_MAX
+from fuser.tensors import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    QuantizedTensor,
+    Quantizer,
+    groups_quantizer,
+)
+from fuser.tensors.group_formats import Float8GroupsQuantizer, amaxes_of_groups
+
+WORD = 8
+"""Bytes of a row are moved in words of as many."""
+
+
+def sends_bytes(format_: NumberFormat, features: int) -> bool:
+    """Whether rows of ``features`` that the experts quantize in a format travel as bytes.
+
+    They do if an expert has one scale: the sending ranks can then agree on it.
+    """
+    return format_.name == "FP8" and features % WORD == 0
+
+
+class RemoteRows(LazyTensor):
+    """The rows of a rank's experts, sorted by expert, of tokens that have not been sent yet.
+
+    They are sent once, by all ranks in the same form: :meth:`quantized` as bytes; everything else
+    as values. ``may_send_bytes``: the groups that are quantized are the experts.
+    """
+
+    def __init__(self, routed: Routed, group: Any, *, may_send_bytes: bool) -> None:
+        self.routed, self.group, self.may_send_bytes = routed, group, may_send_bytes
+        self.shape = torch.Size((len(routed.row_map), routed.x.shape[1]))
+        self.dtype, self.device = routed.x.dtype, routed.x.device
+        self._is_sent = False
+
+    def gathered(self) -> torch.Tensor | LazyTensor:
+        """The values, which kernels read by index among the received rows; once, to free these."""
+        assert not self._is_sent, "rows are sent once"
+        self._is_sent = True
+        received = self.routed.received(self.group)
+        return gathered_rows(received, self.routed.row_map, self.routed.places)
+
+    def _from_kernel(self) -> torch.Tensor:
+        return materialize(self.gathered())
+
+    _from_reference = _from_kernel
+
+    # -- bytes ---------------------------------------------------------------------------
+
+    def quantized(
+        self, quantizers: list[Quantizer], groups: PaddedGroups, *, rowwise: bool, columnwise: bool
+    ) -> QuantizedTensor | None:
+        """The rows of padded ``groups``, of which bytes travel; None if values must.
+
+        The bytes are those of rows that are quantized after they have arrived: a scale is that of
+        the amax of an expert's rows on all ranks, or the one that the expert's rank has.
+        """
+        if not (self.may_send_bytes and sends_bytes(quantizers[0].format, self.shape[1])):
+            return None
+        routed, exchange = self.routed, self.routed.exchange
+        sent, scale = self._sent_bytes(quantizers)
+        arriving = start_all_to_all(sent, self.group, exchange.send_sizes, exchange.receive_sizes)
+        # Each received row goes to its place among the padded rows; an unused one after the last.
+        local, places = len(groups.ends), routed.places.view(-1)
+        shifts = _begins(groups) - (groups.ends - routed.split_sizes)
+        targets = places + shifts[routed.experts.clamp(max=local - 1).long()]
+        targets = torch.where(places < 0, groups.padded_rows, targets).long()
+        out = sent.new_zeros(groups.padded_rows + 1, sent.shape[1])
+        own = torch.distributed.get_rank(self.group) * local
+        scale_inv = scale[own : own + local].reciprocal()
+        of_tiles = scale_inv[groups.tiles[:, 0].clamp(min=0).long()]
+        data = out.index_copy_(0, targets, arriving.wait())[:-1].view(torch.uint8)
+        quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
+        buffers = {"_rowwise_data": data, "_columnwise_data": None, "_scale_inv": of_tiles}
+        made = quantizer.tensor_class(
+            buffers, tuple(data.shape), self.dtype, self.device, quantizer
+        )
+        if columnwise:
+            made._make_copy("columnwise")
+            if not rowwise:
+                made.release("rowwise")
+        return made
+
+    def _sent_bytes(self, quantizers: list[Quantizer]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes of the rows that this rank sends, in words; and the scale of each expert."""
+        routed, exchange = self.routed, self.routed.exchange
+        ranks, local = routed.counts.shape
+        sizes = routed.counts.view(-1)
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        # The rows follow one another where they are quantized, and begin at blocks where sent.
+        begins = own_begins = ends - sizes
+        if exchange.send_sizes is None:
+            blocks = torch.arange(ranks, dtype=torch.int32, device=sizes.device)
+            shifts = blocks * (exchange.sent // ranks) - own_begins[::local]
+            begins = own_begins + shifts.repeat_interleave(local, output_size=len(sizes))
+        experts = routed.expert_indices.clamp(0, len(sizes) - 1).long()
+        inverse_map, count = exchange.inverse_map, exchange.inverse_map.numel()
+        own_map = torch.where(inverse_map < 0, -1, inverse_map + (own_begins - begins)[experts])
+        groups = padded_groups(sizes, len(sizes), count, sizes.device)
+        rows = gathered_rows(routed.x, row_map_of(own_map, count), own_map)
+        made, scale = self._quantized_here(quantizers, padded_rows(rows, groups), groups)
+        words = made._rowwise_data.view(torch.int64)
+        if not len(words):  # no token here
+            return words.new_zeros(exchange.sent, words.shape[1]), scale
+        padded_map = (inverse_map + (_begins(groups) - begins)[experts]).view(-1)
+        assignments = row_map_of(inverse_map, exchange.sent).clamp(min=0).long()
+        places = padded_map[assignments].clamp(0, len(words) - 1)
+        return words.index_select(0, places), scale
+
+    def _quantized_here(
+        self, quantizers: list[Quantizer], rows: Any, groups: PaddedGroups
+    ) -> tuple[Any, torch.Tensor]:
+        """This rank's rows for all experts, quantized; and the scale of each expert."""
+        first = quantizers[0]
+        if isinstance(first, Float8CurrentScalingQuantizer):
+            amaxes = _largest(amaxes_of_groups(rows, groups), self.group)
+            how = (first.force_pow_2_scales, first.amax_epsilon, FLOAT32_MAX)
+            scale = scale_from_amax(amaxes, first.fp8_dtype.max, *how)
+            return Float8GroupsQuantizer(groups, first.fp8_dtype, **_state(scale))(rows), scale
+        states = [q for q in quantizers if isinstance(q, Float8Quantizer)]
+        scale = start_all_gather(torch.cat([q.scale for q in states]), self.group).wait()
+        amaxes = torch.zeros_like(scale)
+        recorded = {"amaxes": amaxes.view(-1, 1).unbind(), **_state(scale)}
+        made = Float8GroupsQuantizer(groups, states[0].fp8_dtype, **recorded)(rows)
+        if states[0].amax is not None:
+            begin = torch.distributed.get_rank(self.group) * len(states)
+            own = _largest(amaxes, self.group)[begin : begin + len(states)]
+            kept = [q.amax for q in states if q.amax is not None]
+            torch._foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
+        return made, scale
+
+
+def _state(scale: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a quantizer of rows that has these scales, and makes rowwise copies alone."""
+    return {"scales": scale.view(-1, 1).unbind(), "rowwise": True, "columnwise": False}
+
+
+def _largest(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
+    """The maxima over the ranks, in place."""
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+    return amaxes
+
+
+def _begins(groups: PaddedGroups) -> torch.Tensor:
+    """Where each padded group begins."""
+    return torch.nn.functional.pad(groups.padded_ends[:-1], (1, 0))

@@ -1,0 +1,132 @@
+"""What ``torch.distributed.checkpoint`` needs of a model: DTensors, and states of full size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from fuser.communication import ranks_of
+from fuser.errors import InputError
+from fuser.modules.layers import Layer
+from fuser.op import BasicOperation
+from fuser.recipe import DelayedScaling
+from fuser.tensors import QuantizedTensor
+
+
+def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+    """Make the parameters of a model that was built with process groups ``DTensor``s, in place.
+
+    Parts of weights and biases become local tensors of ``DTensor``s with ``Shard(0)``, column
+    parallel, or ``Shard(1)``, row parallel; other parameters of ops get ``Replicate()``. Then
+    ``torch.distributed.checkpoint`` knows the whole parameters. Nothing is communicated, and
+    memory is shared. Call it before ``fully_shard`` and before optimizers are made.
+
+    Parameters
+    ----------
+    module
+        Its ops and layers are sharded over the ranks of the mesh, or not sharded.
+    device_mesh
+        A mesh of one dimension.
+
+    Returns
+    -------
+    ``module``.
+
+    Raises
+    ------
+    InputError
+        If an op is sharded over other ranks, or a parameter is a ``DTensor`` or another wrapper
+        already; nothing has changed then.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    ranks = ranks_of("distribute_parameters", device_mesh)
+    found: dict[int, tuple[Parameter, int | None]] = {}
+    ops = _ops_of(module)
+    for op in ops:
+        for name, parameter in op._parameters.items():
+            if parameter is None:
+                continue
+            dim, group = op.placement_of(name)
+            kind = f"{type(op).__name__}.{name} of shape {tuple(parameter.shape)}"
+            if not isinstance(parameter, QuantizedTensor) and type(parameter) is not Parameter:
+                raise InputError(
+                    f"distribute_parameters got {kind}, which is a {type(parameter).__name__}; it "
+                    "takes plain and quantized parameters, before gather_quantized and fully_shard."
+                )
+            own = ranks if dim is None else ranks_of(kind, group)
+            if own != ranks:
+                raise InputError(
+                    f"distribute_parameters got a mesh of the ranks {ranks}, and {kind} is a part "
+                    f"over the ranks {own}."
+                )
+            found[id(parameter)] = parameter, dim
+    made = {
+        key: Parameter(
+            DTensor.from_local(
+                parameter.detach(),
+                device_mesh,
+                [Replicate() if dim is None else Shard(dim)],
+                run_check=False,
+            ),
+            requires_grad=parameter.requires_grad,
+        )
+        for key, (parameter, dim) in found.items()
+    }
+    for op in ops:  # layers mark the norms of some rows of a sequence
+        marked = (getattr(p, "sequence_parallel", False) for p in op._parameters.values())
+        op.rows_are_sharded = op.rows_are_sharded or any(marked)
+    for owner in (*module.modules(), *ops):
+        for name, parameter in owner._parameters.items():
+            if id(parameter) in made:
+                owner._parameters[name] = made[id(parameter)]
+    return module
+
+
+def init_delayed_scaling(module: torch.nn.Module, recipe: DelayedScaling) -> torch.nn.Module:
+    """Make the states of delayed scaling that a training step under ``recipe`` would make.
+
+    ``torch.distributed.checkpoint`` loads into tensors of the saved size: call it before a
+    checkpoint of a trained model is loaded into a new one. States that exist stay.
+
+    Parameters
+    ----------
+    module
+        Its ops get states for forward and backward, with scales of 1 and histories of zeros.
+    recipe
+        That of the training.
+
+    Returns
+    -------
+    ``module``.
+
+    Raises
+    ------
+    InputError
+        If the recipe is another one than ``DelayedScaling``.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        raise InputError(
+            f"init_delayed_scaling got the recipe {recipe!r}, whose scales are no state; it takes "
+            "a DelayedScaling."
+        )
+    for op in _ops_of(module):
+        for mode in ("forward", "backward"):
+            if op.num_quantizers(mode):
+                state, dtypes, device = op._delayed_state(mode, recipe)
+                state.prepare(recipe, dtypes, device)
+    return module
+
+
+def _ops_of(module: torch.nn.Module) -> list[BasicOperation]:
+    """The basic ops of a model, also those of layers."""
+    found: list[BasicOperation] = []
+    for each in module.modules():
+        if isinstance(each, Layer):
+            each._hand_parameters_to_ops()
+            found += [op for _, op in each._basic_ops()]
+        elif isinstance(each, BasicOperation):
+            found.append(each)
+    return found

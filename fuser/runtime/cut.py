@@ -1,0 +1,289 @@
+"""Pipelines that are cut into several autograd nodes, if somebody waits for single gradients.
+
+DistributedDataParallel reduces gradients as they come, and hooks of parameters may use them up. A
+long pipeline as one node gives all of them at the end of its backward. As several nodes it runs the
+same steps of the same plan, with equal results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fuser.op import BasicOperation
+from fuser.plan.cuts import Cuts, Sizes, joined_stretches, nodes
+from fuser.plan.graph import OpGraph, Source
+from fuser.plan.plan import FusionPlan, Node
+from fuser.plan.planner import Planned
+from fuser.runtime.codegen import Neighbours
+from fuser.runtime.executor import CompiledPlan
+from fuser.runtime.known_parameters import ParameterLayout
+from fuser.specs import PlanKey
+
+IN_DDP = "DistributedDataParallel waits for gradients"
+IN_HOOKS = "hooks of parameters wait for gradients"
+
+Place = tuple[int, int]
+Tensors = tuple[torch.Tensor, ...]
+
+
+def compiled_plan(
+    planned: Planned,
+    graph: OpGraph,
+    key: PlanKey,
+    ops: Sequence[BasicOperation],
+    sources: Sequence[tuple[Source, ...]],
+    returned: Sequence[Place],
+    param_counts: Sequence[int],
+) -> CompiledPlan:
+    """A plan ready to be called, which can be cut if it has places for that.
+
+    ``graph`` is the pipeline's graph; the other parameters are those of :class:`CompiledPlan`.
+    """
+    what = key, ops, sources, returned, param_counts
+    if key.requires_grad:
+        cuts = Cuts(planned, key, graph)
+        if cuts.at((0, 0)):
+            return CuttablePlan(planned, *what, cuts)
+    return CompiledPlan(planned.plan, *what, planned.forward, planned.backward)
+
+
+class CuttablePlan(CompiledPlan):
+    """A plan that runs as one autograd node, or as several if somebody waits for gradients.
+
+    Parameters
+    ----------
+    planned, key, ops, sources, returned, param_counts
+        As of :class:`CompiledPlan`.
+    cuts
+        The places where the plan can be cut; there is one.
+    """
+
+    def __init__(
+        self,
+        planned: Planned,
+        key: PlanKey,
+        ops: Sequence[BasicOperation],
+        sources: Sequence[tuple[Source, ...]],
+        returned: Sequence[Place],
+        param_counts: Sequence[int],
+        cuts: Cuts,
+    ) -> None:
+        steps = planned.forward, planned.backward
+        super().__init__(planned.plan, key, ops, sources, returned, param_counts, *steps)
+        self.cuts = cuts
+        self._steps = steps
+        self._sources = sources
+        self._to_caller = returned
+        self._param_counts = param_counts
+        # The op that reads each tensor of a call: the input, parameters, and extra inputs.
+        given = {s.caller_index: i for i, row in enumerate(sources) for s in row}
+        self._readers = [
+            0,
+            *(i for i, count in enumerate(param_counts) for _ in range(count)),
+            *(i for n, i in sorted((n, i) for n, i in given.items() if n is not None)),
+        ]
+        self._watched = self._largest(cuts.at())
+        self._found: dict[Any, tuple[int, ...]] = {}
+        self._made: dict[tuple[int, ...], CutPlan] = {}
+        # Who waited in the last forward outside of a backward, and the size of nodes.
+        self._last: tuple[str, Sizes | None] | None = None
+
+    def call(
+        self,
+        input_: torch.Tensor,
+        params: Tensors,
+        extra_inputs: Tensors,
+        kwargs: list[dict[str, Any]] | None,
+        layout: ParameterLayout | None,
+    ) -> torch.Tensor | Tensors:
+        if (waiting := self.waiting(params)) is not None:
+            cut = self._cut(self.cuts_at(waiting[1], (input_, *params, *extra_inputs)))
+            if cut is not None:
+                return cut.call(input_, params, extra_inputs, kwargs, layout)
+        return _call(self, input_, params, extra_inputs, kwargs, layout)
+
+    def waiting(self, params: Sequence[torch.Tensor]) -> tuple[str, Sizes | None] | None:
+        """Who waits for single gradients of a call, and the sizes of nodes, as of :meth:`Cuts.at`.
+
+        The forward of a recomputation, which runs in a backward, is cut as the last forward was.
+        """
+        found: tuple[str, Sizes | None] | None = None
+        ddp = _Parallel._active_ddp_module
+        if ddp is not None and ddp.require_backward_grad_sync:
+            size = ddp.bucket_bytes_cap
+            found = IN_DDP, None if ddp.bucket_bytes_cap_default else (size, size)
+        else:
+            for place in self._watched:
+                # Hooks are on the DTensor, in whose place its local tensor is during a call.
+                param: Any = params[place]
+                if getattr(param, "whole_parameter", param)._post_accumulate_grad_hooks:
+                    found = IN_HOOKS, None
+                    break
+        if found is None and self._last is None:
+            return None
+        if _graph_task() == -1:
+            self._last = found
+        return found or self._last
+
+    def cuts_at(self, sizes: Sizes | None, tensors: Tensors) -> tuple[int, ...]:
+        """The ops before which to cut a call with such tensors: input, parameters, extra inputs."""
+        joined: tuple[tuple[int, int], ...] = ()
+        if len(set(map(id, tensors))) < len(tensors):
+            places = zip(tensors, self._readers, strict=True)
+            joined = joined_stretches((t, op) for t, op in places if t.requires_grad)
+        found = self._found.get((sizes, joined))
+        if found is None:
+            found = self._found.setdefault((sizes, joined), self.cuts.at(sizes, joined))
+        return found
+
+    def with_nodes(
+        self, plan: FusionPlan, input_: torch.Tensor, params: Tensors, extra_inputs: Tensors
+    ) -> FusionPlan:
+        """``plan`` with the autograd nodes of such a call, and who waits for its gradients."""
+        who, sizes = self.waiting(params) or ("", None)
+        gaps = self.cuts.gaps
+        cuts = self.cuts_at(sizes, (input_, *params, *extra_inputs))
+        found = tuple(
+            Node(tuple(ops), ops.start > 0, ops.start > 0 and gaps[ops.start].is_quantized)
+            for ops in nodes(len(self.ops), cuts)
+        )
+        return replace(plan, nodes=found, waiting=who) if cuts else plan
+
+    def _largest(self, cuts: Sequence[int]) -> list[int]:
+        """The place among the parameters of the largest one of each node."""
+        sizes = [(i, nbytes) for i, row in enumerate(self.cuts.grad_bytes) for nbytes in row]
+        found = []
+        for ops in nodes(len(self.ops), cuts):
+            places = [n for n, (i, _) in enumerate(sizes) if i in ops]
+            found.append(max(places, key=lambda n: sizes[n][1]))
+        return found
+
+    def _cut(self, cuts: tuple[int, ...]) -> CutPlan | None:
+        if not cuts:
+            return None
+        found = self._made.get(cuts)
+        if found is None:
+            parts = [self._part(ops) for ops in nodes(len(self.ops), cuts)]
+            found = self._made.setdefault(cuts, CutPlan(parts, self._to_caller))
+        return found
+
+    def _part(self, ops: range) -> _Part:
+        """The steps of the plan that run ``ops``, as an autograd node of their own."""
+        start, stop = ops.start, ops.stop
+        forward, backward = (
+            [(op, tuple(i - start for i in run)) for op, run in side if run[0] in ops]
+            for side in self._steps
+        )
+        # Autograd adds the gradients of a channel that is read at several places in the order of
+        # these inputs: in that of the backward's steps, as one node adds them.
+        reading = [i + start for _, run in backward for i in run]
+        taken: list[Source] = []
+        sources: dict[int, tuple[Source, ...]] = {}
+        for i in dict.fromkeys((*reading, *ops)):
+            own = []
+            for source in self._sources[i]:
+                if source.producer is not None and source.producer in ops:
+                    own.append(replace(source, producer=source.producer - start))
+                else:
+                    own.append(Source(len(taken), source.channel))
+                    taken.append(source)
+            sources[i] = tuple(own)
+        later = {s.place for row in self._sources[stop:] for s in row if s.producer is not None}
+        made = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
+        first, counts = sum(self._param_counts[:start]), self._param_counts[start:stop]
+        run = CompiledPlan(
+            self.plan,
+            self.key.window(start, stop),
+            self.ops[start:stop],
+            [sources[i] for i in ops],
+            [(i - start, k) for i, k in made],
+            counts,
+            forward,
+            backward,
+            Neighbours(start, self._beside(start, start - 1), self._beside(stop, stop)),
+        )
+        return _Part(run, ops, range(first, first + sum(counts)), taken, made)
+
+    def _beside(self, gap: int, op: int) -> tuple[BasicOperation, PlanKey] | None:
+        """The op at the other side of a cut, if something quantized passes the cut."""
+        if gap not in self.cuts.gaps or not self.cuts.gaps[gap].is_quantized:
+            return None
+        return self.ops[op], self.key.window(op, op + 1)
+
+
+class _Part(NamedTuple):
+    """A part of a plan: its ops and parameters, the extra tensors that it takes and returns."""
+
+    run: CompiledPlan
+    ops: range
+    params: range
+    inputs: Sequence[Source]
+    outputs: Sequence[Place]
+
+
+class CutPlan:
+    """The parts of a plan, which run one after another; each is an autograd node."""
+
+    def __init__(self, parts: Sequence[_Part], returned: Sequence[Place]) -> None:
+        self.parts = parts
+        self._returned = frozenset(returned)
+        last = {s.place: n for n, p in enumerate(parts) for s in p.inputs if s.producer is not None}
+        # By part, the extra outputs of earlier ones that no part after it reads.
+        self._last_reads = [[p for p, at in last.items() if at == n] for n in range(len(parts))]
+        self._read = frozenset(last)
+
+    def call(
+        self,
+        input_: torch.Tensor,
+        params: Tensors,
+        extra_inputs: Tensors,
+        kwargs: list[dict[str, Any]] | None,
+        layout: ParameterLayout | None,
+    ) -> torch.Tensor | Tensors:
+        """As :meth:`CompiledPlan.call`."""
+        x: Any = input_
+        carried: dict[Place, torch.Tensor] = {}
+        returned: list[torch.Tensor] = []
+        for part, last_reads in zip(self.parts, self._last_reads, strict=True):
+            taken = tuple(
+                carried[s.place] if s.caller_index is None else extra_inputs[s.caller_index]
+                for s in part.inputs
+            )
+            start, stop = part.params.start, part.params.stop
+            x = part.run.call(
+                x,
+                params[start:stop],
+                taken,
+                kwargs and kwargs[part.ops.start : part.ops.stop],
+                layout and layout.part(start, stop),
+            )
+            del taken
+            for place in last_reads:
+                del carried[place]
+            if part.outputs:
+                x, *made = x
+                for place, tensor in zip(part.outputs, made, strict=True):
+                    if place in self._read:
+                        carried[place] = tensor
+                    if place in self._returned:
+                        returned.append(tensor)
+                del made, tensor
+        return (x, *returned) if returned else x
+
+
+class _NoParallel:
+    """In place of a DistributedDataParallel that does not tell that its forward runs."""
+
+    _active_ddp_module = None
+
+
+_Parallel: Any = DistributedDataParallel
+if not hasattr(DistributedDataParallel, "_active_ddp_module"):  # private, of torch 2.11 to 2.13
+    _Parallel = _NoParallel
+_call = CompiledPlan.call
+_graph_task = torch._C._current_graph_task_id

@@ -1,0 +1,202 @@
+"""Parameters that are DTensors: a pipeline runs with the part of this rank in their places."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fuser.basic_ops import BasicLinear, Bias
+from fuser.communication import WeakGroup, ranks_of, start_all_reduce
+from fuser.errors import InputError, StateError
+from fuser.op import BasicOperation
+from fuser.plan.parameter_slots import Slot
+from fuser.tensors import QuantizedTensor
+from fuser.tensors.sharding import is_distributed
+from fuser.wrapper_tensor import WrapperTensor
+
+
+class _LocalPart(torch.autograd.Function):
+    """The local tensor of a ``DTensor``, whose gradient has the placements of the ``DTensor``.
+
+    ``group``: each rank has a part of the gradient's sum, which is added over its ranks.
+    ``reader`` names the op if its backward reads the parameter: a write to a ``DTensor`` does not
+    change the version of its local tensor, by which torch would notice that it comes too early.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any, group: Any, reader: str | None) -> torch.Tensor:
+        ctx.parameter, ctx.version = parameter, _version(parameter)
+        ctx.group = None if group is None else WeakGroup(group)
+        ctx.reader = reader
+        return _alias_of_local(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        from torch.distributed.tensor import DTensor
+
+        (grad,), spec = grads, ctx.parameter._spec
+        if ctx.reader is not None and _version(ctx.parameter) != ctx.version:
+            raise StateError(
+                f"A DTensor of shape {tuple(spec.shape)}, a parameter of {ctx.reader}, was changed "
+                "in place after the forward whose backward runs now: that backward has read the "
+                "new values."
+            )
+        if ctx.group is not None:
+            grad = start_all_reduce(grad, ctx.group("a parameter of some rows")).wait()
+        whole = DTensor.from_local(
+            grad,
+            spec.mesh,
+            spec.placements,
+            run_check=False,
+            shape=spec.shape,
+            stride=spec.stride,
+        )
+        return whole, None, None
+
+
+# As for pipelines: torch's wrapper of ``apply`` is for functorch, and costs 10 us.
+_apply: Callable[..., Any] = super(torch.autograd.Function, _LocalPart).apply
+
+
+def _alias_of_local(parameter: Any) -> torch.Tensor:
+    local: torch.Tensor = parameter._local_tensor
+    return local.detach() if isinstance(local, WrapperTensor) else local.view_as(local)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def any_distributed(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them is a ``DTensor``."""
+    return any(map(is_distributed, parameters))
+
+
+@contextlib.contextmanager
+def local_parts(
+    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
+) -> Iterator[None]:
+    """Put the local tensors of ``DTensor``s into the ``slots`` of the parameters of ``ops``.
+
+    ``counts`` are the numbers of parameters of the ops.
+
+    Raises
+    ------
+    InputError
+        If a ``DTensor`` is not placed as its op is sharded; nothing has changed then.
+    """
+    owners = [op for op, count in zip(ops, counts, strict=True) for _ in range(count)]
+    found = [
+        (held, name, held[name], op, check_placement(op, name, held[name]))
+        for op, (held, name) in zip(owners, slots, strict=True)
+        if is_distributed(held[name])
+    ]
+    check_gates(ops)
+    try:
+        for held, name, parameter, op, group in found:
+            part: Any
+            if parameter.requires_grad and torch.is_grad_enabled():
+                part = _apply(parameter, group, None if isinstance(op, Bias) else type(op).__name__)
+            else:
+                part = _alias_of_local(parameter)
+            part.whole_parameter = parameter  # for kept_weight.py
+            held[name] = part
+        yield
+    finally:
+        for held, name, parameter, _, _ in found:
+            part, local = held[name], parameter._local_tensor
+            if isinstance(local, QuantizedTensor) and isinstance(part, QuantizedTensor):
+                local._quantizer = part._quantizer  # an op may have given it a new state's
+            held[name] = parameter
+
+
+def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
+    """Check a ``DTensor`` that is parameter ``name`` of ``op``.
+
+    Returns the process group over which its gradient is added; None if it is not.
+
+    Raises
+    ------
+    InputError
+        If its placements are not those of the op, or its part of this rank has another shape.
+    """
+    kind = type(op).__name__
+    if op.accumulates_into_main_grad:
+        raise InputError(
+            f"{kind}.{name} is a DTensor, and the op was made with accumulate_into_main_grad=True, "
+            "which adds the gradient to a buffer of this rank: use a plain tensor as parameter, or "
+            "leave that argument out."
+        )
+    mesh, placements = parameter.device_mesh, parameter.placements
+    split = [i for i, p in enumerate(placements) if not p.is_replicate() and mesh.size(i) > 1]
+    dim, group = op.placement_of(name)
+    if dim is None and not split:
+        return _group_of_rows(op, name, mesh)
+    ranks = None if dim is None else ranks_of(kind, group)
+    if dim is not None and len(split) == 1:
+        from torch.distributed.tensor import Shard
+
+        placement = placements[split[0]]
+        is_whole_part = type(placement) is Shard and parameter.shape[dim] % len(ranks or ()) == 0
+        if is_whole_part and placement.dim == dim:
+            found = ranks_of(kind, mesh.get_group(split[0]))
+            if found == ranks:
+                return None
+    wanted = (
+        "this op is not tensor parallel, and takes one that every rank has as a whole. Shard the "
+        "op too, by parallelize_module with fuser.distributed.Colwise or Rowwise; if fully_shard "
+        "has sharded it, call the module that was given to fully_shard."
+        if dim is None
+        else f"this op takes Shard(dim={dim}), in equal parts, over the ranks {ranks} of its "
+        "tensor_parallel_group."
+    )
+    raise InputError(
+        f"{kind}.{name} is a DTensor of shape {tuple(parameter.shape)} with the placements "
+        f"{tuple(placements)} on the ranks {mesh.mesh.tolist()}; {wanted}"
+    )
+
+
+def _group_of_rows(op: BasicOperation, name: str, mesh: Any) -> Any:
+    """The group over which the gradient of a parameter on every rank of ``mesh`` is added."""
+    if not op.rows_are_sharded or mesh.size() == 1:
+        return None
+    if mesh.ndim != 1:
+        raise InputError(
+            f"{type(op).__name__}.{name} is a DTensor on a mesh of {mesh.ndim} dimensions, and its "
+            "op has some rows of a sequence on each rank; the mesh of its parameters has one "
+            "dimension, over which gradients are added."
+        )
+    return mesh.get_group()
+
+
+def check_gates(ops: Sequence[BasicOperation]) -> None:
+    """Refuse a gated activation of consecutive outputs of a whole linear.
+
+    The first half of the features of a rank are gates. Of a weight that is a ``DTensor`` they would
+    be so on the first half of the ranks only.
+
+    Raises
+    ------
+    InputError
+    """
+    linear: BasicLinear | None = None
+    for op in ops:
+        if isinstance(op, BasicLinear):
+            is_column = op.placement_of("weight")[0] == 0 and is_distributed(op.weight)
+            linear = op if is_column else None
+            continue
+        function = getattr(op, "function", None)
+        if linear is None or function is None or not getattr(function, "is_gated", False):
+            continue
+        if function.interleave is None:
+            raise InputError(
+                f"{type(op).__name__} gets {linear.local_out_features} consecutive ones of the "
+                f"{linear.out_features} outputs of a BasicLinear whose weight is a DTensor. It "
+                "would take the first half of them as gates, and gates are the first half of all "
+                "outputs. Use a glu_interleave_size: then gates and values alternate in blocks of "
+                "that many outputs."
+            )
+        linear = None

@@ -1,0 +1,39 @@
+"""Parameters that are DTensors: tensor parallel on two ranks, and with FSDP2 on four."""
+
+from __future__ import annotations
+
+import dtensor_cases
+import dtensor_mesh_cases
+import pytest
+import torch.distributed as dist
+from ranks import run_cases
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pytest.TempPathFactory:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    return tmp_path_factory
+
+
+@pytest.fixture(scope="module")
+def errors(folder: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of every case on two ranks, from one start of the processes."""
+    return run_cases("dtensor_cases", tuple(dtensor_cases.CASES), 2, folder.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def errors_of_four(folder: pytest.TempPathFactory) -> dict[str, str]:
+    """The errors of every case on four ranks."""
+    names = tuple(dtensor_mesh_cases.CASES)
+    return run_cases("dtensor_mesh_cases", names, 4, folder.mktemp("four"))
+
+
+@pytest.mark.parametrize("case", dtensor_cases.CASES)
+def test_on_two_ranks(case: str, errors: dict[str, str]) -> None:
+    assert not errors[case], errors[case]
+
+
+@pytest.mark.parametrize("case", dtensor_mesh_cases.CASES)
+def test_on_four_ranks(case: str, errors_of_four: dict[str, str]) -> None:
+    assert not errors_of_four[case], errors_of_four[case]
