@@ -1,4 +1,4 @@
-"""The command line: ``python -m fuser demo | plan MODULE:FACTORY | doctor``."""
+"""The command line: ``python -m fuser demo | plan MODULE:FACTORY | scale | doctor``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.op import COMPUTE_DTYPES
 from fuser.plan.plan import renderer_for
 from fuser.report.doctor import diagnose
+from fuser.scale import command as scale
 from fuser.sequential import Sequential
 from fuser.version import __version__
 
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "demo":
             return _demo(rest)
-        return _plan(options) if options.command == "plan" else _doctor()
+        run = {"plan": _plan, "scale": scale.run, "doctor": _doctor}
+        return run[options.command](options)
     except FuserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--dtype", help=f"convert model and inputs: {', '.join(DTYPES)}; default: as they are"
     )
+    scale.add_command(commands)
     commands.add_parser("doctor", help="say what this machine can run and what is missing")
     return parser
 
@@ -89,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 # -- the commands -------------------------------------------------------------
 
 
-def _doctor() -> int:
+def _doctor(_: argparse.Namespace) -> int:
     diagnosis = diagnose()
     print(diagnosis)
     return diagnosis.exit_status
@@ -127,7 +130,10 @@ def _plan(options: argparse.Namespace) -> int:
     print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
     if options.draw is not None:
         # With --json, stdout is JSON and nothing else.
-        where = plan.draw(options.draw)
+        try:
+            where = plan.draw(options.draw)
+        except OSError as error:
+            raise InputError(f"{options.draw!r} cannot be written: {error.strerror}.") from error
         print(f"\nDrawn into {where}.", file=sys.stderr if options.json else sys.stdout)
     return 0
 

@@ -274,6 +274,15 @@ def test_a_picture_of_an_unknown_kind_is_refused(
     assert not (models.parent / "plan.docx").exists()
 
 
+def test_a_picture_in_no_folder_is_an_error_with_the_path(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "command_line_models:mlp", "--draw", "missing/plan.svg"]) == 2
+    sentence = "'missing/plan.svg' cannot be written: No such file or directory."
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "argv", [[], ["nothing"], ["plan"], ["plan", "a:b", "--bogus"], ["doctor", "--bogus"]]
 )

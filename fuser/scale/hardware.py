@@ -1,0 +1,173 @@
+"""A GPU and its links: measured rates, nominal links, and the time of collectives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fuser.errors import InputError
+from fuser.plan.cost import DEVICE_COSTS
+
+# Products of forward and backward, FLOP/s, by recipe; recipes without an entry run in bf16 on
+# dequantized operands, or are refused if they have none in EMULATED.
+# Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
+# (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone").
+DENSE = {
+    "bf16": 672.8e12,
+    "DelayedScaling": 1311.3e12,
+    "Float8CurrentScaling": 1311.1e12,
+    "Float8BlockScaling": 992.7e12,
+}
+# Experts: 8 experts at T 32768, H 4096, F 14336. bf16: benchmarks/results/grouped_h200.csv,
+# "products alone" as a graph. FP8: 26.6 ms of products in a step (benchmarks/README.md). Blocks of
+# 128: the harmonic mean of the rates of forward, dgrad and wgrad (docs/facts.md, "Grouped FP8
+# products").
+GROUPED = {
+    "bf16": 661.3e12,
+    "DelayedScaling": 1302e12,
+    "Float8CurrentScaling": 1302e12,
+    "Float8BlockScaling": 939e12,
+}
+EMULATED = ("MXFP8BlockScaling", "NVFP4BlockScaling")
+
+# NCCL's own model of its latency: src/graph/tuning.cc, baseLat and hwLat, protocol Simple. A
+# collective costs BASE; a ring costs a hop for each of its steps, a tree for each of its levels.
+BASE = 8.4e-6
+RING_HOP = {"NVLink": 3.4e-6, "network": 14.0e-6}
+TREE_HOP = {"NVLink": 4.0e-6, "network": 14.0e-6}
+# A few bytes go through a tree of protocol LL.
+SMALL_BASE = 6.8e-6
+SMALL_HOP = {"NVLink": 0.6e-6, "network": 5.0e-6}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A group of ranks: how many, and how many of them are in one node."""
+
+    size: int
+    in_node: int
+
+    @property
+    def nodes(self) -> int:
+        """The nodes that the group is spread over."""
+        return self.size // self.in_node
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a GPU receives over each link, and seconds of latency."""
+
+    nvlink: float = 0.0
+    network: float = 0.0
+    latency: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.nvlink + other.nvlink,
+            self.network + other.network,
+            self.latency + other.latency,
+        )
+
+    def __mul__(self, times: float) -> Traffic:
+        return Traffic(self.nvlink * times, self.network * times, self.latency * times)
+
+
+def ring(whole: float, ranks: Ranks) -> Traffic:
+    """An all-gather to ``whole`` bytes on every rank, or a reduce-scatter of as many.
+
+    Each rank receives all but its own part. The rings of NCCL leave a node through every GPU of
+    the group in turn, so that one in ``in_node`` of these bytes comes over the network.
+    """
+    if ranks.size == 1:
+        return Traffic()
+    received = whole * (ranks.size - 1) / ranks.size
+    outside = received / ranks.in_node if ranks.nodes > 1 else 0.0
+    hops = (ranks.size - ranks.nodes) * RING_HOP["NVLink"] + (ranks.nodes - 1) * RING_HOP["network"]
+    return Traffic(received - outside, outside, BASE + hops)
+
+
+def all_reduce(whole: float, ranks: Ranks) -> Traffic:
+    """A sum of ``whole`` bytes over ``ranks``: a ring there and back, or a tree if it is faster."""
+    if ranks.size == 1:
+        return Traffic()
+    one_way = ring(whole, ranks)
+    ring_hops = 2 * (one_way.latency - BASE)
+    return Traffic(
+        2 * one_way.nvlink, 2 * one_way.network, BASE + min(ring_hops, _tree(ranks, TREE_HOP))
+    )
+
+
+def one_number(ranks: Ranks) -> Traffic:
+    """An all-reduce of one number, such as an amax: latency alone."""
+    if ranks.size == 1:
+        return Traffic()
+    return Traffic(latency=SMALL_BASE + _tree(ranks, SMALL_HOP))
+
+
+def _tree(ranks: Ranks, hop: Mapping[str, float]) -> float:
+    """Seconds of the hops of a tree: a chain in each node, a binary tree of nodes; both ways."""
+    return 2 * ((ranks.in_node - 1) * hop["NVLink"] + math.log2(ranks.nodes) * hop["network"])
+
+
+def all_to_all(sent: float, ranks: Ranks) -> Traffic:
+    """An exchange of ``sent`` bytes a rank, evenly over all ranks; its own part stays.
+
+    NCCL's model has none for it: all messages are under way at once, and cost one hop.
+    """
+    if ranks.size == 1:
+        return Traffic()
+    inside, outside = ranks.in_node - 1, ranks.size - ranks.in_node
+    hop = RING_HOP["network" if outside else "NVLink"]
+    return Traffic(sent * inside / ranks.size, sent * outside / ranks.size, BASE + hop)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU: FLOP/s of products, bytes a second of memory and links, and bytes of memory.
+
+    ``peak`` is the nominal bf16 rate, to which a step's use of FLOPs (MFU) refers. ``nvlink`` and
+    ``network`` are nominal, in one direction, for one GPU. ``attention`` is assumed.
+    """
+
+    name: str = "H200"
+    arch: tuple[int, int] = (9, 0)
+    dense: Mapping[str, float] = field(default_factory=lambda: DENSE)
+    grouped: Mapping[str, float] = field(default_factory=lambda: GROUPED)
+    # FlashAttention-3 (Shah et al., 2024) reports up to 740 TFLOP/s forward and about 550 backward
+    # in fp16 on an H100; nothing here measures it.
+    attention: float = 500e12
+    peak: float = 989e12
+    memory_bandwidth: float = DEVICE_COSTS["cuda"].bandwidth
+    memory: float = 141e9
+    nvlink: float = DEVICE_COSTS["cuda"].link
+    network: float = 50e9  # 400 Gb/s
+    products_are_given: bool = False
+
+    def products(self, recipe: str, *, is_grouped: bool) -> float:
+        """FLOP/s of the products of ``recipe``.
+
+        Raises
+        ------
+        InputError
+            If there is no measurement.
+        """
+        rates = self.grouped if is_grouped else self.dense
+        if recipe not in rates and recipe not in EMULATED:
+            raise InputError(
+                f"No rate of products was measured for {recipe} on {self.name}; measured are "
+                f"{', '.join((*rates, *EMULATED))}. Give one with --tflops."
+            )
+        return rates.get(recipe, rates["bf16"])
+
+    def is_emulated(self, recipe: str) -> bool:
+        """Whether operands are dequantized before the product."""
+        return recipe in EMULATED and not self.products_are_given
+
+    def seconds(self, traffic: Traffic) -> float:
+        """The time of ``traffic``: both links work at once, after the latency."""
+        links = max(traffic.nvlink / self.nvlink, traffic.network / self.network)
+        return links + traffic.latency
+
+
+H200 = Hardware()

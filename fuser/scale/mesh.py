@@ -1,0 +1,147 @@
+"""Meshes of GPUs: replicas x FSDP x TP, with experts spread over ranks of FSDP and TP."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fuser.errors import InputError
+from fuser.scale.hardware import Ranks
+from fuser.scale.model import Transformer
+
+# Without --fsdp: parameters are sharded over this many ranks at most, and replicated beyond (HSDP),
+# because the steps of a ring cost time.
+MOST_SHARDS = 64
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """``gpus = replicas * fsdp * tp``; neighbours are of one tensor parallel group.
+
+    The experts are spread over ``ep`` neighbouring GPUs of the ``fsdp * tp``, and their weights
+    are sharded over the ``fsdp * tp / ep`` that have the same experts.
+
+    Raises
+    ------
+    InputError
+        If the sizes do not multiply to the number of GPUs, or a group ends inside a node.
+    """
+
+    gpus: int
+    fsdp: int
+    tp: int = 1
+    ep: int = 1
+    replicas: int = 1
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if size < 1:
+                raise InputError(f"The mesh has {name} {size}; it must be 1 or more.")
+        if self.replicas * self.fsdp * self.tp != self.gpus:
+            raise InputError(
+                f"The mesh of {self.replicas} replicas x fsdp {self.fsdp} x tp {self.tp} has "
+                f"{self.replicas * self.fsdp * self.tp} GPUs, and there are {self.gpus}."
+            )
+        node = self.gpus_per_node
+        if self.gpus > node and self.gpus % node:
+            raise InputError(f"{self.gpus} GPUs are not whole nodes of {node}.")
+        if node % self.tp:
+            raise InputError(
+                f"tp is {self.tp}, and a node has {node} GPUs: tensor parallel groups are parts of "
+                "a node, so tp divides it."
+            )
+        if (self.fsdp * self.tp) % self.ep:
+            raise InputError(
+                f"ep is {self.ep}, and fsdp {self.fsdp} x tp {self.tp} is {self.fsdp * self.tp} "
+                "GPUs, which it does not divide."
+            )
+
+    @property
+    def tensor(self) -> Ranks:
+        """The ranks of a tensor parallel group."""
+        return self._group(1, self.tp)
+
+    @property
+    def shards(self) -> Ranks:
+        """The ranks over which a weight is sharded that is not an expert's."""
+        return self._group(self.tp, self.fsdp)
+
+    @property
+    def experts(self) -> Ranks:
+        """The ranks over which experts are spread."""
+        return self._group(1, self.ep)
+
+    @property
+    def expert_shards(self) -> Ranks:
+        """The ranks over which the weights of the same experts are sharded."""
+        return self._group(self.ep, self.fsdp * self.tp // self.ep)
+
+    @property
+    def copies(self) -> Ranks:
+        """The ranks that have the same shards."""
+        return self._group(self.fsdp * self.tp, self.replicas)
+
+    def _group(self, stride: int, size: int) -> Ranks:
+        """``size`` ranks of which neighbours are ``stride`` GPUs apart."""
+        if self.gpus <= self.gpus_per_node:
+            return Ranks(size, size)
+        return Ranks(size, math.gcd(size, max(1, self.gpus_per_node // stride)))
+
+    def check(self, model: Transformer) -> None:
+        """Refuse a model that this mesh does not divide.
+
+        Raises
+        ------
+        InputError
+        """
+        for name in ("heads", "kv_heads", "intermediate", "vocab"):
+            size = getattr(model, name)
+            if size % self.tp and not (name == "intermediate" and model.experts):
+                raise InputError(
+                    f"{model.name} has {name} {size}, which tp {self.tp} does not divide."
+                )
+        if self.ep > 1 and not model.experts:
+            raise InputError(f"ep is {self.ep}, and {model.name} has no experts.")
+        if model.experts % self.ep:
+            raise InputError(
+                f"{model.name} has {model.experts} experts, which ep {self.ep} does not divide."
+            )
+
+
+def make_mesh(
+    model: Transformer,
+    gpus: int,
+    *,
+    fsdp: int | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
+    replicas: int | None = None,
+    gpus_per_node: int = 8,
+) -> Mesh:
+    """The mesh of ``gpus``; what is None is chosen.
+
+    tp and ep are as large as a node and the model allow, and fsdp at most :data:`MOST_SHARDS`.
+
+    Raises
+    ------
+    InputError
+    """
+    for name, size in {"gpus": gpus, "tp": tp, "fsdp": fsdp, "replicas": replicas}.items():
+        if size is not None and size < 1:
+            raise InputError(f"{name} is {size}; it must be 1 or more.")
+    if gpus_per_node < 1:
+        raise InputError(f"gpus_per_node is {gpus_per_node}; it must be 1 or more.")
+    tp = math.gcd(gpus_per_node, model.kv_heads, gpus) if tp is None else tp
+    left = gpus // tp
+    if fsdp is None and replicas is None:
+        fsdp = max(size for size in range(1, MOST_SHARDS + 1) if left % size == 0) if left else 1
+    if fsdp is None:
+        assert replicas is not None
+        fsdp = max(1, left // replicas)
+    replicas = max(1, left // fsdp) if replicas is None else replicas
+    if ep is None:
+        ep = math.gcd(gpus_per_node, model.experts, fsdp * tp) if model.experts else 1
+    mesh = Mesh(gpus, fsdp, tp, ep, replicas, gpus_per_node)
+    mesh.check(model)
+    return mesh

@@ -1,0 +1,122 @@
+"""The result of modelling a step: lines of time, and memory by what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fuser.recipe import Recipe
+from fuser.scale.hardware import Hardware, Traffic
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is quantized: products, by ``recipe``, and what travels, if ``quantized_traffic``.
+
+    With quantized traffic FSDP gathers weights as ``fuser.distributed.gather_quantized`` does.
+    """
+
+    name: str
+    recipe: Recipe | None = None
+    quantized_traffic: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A part of a step on one GPU: its bytes over links, and seconds.
+
+    ``kind`` is ``"compute"``, ``"NVLink"`` or ``"network"``. ``busy`` is the time of the part
+    alone, ``exposed`` the time by which it makes the step longer.
+    """
+
+    name: str
+    kind: str
+    busy: float
+    exposed: float
+    nvlink: float = 0.0
+    network: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """A modelled step: ``lines`` of time, and ``memory``, bytes by what they hold.
+
+    ``bytes_travel`` is the share of the weights that are gathered quantized.
+    """
+
+    variant: Variant
+    tokens: int
+    microbatches: int
+    lines: tuple[Line, ...]
+    memory: tuple[tuple[str, float], ...]
+    flops: float
+    bytes_travel: float
+    hardware: Hardware
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step."""
+        return sum(line.exposed for line in self.lines)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of one GPU a second."""
+        return self.tokens * self.microbatches / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs over those that the GPU's nominal bf16 rate allows."""
+        return self.flops / self.seconds / self.hardware.peak
+
+    @property
+    def memory_bytes(self) -> float:
+        """All bytes of memory."""
+        return sum(nbytes for _, nbytes in self.memory)
+
+    def busy(self, kind: str) -> float:
+        """Seconds for which ``kind`` is busy."""
+        return sum(line.busy for line in self.lines if line.kind == kind)
+
+    @property
+    def exposed(self) -> float:
+        """The share of the step in which a GPU only waits for others."""
+        return sum(line.exposed for line in self.lines if line.kind != "compute") / self.seconds
+
+    @property
+    def busiest(self) -> str:
+        """What is busy longest: ``"compute"``, ``"NVLink"`` or ``"network"``."""
+        return max(("compute", "NVLink", "network"), key=self.busy)
+
+    @property
+    def limit(self) -> str:
+        """``"memory"`` if the step does not fit, else what is busy longest."""
+        return "memory" if self.memory_bytes > self.hardware.memory else self.busiest
+
+
+def line_of(name: str, traffic: Traffic, busy: float, exposed: float) -> Line:
+    """A line of communication."""
+    kind = "network" if traffic.network else "NVLink"
+    return Line(name, kind, busy, exposed, traffic.nvlink, traffic.network)
+
+
+def repeated(line: Line, times: int) -> Line:
+    """``line``, ``times`` times."""
+    return Line(
+        line.name,
+        line.kind,
+        line.busy * times,
+        line.exposed * times,
+        line.nvlink * times,
+        line.network * times,
+    )
+
+
+def added(line: Line, other: Line) -> Line:
+    """Two lines of one name as one."""
+    return Line(
+        line.name,
+        line.kind,
+        line.busy + other.busy,
+        line.exposed + other.exposed,
+        line.nvlink + other.nvlink,
+        line.network + other.network,
+    )
