@@ -9,16 +9,27 @@ DEMO_FLAGS ?=
 MODEL ?= lm
 RECIPE_FLAGS := $(if $(RECIPE),--recipe $(RECIPE)) $(if $(OVERRIDE),--override $(OVERRIDE))
 
+# make demo-sharded SHARDED_FLAGS="--steps 50"; on GPUs SHARDED_FLAGS="--device cuda"
+SHARDED_FLAGS ?= --seconds 15
+RANKS ?= 2
+# By address, because a machine without a network may not know its own name.
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node $(RANKS)
+
 # make compare COMPARE_FLAGS="--recipes mxfp8 nvfp4 --steps 400"
 COMPARE_FLAGS ?=
 
 # make mutants MUTANTS_FLAGS="--only kernels --jobs 1"
 MUTANTS_FLAGS ?=
 
-.PHONY: demo compare mutants test test-fast lint format clean
+.PHONY: demo demo-sharded compare mutants test test-fast lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
+
+demo-sharded: $(VENV)/.ready
+	$(TORCHRUN) examples/train_lm.py --fsdp quantized --recipe current --out out/fsdp $(SHARDED_FLAGS)
+	$(TORCHRUN) examples/train_lm.py --tp $(RANKS) --sp --out out/tp $(SHARDED_FLAGS)
+	$(TORCHRUN) examples/train_moe.py --ep $(RANKS) --out out/ep $(SHARDED_FLAGS)
 
 compare: $(VENV)/.ready
 	$(BIN)/python examples/compare_recipes.py $(COMPARE_FLAGS)

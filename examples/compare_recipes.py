@@ -25,20 +25,19 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import torch
+from corpus import Corpus, library_corpus
 from evidence import environment
 from memory_meter import METHODS, measure
+from progress import make_bar
 from train_lm import (
     DTYPES,
     OVERRIDES,
     RECIPES,
-    Corpus,
     LanguageModel,
     Options,
     Run,
     add_training_options,
     checked,
-    library_corpus,
-    make_bar,
     make_models,
     next_byte_loss,
     smoothed,
@@ -145,7 +144,7 @@ def variants(recipes: Sequence[str]) -> Iterator[Variant]:
 def step_memory(variant: Variant, corpus: Corpus, options: Options) -> StepMemory:
     """The memory of forward and backward on one batch, with the initial weights."""
     model, options = variant.model(options), variant.options(options)
-    batch = next(training_batches(corpus.training, options))
+    _, batch = next(training_batches(corpus.training, options))
     losses: list[torch.Tensor] = []
 
     def forward() -> None:
@@ -399,7 +398,7 @@ def parse(argv: list[str] | None) -> tuple[Options, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Measure a step of each run, train them all, compare; returns the exit status."""
     options, recipes = parse(argv)
-    corpus = library_corpus(options)
+    corpus = library_corpus(options.context, options.device)
     if corpus is None:
         return 1
     runs = list(variants(recipes))

@@ -8,6 +8,8 @@ and compares the losses of the two runs.
     python examples/train_lm.py
     python examples/train_lm.py --seconds 20
     python examples/train_lm.py --device cuda --dtype bfloat16 --width 1024 --heads 16
+    torchrun --nproc-per-node 2 examples/train_lm.py --fsdp quantized --recipe mxfp8
+    torchrun --nproc-per-node 2 examples/train_lm.py --tp 2 --sp
 """
 
 from __future__ import annotations
@@ -15,45 +17,38 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import itertools
 import math
 import os
 import statistics
 import sys
-import sysconfig
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 # torch's threads sleep while they wait, and do not spin: if other programs use the cores, a step
 # is then several times faster. torch reads this when it is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# `python -m fuser demo` runs this file too.
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import checkpoints
+import parallel
 import torch
 import torch.nn.functional as F
+from corpus import Batch, Corpus, library_corpus, windows
+from parallel import Ranks
+from progress import Progress, Reporter
 from torch import nn
 
 import fuser
 
 VOCABULARY = 256
-# Left out, because a model learns little from them: tests, generated tables, other packages.
-SKIPPED_FOLDERS = {
-    "dist-packages",
-    "distutils",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
-# One of this many source files is held out for validation.
-FILES_PER_HELD_OUT = 10
 VALIDATION_BATCHES = 16
 # Number of reports of the training loss in a run; every second report validates.
 REPORTS = 20
@@ -79,12 +74,9 @@ RECIPES = {
 OVERRIDES = ("none", *fuser.recipe.BACKWARD_OVERRIDES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-"""Bytes ``[batch, context]`` and, for each of them, the byte that follows."""
-
 
 @dataclass(frozen=True)
-class Options:
+class Options(parallel.Options):
     """The command line. ``dtype`` is that of torch's autocast; parameters are float32.
 
     A run takes ``steps`` or, if ``seconds`` is given, the steps and validations
@@ -113,76 +105,25 @@ class Options:
     top_k: int = 20
     sample_bytes: int = 400
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """That of torch's autocast."""
+        return DTYPES[self.dtype]
+
+    def make_recipe(self) -> fuser.recipe.Recipe | None:
+        """The recipe with its override."""
+        make_recipe = RECIPES[self.recipe]
+        override = {} if self.override == "none" else {"backward_override": self.override}
+        return None if make_recipe is None else make_recipe(**override)
+
     def autocast(self, is_quantized: bool = True) -> contextlib.ExitStack:
         """The context manager in which the model runs."""
-        stack, dtype = contextlib.ExitStack(), DTYPES[self.dtype]
+        stack, dtype = contextlib.ExitStack(), self.compute_dtype
         stack.enter_context(torch.autocast(self.device, dtype, enabled=dtype is not torch.float32))
-        make_recipe = RECIPES[self.recipe]
-        if make_recipe is not None and is_quantized:
-            override = {} if self.override == "none" else {"backward_override": self.override}
-            stack.enter_context(fuser.autocast(recipe=make_recipe(**override)))
+        recipe = self.make_recipe()
+        if recipe is not None and is_quantized:
+            stack.enter_context(fuser.autocast(recipe=recipe))
         return stack
-
-
-# -- text ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The training text and the held-out text, from the sources under ``root``."""
-
-    root: Path
-    training: torch.Tensor
-    validation: torch.Tensor
-
-
-def library_corpus(options: Options) -> Corpus | None:
-    """This Python's standard library; None, after a message, if it is too short to train on."""
-    root = Path(sysconfig.get_path("stdlib"))
-    corpus = read_corpus(root, options.device)
-    sizes = len(corpus.training), len(corpus.validation)
-    if min(sizes) >= options.context + 2:
-        return corpus
-    print(
-        f"The Python sources under {root} hold {sizes[0]:,} bytes to train on and "
-        f"{sizes[1]:,} to validate, too few for a context of {options.context}.",
-        file=sys.stderr,
-    )
-    return None
-
-
-def read_corpus(root: Path, device: str) -> Corpus:
-    """The Python sources under ``root`` in sorted order, split by file."""
-    texts = [path.read_bytes() for path in source_files(root)]
-    training = [text for i, text in enumerate(texts) if i % FILES_PER_HELD_OUT]
-    validation = texts[::FILES_PER_HELD_OUT]
-    # frombuffer refuses an empty text, as on a machine without sources.
-    both = (bytearray(b"\n".join(part) or b"\n") for part in (training, validation))
-    return Corpus(root, *(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
-
-
-def source_files(root: Path) -> Iterator[Path]:
-    """The library's .py files under ``root``, always in the same order."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
-        yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
-
-
-def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> Batch:
-    """The ``context`` bytes at each of ``starts``, and the bytes that follow them."""
-    positions = starts[:, None] + torch.arange(context + 1)
-    taken = text[positions.to(text.device)].long()
-    return taken[:, :-1], taken[:, 1:]
-
-
-def training_batches(text: torch.Tensor, options: Options) -> Iterator[Batch]:
-    """Batches at random places, one per step, without end; the same for the same seed."""
-    generator = torch.Generator().manual_seed(options.seed)
-    while True:
-        starts = torch.randint(
-            len(text) - options.context, (options.batch_size,), generator=generator
-        )
-        yield windows(text, starts, options.context)
 
 
 # -- model --------------------------------------------------------------------
@@ -295,13 +236,31 @@ def make_models(options: Options) -> tuple[LanguageModel, LanguageModel]:
 # -- training -----------------------------------------------------------------
 
 
+def training_batches(
+    text: torch.Tensor, options: Options, ranks: Ranks = parallel.ALONE, first: int = 1
+) -> Iterator[tuple[int, Batch]]:
+    """Steps from ``first`` on, without end, and this rank's part of their batches.
+
+    Batches are at random places, the same for the same seed.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    for step in itertools.count(1):
+        starts = torch.randint(
+            len(text) - options.context, (options.batch_size,), generator=generator
+        )
+        if step >= first:
+            yield step, windows(text, ranks.part(starts), options.context)
+
+
 @dataclass
 class Run:
     """Measurements of one training run; losses are in nats per byte.
 
     ``losses`` and ``learning_rates`` have one entry per step. ``validation`` maps the
     number of steps to a loss, and is empty in the comparison run. ``rates`` has the
-    tokens per second of each report.
+    tokens per second of each report, of all ranks together. ``start`` is the number of
+    steps before the first, of a run that goes on with another. ``traffic`` has the bytes
+    that a rank gives to collectives in the first step, by kind.
     """
 
     name: str
@@ -309,6 +268,13 @@ class Run:
     learning_rates: list[float] = field(default_factory=list)
     validation: dict[int, float] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
+    start: int = 0
+    traffic: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def steps(self) -> range:
+        """The numbers of the steps, from 1."""
+        return range(self.start + 1, self.start + len(self.losses) + 1)
 
     @property
     def tokens_per_second(self) -> float:
@@ -321,15 +287,16 @@ class Schedule:
 
     reports = REPORTS
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: Options, ranks: Ranks) -> None:
+        self.options, self.ranks = options, ranks
         self.started = time.perf_counter()
 
     def done(self, step: int) -> float:
         """The part of the run that is done after ``step`` steps, or by now; 1 ends it."""
         if self.options.seconds is None:
             return step / self.options.steps
-        return min(1.0, (time.perf_counter() - self.started) / self.options.seconds)
+        passed = self.ranks.agreed(time.perf_counter() - self.started)
+        return min(1.0, passed / self.options.seconds)
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of the next step."""
@@ -359,33 +326,38 @@ def train(
     options: Options,
     progress: Reporter | None = None,
     learning_rates: Sequence[float] | None = None,
+    ranks: Ranks = parallel.ALONE,
 ) -> Run:
     """Train ``model`` in place, with reports to ``progress``, by default a :class:`Progress`.
 
     With ``learning_rates`` of another run it repeats the first steps of that run, one
-    for each rate, without validation.
+    for each rate, without validation and checkpoints.
     """
     run = Run(name)
     progress = progress or Progress(name)
+    trained = ranks.trained(model)
     optimizer = make_optimizer(model, options)
+    if options.resume is not None and learning_rates is None:
+        run.start = checkpoints.load(options.resume, model, optimizer, ranks)
     # float16 gradients underflow unless the loss is scaled up.
     scaler = torch.amp.GradScaler(options.device, enabled=options.dtype == "float16")
-    schedule = Schedule(options) if learning_rates is None else FirstSteps(learning_rates)
+    schedule = Schedule(options, ranks) if learning_rates is None else FirstSteps(learning_rates)
 
     def validate(step: int) -> None:
         if learning_rates is None:
-            run.validation[step] = validation_loss(model, corpus.validation, options)
+            run.validation[step] = validation_loss(model, corpus.validation, options, ranks)
             progress.validated(step, run.validation[step])
 
-    validate(0)
+    validate(run.start)
     losses: list[torch.Tensor] = []
     reported = 0
     started = time.perf_counter()
-    for step, batch in enumerate(training_batches(corpus.training, options), start=1):
+    for step, batch in training_batches(corpus.training, options, ranks, run.start + 1):
         run.learning_rates.append(schedule.learning_rate(step))
         for group in optimizer.param_groups:
             group["lr"] = run.learning_rates[-1]
-        losses.append(training_step(model, batch, optimizer, scaler, options))
+        with ranks.counting(run.traffic if step == run.start + 1 else None):
+            losses.append(training_step(trained, model, batch, optimizer, scaler, options, ranks))
         done = schedule.done(step)
         progress.advanced(done)
         # A division may round down what should be a whole number.
@@ -394,13 +366,15 @@ def train(
             continue
         reported = part
         # Reading losses waits for the device, so it happens once per report.
-        run.losses += torch.stack(losses).tolist()
+        run.losses += ranks.mean(torch.stack(losses)).tolist()
         seconds = time.perf_counter() - started
-        run.rates.append(len(losses) * batch[0].numel() / seconds)
+        run.rates.append(len(losses) * batch[0].numel() * ranks.size / seconds)
         progress.reported(step, statistics.fmean(run.losses[-len(losses) :]), run.rates[-1])
         losses.clear()
         if done == 1 or len(run.rates) % REPORTS_PER_VALIDATION == 0:
             validate(step)
+            if options.checkpoint is not None and learning_rates is None:
+                checkpoints.save(options.checkpoint, step, model, optimizer, ranks)
         if done == 1:
             break
         started = time.perf_counter()
@@ -409,18 +383,23 @@ def train(
 
 
 def training_step(
+    trained: nn.Module,
     model: LanguageModel,
     batch: Batch,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     options: Options,
+    ranks: Ranks,
 ) -> torch.Tensor:
-    """Forward, backward and clipped update; returns the loss of the text, on its device."""
+    """Forward, backward and clipped update; returns the loss of the text, on its device.
+
+    ``trained`` is ``model``, or what :meth:`Ranks.shard` wraps it in.
+    """
     with options.autocast():
-        loss = next_byte_loss(model, batch)
+        loss = next_byte_loss(trained, batch)
     scaler.scale(loss + model.auxiliary_loss()).backward()
     scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    ranks.clip_gradients(model, max_norm=1.0)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -438,8 +417,9 @@ def make_optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": some, "weight_decay": decay}
+        for parameters, decay in ((matrices, 0.1), (vectors, 0.0))
+        for some in parallel.alike(parameters)
     ]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(0.9, 0.95), fused=True)
 
@@ -459,7 +439,9 @@ def learning_rate(done: float, options: Options) -> float:
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> float:
+def validation_loss(
+    model: nn.Module, text: torch.Tensor, options: Options, ranks: Ranks = parallel.ALONE
+) -> float:
     """Mean loss in nats per byte over windows spread evenly over the held-out text."""
     count = VALIDATION_BATCHES * options.batch_size
     last = len(text) - options.context - 1
@@ -467,78 +449,9 @@ def validation_loss(model: nn.Module, text: torch.Tensor, options: Options) -> f
     losses = []
     for part in starts.split(options.batch_size):
         with options.autocast():
-            losses.append(next_byte_loss(model, windows(text, part, options.context)))
-    return torch.stack(losses).mean().item()
-
-
-class Reporter(Protocol):
-    """The reports that :func:`train` makes."""
-
-    def advanced(self, done: float) -> None:
-        """Report one more step, and the part of the run that is done, 1 at the end."""
-
-    def reported(self, step: int, loss: float, rate: float) -> None:
-        """Report the mean training loss since the last report, and tokens per second."""
-
-    def validated(self, step: int, loss: float) -> None:
-        """Report the validation loss after ``step`` steps."""
-
-    def close(self) -> None:
-        """End the run."""
-
-
-def make_bar(total: float, **options: Any) -> Any:
-    """A tqdm bar; None if tqdm is missing or stdout is not a terminal."""
-    if sys.stdout.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            return tqdm(total=total, file=sys.stdout, dynamic_ncols=True, **options)
-    return None
-
-
-class Progress:
-    """A progress bar for one run, or lines if there is no terminal."""
-
-    def __init__(self, name: str) -> None:
-        self.done = 0.0
-        self.started = time.perf_counter()
-        print(f"\nTraining with {name} feed-forward blocks:")
-        self.bar = make_bar(
-            1.0, bar_format="{percentage:3.0f}%|{bar}| {elapsed}, {remaining} left{postfix}"
-        )
-
-    def advanced(self, done: float) -> None:
-        """Count one more step."""
-        if self.bar is not None:
-            self.bar.update(done - self.done)
-        self.done = done
-
-    def reported(self, step: int, loss: float, rate: float) -> None:
-        """Show the mean training loss since the last report, and tokens per second."""
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"step {step}, loss {loss:.3f}, {rate:,.0f} tokens/s")
-            return
-        left = (time.perf_counter() - self.started) * (1 - self.done) / self.done
-        line = f"{self._at(step)}loss {loss:.4f}  {rate:>10,.0f} tokens/s"
-        print(f"{line}  {left:>5.0f} s left", flush=True)
-
-    def validated(self, step: int, loss: float) -> None:
-        """Show the validation loss, in both of its units."""
-        bits = loss / math.log(2)
-        line = f"{self._at(step)}validation loss {loss:.4f} nats/byte = {bits:.4f} bits/byte"
-        if self.bar is not None:
-            self.bar.write(line, file=sys.stdout)
-        else:
-            print(line, flush=True)
-
-    def _at(self, step: int) -> str:
-        return f"  {self.done:>4.0%}  step {step:>5}  "
-
-    def close(self) -> None:
-        """End the run."""
-        if self.bar is not None:
-            self.bar.close()
+            batch = windows(text, ranks.part(part), options.context)
+            losses.append(next_byte_loss(model, batch))
+    return ranks.mean(torch.stack(losses).mean()).item()
 
 
 # -- sampling -----------------------------------------------------------------
@@ -571,7 +484,7 @@ def sample(model: nn.Module, options: Options) -> bytes:
 
 def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPlan:
     """The plan of a training step for one feed-forward block, from a meta tensor."""
-    shape = (options.batch_size, options.context, options.width)
+    shape = (options.batch_size // options.data_ranks, options.context, options.width)
     block: Any = model.feed_forward[0]
     with options.autocast():
         return block.plan(torch.empty(shape, device="meta", requires_grad=True))
@@ -596,6 +509,12 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
         print(
             f"  {f'{side} plan':<17} {counted(len(fused), 'step')} instead of {len(unfused)}, "
             f"{bytes_moved(fused)} a token and block instead of {bytes_moved(unfused)}"
+        )
+    if options.world.size > 1:
+        print(
+            f"  {options.world.size} ranks           "
+            f"{runs[0].tokens_per_second:,.0f} tokens/s together, in the fastest report\n"
+            f"  sent in a step    {parallel.listed(runs[0].traffic)}, by one rank"
         )
     if len(runs) == 2:
         print_comparison(runs)
@@ -660,7 +579,7 @@ def write_losses(path: Path, runs: Sequence[Run]) -> None:
         rows = csv.writer(file)
         rows.writerow(["step", *(run.name for run in runs)])
         losses = zip_longest(*(run.losses for run in runs), fillvalue="")
-        rows.writerows([step, *row] for step, row in enumerate(losses, start=1))
+        rows.writerows([step, *row] for step, row in enumerate(losses, start=runs[0].start + 1))
 
 
 def draw_losses(path: Path, runs: Sequence[Run]) -> None:
@@ -677,10 +596,9 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
     heights = [3, 1][: len(runs)]
     panels = figure.subplots(len(runs), squeeze=False, height_ratios=heights)[:, 0]
     losses, run = panels[0], runs[0]
-    steps = range(1, len(run.losses) + 1)
-    losses.plot(steps, run.losses, color="tab:blue", lw=0.5, alpha=0.4)
+    losses.plot(run.steps, run.losses, color="tab:blue", lw=0.5, alpha=0.4)
     losses.plot(
-        steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training, smoothed"
+        run.steps, smoothed(run.losses), color="tab:blue", label=f"{run.name}, training, smoothed"
     )
     losses.plot(
         list(run.validation),
@@ -690,9 +608,8 @@ def draw_losses(path: Path, runs: Sequence[Run]) -> None:
         label=f"{run.name}, validation",
     )
     for plain in runs[1:]:
-        first = range(1, len(plain.losses) + 1)
         label = f"{plain.name}, training, first {len(plain.losses)}"
-        losses.plot(first, plain.losses, color="tab:red", lw=0.5, label=label)
+        losses.plot(plain.steps, plain.losses, color="tab:red", lw=0.5, label=label)
     figure.suptitle("Byte-level language model of the Python standard library")
     losses.set_ylabel("loss (nats/byte)")
     # Above the panels, so that it covers no curve.
@@ -753,6 +670,7 @@ def parse(argv: list[str] | None) -> Options:
         default=argparse.SUPPRESS,  # this action has no default in its help
         help="skip the plain run",
     )
+    parallel.add_options(parser, is_mixture=False)
     add("--prompt", default=default.prompt, help="start of the sampled text")
     add("--temperature", type=float, default=default.temperature, help="of sampling")
     add("--top-k", type=int, default=default.top_k, help="sample among so many bytes")
@@ -760,7 +678,7 @@ def parse(argv: list[str] | None) -> Options:
     given = vars(parser.parse_args(argv))
     if "steps" in given:
         given["seconds"] = None
-    return checked(parser, Options(**given))
+    return checked(parser, Options(**given, world=parallel.World.from_environment()))
 
 
 def add_training_options(parser: argparse.ArgumentParser, default: Options) -> None:
@@ -780,8 +698,9 @@ def add_training_options(parser: argparse.ArgumentParser, default: Options) -> N
 
 def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
     """``options``, after making their folder; the parser refuses bad options."""
-    if problem := problem_with(options):
-        parser.error(problem)
+    for find_problem in (problem_with, parallel.problem_with, checkpoints.problem_with):
+        if problem := find_problem(options):
+            parser.error(problem)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -822,29 +741,50 @@ def problem_with(options: Options) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, sample, repeat the first steps without fuser, compare; returns the exit status."""
-    options = parse(argv)
-    corpus = library_corpus(options)
+    with parallel.World.from_environment().one_voice():
+        options = parse(argv)
+        corpus = library_corpus(options.context, options.device)
     if corpus is None:
         return 1
-    model, plain = make_models(options)
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters on {options.device}; "
-        f"{len(corpus.training):,} bytes to train on and {len(corpus.validation):,} held out, "
-        f"from {corpus.root}.\n"
-    )
-    plan = plan_of_one_block(model, options)
-    print(f"One feed-forward block in training:\n{plan}")
+    with parallel.started(options) as ranks:
+        model, plain = make_models(options)
+        count = sum(p.numel() for p in model.parameters())
+        print(
+            f"{count:,} parameters on {options.device}; "
+            f"{len(corpus.training):,} bytes to train on and {len(corpus.validation):,} held out, "
+            f"from {corpus.root}.\n"
+        )
+        ranks.parallelize(model)
+        plan = plan_of_one_block(model, options)
+        print(f"One feed-forward block in training:\n{plan}")
+        ranks.shard(model)
+        print(ranks.described(model, count), end="")
 
-    runs = [train("fuser", model, corpus, options)]
-    text = sample(model, options).decode(errors="replace")
-    print(f"\nThe model continues {options.prompt!r} by {options.sample_bytes} bytes:\n\n{text}")
-    if options.compare:
-        again = runs[0].learning_rates[: compared_steps(len(runs[0].losses), options)]
-        runs.append(train("plain", plain, corpus, options, learning_rates=again))
+        runs = [train("fuser", model, corpus, options, ranks=ranks)]
+        text = sample(model, options).decode(errors="replace")
+        print(
+            f"\nThe model continues {options.prompt!r} by {options.sample_bytes} bytes:\n\n{text}"
+        )
+        runs += repeated(runs[0], plain, corpus, options, ranks)
 
-    print_results(runs, plan, options)
-    write_results(options.out, runs, plan)
+        print_results(runs, plan, options)
+        if ranks.is_first:
+            write_results(options.out, runs, plan)
     return 0
+
+
+def repeated(
+    run: Run, plain: LanguageModel, corpus: Corpus, options: Options, ranks: Ranks
+) -> list[Run]:
+    """The first steps of ``run`` again, with plain torch blocks; empty if they are not compared."""
+    if not options.compare:
+        return []
+    if run.start:
+        print(f"\nNo run with plain torch blocks: this run went on after step {run.start}.")
+        return []
+    ranks.shard(plain)
+    rates = run.learning_rates[: compared_steps(len(run.losses), options)]
+    return [train("plain", plain, corpus, options, learning_rates=rates, ranks=ranks)]
 
 
 def compared_steps(steps: int, options: Options) -> int:

@@ -7,6 +7,7 @@ It draws how many tokens each expert got.
     python examples/train_moe.py
     python examples/train_moe.py --experts 16 --experts-per-token 4 --seconds 20
     python examples/train_moe.py --device cuda --dtype bfloat16 --width 1024 --heads 16 --cuda-graph
+    torchrun --nproc-per-node 2 examples/train_moe.py --ep 2
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import argparse
 import csv
 import statistics
 import sys
+from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import parallel
 import torch
 import torch.nn.functional as F
 import train_lm
+from parallel import Ranks
 from torch import nn
 
 import fuser
@@ -45,8 +49,8 @@ class Options(train_lm.Options):
 
     @property
     def rows(self) -> int:
-        """Rows of the experts in a step: one for each token and each of its experts."""
-        return self.batch_size * self.context * self.experts_per_token
+        """Rows of the experts in a step for a rank's tokens: for each, one for each expert."""
+        return self.batch_size // self.data_ranks * self.context * self.experts_per_token
 
 
 # -- models -------------------------------------------------------------------
@@ -72,7 +76,7 @@ class Mixture(nn.Module):
         )
         self.auxiliary_loss: torch.Tensor | float = 0.0
         self.load: torch.Tensor | None = None
-        """Tokens of each expert in the last forward."""
+        """This rank's tokens of each expert in the last forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x).flatten(0, 1)
@@ -86,23 +90,62 @@ class Mixture(nn.Module):
 
 
 class FusedMixture(Mixture):
-    """Experts as one pipeline, over rows that are sorted by expert."""
+    """Experts as one pipeline, over rows that are sorted by expert.
+
+    Several ranks can share the experts: then the pipeline also sends tokens to the ranks of their
+    experts, and returns their outputs.
+    """
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        width, hidden, count = options.width, 3 * options.width // 2, options.experts
+        self.options = options
+        self.is_spread = False
+        up, down = self.linears(options.experts)
+        self.experts = fuser.Sequential(
+            OrderedDict(up=up, activation=fuser.ScaledSwiGLU(), down=down)
+        )
+
+    def linears(self, count: int) -> tuple[fuser.GroupedLinear, fuser.GroupedLinear]:
+        """Both linears of ``count`` experts."""
+        width, hidden = self.options.width, 3 * self.options.width // 2
         made: dict[str, Any] = {
             "bias": False,
             "single_grouped_weight": True,
-            "device": options.device,
+            "device": self.options.device,
         }
-        self.experts = fuser.Sequential(
+        return (
             fuser.GroupedLinear(count, width, 2 * hidden, **made),
-            fuser.ScaledSwiGLU(),
             fuser.GroupedLinear(count, hidden, width, **made),
         )
 
+    def spread(self, group: Any) -> None:
+        """Keep this rank's part of the experts, of ranks with the same weights."""
+        count = self.options.experts // group.size()
+        first = group.get_local_rank() * count
+        up, down = self.linears(count)
+        with torch.no_grad():
+            for part, whole in ((up, self.experts.up), (down, self.experts.down)):
+                part.weight.copy_(whole.weight[first : first + count])
+        dispatch = fuser.MoeDispatch(self.options.experts, expert_parallel_group=group)
+        for index, channel in enumerate(("split sizes", "probs", "rows")):
+            dispatch.set_extra_output_channel(index, channel, output_to_caller=False)
+        combine = fuser.MoeCombine(expert_parallel_group=group)
+        self.experts = fuser.Sequential(
+            OrderedDict(
+                dispatch=dispatch,
+                up=up.set_extra_input_channel(0, "split sizes"),
+                activation=fuser.ScaledSwiGLU().set_extra_input_channel(0, "probs"),
+                down=down.set_extra_input_channel(0, "split sizes"),
+                combine=combine.set_extra_input_channel(0, "rows"),
+            )
+        )
+        self.is_spread = True
+
     def mixed(self, tokens: torch.Tensor, routing: fuser.moe.Routing) -> torch.Tensor:
+        if self.is_spread:
+            chosen = routing.expert_indices
+            self.load = chosen.flatten().bincount(minlength=self.options.experts)
+            return self.experts(tokens, chosen, routing.probs)
         rows = fuser.moe.permute(
             tokens, routing.expert_indices, routing.probs, num_experts=self.router.num_experts
         )
@@ -156,9 +199,11 @@ class Progress(train_lm.Progress):
     step of each.
     """
 
-    def __init__(self, name: str, model: train_lm.LanguageModel) -> None:
+    def __init__(
+        self, name: str, model: train_lm.LanguageModel, ranks: Ranks = parallel.ALONE
+    ) -> None:
         super().__init__(name)
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.loads: list[list[list[float]]] = []
         self.steps: list[int] = []
         self.sums: torch.Tensor | None = None
@@ -171,7 +216,8 @@ class Progress(train_lm.Progress):
     def reported(self, step: int, loss: float, rate: float) -> None:
         super().reported(step, loss, rate)
         assert self.sums is not None
-        shares = self.sums / self.sums.sum(-1, keepdim=True)
+        sums = self.ranks.sum(self.sums)
+        shares = sums / sums.sum(-1, keepdim=True)
         self.loads.append(shares.tolist())
         self.steps.append(step)
         self.sums = None
@@ -264,8 +310,17 @@ def time_graph(model: train_lm.LanguageModel, options: Options) -> tuple[float, 
 def plan_of_the_experts(model: train_lm.LanguageModel, options: Options) -> fuser.FusionPlan:
     """The plan of a training step for the experts of one layer, from meta tensors."""
     experts: Any = model.feed_forward[0].experts
-    x = torch.empty(options.rows, options.width, device="meta", requires_grad=True)
-    probs = torch.empty(options.rows, device="meta", requires_grad=True)
+    made = {"device": "meta", "requires_grad": True}
+    if options.ep > 1:
+        tokens = options.rows // options.experts_per_token
+        x = torch.empty(tokens, options.width, **made)
+        probs = torch.empty(tokens, options.experts_per_token, **made)
+        with options.autocast():
+            return experts.plan(
+                x, torch.empty(probs.shape, dtype=torch.int64, device="meta"), probs
+            )
+    x = torch.empty(options.rows, options.width, **made)
+    probs = torch.empty(options.rows, **made)
     splits = torch.empty(options.experts, dtype=torch.int32, device="meta")
     with options.autocast():
         return experts.plan(x, splits, probs, splits)
@@ -291,6 +346,7 @@ def parse(argv: list[str] | None) -> Options:
     add("--balance", type=float, default=default.balance, help="factor of the balancing loss")
     add("--recipe", choices=tuple(train_lm.RECIPES), default=default.recipe, help="low precision")
     add("--override", choices=train_lm.OVERRIDES, default=default.override, help="of backward")
+    parallel.add_options(parser, is_mixture=True)
     add("--cuda-graph", action="store_true", help="time the experts as CUDA graphs; needs a GPU")
     add(
         "--no-compare",
@@ -302,7 +358,7 @@ def parse(argv: list[str] | None) -> Options:
     given = vars(parser.parse_args(argv))
     if "steps" in given:
         given["seconds"] = None
-    options = Options(**given)
+    options = Options(**given, world=parallel.World.from_environment())
     if options.experts < 1 or not 1 <= options.experts_per_token <= options.experts:
         parser.error(
             f"--experts-per-token is {options.experts_per_token}; it must be 1 to "
@@ -310,6 +366,16 @@ def parse(argv: list[str] | None) -> Options:
         )
     if not options.balance >= 0:
         parser.error(f"--balance is {options.balance}; it must not be negative.")
+    if options.experts % max(options.ep, 1):
+        parser.error(f"--ep {options.ep} does not divide --experts {options.experts}.")
+    groups = options.world.size // max(options.ep, 1)
+    if options.ep > 1 and options.fsdp != "none" and options.width % groups:
+        parser.error(
+            f"--width {options.width} does not divide over {groups} ranks with the same experts, "
+            "which --fsdp shards by features."
+        )
+    if options.cuda_graph and options.world.size > 1:
+        parser.error(f"--cuda-graph is for one process, and this run has {options.world.size}.")
     if options.cuda_graph and options.device != "cuda":
         parser.error(f"--cuda-graph needs --device cuda; --device is {options.device}.")
     return train_lm.checked(parser, options)
@@ -317,40 +383,44 @@ def parse(argv: list[str] | None) -> Options:
 
 def main(argv: list[str] | None = None) -> int:
     """Train, repeat the first steps without fuser, compare, draw; returns the exit status."""
-    options = parse(argv)
-    corpus = train_lm.library_corpus(options)
+    with parallel.World.from_environment().one_voice():
+        options = parse(argv)
+        corpus = train_lm.library_corpus(options.context, options.device)
     if corpus is None:
         return 1
-    model, plain = make_models(options)
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters on {options.device}, "
-        f"{options.experts} experts a layer, {options.experts_per_token} for each token; "
-        f"{len(corpus.training):,} bytes to train on and {len(corpus.validation):,} held out, "
-        f"from {corpus.root}.\n"
-    )
-    plan = plan_of_the_experts(model, options)
-    print(f"The experts of one layer in training:\n{plan}")
-
-    progress = Progress("fuser", model)
-    runs = [train_lm.train("fuser", model, corpus, options, progress)]
-    if options.compare:
-        count = train_lm.compared_steps(len(runs[0].losses), options)
-        again = runs[0].learning_rates[:count]
-        runs.append(train_lm.train("plain", plain, corpus, options, learning_rates=again))
-
-    train_lm.print_results(runs, plan, options)
-    last = progress.loads[-1]
-    print("\nExperts with the most and the fewest tokens at the end, in % of all:")
-    for layer, shares in enumerate(last):
-        print(f"  layer {layer}   {100 * max(shares):.1f} and {100 * min(shares):.1f}")
-    if options.cuda_graph:
-        eager, graph = time_graph(model, options)
+    with parallel.started(options) as ranks:
+        model, plain = make_models(options)
+        count = sum(p.numel() for p in model.parameters())
         print(
-            f"\nForward and backward of the experts of a layer: {eager:.3f} ms launched, "
-            f"{graph:.3f} ms as CUDA graphs; {eager / graph:.2f}x."
+            f"{count:,} parameters on {options.device}, "
+            f"{options.experts} experts a layer, {options.experts_per_token} for each token; "
+            f"{len(corpus.training):,} bytes to train on and {len(corpus.validation):,} held out, "
+            f"from {corpus.root}.\n"
         )
-    train_lm.write_results(options.out, runs, plan)
-    write_loads(options.out, progress)
+        ranks.parallelize(model)
+        plan = plan_of_the_experts(model, options)
+        print(f"The experts of one layer in training:\n{plan}")
+        ranks.shard(model)
+        print(ranks.described(model, count), end="")
+
+        progress = Progress("fuser", model, ranks)
+        runs = [train_lm.train("fuser", model, corpus, options, progress, ranks=ranks)]
+        runs += train_lm.repeated(runs[0], plain, corpus, options, ranks)
+
+        train_lm.print_results(runs, plan, options)
+        last = progress.loads[-1]
+        print("\nExperts with the most and the fewest tokens at the end, in % of all:")
+        for layer, shares in enumerate(last):
+            print(f"  layer {layer}   {100 * max(shares):.1f} and {100 * min(shares):.1f}")
+        if options.cuda_graph:
+            eager, graph = time_graph(model, options)
+            print(
+                f"\nForward and backward of the experts of a layer: {eager:.3f} ms launched, "
+                f"{graph:.3f} ms as CUDA graphs; {eager / graph:.2f}x."
+            )
+        if ranks.is_first:
+            train_lm.write_results(options.out, runs, plan)
+            write_loads(options.out, progress)
     return 0
 
 

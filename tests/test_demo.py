@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import importlib.util
 import math
 import re
@@ -34,6 +35,7 @@ def load_script() -> ModuleType:
 
 
 train_lm = load_script()
+corpora, reports = (importlib.import_module(name) for name in ("corpus", "progress"))
 
 
 def run_main(out: Path, *arguments: str) -> str:
@@ -56,7 +58,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def corpus() -> Any:
-    return train_lm.read_corpus(Path(train_lm.sysconfig.get_path("stdlib")), "cpu")
+    return corpora.read_corpus(Path(corpora.sysconfig.get_path("stdlib")), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +270,7 @@ def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
         (tmp_path / f"{number:02}.py").write_text(f"file_{number:02}")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "skipped.py").write_text("skipped")
-    corpus = train_lm.read_corpus(tmp_path, "cpu")
+    corpus = corpora.read_corpus(tmp_path, "cpu")
     assert bytes(corpus.validation.tolist()) == b"file_00\nfile_10"
     training = [number for number in range(20) if number % 10]
     assert bytes(corpus.training.tolist()).split() == [b"file_%02d" % n for n in training]
@@ -316,7 +318,7 @@ def test_a_terminal_without_tqdm_gets_lines(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_time_left_follows_from_the_time_taken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_lm, "time", Clock(10.0))
+    monkeypatch.setattr(reports, "time", Clock(10.0))
     progress = train_lm.Progress("fuser")
     progress.advanced(0.25)
     progress.reported(12, 2.5, 1000.0)
@@ -371,7 +373,7 @@ def test_cuda_without_a_device_is_refused() -> None:
 def test_a_machine_without_sources_gets_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train_lm.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda name: str(tmp_path))
     assert train_lm.main([*TINY, "--out", str(tmp_path)]) == 1
     assert f"The Python sources under {tmp_path} hold 1 bytes" in capsys.readouterr().err
 
