@@ -106,7 +106,7 @@ GROUPS = (
     Mutant(
         "tokens are read by index where backward reads rows in high precision",
         DISPATCHED,
-        'recipe.backward_override == "high_precision" and any(w.requires_grad for w in weights)',
+        'recipe.backward_override == "high_precision" and reads_rows',
         "False",
         "test_dispatched_experts.py::test_where_the_rows_are_read_in_memory_it_refuses",
     ),
