@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable
@@ -315,6 +316,25 @@ def unquantized_experts_are_gathered_quantized(name: str) -> None:
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
             assert type(parameter.full_tensor()) is torch.Tensor
             torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+
+
+@each("mxfp8")
+def a_copy_of_experts_that_are_gathered_quantized_trains_alone(name: str) -> None:
+    """The original is not sharded, and its values stay."""
+    recipe = RECIPES[name]()
+    layers = fuser.distributed.gather_quantized(experts(name, plain=True), recipe)
+    values = [p.detach().clone() for p in layers.parameters()]
+    copied = sharded(copy.deepcopy(layers))
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.5)
+    loss = loss_of(copied, inputs(name, 1), recipe)
+    assert torch.equal(loss, loss_of(experts(name, plain=True), inputs(name, 1), recipe))
+    loss.backward()
+    optimizer.step()
+    for own, value, other in zip(layers.parameters(), values, copied.parameters(), strict=True):
+        assert own.grad is None
+        assert torch.equal(own, value)
+        expected = value - 0.5 * other.grad.full_tensor()
+        torch.testing.assert_close(other.full_tensor(), expected)
 
 
 @each("mxfp8")

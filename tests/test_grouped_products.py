@@ -140,6 +140,25 @@ def test_what_is_frozen_gets_no_gradient(
         assert (weight.grad is None) == (not weight.requires_grad)
 
 
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["one by one", "at once"])
+@pytest.mark.parametrize("override", [None, *BACKWARD_OVERRIDES])
+def test_biases_alone_get_their_gradients(
+    override: str | None, is_at_once: bool, at_once: Callable[[], None]
+) -> None:
+    if is_at_once:
+        at_once()
+    op, dy = made(BF16), values(T, N, seed=2, dtype=BF16)
+    for g in range(GROUPS):
+        getattr(op, f"weight{g}").requires_grad_(False)
+    splits = SPLITS["first empty"]
+    with fuser.autocast(recipe=recipes.MXFP8BlockScaling(backward_override=override)):
+        y = op(values(T, K, seed=1, dtype=BF16), torch.tensor(splits))
+    y.backward(dy)
+    for g, rows in enumerate(dy.float().split(splits)):
+        bias = getattr(op, f"bias{g}")
+        torch.testing.assert_close(bias.grad.float(), rows.sum(0), rtol=0.01, atol=0.05)
+
+
 @pytest.mark.parametrize("override", BACKWARD_OVERRIDES)
 def test_overrides_save_what_they_say(override: str, at_once: Callable[[], None]) -> None:
     """The operands themselves, or their rowwise copies."""

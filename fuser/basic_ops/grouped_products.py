@@ -342,6 +342,8 @@ def loop_backward(
     forward.
     """
     dtype, (count, _, size), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
+    if not (wants_wgrad or wants_dgrad):  # of the biases alone, which read no product
+        return None, None
     xs, weights = saved[:count], saved[count:]
     dx = None
     if wants_dgrad:

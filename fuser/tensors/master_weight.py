@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,19 @@ class MasterWeight(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self._plain!r}, {self._state.quantizer!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
+        if id(self) in memo or not self.is_leaf:
+            made: MasterWeight = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+            return made
+        # Torch's own deep copy fails on a wrapper with a storage offset: one of an op's experts.
+        attributes = copy.deepcopy(self.__dict__, memo)
+        made = MasterWeight(attributes["_plain"], attributes["_state"])
+        made.__dict__.update(attributes)
+        made.requires_grad_(self.requires_grad)
+        made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
