@@ -296,15 +296,14 @@ def loop_forward(
     """
     dtype, override = x.dtype, ctx.backward_override
     is_quantized = override is None
-    usage = "rowwise" if override == "dequantized" else "columnwise"
+    usage = "columnwise" if is_quantized else "rowwise"
     kept: tuple[list[Any], list[Any]] = ([], [])
     quantizers = op.quantizer_values("forward")
     has_gradient = ctx.requires_grad and is_quantized
     gradients = op.quantizer_values("backward") if has_gradient else []
     for g, rows in enumerate(groups.slices()):
-        if not wanted[1] or rows.start == rows.stop or override == "high_precision":
-            is_read = wanted[1] and rows.start < rows.stop
-            note_backward_read(made_weights[g], "rowwise" if is_read else None)
+        # Also of a group without rows, which may have some on other ranks: all gather one copy.
+        note_backward_read(made_weights[g], usage if wanted[1] else None)
         if rows.start == rows.stop:
             kept[0].append(None)
             kept[1].append(None)
