@@ -57,6 +57,7 @@ SLOW_FILES = frozenset(
         "test_launch_keys.py",
         "test_low_precision.py",
         "test_memory_benchmark.py",
+        "test_mesh_experts.py",
         "test_mixed_residuals.py",
         "test_moe_ops.py",
         "test_mutants.py",
