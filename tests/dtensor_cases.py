@@ -696,6 +696,23 @@ def parts_of_process_groups_are_saved_as_dtensors() -> None:
 
 
 @case
+def different_experts_of_ranks_are_not_made_one_parameter() -> None:
+    """A checkpoint would have those of one rank for all."""
+    layers = fuser.Sequential(
+        fuser.RMSNorm(HIDDEN),
+        fuser.MoeDispatch(4, expert_parallel_group=mesh()),
+        fuser.GroupedLinear(2, HIDDEN, WIDTH),
+    )
+    sentence = said(InputError, lambda: distribute_parameters(layers, mesh()))
+    assert "GroupedLinear(2, 64, 128)" in sentence
+    assert "a MoeDispatch of 4 experts on the ranks [0, 1]" in sentence
+    assert all(type(p) is torch.nn.Parameter for p in layers.parameters())
+    alone = init_device_mesh(device_type(), (2, 1), mesh_dim_names=("a", "b"))["b"]
+    distribute_parameters(layers, alone)  # no other rank of this mesh has experts
+    assert all(type(p) is not torch.nn.Parameter for p in layers.parameters())
+
+
+@case
 def a_checkpoint_of_another_recipe_is_loaded_with_a_warning() -> None:
     for first, second, is_warned in (
         (MXFP8BlockScaling(), Float8CurrentScaling(), True),

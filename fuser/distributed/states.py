@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from fuser.basic_ops import GroupedLinear, MoeDispatch
 from fuser.communication import ranks_of
 from fuser.errors import InputError
 from fuser.modules.layers import Layer
@@ -37,15 +38,18 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
     Raises
     ------
     InputError
-        If an op is sharded over other ranks, or a parameter is a ``DTensor`` or another wrapper
-        already; nothing has changed then.
+        If an op is sharded over other ranks, if a parameter is a ``DTensor`` or another wrapper
+        already, or if ranks of the mesh have different experts; nothing has changed then.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     ranks = ranks_of("distribute_parameters", device_mesh)
     found: dict[int, tuple[Parameter, int | None]] = {}
     ops = _ops_of(module)
+    dispatches = [op for op in ops if isinstance(op, MoeDispatch) and op.expert_parallel_size > 1]
     for op in ops:
+        if isinstance(op, GroupedLinear):
+            _check_experts(op, dispatches, ranks)
         for name, parameter in op._parameters.items():
             if parameter is None:
                 continue
@@ -83,6 +87,20 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
             if id(parameter) in made:
                 owner._parameters[name] = made[id(parameter)]
     return module
+
+
+def _check_experts(op: GroupedLinear, dispatches: list[MoeDispatch], ranks: list[int]) -> None:
+    """Refuse a linear of experts of this rank, if other ranks of the mesh have other experts."""
+    for dispatch in dispatches:
+        spread = ranks_of("MoeDispatch", dispatch.expert_parallel_group)
+        if len(set(spread) & set(ranks)) > 1:
+            raise InputError(
+                f"distribute_parameters got a mesh of the ranks {ranks}, and a model with "
+                f"GroupedLinear({op.num_groups}, {op.in_features}, {op.out_features}) and a "
+                f"MoeDispatch of {dispatch.num_experts} experts on the ranks {spread}: each rank "
+                "has other experts, by the same names. Give it the other parts of the model; for "
+                "a checkpoint, make one DTensor of the experts of all ranks, in the state."
+            )
 
 
 def init_delayed_scaling(module: torch.nn.Module, recipe: DelayedScaling) -> torch.nn.Module:
