@@ -218,7 +218,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """What the feed-forward blocks add to the loss of the last forward, such as a balance."""
+        """The losses of the feed-forward blocks in the last forward, such as for their balance."""
         return sum(getattr(block, "auxiliary_loss", 0.0) for block in self.feed_forward)
 
 
