@@ -65,7 +65,7 @@ def test_bytes_of_tokens_travel_if_an_expert_has_one_scale(
         sent = f"all-to-all FP8 E4M3 rowwise output (2 ranks: {row} B/token)"
         values = f"all-to-all output (2 ranks: {2 * row} B/token)"
         assert (sent if is_fused else values) in each["plan"]
-        assert ("Bytes travel; ranks first agree" in each["plan"]) == is_fused
+        assert ("Bytes are sent; ranks first agree" in each["plan"]) == is_fused
 
 
 def test_a_rank_saves_tensors_of_its_rows_and_its_tokens_alone(
