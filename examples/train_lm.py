@@ -709,7 +709,7 @@ def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
 
 
 def problem_with(options: Options) -> str | None:
-    """A sentence that says what is wrong with the options, or None."""
+    """An error message if options do not fit, otherwise None."""
     for name in ("steps", "layers", "width", "heads", "context", "batch_size", "top_k"):
         value = getattr(options, name)
         if value < 1:

@@ -80,7 +80,7 @@ class ExpertParallelOperation(BasicOperation):
         return True
 
     def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Any:
-        """The group of a forward, after its ranks have compared what they do.
+        """The group of a forward, after its ranks have compared their recipe, dtypes and options.
 
         ``x`` has the dtype and the last dimension of the rows. Notes the group for backward.
         """

@@ -89,8 +89,8 @@ class MoeDispatch(ExpertParallelOperation):
     InputError
         If a number or a name is not as described, if the ranks do not divide the experts or the
         capacity, or if this rank is not in the group. A call raises it if a shape, dtype, device or
-        index is not as described, and on all ranks if they differ in what they compare at their
-        first call: experts, capacity, k, hidden size, dtypes, recipe and wanted gradients.
+        index is not as described, and at the first call on all ranks if these differ: experts,
+        capacity, k, hidden size, dtypes, recipe and wanted gradients.
     InputTypeError
         If ``num_experts`` or ``capacity`` is not an int.
     StateError

@@ -1,4 +1,4 @@
-"""Agreement of ranks: an op compares what its ranks do, before it first communicates."""
+"""Agreement of ranks: they compare recipe, input and options before an op communicates."""
 
 from __future__ import annotations
 

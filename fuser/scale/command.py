@@ -1,4 +1,4 @@
-"""The command ``python -m fuser scale``: its options, and what it prints."""
+"""The command ``python -m fuser scale``: its options and its output."""
 
 from __future__ import annotations
 

@@ -369,8 +369,8 @@ def _elementwise(graph: OpGraph, plan: FusionPlan, side: str) -> float:
 def _grouped_quantization(recipe: Recipe, products: Sequence[Product]) -> dict[str, float]:
     """Bytes by which experts' operands are quantized, which a plan of them does not count.
 
-    The values are read and both copies written; what the activation computes is written as
-    copies only, in place of values.
+    The values are read and both copies written; tensors that the activation computes are written
+    as copies only, in place of values.
     """
     both = ("rowwise", "columnwise")
     found = dict.fromkeys(SIDES, 0.0)
