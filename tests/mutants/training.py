@@ -12,7 +12,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a copy of a model takes the kept weight along",
-        "basic_ops/basic_linear.py",
+        "basic_ops/linear_weight.py",
         'return {**state, "_kept_weight": None}',
         "return state",
         "test_operand_flow.py::test_a_kept_weight_is_neither_copied_nor_saved",
