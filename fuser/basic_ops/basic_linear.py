@@ -11,7 +11,6 @@ from fuser import gemm
 from fuser.basic_ops import linear_parallel
 from fuser.basic_ops.linear_operands import (
     gemm_name,
-    native_row,
     operands_of,
     original,
     plain,
@@ -24,16 +23,12 @@ from fuser.basic_ops.linear_weight import LinearWeight
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.communication import check_shard, resolved, start_all_gather
-from fuser.cuda import cublaslt
 from fuser.errors import InputError
 from fuser.op import Grads, OperationContext, cast, write_grad_input, write_output
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
-from fuser.tensors.sharding import is_distributed
-
-EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
 
 class BasicLinear(LinearWeight):
@@ -224,97 +219,7 @@ class BasicLinear(LinearWeight):
     def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
         return gemm_name(name, a, b, key, self.quantizer_format)
 
-    # -- questions of fused ops ---------------------------------------------------
-
-    def bias_refusal(self, key: PlanKey, bias: torch.Tensor) -> str | None:
-        """The reason why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
-        compute = self._compute_dtype(key)
-        if self._parallel is not None and self._parallel.mode == "row":
-            return "the products of the ranks are added first, and the bias after that."
-        if key.recipe is not None:
-            row = native_row("input", "weight", key, self.quantizer_format)
-            if row is None:
-                return EMULATED_GEMM
-            if compute == torch.float32:
-                return f"{row.name} takes no bias in {compute}."
-        if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
-            return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
-        # A plan sees whole DTensors, a call the parts of this rank.
-        outputs = self.out_features if is_distributed(bias) else self.local_out_features
-        if bias.numel() != outputs:
-            return f"the linear has {outputs} outputs and the bias {bias.numel()}."
-        return None
-
-    def biased_gemm(self, key: PlanKey) -> str:
-        """The name of the forward GEMM with a bias as its epilogue."""
-        return "addmm" if key.recipe is None else self.kernels("forward", key.window(0, 1))[0]
-
-    def addend_refusal(self, side: str, key: PlanKey) -> str | None:
-        """The reason why the forward GEMM, or dgrad, cannot add a tensor; None if it can.
-
-        ``key`` begins with this op.
-        """
-        reason = self.parallel_refusal(side)
-        if reason is not None:
-            return reason
-        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
-            return None
-        role = "input" if side == "forward" else "grad_output"
-        row = native_row(role, "weight", key, self.quantizer_format)
-        if row is None:
-            return EMULATED_GEMM
-        if cublaslt.library() is None:
-            return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
-        return None
-
-    def parallel_refusal(self, side: str) -> str | None:
-        """The reason why the ranks of a parallel linear cannot add a tensor to their products."""
-        if self._parallel is None or (side == "backward" and self._parallel.mode == "row"):
-            return None
-        return (
-            f"the linear is {self._parallel.mode} parallel over {self._parallel.ranks} ranks, and "
-            "a tensor is not added on each."
-        )
-
-    def added_gemm(self, side: str, key: PlanKey) -> str:
-        """The name of the forward GEMM, or dgrad, which also adds a tensor.
-
-        ``key`` begins with this op.
-        """
-        prefix = "" if side == "forward" else "dgrad "
-        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
-            return f"{prefix}addmm"
-        role = "input" if side == "forward" else "grad_output"
-        return self._gemm_name(f"{prefix}mm", role, "weight", key).replace("mm (", "addmm (")
-
-    def adds_in_gemm(self, key: PlanKey) -> bool:
-        """Whether cuBLASLt makes the forward GEMM, and adds a bias and a tensor, also one in fp32.
-
-        ``key`` begins with this op.
-        """
-        is_narrow = self._compute_dtype(key) in (torch.float16, torch.bfloat16)
-        has_library = key.arch is not None and cublaslt.library() is not None
-        return is_narrow and has_library and self.addend_refusal("forward", key) is None
-
-    def grad_scale_refusal(self, key: PlanKey) -> str | None:
-        """The reason why the backward GEMMs cannot scale the output's gradient; None if they can.
-
-        ``key`` begins with this op.
-        """
-        recipe, op = key.recipe, key.ops[0]
-        if recipe is None or not recipe.quantizes_backward:
-            return None
-        if recipe.delayed() or recipe.custom():
-            # Quantizing dy without the scale would record the amax of another tensor.
-            name = type(recipe).__name__
-            return f"{name} may record the amax of scale * dy, and here dy would be quantized."
-        wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
-        rows = [
-            native_row("grad_output", role, key, self.quantizer_format)
-            for role, is_wanted in wanted.items()
-            if is_wanted
-        ]
-        return EMULATED_GEMM if None in rows else None
+    # -- running --------------------------------------------------------------
 
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
@@ -379,7 +284,7 @@ class BasicLinear(LinearWeight):
         y = self._own_matmul(ctx, input_, bias, addend, scale, is_first_microbatch)
         if self._parallel is None or self._parallel.mode == "column":
             return y
-        assert bias is None  # bias_refusal and parallel_refusal say so
+        assert bias is None  # linear_epilogues.py refuses it
         assert addend is None
         group = resolved("BasicLinear", self.tensor_parallel_group)
         return self._parallel.start_output(y, group, "BasicLinear").wait()

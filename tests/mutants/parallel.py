@@ -10,9 +10,9 @@ EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_o
 PARALLEL = (
     Mutant(
         "a plan compares the whole bias of a DTensor with the part of a linear",
-        "basic_ops/basic_linear.py",
-        "outputs = self.out_features if is_distributed(bias) else self.local_out_features",
-        "outputs = self.local_out_features",
+        "basic_ops/linear_epilogues.py",
+        "outputs = linear.out_features if is_distributed(bias) else linear.local_out_features",
+        "outputs = linear.local_out_features",
         DTENSORS,
         select="one_pipeline_of_fusions",
     ),

@@ -610,7 +610,7 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "delayed scaling records the amax of a gradient without its scale",
-        "basic_ops/basic_linear.py",
+        "basic_ops/linear_epilogues.py",
         "if recipe.delayed() or recipe.custom():",
         "if recipe.custom():",
         "test_quantized_gemm.py::test_delayed_scaling_records_the_amax_of_the_scaled_gradient",
