@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import fuser
 from fuser import modules
 from fuser import recipe as recipes
-from fuser.modules import layers
+from fuser.modules import arguments
 
 
 def x_of(*shape: int) -> torch.Tensor:
@@ -290,7 +290,7 @@ def test_a_parametrized_layer_is_refused_with_the_parameters_name() -> None:
     ["return_bias", "checkpoint", "parameters_split", "delay_wgrad_compute", "ub_overlap_ag"],
 )
 def test_what_a_layer_lacks_is_accepted_off_and_refused_on(make: Any, option: str) -> None:
-    default, _ = layers.OFF[option]
+    default, _ = arguments.OFF[option]
     make(**{option: default, "ub_name": "qkv"})
     with pytest.raises(fuser.InputError, match=rf"got {option}=.*takes only {default!r}"):
         make(**{option: 2})

@@ -12,6 +12,7 @@ from fuser.errors import InputError
 from fuser.fused_ops import Linear
 from fuser.module_calls import module_calls
 from fuser.modules import layers
+from fuser.modules.layer import Layer
 from fuser.op import BasicOperation
 from fuser.tensors import QuantizedTensor
 
@@ -55,7 +56,7 @@ class _Style:
             for key, value in list(op._parameters.items()):
                 if value is not None:
                     self._distribute(op, key, device_mesh)
-        if isinstance(module, layers.Layer):
+        if isinstance(module, Layer):
             module._take_parameters_of_ops()
         module_calls.change()
         return module
@@ -69,7 +70,7 @@ class _Style:
                 "parallelize_module a plan with a style for each of its ops or layers, by their "
                 "paths; torch's own styles are for modules of torch."
             )
-        if isinstance(module, layers.Layer):
+        if isinstance(module, Layer):
             module._hand_parameters_to_ops()
         for op in _basic_ops(module):
             if any(op.placement_of(key)[0] is not None for key in op._parameters):
@@ -266,12 +267,12 @@ class Replicated(_Style):
 
 
 def _basic_ops(module: Any) -> list[BasicOperation]:
-    ops: Any = module.ops if isinstance(module, layers.Layer) else (module,)
+    ops: Any = module.ops if isinstance(module, Layer) else (module,)
     return [each for op in ops for each in getattr(op, "members", (op,))]
 
 
 def _linears(module: Any) -> list[Linear | BasicLinear]:
-    ops: Any = module.ops if isinstance(module, layers.Layer) else (module,)
+    ops: Any = module.ops if isinstance(module, Layer) else (module,)
     return [op for op in ops if isinstance(op, (Linear, BasicLinear))]
 
 

@@ -9,7 +9,8 @@ import torch
 
 from fuser import basic_ops
 from fuser.errors import InputError, InputTypeError
-from fuser.modules.layers import InitMethod, Layer, Place, linear_arguments, one_of_two
+from fuser.modules.arguments import linear_arguments, one_of_two
+from fuser.modules.layer import InitMethod, Layer, Place
 from fuser.op import check_parallelism
 from fuser.plan.plan import FusionPlan
 

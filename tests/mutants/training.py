@@ -520,7 +520,7 @@ STATE = (
     ),
     Mutant(
         "the state of a layer's second op begins with the length of the first",
-        "modules/layers.py",
+        "modules/layer.py",
         "own, state = state[1 : 1 + length], state[1 + length :]",
         "own, state = state[1 : 1 + length], state[length:]",
         "test_modules.py::test_delayed_scaling_goes_on_where_the_saved_layer_stopped",
