@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan.plan import format_bytes, format_time
+from fuser.plan.text import format_bytes, format_time
 from fuser.recipe import RECIPES, Float8CurrentScaling, Recipe
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import Mesh, make_mesh
