@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -130,7 +130,29 @@ class _Style:
         setattr(op, name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
-class Colwise(_Style):
+class _LinearStyle(_Style):
+    """Base of the styles of linears, with the arguments of torch's."""
+
+    whole: ClassVar[str]
+    """The side of the linear, ``"input"`` or ``"output"``, with all features on each rank."""
+    parted: ClassVar[str]
+    """The other side, of which each rank has some features."""
+
+    def __init__(
+        self,
+        *,
+        sequence_parallel: bool = False,
+        input_layouts: Any = None,
+        output_layouts: Any = None,
+        use_local_output: bool = True,
+    ) -> None:
+        style, layouts = type(self).__name__, {"input": input_layouts, "output": output_layouts}
+        rows = _is_sequence(style, self.whole, layouts[self.whole], sequence_parallel)
+        _check_fixed(style, self.parted, layouts[self.parted], use_local_output)
+        super().__init__(sequence_parallel=rows)
+
+
+class Colwise(_LinearStyle):
     """Give each rank of the mesh a part of the outputs of a linear.
 
     For ``fuser.Linear``, ``BasicLinear``, ``Bias``, ``fuser.modules.Linear`` and
@@ -156,17 +178,7 @@ class Colwise(_Style):
         is unchanged then.
     """
 
-    def __init__(
-        self,
-        *,
-        sequence_parallel: bool = False,
-        input_layouts: Any = None,
-        output_layouts: Any = None,
-        use_local_output: bool = True,
-    ) -> None:
-        rows = _is_sequence("Colwise", "input", input_layouts, sequence_parallel)
-        _check_fixed("Colwise", "output", output_layouts, use_local_output)
-        super().__init__(sequence_parallel=rows)
+    whole, parted = "input", "output"
 
     def _taken(self) -> tuple[type, ...]:
         linears = (Linear, BasicLinear, Bias, layers.Linear)
@@ -193,7 +205,7 @@ class Colwise(_Style):
         return _basic_ops(module)
 
 
-class Rowwise(_Style):
+class Rowwise(_LinearStyle):
     """Give each rank of the mesh a part of the inputs of a linear; the products are added.
 
     For ``fuser.Linear``, ``BasicLinear`` and ``fuser.modules.Linear``, in place as
@@ -214,17 +226,7 @@ class Rowwise(_Style):
         As :class:`Colwise`.
     """
 
-    def __init__(
-        self,
-        *,
-        sequence_parallel: bool = False,
-        input_layouts: Any = None,
-        output_layouts: Any = None,
-        use_local_output: bool = True,
-    ) -> None:
-        rows = _is_sequence("Rowwise", "output", output_layouts, sequence_parallel)
-        _check_fixed("Rowwise", "input", input_layouts, use_local_output)
-        super().__init__(sequence_parallel=rows)
+    whole, parted = "output", "input"
 
     def _taken(self) -> tuple[type, ...]:
         return (Linear, BasicLinear, layers.Linear)
