@@ -227,7 +227,7 @@ class FusionPlan:
         heading = (side, "runs as", "kernels", *what, "bytes/token", "modelled")
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
-            *columns([heading, *rows]),
+            *columns([heading, *rows], left=len(heading) - 2),
             f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
 

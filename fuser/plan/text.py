@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def span(ops: tuple[int, ...]) -> str:
+def span(ops: Sequence[int]) -> str:
     """A range of op indices as text: ``3`` or ``3-5``."""
     return str(ops[0]) if len(ops) == 1 else f"{ops[0]}-{ops[-1]}"
 
@@ -35,14 +35,13 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), *names[-1:]])
 
 
-def columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Rows of cells as lines with aligned columns; the last two columns are numbers."""
+def columns(rows: Sequence[tuple[str, ...]], *, left: int) -> list[str]:
+    """Rows of cells as indented lines: the first ``left`` columns to the left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = len(widths) - 2
     return [
         "  "
         + "  ".join(
-            cell.rjust(width) if i >= numbers else cell.ljust(width)
+            cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

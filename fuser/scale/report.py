@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan.text import format_bytes, format_time
+from fuser.plan.text import columns, format_bytes, format_time
 from fuser.recipe import RECIPES, Float8CurrentScaling, Recipe
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import Mesh, make_mesh
@@ -78,24 +78,26 @@ class ScaleReport:
             f"GPU{recompute}",
             f"  {self._rates()}",
             "",
-            *_columns(
-                [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows]
+            *columns(
+                [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows],
+                left=1,
             ),
             f"  step {_seconds(step.seconds)}, {step.exposed:.0%} of it exposed communication",
             "",
-            *_columns(
+            *columns(
                 [
                     (f"memory of a GPU, {step.variant.name}", ""),
                     *((name, _gigabytes(nbytes)) for name, nbytes in step.memory),
                     ("total", f"{_gigabytes(step.memory_bytes)} of {_gigabytes(hardware.memory)}"),
-                ]
+                ],
+                left=1,
             ),
             "",
-            *_columns([self._heading(), *map(self._summary, self.here.steps)]),
+            *columns([self._heading(), *map(self._summary, self.here.steps)], left=1),
             *self._least(),
         ]
         if self.elsewhere:
-            lines += ["", *_columns(self._counts()), *self._limits()]
+            lines += ["", *columns(self._counts(), left=1), *self._limits()]
         return "\n".join((*lines, "", *self._notes()))
 
     def _heading(self) -> tuple[str, ...]:
@@ -348,19 +350,6 @@ def recipe_named(name: str) -> Recipe:
 
 
 # -- text -----------------------------------------------------------------------------
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _count(number: int, what: str) -> str:
