@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import fuser
 from fuser import modules
 from fuser import recipe as recipes
+from fuser.communication import PlannedGroup
 from fuser.modules import arguments
 
 
@@ -302,6 +303,38 @@ def test_tp_size_is_that_of_the_group() -> None:
     modules.LayerNormLinear(64, 64, tp_size=1, tp_group=None)
     with pytest.raises(fuser.InputError, match=r"LayerNormMLP got tp_size=2, and .* has 1 rank"):
         modules.LayerNormMLP(64, 64, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda **ranks: modules.Linear(64, 64, sequence_parallel=True, **ranks),
+            "Linear got sequence_parallel=True and no parallel_mode",
+        ),
+        (
+            lambda **ranks: modules.LayerNormLinear(64, 64, sequence_parallel=True, **ranks),
+            "LayerNormLinear got sequence_parallel=True and no parallel_mode",
+        ),
+        (
+            lambda **ranks: modules.LayerNormMLP(64, 64, sequence_parallel=True, **ranks),
+            "LayerNormMLP got sequence_parallel=True without set_parallel_mode=True",
+        ),
+        (
+            lambda **ranks: modules.LayerNormLinear(64, 64, parallel_mode="rows", **ranks),
+            "LayerNormLinear got parallel_mode='rows'; it is None, 'column' or 'row'",
+        ),
+        (
+            lambda **ranks: modules.LayerNormMLP(
+                64, 63, activation="swiglu", set_parallel_mode=True, **ranks
+            ),
+            "LayerNormMLP's ffn_hidden_size is 63, and 2 ranks do not divide it",
+        ),
+    ],
+)
+def test_errors_about_ranks_name_the_arguments_of_the_layer(make: Any, said: str) -> None:
+    with pytest.raises(fuser.InputError, match=said):
+        make(device="meta", tp_group=PlannedGroup(2))
 
 
 def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:

@@ -10,7 +10,7 @@ from fuser import basic_ops, fused_ops
 from fuser.errors import InputError
 from fuser.modules.arguments import linear_arguments, one_of_two
 from fuser.modules.layer import InitMethod, Layer, Place
-from fuser.modules.parallel import mark_norm, modes_of_mlp, refuse_row, without_size
+from fuser.modules.parallel import check_mode, mark_norm, modes_of_mlp, refuse_row, without_size
 from fuser.op import BasicOperation
 
 NORMALIZATIONS: dict[str, Any] = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}
@@ -68,17 +68,13 @@ class Linear(Layer):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        linear = _linear(
-            in_features,
-            out_features,
-            bias,
-            name or "",
-            {
-                "device": device,
-                "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-                **linear_arguments(type(self), without_size("Linear", options)),
-            },
-        )
+        taken = linear_arguments(type(self), without_size("Linear", options))
+        check_mode("Linear", taken)
+        factory = {
+            "device": device,
+            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
+        }
+        linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
         super().__init__(
             linear, places=_linear_places(linear), init_methods={"weight": init_method}
         )
@@ -133,12 +129,12 @@ class LayerNormLinear(Layer):
             "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
         taken = linear_arguments(type(self), without_size("LayerNormLinear", options))
+        check_mode("LayerNormLinear", taken)
         refuse_row("LayerNormLinear", taken)
-        linear_options = {**factory, **taken}
         norm = _norm(
             normalization, in_features, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
-        linear = _linear(in_features, out_features, bias, name or "", linear_options)
+        linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
         mark_norm(norm, linear)
         super().__init__(
             norm,
@@ -218,7 +214,9 @@ class LayerNormMLP(Layer):
         options = without_size("LayerNormMLP", options)
         is_parallel = options.pop("set_parallel_mode", False)
         taken = {**factory, **linear_arguments(type(self), options)}
-        of_fc1, of_fc2 = modes_of_mlp("LayerNormMLP", taken, is_parallel)
+        of_fc1, of_fc2 = modes_of_mlp(
+            "LayerNormMLP", taken, ffn_hidden_size, is_parallel=is_parallel
+        )
         norm = _norm(
             normalization, hidden_size, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
