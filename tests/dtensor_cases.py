@@ -297,7 +297,15 @@ def what_cannot_be_sharded_is_refused_and_unchanged() -> None:
 
     assert "got a Sequential" in refused(mlp(), Colwise())
     assert "got a GroupedLinear" in refused(fuser.GroupedLinear(2, 8, 8), Colwise())
-    assert "got a LayerNormMLP" in refused(modules.LayerNormMLP(8, 8), Rowwise())
+    assert refused(modules.LayerNormMLP(8, 8), Rowwise()).endswith(
+        "got a LayerNormMLP. The style for LayerNormMLP is Colwise."
+    )
+    for norm in (fuser.RMSNorm(8), fuser.LayerNorm(8)):
+        for style in (Colwise(), Rowwise()):
+            wanted = f"The style for {type(norm).__name__} is Replicated."
+            assert refused(norm, style).endswith(wanted)
+    assert refused(fuser.Bias(8), Rowwise()).endswith("for Bias is Colwise or Replicated.")
+    assert refused(modules.Linear(8, 8), Replicated()).endswith("for Linear is Colwise or Rowwise.")
     odd = fuser.Linear(8, 5)
     assert "is 5, and 2 ranks do not divide it" in refused(odd, Colwise())
     assert odd(torch.ones(2, 8)).shape == (2, 5)

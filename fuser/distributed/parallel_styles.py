@@ -65,11 +65,16 @@ class _Style:
         """Refuse a module of another kind, or one that is sharded already."""
         name = type(self).__name__
         if not isinstance(module, self._taken()):
-            raise InputError(
-                f"{name} takes {KINDS[name]}; got a {type(module).__name__}. Give "
-                "parallelize_module a plan with a style for each of its ops or layers, by their "
-                "paths; torch's own styles are for modules of torch."
-            )
+            kind = type(module).__name__
+            styles = [s for s in (Colwise, Rowwise, Replicated) if isinstance(module, s._taken())]
+            if styles:
+                hint = f"The style for {kind} is {' or '.join(s.__name__ for s in styles)}."
+            else:
+                hint = (
+                    "Give parallelize_module a plan with a style for each of its ops or layers, by "
+                    "their paths; torch's own styles are for modules of torch."
+                )
+            raise InputError(f"{name} takes {KINDS[name]}; got a {kind}. {hint}")
         if isinstance(module, Layer):
             module._hand_parameters_to_ops()
         for op in _basic_ops(module):
@@ -93,7 +98,8 @@ class _Style:
                         "gather_quantized and fully_shard."
                     )
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         raise NotImplementedError
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
@@ -180,7 +186,8 @@ class Colwise(_LinearStyle):
 
     whole, parted = "input", "output"
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         linears = (Linear, BasicLinear, Bias, layers.Linear)
         return (*linears, layers.LayerNormLinear, layers.LayerNormMLP)
 
@@ -228,7 +235,8 @@ class Rowwise(_LinearStyle):
 
     whole, parted = "output", "input"
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         return (Linear, BasicLinear, layers.Linear)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
@@ -257,7 +265,8 @@ class Replicated(_Style):
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__(sequence_parallel=sequence_parallel)
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         return (BasicOperation,)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
