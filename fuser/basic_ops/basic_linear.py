@@ -19,7 +19,7 @@ from fuser.basic_ops.linear_operands import (
     saved_operand,
 )
 from fuser.basic_ops.linear_parallel import InputGather, travels
-from fuser.basic_ops.linear_weight import LinearWeight
+from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.communication import check_shard, resolved, start_all_gather
@@ -102,11 +102,8 @@ class BasicLinear(LinearWeight):
         return (*super().implementation(), self._parallel)
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        parallel = self._parallel
-        if parallel is None:
-            return sizes
-        return f"{sizes}, {parallel.mode} parallel over {parallel.ranks} ranks"
+        sizes = f"in_features={self.whole_in_features}, out_features={self.out_features}"
+        return f"{sizes}{parallel_text([self])}"
 
     @property
     def is_recordable(self) -> bool:  # type: ignore[override]
@@ -530,9 +527,9 @@ class BasicLinear(LinearWeight):
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.local_in_features:
-            ranks = self.tensor_parallel_size
-            part = f" ({self.in_features} over {ranks} ranks)" if self._parallel else ""
+            mode, ranks = self.mode_and_ranks or ("", 1)
+            part = f" ({self.whole_in_features} over {ranks} ranks)" if mode == "row" else ""
             raise InputError(
-                f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"BasicLinear({self.whole_in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.local_in_features}{part}."
             )

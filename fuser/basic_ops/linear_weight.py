@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class LinearWeight(BasicOperation):
     local_in_features: int
     local_out_features: int
     _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
+    _product_ranks = 1  # the ranks whose products a later op adds
 
     def _make_weight(
         self,
@@ -98,6 +99,22 @@ class LinearWeight(BasicOperation):
         """Say that the op's features are those of this rank, and a later op adds the products."""
         self._group = GroupRef(group)
         self._sharded_dim = 1
+        self._product_ranks = group_size("BasicLinear", group)
+
+    @property
+    def mode_and_ranks(self) -> tuple[str, int] | None:
+        """``"column"`` or ``"row"``, and how many ranks share the linear; None if none do.
+
+        Also if a later op adds the products.
+        """
+        if self._parallel is not None:
+            return self._parallel.mode, self._parallel.ranks
+        return None if self._sharded_dim is None else ("row", self._product_ranks)
+
+    @property
+    def whole_in_features(self) -> int:
+        """``in_features`` of all ranks together, also if a later op adds the products."""
+        return self.in_features * self._product_ranks
 
     def placement_of(self, name: str) -> tuple[int | None, Any]:
         dim = self._sharded_dim
@@ -217,3 +234,11 @@ class LinearWeight(BasicOperation):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._kept_weight = None
         super()._load_from_state_dict(*args, **kwargs)
+
+
+def parallel_text(linears: Sequence[LinearWeight]) -> str:
+    """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
+    shared = [found for linear in linears if (found := linear.mode_and_ranks) is not None]
+    if not shared:
+        return ""
+    return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

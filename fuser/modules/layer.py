@@ -10,6 +10,7 @@ import torch
 
 from fuser import basic_ops, fused_ops
 from fuser.basic_ops.collectives import CollectiveOperation
+from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.plan import FusionPlan
@@ -169,6 +170,10 @@ class Layer(torch.nn.Module):
             else:
                 assert isinstance(op, BasicOperation)
                 yield f"ops.{i}", op
+
+    def _parallel_text(self) -> str:
+        """What the repr says of the ranks that share the linears."""
+        return parallel_text([op.members[0] for op in self.ops if isinstance(op, fused_ops.Linear)])
 
     def _ops_with_state(self) -> Iterator[tuple[str, BasicOperation]]:
         """Of :meth:`_basic_ops` those that save a state: the same on any number of ranks."""

@@ -81,7 +81,8 @@ class Linear(Layer):
         self.in_features, self.out_features = in_features, out_features
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}{self._parallel_text()}"
 
 
 class LayerNormLinear(Layer):
@@ -149,7 +150,7 @@ class LayerNormLinear(Layer):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"normalization={self.normalization!r}"
+            f"normalization={self.normalization!r}{self._parallel_text()}"
         )
 
 
@@ -246,6 +247,7 @@ class LayerNormMLP(Layer):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization!r}, activation={self.activation!r}"
+            f"{self._parallel_text()}"
         )
 
 
