@@ -505,6 +505,22 @@ def an_optimizer_in_backward_gets_gradients_from_several_nodes() -> None:
 
 
 @case
+def hooks_of_shards_cut_neither_a_call_nor_its_plan() -> None:
+    """``fully_shard`` calls such hooks itself, after it has added the gradients."""
+    with mock.patch.object(cuts, "FIRST_BYTES", 1), mock.patch.object(cuts, "BUCKET_BYTES", 1):
+        layers, seen = mlp(), []
+        assert layers.plan(inputs()).nodes
+        fully_shard(layers, mesh=mesh())
+        for parameter in layers.parameters():
+            parameter.register_post_accumulate_grad_hook(seen.append)
+        assert not layers.plan(inputs()).nodes
+        with mock.patch.object(CutPlan, "call", autospec=True) as calls:
+            layers(inputs()).sum().backward()
+        calls.assert_not_called()
+        assert len(seen) == len(list(layers.parameters()))
+
+
+@case
 def a_cuda_graph_is_refused() -> None:
     row = parallelize_module(modules.Linear(HIDDEN, WIDTH), mesh(), Rowwise())
     sentence = said(fuser.StateError, lambda: graphs._check_module(0, row, ()))
