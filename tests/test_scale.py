@@ -549,7 +549,8 @@ def test_json_has_the_numbers_of_the_text(capsys: pytest.CaptureFixture[str]) ->
     ("argv", "words"),
     [
         (["--model", "gpt"], ["'gpt'", "llama3-70b"]),
-        (["--recipe", "FP8"], ["'FP8'", "MXFP8BlockScaling"]),
+        (["--recipe", "FP8"], ["'FP8'", "mxfp8", "MXFP8BlockScaling"]),
+        (["--recipe", "rowwise"], ["Float8RowwiseScaling", "--tflops"]),
         (["--recipe", "Float8RowwiseScaling"], ["Float8RowwiseScaling", "--tflops"]),
         (["--gpus", "1000", "--fsdp", "64", "--tp", "8"], ["512 GPUs", "1000"]),
         (["--heads", "60", "--kv-heads", "60", "--tp", "8"], ["heads 60", "tp 8"]),
@@ -576,7 +577,8 @@ def test_bad_input_is_answered_by_a_sentence_with_the_numbers(
 
 
 def test_a_given_rate_is_that_of_native_products(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "--recipe", "MXFP8BlockScaling", "--tflops", "2500")
+    text = printed(capsys, "--recipe", "mxfp8", "--tflops", "2500")
+    assert text == printed(capsys, "--recipe", "MXFP8BlockScaling", "--tflops", "2500")
     assert "MXFP8BlockScaling: products are native, 2500 TFLOP/s" in text
     assert "emulated in bf16, 673 TFLOP/s" in printed(capsys, "--recipe", "MXFP8BlockScaling")
 

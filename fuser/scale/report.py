@@ -11,7 +11,7 @@ from typing import Any
 
 from fuser.errors import InputError
 from fuser.plan.text import columns, format_bytes, format_time
-from fuser.recipe import RECIPES, Float8CurrentScaling, Recipe
+from fuser.recipe import Float8CurrentScaling, Recipe
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import Mesh, make_mesh
 from fuser.scale.model import Transformer
@@ -333,20 +333,6 @@ def microbatches(model: Transformer, mesh: Mesh, batch: int, tokens: int | None)
         )
     size = next(n for n in range(min(most, of_gpu) // least * least, 0, -least) if of_gpu % n == 0)
     return size, of_gpu // size
-
-
-def recipe_named(name: str) -> Recipe:
-    """The recipe of a class name, with its defaults.
-
-    Raises
-    ------
-    InputError
-        If there is none of this name.
-    """
-    known = {cls.__name__: cls for cls in RECIPES}
-    if name not in known:
-        raise InputError(f"There is no recipe {name!r}; there are {', '.join(known)}.")
-    return known[name]()
 
 
 # -- text -----------------------------------------------------------------------------
