@@ -27,7 +27,7 @@ from ranks import RANKS, device_type, part, results_of
 
 import fuser
 from fuser import modules
-from fuser.communication import PlannedGroup
+from fuser.communication import PlannedGroup, groups
 from fuser.plan.cost import COLLECTIVES
 from fuser.specs import Collective, TensorSpec
 
@@ -392,6 +392,25 @@ def test_a_group_without_torch_distributed_is_refused() -> None:
         fuser.BasicLinear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=object())
     with pytest.raises(fuser.StateError, match=r"AllGather .* not initialised"):
         fuser.AllGather(object())
+
+
+def test_an_op_of_all_ranks_that_is_made_before_they_are_known_warns_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    groups._warn_of_ranks_without_groups.cache_clear()
+    fuser.Linear(8, 8)
+    fuser.Linear(8, 8, **ROW_OF_TWO)
+    fuser.MoeDispatch(4)
+    assert not recwarn.list
+    fuser.Linear(8, 8, tensor_parallel_mode="column")
+    fuser.AllReduce()
+    (warning,) = recwarn.list
+    assert "WORLD_SIZE is 4: every process computes the whole op" in str(warning.message)
+    groups._warn_of_ranks_without_groups.cache_clear()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    fuser.Bias(8, tensor_parallel=True)
+    assert len(recwarn.list) == 1
 
 
 def test_without_process_groups_ops_communicate_nothing() -> None:

@@ -168,6 +168,22 @@ PARALLEL = (
         select="plans_of_the_whole_model",
     ),
     Mutant(
+        "a plan counts the hooks of shards, which no call sees",
+        "runtime/local_parts.py",
+        "_shardings(held[name]) > (op.placement_of(name)[0] is not None)",
+        "_shardings(held[name]) < 0",
+        DTENSORS,
+        select="hooks_of_shards",
+    ),
+    Mutant(
+        "an op of all ranks that is made before they are known says nothing",
+        "communication/groups.py",
+        "if ranks.isdecimal() and int(ranks) > 1:",
+        "if ranks.isdecimal() and int(ranks) < 1:",
+        "test_parallel_ops.py::"
+        "test_an_op_of_all_ranks_that_is_made_before_they_are_known_warns_once",
+    ),
+    Mutant(
         "gradients of some rows are not added over the mesh",
         "runtime/local_parts.py",
         "        if ctx.group is not None:\n",
