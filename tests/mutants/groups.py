@@ -108,7 +108,7 @@ GROUPS = (
         DISPATCHED,
         'recipe.backward_override == "high_precision" and reads_rows',
         "False",
-        "test_dispatched_experts.py::test_where_the_rows_are_read_in_memory_it_refuses",
+        "test_dispatched_experts.py::test_it_refuses_if_the_rows_are_read_in_memory",
     ),
     Mutant(
         "all groups have the scale of the first",
