@@ -21,6 +21,7 @@ from sharded_models import (
     linears,
     loss_of,
     model,
+    plain_model,
     rank,
     ranks,
     resharded,
@@ -42,17 +43,6 @@ from torch.distributed.tensor import Shard
 import fuser
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.recipe import MXFP8BlockScaling
-
-
-def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
-    inner, outer = widths
-    torch.manual_seed(1)
-    return fuser.Sequential(
-        fuser.Linear(inner, outer, dtype=dtype),
-        fuser.GELU(),
-        fuser.Linear(outer, inner, dtype=dtype),
-        fuser.Linear(inner, outer, bias=False, dtype=dtype),
-    )
 
 
 @each(*[name for name in RECIPES if name != "delayed"])
