@@ -97,5 +97,5 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
         ParameterInit(recipe, preserve_high_precision_init_val=False),
         make_quantizer(recipe, "weight", name=path),
     )
-    master = MasterWeight(weight.detach(), quantizer)
+    master = MasterWeight(weight.detach(), recipe, quantizer)
     return torch.nn.Parameter(master, requires_grad=weight.requires_grad)
