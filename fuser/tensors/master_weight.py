@@ -193,9 +193,9 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
             shard.high_precision_source = plain
 
 
-def recipe_of(parameter: torch.Tensor) -> Recipe | None:
+def recipe_of_gathering(parameter: torch.Tensor) -> Recipe | None:
     """The recipe of ``gather_quantized`` of a gathered weight; None of any other parameter."""
-    gathering = getattr(parameter, "_gathering", None)
+    gathering = parameter._gathering if isinstance(parameter, QuantizedTensor) else None
     shard = None if gathering is None else gathering.shard
     return shard._state.recipe if isinstance(shard, MasterWeight) else None
 
