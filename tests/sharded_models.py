@@ -153,7 +153,7 @@ def expected_of_shards(weight: Any) -> Any:
     local = shard_of(weight)
     own = local.dequantize()
     rows = -(-weight.shape[0] // ranks())
-    padded = torch.zeros(rows, weight.shape[1], dtype=own.dtype)
+    padded = torch.zeros(rows, *weight.shape[1:], dtype=own.dtype)
     padded[: len(own)] = own
     every = [torch.empty_like(padded) for _ in range(ranks())]
     dist.all_gather(every, padded)

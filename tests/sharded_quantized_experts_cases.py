@@ -35,15 +35,23 @@ def width(name: str) -> int:
     return 256 if name.startswith("blocks") else 64
 
 
-def experts(name: str, *, seed: int = 1, plain: bool = False, **options: Any) -> fuser.Sequential:
+def experts(
+    name: str,
+    *,
+    seed: int = 1,
+    plain: bool = False,
+    size: int | None = None,
+    count: int = EXPERTS,
+    **options: Any,
+) -> fuser.Sequential:
     """Two grouped linears, quantized; equal on all ranks."""
     torch.manual_seed(seed)
-    size = width(name)
+    size = size or width(name)
     with fuser.quantized_model_init(enabled=not plain, recipe=RECIPES[name]()):
         return fuser.Sequential(
-            fuser.GroupedLinear(EXPERTS, size, 2 * size, **options),
+            fuser.GroupedLinear(count, size, 2 * size, **options),
             fuser.ScaledSwiGLU(),
-            fuser.GroupedLinear(EXPERTS, size, size, **options),
+            fuser.GroupedLinear(count, size, size, **options),
         )
 
 
@@ -53,10 +61,12 @@ def sharded(layers: Any, how: str = "each", **options: Any) -> Any:
     return fully_shard(layers, **options)
 
 
-def inputs(name: str, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    x = oracles.random_tensor((sum(SIZES), width(name)), torch.float32, seed).to(dtype)
-    scales = oracles.random_tensor((sum(SIZES),), torch.float32, seed + 1).to(dtype)
-    sizes = torch.tensor(SIZES)
+def inputs_of(layers: Any, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Rows for each expert of the layers, or none for one of them."""
+    counts = (*SIZES, 5)[: layers[0].num_groups]
+    rows, sizes = sum(counts), torch.tensor(counts)
+    x = oracles.random_tensor((rows, layers[0].in_features), torch.float32, seed).to(dtype)
+    scales = oracles.random_tensor((rows,), torch.float32, seed + 1).to(dtype)
     return x.requires_grad_(), sizes, scales.requires_grad_(), sizes
 
 
@@ -85,16 +95,16 @@ def resharded(layers: Any) -> None:
             module.reshard()
 
 
-def train(name: str, layers: Any, reference: Any, recipe: Any, *, steps: int = 3) -> None:
+def train(layers: Any, reference: Any, recipe: Any, *, steps: int = 3) -> None:
     """Steps of both models on the data of all ranks: outputs, gradients and bytes are equal."""
     make = functools.partial(torch.optim.SGD, lr=0.5)
     optimizer, other = make(layers.parameters()), make(reference.parameters())
     for step in range(steps):
-        given = inputs(name, 10 * step + rank())
+        given = inputs_of(layers, 10 * step + rank())
         loss = loss_of(layers, given, recipe)
         loss.backward()
         for place in range(ranks()):
-            of_place = inputs(name, 10 * step + place)
+            of_place = inputs_of(layers, 10 * step + place)
             expected = loss_of(reference, of_place, recipe)
             (expected / ranks()).backward()
             if place == rank():
@@ -117,19 +127,19 @@ def three_steps_of_quantized_experts_are_those_of_the_unsharded_experts(name: st
     for how, reshards in (("each", True), ("each", False), ("all", True)):
         layers = sharded(experts(name), how, reshard_after_forward=reshards)
         assert all(isinstance(shard_of(w), fuser.QuantizedTensor) for w in weights(layers))
-        train(name, layers, experts(name), RECIPES[name]())
+        train(layers, experts(name), RECIPES[name]())
 
 
 @each(*EXACT)
 def quantized_experts_compute_in_high_precision_too(name: str) -> None:
-    train(name, sharded(experts(name)), experts(name), None, steps=2)
+    train(sharded(experts(name)), experts(name), None, steps=2)
 
 
 @each("current", "mxfp8", "nvfp4")
 def overrides_of_the_backward_of_quantized_experts(name: str) -> None:
     for override in ("high_precision", "dequantized"):
         recipe = RECIPES[name](backward_override=override)
-        train(name, sharded(experts(name)), experts(name), recipe, steps=2)
+        train(sharded(experts(name)), experts(name), recipe, steps=2)
 
 
 @each("delayed", "rowwise")
@@ -141,7 +151,7 @@ def other_formats_of_quantized_experts_train(name: str) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layers, reference)]
     for step in range(3):
         losses = [
-            loss_of(m, inputs(name, step), recipe)
+            loss_of(m, inputs_of(m, step), recipe)
             for m, recipe in zip((layers, reference), recipes, strict=True)
         ]
         torch.testing.assert_close(*losses, rtol=1e-2 if name == "rowwise" else 0, atol=0)
@@ -164,7 +174,7 @@ def the_fusion_of_quantized_experts_is_that_of_the_unsharded_experts(name: str) 
             layers = sharded(experts(name), how, mp_policy=policy)
             reference = experts(name).bfloat16()
             recipes = [RECIPES[name](**options) for _ in range(2)]
-            given = [inputs(name, 1, torch.bfloat16) for _ in range(2)]
+            given = [inputs_of(layers, 1, torch.bfloat16) for _ in range(2)]
             losses = [
                 loss_of(m, x, r)
                 for m, x, r in zip((layers, reference), given, recipes, strict=True)
@@ -184,7 +194,7 @@ def a_pass_gathers_the_copies_of_experts_that_it_reads(name: str) -> None:
     for compute, usage in ((recipe, "columnwise"), (None, "rowwise")):
         usage = "rowwise" if name == "current" else usage
         with gathers() as forward:
-            loss = loss_of(layers, inputs(name, 1), compute)
+            loss = loss_of(layers, inputs_of(layers, 1), compute)
         with gathers() as backward:
             loss.backward()
         assert len(forward) == len(backward) == 2 * EXPERTS
@@ -258,7 +268,7 @@ def quantized_experts_on_meta_are_sharded_and_then_initialised(name: str) -> Non
     optimizer = torch.optim.SGD(layers.parameters(), lr=4.0)
     losses = []
     for _ in range(3):
-        losses.append(loss_of(layers, inputs(name, 1), RECIPES[name]()))
+        losses.append(loss_of(layers, inputs_of(layers, 1), RECIPES[name]()))
         losses[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -302,7 +312,7 @@ def unquantized_experts_are_gathered_quantized(name: str) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (layers, reference)]
     for step in range(3):
         with gathers() as found:
-            losses = [loss_of(m, inputs(name, step), recipe) for m in (layers, reference)]
+            losses = [loss_of(m, inputs_of(m, step), recipe) for m in (layers, reference)]
             for loss in losses:
                 loss.backward()
         assert torch.equal(*losses)

@@ -714,14 +714,6 @@ def test_sizes_are_positive(name: str) -> None:
         fuser.GroupedLinear(**sizes)
 
 
-def test_one_quantized_parameter_for_all_groups_is_refused() -> None:
-    with fuser.quantized_model_init(recipe=recipes.MXFP8BlockScaling()):
-        with pytest.raises(InputError, match=r"GroupedLinear\(.*single_grouped_weight=True"):
-            fuser.GroupedLinear(G, K, N, single_grouped_weight=True)
-        op = fuser.GroupedLinear(G, K, N)
-    assert isinstance(op.weight0, fuser.MXFP8Tensor)
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], ids=str
 )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import sharded_experts_cases
 import sharded_quantized_experts_cases
+import sharded_stacked_experts_cases
 from ranks import run_cases
 
-MODULES = (sharded_experts_cases, sharded_quantized_experts_cases)
+MODULES = (
+    sharded_experts_cases,
+    sharded_quantized_experts_cases,
+    sharded_stacked_experts_cases,
+)
 
 
 @pytest.fixture(scope="module")

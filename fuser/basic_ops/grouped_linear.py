@@ -17,10 +17,13 @@ from fuser.basic_ops.grouped_parameters import (
     QuantizedGroupWeights,
     are_quantized,
     backward_usage,
+    keep_stack,
+    kept_matrices,
     note_reads,
+    padded_weights,
     quantized_operand,
     stacked,
-    values_of,
+    stacked_values,
 )
 from fuser.basic_ops.grouped_products import (
     kept,
@@ -56,8 +59,8 @@ from fuser.op import (
 from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor
-from fuser.tensors.grouped import joined
 from fuser.tensors.sharding import gathered_by, is_distributed
+from fuser.tensors.stacks import matrices
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -105,8 +108,9 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
     Raises
     ------
     InputError
-        On sizes that are not positive, and on ``single_grouped_weight`` inside
-        ``quantized_model_init``, where weights are separate quantized parameters.
+        On sizes that are not positive. Inside ``quantized_model_init``, on
+        ``single_grouped_weight`` with a recipe of delayed or rowwise scaling, or with
+        ``out_features`` that are not a multiple of 128.
     """
 
     can_quantize_output = ("forward", "backward")
@@ -140,13 +144,10 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
         ):
             if size <= 0:
                 raise InputError(f"GroupedLinear got {name}={size}; it must be positive.")
-        self._take_parameter_init(
-            f"GroupedLinear({num_groups}, {in_features}, {out_features})",
-            is_one=single_grouped_weight,
-        )
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features
+        self._take_parameter_init(self._sized(), is_one=single_grouped_weight)
         self.has_bias = bias
         self.single_grouped_weight = single_grouped_weight
         self.single_grouped_bias = single_grouped_bias
@@ -346,10 +347,10 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
                     f"{self._sized()} has a {name} of shape {tuple(part.shape)}; it must be "
                     f"{shape}."
                 )
-        if self._is_one(what):
-            return cast(parts[0], dtype)
         if are_quantized(parts):
             return parts
+        if self._is_one(what):
+            return cast(parts[0], dtype)
         buffer = packed(parts)
         if buffer is None:
             return [cast(part.detach(), dtype) for part in parts]
@@ -407,8 +408,12 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
         ctx.is_loop = ctx.has_recipe and quantizers is None  # type: ignore[attr-defined]
         saved: list[torch.Tensor | None]
         if ctx.is_loop:
-            wanted = (wants_wgrad, wants_dgrad)
             weights = self._weights(ctx, dtype)
+            is_stack = are_quantized(weights) and weights[0].dim() == 3
+            if is_stack:
+                keep_stack(ctx, weights[0], self.quantizer_values("forward")[1::2], wants_dgrad)
+                weights = matrices(weights[0])
+            wanted = (wants_wgrad, wants_dgrad and not is_stack)
             made_weights = self._looped_weights(ctx, weights, dtype, wants_dgrad, is_first)
             x = materialize(x)
             out = x.new_empty(x.shape[0], self.out_features) if out is None else out
@@ -460,6 +465,8 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
         if ctx.is_loop:
             sizes = (self.num_groups, self.out_features, self.in_features)
             wanted = (wants_wgrad, wants_dgrad)
+            if "separate_weights" in ctx.__dict__:
+                saved[self.num_groups :] = kept_matrices(ctx)
             dx, make_wgrads = loop_backward(ctx, dy, saved, groups, out, sizes, wanted)
         elif wants_wgrad or wants_dgrad:
             x, weight = saved
@@ -555,16 +562,18 @@ class GroupedLinear(GroupedWeightGradients, QuantizedGroupWeights):
         if "separate_weights" not in ctx.__dict__:
             return saved
         usage, weights = ctx.separate_weights
-        return stacked(values_of(weights, dtype)) if usage is None else joined(weights, usage)
+        return stacked_values(weights, dtype) if usage is None else padded_weights(weights, usage)
 
     def _note_versions(self, ctx: OperationContext, what: str) -> None:
-        """Note the versions of separate weights or biases, of which backward reads one view.
+        """Note the versions of weights or biases that backward reads but autograd does not save.
 
-        The view has the version counter of the first one alone.
+        These are quantized weights, and separate ones, of which autograd saves one view with the
+        version counter of the first.
         """
-        if len(self._names[what]) > 1:
+        parts = self._parts(what)
+        if len(parts) > 1 or are_quantized(parts):
             noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
-            ctx.versions = Versions([*noted, *self._parts(what)], type(self).__name__)  # type: ignore[attr-defined]
+            ctx.versions = Versions([*noted, *parts], type(self).__name__)  # type: ignore[attr-defined]
 
     def weight_operand(
         self,

@@ -36,6 +36,7 @@ from fuser.tensors import (
 )
 from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.grouped import can_be_joined
+from fuser.tensors.stacks import is_stack
 
 Values = torch.Tensor | LazyTensor
 
@@ -68,8 +69,10 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
     recipe = current_recipe()
     assert recipe is not None
     groups = op.num_quantizers("backward")
-    weights = list(op._parameters.values())[: op.main_grad_count]
-    if isinstance(weights[0], QuantizedTensor) and not can_be_joined(weights):
+    weights: list[Any] = list(op._parameters.values())[: op.main_grad_count]
+    first = weights[0]
+    has_groups = is_stack if first.dim() == 3 else can_be_joined
+    if isinstance(first, QuantizedTensor) and not has_groups(weights):
         return None
 
     def of(mode: str) -> list[list[Quantizer]]:

@@ -11,6 +11,7 @@ from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.operand import Operand
 from fuser.tensors.quantizer import Quantizer
 from fuser.tensors.rowwise_scaling import Float8RowwiseQuantizer, Float8RowwiseTensor
+from fuser.tensors.stacks import stack_quantizer
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -33,4 +34,5 @@ __all__ = [
     "gathering",
     "groups_quantizer",
     "quantizes_groups",
+    "stack_quantizer",
 ]

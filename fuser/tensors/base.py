@@ -292,6 +292,12 @@ class QuantizedTensor(WrapperTensor):
     def _names(self, usage: str) -> tuple[str, ...]:
         return self.rowwise_names if usage == "rowwise" else self.columnwise_names
 
+    @classmethod
+    def _shared_names(cls) -> tuple[str, ...]:
+        """The buffers that belong to both copies."""
+        owned = {*cls.rowwise_names, *cls.columnwise_names}
+        return tuple(name for name in cls.buffer_names if name not in owned)
+
     def _has(self, usage: str) -> bool:
         names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
         return getattr(self, names[0]) is not None
@@ -508,6 +514,8 @@ class QuantizedTensor(WrapperTensor):
             return True
         if root._sharding is not None and start == 0 and stop >= root._sharding.rows:
             return True  # a shard, before padding: zeros, which are the same bytes under any scale
+        if (rows := self._quantizer.stacked_rows) > 1:  # whole matrices of a stack
+            return bool(start % rows == 0 and stop % rows == 0)
         is_whole = not any(root._cuts(usage, start, stop) for usage in copies)
         return self.has_independent_blocks and is_whole
 
@@ -527,7 +535,8 @@ class QuantizedTensor(WrapperTensor):
     def _cuts(self, usage: str, start: int, stop: int) -> bool:
         """Whether rows ``start`` to ``stop`` cut a block of the copy ``usage``."""
         units = self._row_units()
-        block = max(units[name][1] for name in self._names(usage) if name in units)
+        names = (*self._names(usage), *self._shared_names())
+        block = max(units[name][1] for name in names if name in units)
         return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
 
     # -- parameters ---------------------------------------------------------------

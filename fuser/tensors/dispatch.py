@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fuser.errors import StateError
-from fuser.formats import ceil_div, round_up
+from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
 from fuser.tensors.sharding import USAGES, is_called_from, zeros_of_shard
@@ -244,10 +244,18 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
             if is_cut:
                 parts[name] = None
             elif buffer is not None and name in units:
-                dim, unit = units[name]
-                first = start // unit
-                parts[name] = buffer.narrow(dim, first, ceil_div(end, unit) - first)
+                parts[name] = _entries(buffer, *units[name], start, end)
+    for name in set(whole._shared_names()) & units.keys():
+        buffer = parts[name]
+        assert buffer is not None
+        parts[name] = _entries(buffer, *units[name], start, stop)
     return parts
+
+
+def _entries(buffer: torch.Tensor, dim: int, unit: int, start: int, stop: int) -> torch.Tensor:
+    """The entries of rows ``start`` to ``stop``; ``unit`` rows share one of dimension ``dim``."""
+    first = start // unit
+    return buffer.narrow(dim, first, ceil_div(stop, unit) - first)
 
 
 # -- handlers: return NotImplemented to run the op on a dequantized copy -------------------
@@ -341,7 +349,8 @@ def _new_zeros(func: Any, tensor: WrapperTensor, shape: list[int], **kwargs: Any
     zeros, quantizer = torch.zeros(shape, dtype=dtype, device=device), tensor._usage()
     is_like = dtype == tensor.dtype and zeros.shape[-1:] == tensor.shape[-1:]
     rows = math.prod(shape[:-1])
-    is_taken = rows % quantizer.format.multiple == 0 or rows == tensor._matrix()[0]
+    multiple = GROUP_TILE if quantizer.stacked_rows > 1 else quantizer.format.multiple
+    is_taken = rows % multiple == 0 or rows == tensor._matrix()[0]
     return quantizer(zeros) if is_like and is_taken else zeros
 
 

@@ -201,7 +201,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
-    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
@@ -309,7 +309,7 @@ class Float8Quantizer(Quantizer):
         quantizer = replace(self, scale=scale, amax=None, saturates=True)
         return Quantizer.buffers_of(quantizer, rows)
 
-    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:

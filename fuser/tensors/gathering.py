@@ -283,7 +283,8 @@ def _parts(
         dim, unit = units[name]
         size = rows // unit
         part = buffer.narrow(dim, 0, min(size, buffer.shape[dim]))
-        part = part.narrow(1 - dim, 0, columns.get(name, part.shape[1 - dim]))
+        if name in columns:
+            part = part.narrow(1 - dim, 0, columns[name])
         parts[name] = _padded(part, size, dim).contiguous()
         if not is_even:
             parts[name] = parts[name].view(padded)

@@ -44,6 +44,9 @@ class Float8GroupsTensor(Float8Tensor):
     def _row_units(self) -> dict[str, tuple[int, int]]:
         return {**super()._row_units(), "_scale_inv": (0, GROUP_TILE)}
 
+    def _is_transposable(self) -> bool:
+        return False  # the rows of the transpose would have several scales
+
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         columnwise = self._rowwise_data is None
         data = self._columnwise_data if columnwise else self._rowwise_data
@@ -222,6 +225,9 @@ class NVFP4GroupsTensor(NVFP4Tensor):
     def _row_units(self) -> dict[str, tuple[int, int]]:
         amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (0, GROUP_TILE))
         return {**super()._row_units(), **amaxes}
+
+    def _is_transposable(self) -> bool:
+        return False  # as Float8GroupsTensor
 
     def _decoded(
         self,

@@ -42,28 +42,33 @@ def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
 
     N' is N, rounded up to whole tiles of 128 rows. Bytes and scales are those of the members.
     """
-    parts = [_only(each, usage) for each in members]
-    n, k = parts[0].shape
-    rows = round_up(n, GROUP_TILE)
-    quantizer = parts[0]._quantizer.unbound()
-    made = _OF_GROUPS[type(parts[0])](
-        {}, (len(parts) * rows, k), parts[0].dtype, parts[0].device, quantizer
-    )
-    of_groups, of_one = made._row_units(), parts[0]._row_units()
-    for name, first in parts[0].buffers().items():
-        if first is None:
+    parts = [one_copy(each, usage) for each in members]
+    return join(parts, _OF_GROUPS[type(parts[0])], parts[0]._quantizer.unbound())
+
+
+def join(
+    parts: Sequence[QuantizedTensor], kind: type[QuantizedTensor], quantizer: Quantizer
+) -> QuantizedTensor:
+    """Tensors ``[N, K]``, of several N, as padded groups: a ``kind`` with ``quantizer``."""
+    first = parts[0]
+    rows = [round_up(len(part), GROUP_TILE) for part in parts]
+    made = kind({}, (sum(rows), first.shape[-1]), first.dtype, first.device, quantizer)
+    of_groups, of_one = made._row_units(), first._row_units()
+    for name, buffer in first.buffers().items():
+        if buffer is None:
             continue
         dim, unit = of_groups[name]
+        sizes = [n // unit for n in rows]
         each = [getattr(part, name) for part in parts]
         if name in of_one:
-            whole = torch.cat([_fitted(buffer, dim, rows // unit) for buffer in each], dim)
+            each = [_fitted(one, dim, size) for one, size in zip(each, sizes, strict=True)]
         else:  # one number for a member, and one for each tile of a group
-            whole = torch.cat(each).repeat_interleave(rows // unit)
-        setattr(made, name, whole)
+            each = [one.repeat(size) for one, size in zip(each, sizes, strict=True)]
+        setattr(made, name, torch.cat(each, dim))
     return made
 
 
-def _only(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
+def one_copy(tensor: QuantizedTensor, usage: str) -> QuantizedTensor:
     """One copy of a tensor; quantized from its values, if it can be had in no other way."""
     if tensor._has(usage) or tensor.derives_columnwise:
         return tensor._present(usage).with_usage(usage).compact()

@@ -211,7 +211,7 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
-    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The amax, and with a Hadamard transform that of the transformed values."""
         x = whole_blocks(rows, self.multiple)
         return kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)

@@ -49,6 +49,8 @@ class Quantizer:
     """Whether ranks that quantize by :meth:`bound_to` get equal scales, where rows share them."""
     reduced_amaxes: ClassVar[torch.Tensor | None] = None
     """Those of :meth:`with_amaxes`."""
+    stacked_rows: ClassVar[int] = 1
+    """Of stacked matrices, the number of rows of each, which is quantized alone (``stacks.py``)."""
     # The quantizers that differ only in usage, by usage; all of them share this dictionary.
     _family: ClassVar[dict[tuple[bool, bool], Quantizer]]
 

@@ -269,8 +269,8 @@ def is_exact(
     """Whether the bytes of shards are those of the whole tensor, for all of its copies.
 
     ``shape`` is that of the whole tensor, if ``whole`` is a shard. True if shards are equal and
-    whole blocks; of any size if the columnwise copy is derived. A scale of the whole tensor must be
-    one that a quantizer reduces over ranks.
+    whole blocks; of any size if one scale belongs to all rows and the columnwise copy is derived.
+    A scale of the whole tensor must be one that a quantizer reduces over ranks.
     """
     shape = whole.shape if shape is None else shape
     rows = shape[:-1].numel()
@@ -280,7 +280,7 @@ def is_exact(
     has_shared_scale = any(name not in units for name in whole.buffer_names)
     if has_shared_scale and type(quantizer).amaxes_of is Quantizer.amaxes_of:
         return False
-    if whole.derives_columnwise and quantizer.rowwise:
+    if has_shared_scale and whole.derives_columnwise and quantizer.rowwise:
         return True
     if shape[0] % ranks or not whole.has_exact_shards:
         return False
