@@ -1,11 +1,12 @@
 """Training steps under DistributedDataParallel: how much of backward its reductions can overlap.
 
-The model is one pipeline of 16 modules, Linear and GELU, in bf16: by default T 8192 on each GPU,
-H 4096, 32 MiB a weight. fuser runs it cut into autograd nodes, as it does inside
-DistributedDataParallel, and as one node, as if nobody waited for gradients; torch.nn runs the same
-eagerly. "first gradient" is the time from the start of backward until the first bucket is ready to
-be reduced, as a share of backward, with its reductions. Variants alternate; rank 0 writes. On a CPU
-(gloo) sizes are small, to try the script.
+The model is one pipeline of 16 modules, Linear and GELU, in bf16: by default T 8192 on each GPU, H
+4096, 32 MiB a weight. Variants: "cut", the pipeline as several autograd nodes, which is what fuser
+runs inside DistributedDataParallel; "one node", the same pipeline without cuts, as outside of it;
+and "torch eager", the same model in torch.nn. "first gradient" is the time from the start of
+backward until the first bucket of gradients is ready to be reduced, as a share of the time of
+backward with its reductions. Variants alternate; rank 0 writes the results. On a CPU (gloo) sizes
+are small, to try the script.
 
     torchrun --nproc-per-node 2 benchmarks/data_parallel.py --out out/ddp.csv
 """
@@ -73,7 +74,7 @@ class Moment:
             self.event.record()
 
     def until(self, other: Moment) -> float:
-        """Seconds; after the device has been waited for."""
+        """Seconds from this moment to ``other``; the device must have finished."""
         if self.event is None:
             return other.time - self.time
         return float(self.event.elapsed_time(other.event)) / 1e3
@@ -81,7 +82,7 @@ class Moment:
 
 @dataclass
 class Run:
-    """A variant, and what its steps took: seconds, and shares of backward."""
+    """A variant: the seconds of its steps, and the shares of backward to the first gradient."""
 
     name: str
     recipe: str

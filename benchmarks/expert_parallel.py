@@ -209,7 +209,7 @@ def measured(case: Case, timer: HostClock, rounds: int, device: torch.device) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure on all ranks; the first prints, and writes where asked."""
+    """Measure on all ranks; the first one prints, and writes to ``--out``."""
     options = parsed(new_parser(__doc__, {}), argv, {})
     device = torch.device(options.device)
     if device.type == "cuda":

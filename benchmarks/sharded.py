@@ -65,7 +65,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """What all variants of a run share."""
+    """The settings that all variants of a run share."""
 
     sizes: Sizes
     layers: int
@@ -327,7 +327,7 @@ def described(result: Result) -> dict[str, Any]:
 
 
 def megabytes(count: int | None) -> str:
-    """The count in MB; empty for nothing, or for what was not counted."""
+    """The count in MB; empty if it is 0 or unknown."""
     return f"{count / 1e6:.4g}" if count else ""
 
 

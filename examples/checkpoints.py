@@ -27,13 +27,13 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folders(folder: Path) -> list[Path]:
-    """The whole checkpoints in ``folder``, by step."""
+    """The complete checkpoints in ``folder``, by step."""
     found = (path for path in folder.glob("step-*") if path.name[5:].isdigit())
     return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def problem_with(options: Any) -> str | None:
-    """A sentence that says what is wrong with the options of checkpoints, or None."""
+    """An error message if options of checkpoints do not fit, otherwise None."""
     if options.checkpoint not in (None, options.resume) and folders(options.checkpoint):
         return (
             f"--checkpoint {options.checkpoint} has {folders(options.checkpoint)[-1].name} of "
@@ -52,7 +52,7 @@ def problem_with(options: Any) -> str | None:
 def save(folder: Path, step: int, model: Any, optimizer: Any, ranks: Ranks) -> None:
     """Save the state after ``step`` steps as ``folder/step-N``, and remove earlier ones.
 
-    The folder has this name when it is whole; a run that ends before leaves the one before.
+    The folder gets this name after it is complete; a run that ends earlier leaves the one before.
     """
     part, earlier = folder / f"step-{step}.part", folders(folder)
     if ranks.is_first:

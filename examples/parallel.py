@@ -53,7 +53,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """What torchrun says by environment variables."""
+        """The place that torchrun's environment variables give."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not {*names, "MASTER_ADDR"} <= os.environ.keys():
             return cls()
@@ -61,7 +61,7 @@ class World:
 
     @contextlib.contextmanager
     def one_voice(self) -> Iterator[None]:
-        """Silence other ranks than the first: what they print, and warnings, but not errors."""
+        """Silence prints and warnings, but not errors, of all ranks except the first."""
         if self.rank == 0:
             yield
             return
@@ -75,10 +75,10 @@ class World:
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of ranks and checkpoints.
+    """The options of ranks and checkpoints, from the command line.
 
-    ``fsdp`` says what is gathered: nothing, values, or the bytes and scales of the recipe. Mixtures
-    of experts have ``ep``, other models ``tp`` and ``sp``.
+    ``fsdp`` is the form of gathered weights: ``"none"``, ``"values"``, or ``"quantized"``, the
+    bytes and scales of the recipe. Mixtures of experts have ``ep``, other models ``tp`` and ``sp``.
     """
 
     world: World = World()
@@ -91,7 +91,7 @@ class Options:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with different windows. With ``sp`` tensor parallel ranks share a batch's too."""
+        """Ranks with different windows; with ``sp`` also those of a tensor parallel group."""
         return self.world.size if self.sp else self.world.size // self.tp
 
 
@@ -115,11 +115,11 @@ def add_options(parser: argparse.ArgumentParser, *, is_mixture: bool) -> None:
         + ("" if is_mixture else ", or the bytes and scales of --recipe"),
     )
     add("--checkpoint", type=Path, metavar="DIR", help="save here at every validation")
-    add("--resume", type=Path, metavar="DIR", help="go on from the last checkpoint here")
+    add("--resume", type=Path, metavar="DIR", help="continue from the last checkpoint here")
 
 
 def problem_with(options: Any) -> str | None:
-    """A sentence that says what does not fit the number of ranks, or None."""
+    """An error message if options do not fit the number of ranks, otherwise None."""
     size, tp, ep = options.world.size, options.tp, options.ep
     for name in ("tp", "ep"):
         count = getattr(options, name)
@@ -175,7 +175,7 @@ def problem_with(options: Any) -> str | None:
 
 
 class Ranks:
-    """The ranks of a run, seen from this one: what they share, and what each of them has.
+    """The ranks of a run, seen from this one: how they divide data and parameters.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prints, and writes what all of them know."""
+        """Whether this rank prints, and writes the files of the run."""
         return self.options.world.rank == 0
 
     # -- data ---------------------------------------------------------------------
@@ -250,7 +250,7 @@ class Ranks:
                 parallelize_module(block, self.mesh["tp"], made)
 
     def shard(self, model: Any) -> None:
-        """Shard over the ranks that have other windows, or replicate over them."""
+        """Shard parameters over the ranks with different windows, or replicate them."""
         if self.mesh is None:
             return
         if self.options.fsdp != "none":
@@ -266,7 +266,7 @@ class Ranks:
         self._average_gradients_of_parts(model)
 
     def trained(self, model: nn.Module) -> nn.Module:
-        """What a training step calls in place of ``model``."""
+        """The module that a training step calls in place of ``model``."""
         return self.wrapped.get(id(model), model)
 
     def _fully_shard(self, model: Any) -> None:
@@ -303,8 +303,8 @@ class Ranks:
     def _average_gradients_of_parts(self, model: Any) -> None:
         """Make gradients of parts means over all windows, as those of other parameters are.
 
-        Those of experts, and of linears that gather rows, are sums over the ranks that share the
-        experts or rows.
+        Before, gradients of experts, and of linears that gather rows, are sums over the ranks that
+        share the experts or rows.
         """
         options, outer = self.options, self.mesh["dp"]
         count = self.size // outer.size()
@@ -351,7 +351,7 @@ class Ranks:
         return Traffic(bytes_by_kind)
 
     def described(self, model: Any, whole: int) -> str:
-        """What is sharded how, for a model that has ``whole`` parameters on one rank."""
+        """The sharding as text, for a model that has ``whole`` parameters on one rank."""
         if self.mesh is None:
             return ""
         options, outer = self.options, self.mesh["dp"].size()
@@ -447,7 +447,7 @@ def parts_of(model: Any) -> set[nn.Parameter]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """The part of a tensor that this rank has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -218,7 +218,7 @@ class LanguageModel(nn.Module):
         return self.head(self.norm(x))
 
     def auxiliary_loss(self) -> torch.Tensor | float:
-        """What the feed-forward blocks add to the loss of the last forward, such as a balance."""
+        """The losses of the feed-forward blocks in the last forward, such as for their balance."""
         return sum(getattr(block, "auxiliary_loss", 0.0) for block in self.feed_forward)
 
 
@@ -709,7 +709,7 @@ def checked(parser: argparse.ArgumentParser, options: Options) -> Options:
 
 
 def problem_with(options: Options) -> str | None:
-    """A sentence that says what is wrong with the options, or None."""
+    """An error message if options do not fit, otherwise None."""
     for name in ("steps", "layers", "width", "heads", "context", "batch_size", "top_k"):
         value = getattr(options, name)
         if value < 1:

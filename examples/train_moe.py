@@ -49,7 +49,7 @@ class Options(train_lm.Options):
 
     @property
     def rows(self) -> int:
-        """Rows of the experts in a step for a rank's tokens: for each, one for each expert."""
+        """The rows of experts in a step of one rank: ``experts_per_token`` for each token."""
         return self.batch_size // self.data_ranks * self.context * self.experts_per_token
 
 
@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         )
         self.auxiliary_loss: torch.Tensor | float = 0.0
         self.load: torch.Tensor | None = None
-        """This rank's tokens of each expert in the last forward."""
+        """For each expert, the number of this rank's tokens in the last forward."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x).flatten(0, 1)
@@ -119,7 +119,7 @@ class FusedMixture(Mixture):
         )
 
     def spread(self, group: Any) -> None:
-        """Keep this rank's part of the experts, of ranks with the same weights."""
+        """Keep this rank's part of the experts; all ranks have equal weights before."""
         count = self.options.experts // group.size()
         first = group.get_local_rank() * count
         up, down = self.linears(count)

@@ -1,4 +1,4 @@
-"""Cases: parameters that are DTensors, on two ranks: styles, checkpoints, and what is refused."""
+"""Cases: parameters that are DTensors, on two ranks: styles, checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -781,7 +781,7 @@ def two_forwards_of_one_op_reduce_over_two_groups_in_turn() -> None:
 
 @case
 def a_graph_does_not_keep_the_groups_of_its_forward() -> None:
-    """Neither the amax group nor the tensor parallel one; the backward names what is gone."""
+    """Neither the amax group nor the tensor parallel one; the error of backward names it."""
     amaxes, parts = (dist.new_group([0, 1]) for _ in range(2))
     op = fuser.Sequential(
         fuser.BasicLinear(32, 32, tensor_parallel_mode="column", tensor_parallel_group=parts)

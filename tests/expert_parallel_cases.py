@@ -63,7 +63,7 @@ def fused(recipe: Any, rank: int, **options: Any) -> dict[str, Any]:
 
 
 def bytes_of(recipe: Any, rank: int, **options: Any) -> dict[str, Any]:
-    """Layers of which bytes travel."""
+    """Layers whose tokens are sent as bytes."""
     with at_once():
         return compared(rank, recipe=recipe, **options)
 
@@ -199,7 +199,7 @@ def accumulated(rank: int) -> dict[str, Any]:
 
 
 def returned(rank: int) -> dict[str, Any]:
-    """What the caller gets of a dispatch, and a combine of the caller's tensors."""
+    """The outputs of a dispatch for the caller, and a combine of the caller's tensors."""
     ranks = dist.get_world_size()
     data = Given(ranks, FP32)
     x, indices, probs, _ = data.of(rank)

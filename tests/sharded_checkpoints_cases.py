@@ -1,4 +1,4 @@
-"""Cases: unquantized weights that are gathered quantized, checkpoints, and what is refused."""
+"""Cases: unquantized weights that are gathered quantized, checkpoints, and refusals."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ train_lm.VALIDATION_BATCHES = 2  # of 16, to be fast
 
 
 class Silent:
-    """Reports of a run that nobody reads; one that dies at a step raises KeyboardInterrupt."""
+    """Reports that print nothing; a run that dies at a step raises KeyboardInterrupt."""
 
     def __init__(self, dies_at: int | None = None) -> None:
         self.steps, self.dies_at = 0, dies_at

@@ -1,4 +1,4 @@
-"""Cases: which copies are gathered, and when their memory is there."""
+"""Cases: the copies that are gathered, and the lifetime of their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under ``fully_shard`` (FSDP2) on several ranks, and what cases of them share."""
+"""Models under ``fully_shard`` (FSDP2) on several ranks, and common code of their cases."""
 
 from __future__ import annotations
 

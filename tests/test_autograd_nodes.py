@@ -1,4 +1,4 @@
-"""Pipelines as several autograd nodes, where somebody waits for single gradients."""
+"""Pipelines as several autograd nodes, if gradients are needed during backward."""
 
 from __future__ import annotations
 
@@ -299,10 +299,10 @@ def compare_cut(program: Program, setting: Setting, recipe: Recipe | None) -> No
         assert one is None or torch.equal(one, other), name
 
 
-# -- who waits --------------------------------------------------------------------------
+# -- reasons to cut ---------------------------------------------------------------------
 
 
-def test_a_pipeline_is_one_node_unless_somebody_waits() -> None:
+def test_a_pipeline_is_one_node_unless_gradients_are_needed_early() -> None:
     model = linears(8, 512)  # 1 MiB each
     x = torch.randn(2, 512)
     assert node_count(model(x)) == 1
@@ -346,7 +346,7 @@ def test_frozen_parameters_do_not_count() -> None:
     assert not model.plan(x).nodes
 
 
-# -- where ------------------------------------------------------------------------------
+# -- places of cuts ---------------------------------------------------------------------
 
 
 def test_a_node_ends_after_as_many_bytes_as_a_bucket() -> None:
@@ -411,7 +411,7 @@ def test_no_cut_is_between_the_uses_of_one_tensor(small_nodes: None) -> None:
     assert_equal(list(torch.autograd.grad(model(x).sum(), [x, *model.parameters()])), cut)
 
 
-# -- when -------------------------------------------------------------------------------
+# -- times of gradients -----------------------------------------------------------------
 
 
 def test_the_first_gradient_comes_in_the_first_quarter_of_backward() -> None:
@@ -579,7 +579,7 @@ def test_keyword_arguments_reach_the_ops_of_all_nodes(small_nodes: None) -> None
     assert torch.equal(whole, cut)
 
 
-def test_a_failed_call_leaves_the_next_one_whole(small_nodes: None) -> None:
+def test_a_failed_call_does_not_change_the_next_one(small_nodes: None) -> None:
     model = linears(4, 16)
     hook(model)
     with pytest.raises(Exception, match="16"):
@@ -658,7 +658,7 @@ def test_the_layout_of_a_part_counts_from_its_first_parameter() -> None:
 # -- reports ----------------------------------------------------------------------------
 
 
-def test_the_plan_tells_nodes_and_who_waits(tmp_path: Path) -> None:
+def test_the_plan_shows_nodes_and_the_reason_for_cuts(tmp_path: Path) -> None:
     model = linears(8, 512)
     x = torch.randn(4, 512)
     text = " ".join(str(model.plan(x)).split())

@@ -59,7 +59,7 @@ class Nodes:
 
 
 class Whole:
-    """A context in which nobody waits."""
+    """A context in which a DistributedDataParallel is not seen."""
 
     def __enter__(self) -> None:
         self.waiting = CuttablePlan.waiting
@@ -190,7 +190,7 @@ def order(rank: int) -> Any:
 
 
 def shares(rank: int) -> Any:
-    """When the first bucket is reduced, as a share of backward: the least of some steps."""
+    """The time of the first reduction, as a share of backward: the least of some steps."""
     found = {}
     for name in ("cut", "whole"):
         ddp = DistributedDataParallel(model_of(16))

@@ -442,7 +442,7 @@ def reasons(model: fuser.Sequential, recipe: Any) -> set[str]:
 
 @pytest.mark.usefixtures("groups_at_once")
 @pytest.mark.parametrize("is_mlp", [True, False], ids=["MLP", "linear"])
-def test_where_the_rows_are_read_in_memory_it_refuses(is_mlp: bool) -> None:
+def test_it_refuses_if_the_rows_are_read_in_memory(is_mlp: bool) -> None:
     model = layer(is_mlp=is_mlp)
     assert reasons(copy.deepcopy(model), None) == {
         "without a recipe, the product of the experts reads the rows in memory."

@@ -51,7 +51,7 @@ def test_experts_on_four_ranks_have_the_bits_of_one(
 
 
 @pytest.mark.parametrize("name", [n for n in experts.CASES if n.startswith("at once")])
-def test_bytes_of_tokens_travel_if_an_expert_has_one_scale(
+def test_tokens_are_sent_as_bytes_if_an_expert_has_one_scale(
     results: dict[str, list[Any]], name: str
 ) -> None:
     row = models.HIDDEN
@@ -65,7 +65,7 @@ def test_bytes_of_tokens_travel_if_an_expert_has_one_scale(
         sent = f"all-to-all FP8 E4M3 rowwise output (2 ranks: {row} B/token)"
         values = f"all-to-all output (2 ranks: {2 * row} B/token)"
         assert (sent if is_fused else values) in each["plan"]
-        assert ("Bytes travel; ranks first agree" in each["plan"]) == is_fused
+        assert ("Bytes are sent; ranks first agree" in each["plan"]) == is_fused
 
 
 def test_a_rank_saves_tensors_of_its_rows_and_its_tokens_alone(
@@ -138,6 +138,6 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("name", SENTENCES)
-def test_every_rank_gets_a_sentence(results: dict[str, list[Any]], name: str) -> None:
+def test_every_rank_gets_the_error_message(results: dict[str, list[Any]], name: str) -> None:
     for rank, each in enumerate(checked(results, "refused")):
         assert re.search(SENTENCES[name].format(rank=rank), each["said"][name])

@@ -76,7 +76,7 @@ def test_a_step_has_the_bits_of_weights_that_are_quantized_at_each_call(
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("name", RECIPES)
-def test_outside_autocast_a_step_is_that_of_the_values(name: str) -> None:
+def test_outside_autocast_a_step_equals_one_with_the_dequantized_weights(name: str) -> None:
     quantized, plain = pair(RECIPES[name](), 48)
     with torch.no_grad():
         for g in range(G):

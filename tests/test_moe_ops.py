@@ -186,7 +186,7 @@ def test_a_layer_equals_a_loop_over_tokens(options: dict[str, Any]) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
 
-def test_the_plan_has_the_kernels_of_both_ops_and_no_gradient_that_nobody_wants() -> None:
+def test_the_plan_has_the_kernels_of_both_ops_and_no_unwanted_gradient() -> None:
     model = layer()
     indices, probs = routing()
     plan = model.plan(tokens().requires_grad_(), indices, probs.clone().requires_grad_())

@@ -1,4 +1,4 @@
-"""The demos under torchrun: what they compute on several ranks, print, refuse and save."""
+"""The demos under torchrun: results on several ranks, output, refusals and checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
-def test_the_first_rank_alone_prints_what_is_shared_and_the_results(tmp_path: Path) -> None:
+def test_only_the_first_rank_prints_the_sharding_and_the_results(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--sp", "--fsdp", "--steps", "2", "--sample-bytes", "3"]
     run = torchrun(EXAMPLES / "train_lm.py", *arguments, "--out", str(tmp_path))
     assert (run.returncode, run.stderr) == (0, "")
@@ -156,7 +156,7 @@ REFUSED: list[tuple[int, list[str], str]] = [
 
 
 @pytest.mark.parametrize(("size", "arguments", "sentence"), REFUSED)
-def test_what_does_not_fit_the_ranks_is_a_sentence_of_the_first_rank(
+def test_options_that_do_not_fit_the_ranks_are_an_error_of_the_first_rank(
     size: int,
     arguments: list[str],
     sentence: str,
@@ -184,7 +184,7 @@ def test_what_does_not_fit_the_ranks_is_a_sentence_of_the_first_rank(
         (["--fsdp", "quantized"], "argument --fsdp: invalid choice: 'quantized'"),
     ],
 )
-def test_what_does_not_fit_a_mixture_is_a_sentence(
+def test_options_that_do_not_fit_a_mixture_are_an_error(
     arguments: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_torchrun(monkeypatch, 2)

@@ -80,6 +80,16 @@ def test_outside_autocast_and_under_another_recipe(name: str) -> None:
         assert_alike(run(stacked, recipe), run(other, recipe))
 
 
+@pytest.mark.parametrize("name", ["current", "blocks of 128x128", "nvfp4"])
+def test_a_step_on_kernels_has_the_bits_of_separate_weights(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "has_grouped_mm", lambda device, dtype: True)
+    stacked, other = pair(RECIPES[name](), 128)
+    with on_kernels():
+        assert_alike(run(stacked, RECIPES[name]()), run(other, RECIPES[name]()))
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_an_optimizer_writes_the_bytes_of_separate_weights(name: str) -> None:
     stacked, other = pair(RECIPES[name]())
@@ -146,6 +156,10 @@ def test_a_write_to_a_part_of_a_matrix_leaves_the_scales_of_others(name: str) ->
     for target in (weight[1][:128], part):
         target.mul_(64.0)
         torch.testing.assert_close(target.dequantize(), 64 * before[1, :128], rtol=0.2, atol=0.2)
+    for numbers in ("_scale_inv", "_amax_rowwise"):  # those that all rows of a matrix share
+        of_tiles = getattr(weight, numbers, None)
+        if of_tiles is not None:
+            assert torch.equal(*of_tiles.view(G, 2).t())
     torch.testing.assert_close(weight.dequantize()[2], before[2], rtol=0.13, atol=0.01)
     torch.testing.assert_close(weight.dequantize()[1, 128:], before[1, 128:], rtol=0.5, atol=0.9)
 

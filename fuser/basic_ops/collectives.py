@@ -64,7 +64,7 @@ class CollectiveOperation(BasicOperation):
 
     @property
     def is_recordable(self) -> bool:  # type: ignore[override]
-        """A recording would not repeat communication."""
+        """Whether the op does not communicate: a recording would not repeat communication."""
         return self.process_group_size == 1
 
     # No state is saved, so that a checkpoint has the same keys on any number of ranks.
@@ -147,9 +147,9 @@ class AllGather(CollectiveOperation):
     """Gather the rows of all ranks: ``[M, ...]`` becomes ``[ranks * M, ...]``, in their order.
 
     Backward adds the gradients of all ranks, and each rank gets its rows. If the next op wants a
-    quantized input, each rank quantizes its rows, and bytes and scales travel, where rows of two
-    ranks share no scale; otherwise the gathered values are quantized. So is a quantized input:
-    its bytes travel where that is possible, and else its values.
+    quantized input and rows of two ranks share no scale, each rank quantizes its rows and sends
+    bytes and scales; otherwise the gathered values are quantized. The same holds for a quantized
+    input: its bytes are sent if that is possible, otherwise its values.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Experts on several ranks: the rows that ranks exchange, before and after their experts."""
+"""Experts on several ranks: the exchange of rows between ranks, before and after the experts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ExpertParallelOperation(BasicOperation):
 
     @property
     def is_recordable(self) -> bool:  # type: ignore[override]
-        """A recording would not repeat communication."""
+        """Whether the op does not communicate: a recording would not repeat communication."""
         return self.expert_parallel_size == 1
 
     @property
@@ -80,7 +80,7 @@ class ExpertParallelOperation(BasicOperation):
         return True
 
     def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Any:
-        """The group of a forward, after its ranks have compared what they do.
+        """The group of a forward, after its ranks have compared their recipe, dtypes and options.
 
         ``x`` has the dtype and the last dimension of the rows. Notes the group for backward.
         """
@@ -128,11 +128,11 @@ class Exchange(NamedTuple):
         return len(self.received_map) if self.send_sizes is None else sum(self.send_sizes)
 
     def start_to_experts(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to send ``rows``, ``[sent, ...]``; the received ones, not sorted yet."""
+        """Start to send ``rows``, ``[sent, ...]``; returns received rows, not sorted yet."""
         return start_all_to_all(rows, group, self.send_sizes, self.receive_sizes)
 
     def start_to_tokens(self, rows: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to return the rows of experts, ``[received, ...]``: ``[sent, ...]``."""
+        """Start to send rows of experts, ``[received, ...]``, back; returns ``[sent, ...]``."""
         back = ops.unpermute(rows, self.received_map.view(-1, 1), None)
         return start_all_to_all(back, group, self.receive_sizes, self.send_sizes)
 
@@ -141,7 +141,7 @@ class Exchange(NamedTuple):
         return ops.unpermute(rows, self.inverse_map, None)
 
     def start_of_tokens(self, x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
-        """Start to send each token of ``x [T, ...]`` to its experts; not sorted there yet."""
+        """Start to send each token of ``x [T, ...]``; returns received rows, not sorted yet."""
         row_map = ops.row_map_of(self.inverse_map, self.sent)
         return self.start_to_experts(ops.permute(x, row_map, self.inverse_map), group)
 
@@ -173,8 +173,9 @@ class Exchange(NamedTuple):
     ) -> Exchange:
         """The exchange of a tensor of :meth:`packed`.
 
-        ``sizes``: its sizes by rank, where they are known. Otherwise they are the attribute of the
-        tensor, and are read from it, which waits for the device, if it is a copy without.
+        ``sizes``: its sizes by rank, if they are known. Otherwise they are the tensor's attribute
+        ``exchange_sizes``. A copy of the tensor lacks it: the sizes are then read from its values,
+        which waits for the device.
         """
         tokens, k = tokens_of(packed.shape, received, ranks), packed.shape[1]
         flat = packed.reshape(-1)
@@ -247,7 +248,7 @@ def route_to_experts(
     """Send each token ``x [T, hidden]`` to the ranks of its experts.
 
     Without ``capacity`` the numbers of rows are read on the host. With it ranks exchange equal
-    blocks, and nothing waits for the device. If not ``sends_rows`` all but the tokens is sent.
+    blocks, and nothing waits for the device. If not ``sends_rows``, the tokens are not sent yet.
     """
     ranks = torch.distributed.get_world_size(group)
     local = num_experts // ranks
@@ -265,7 +266,7 @@ def route_to_experts(
         sizes = counts.new_full((2 * ranks,), block)
         rows, unused = ranks * block, block - received.sum(1, keepdim=True, dtype=torch.int32)
     sent = rows if send_sizes is None else sum(send_sizes)
-    # Anything may be in unused places between two blocks: no map reads them where they arrive.
+    # Unused places between two blocks may hold any values: no map of the receiver reads them.
     row_map = ops.row_map_of(inverse_map, sent)
     moving = None
     if sends_rows:

@@ -44,7 +44,7 @@ def _percent(more: int, rows: int) -> str:
 
 
 def bits_note(recipe: Recipe | None, dtype: torch.dtype) -> str | None:
-    """What the output and the input gradient of a row depend on; None if that is not known."""
+    """A note on other rows that change the bits of a row; None if that is not known."""
     if recipe is None:
         is_torchs = dtype is torch.float32
         but = ", if torch's product does not depend on the number of rows" if is_torchs else ""

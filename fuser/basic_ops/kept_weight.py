@@ -47,7 +47,7 @@ def kept_weights(
     make: Callable[[], Made],
     is_complete: Callable[[Made], bool],
 ) -> tuple[Made, WeakTensorKeyDictionary | None]:
-    """What ``make`` makes of weights in a microbatch, and the dictionary to keep for the next one.
+    """The result of ``make`` for a microbatch, and the dictionary to keep for the next one.
 
     ``kept`` has one entry: the first weight, with everything on which the quantized form depends,
     and that form. Weights that have changed since are quantized again, whatever the caller says,
@@ -76,7 +76,7 @@ def kept_weights(
 
 
 class _Gathering:
-    """Whether weights are still gathered as they were when it began; always, if none is."""
+    """Whether gathered weights are still those of :meth:`begin`; always if none is gathered."""
 
     def __init__(self, gathered: Sequence[Gathered]) -> None:
         self._freed: torch.Tensor | None = None
@@ -104,7 +104,7 @@ def _noted_gathering(gathered: Sequence[Gathered], noted: _Gathering | None) -> 
 
 
 def _encoding(quantizer: Quantizer) -> Any:
-    """What a quantized weight depends on besides the weight and its copies."""
+    """All that a quantized weight depends on, besides the weight and its copies."""
     # A recomputation under delayed scaling has another scale, and so another quantizer.
     is_delayed = isinstance(quantizer, Float8Quantizer)
     both = quantizer.with_usage(rowwise=True, columnwise=True)

@@ -107,9 +107,9 @@ class Parallelism:
 
 
 def travels(key: PlanKey, role: str, made: QuantSpec | None, side: str) -> QuantSpec | None:
-    """What travels of the quantized ``"input"`` or ``"grad_output"`` on ``side``; None for values.
+    """The form of the sent ``"input"`` or ``"grad_output"`` on ``side``; None for values.
 
-    For rows that no block shares between ranks: shapes are not part of a plan.
+    It assumes that no block has rows of two ranks: shapes are not part of a plan.
     """
     recipe = key.recipe
     if recipe is None or (side == "backward" and recipe.backward_override == "high_precision"):

@@ -66,8 +66,8 @@ class MoeDispatch(ExpertParallelOperation):
     ranks: sorted by expert, then by rank, then as on one rank, so that the ranks together have the
     rows of one rank with the tokens of all. The extra outputs 0 and 1 describe these rows. Extra
     output 2, int32 ``[n, k]``, is for ``MoeCombine`` alone: its first T rows are the places of the
-    assignments among the rows that this rank sends, the others how received rows are sorted and how
-    many each rank sends and receives (``fuser.basic_ops.expert_parallel.Exchange``).
+    assignments among the rows that this rank sends; the others are the order of received rows, and
+    the numbers of sent and received rows (``fuser.basic_ops.expert_parallel.Exchange``).
 
     Parameters
     ----------
@@ -76,10 +76,10 @@ class MoeDispatch(ExpertParallelOperation):
     capacity, drop_policy
         As in :func:`fuser.moe.permute`: the number of rows, ``T * k`` by default, and the
         assignments that are dropped if there are more. On R ranks it is the number of rows of this
-        rank's experts, equal on all ranks. Every rank sends blocks of ``capacity / R`` rows to
-        every rank, and what is more than a block is dropped: of one rank's assignments to another,
-        not of all. Nothing waits for the device then. Without it nothing is dropped, and the
-        numbers of rows are read on the host, once a forward.
+        rank's experts, equal on all ranks. Every rank sends a block of ``capacity / R`` rows to
+        every rank, and drops its assignments beyond a block. Nothing waits for the device then.
+        Without a capacity nothing is dropped, and the numbers of rows are read on the host, once a
+        forward.
     expert_parallel_group
         The process group over which experts are spread, or a mesh of one dimension. None: all
         experts are on this rank.
@@ -89,8 +89,8 @@ class MoeDispatch(ExpertParallelOperation):
     InputError
         If a number or a name is not as described, if the ranks do not divide the experts or the
         capacity, or if this rank is not in the group. A call raises it if a shape, dtype, device or
-        index is not as described, and on all ranks if they differ in what they compare at their
-        first call: experts, capacity, k, hidden size, dtypes, recipe and wanted gradients.
+        index is not as described, and at the first call on all ranks if these differ: experts,
+        capacity, k, hidden size, dtypes, recipe and wanted gradients.
     InputTypeError
         If ``num_experts`` or ``capacity`` is not an int.
     StateError
@@ -149,7 +149,7 @@ class MoeDispatch(ExpertParallelOperation):
         )
 
     def _rows(self, expert_indices: TensorSpec) -> int:
-        """The number of rows; over ranks without a capacity, if all experts get as many."""
+        """The number of rows; on several ranks without a capacity, that of equal load."""
         return math.prod(expert_indices.shape) if self.capacity is None else self.capacity
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
@@ -183,7 +183,7 @@ class MoeDispatch(ExpertParallelOperation):
     def _note_on_ranks(self, ranks: int) -> str:
         if self.capacity is None:
             how = (
-                "ranks first exchange how many rows each expert gets, and read the sizes on the "
+                "ranks first exchange the number of rows of each expert, and read the sizes on the "
                 "host; none is dropped."
             )
         else:
@@ -479,8 +479,8 @@ def _check_exchange(exchange: Exchange) -> None:
     if not is_whole or min(exchange.send_sizes or (0,)) < 0:
         raise InputError(
             f"MoeCombine got an input of {received} rows, and ranks that received {sizes} rows and "
-            f"sent {exchange.send_sizes}. Its extra input is extra output 2 of the MoeDispatch "
-            "whose rows the input has."
+            f"sent {exchange.send_sizes}. Its extra input must be extra output 2 of the "
+            "MoeDispatch that made the rows of the input."
         )
     _check_rows(exchange.inverse_map, sent)
     _check_rows(exchange.received_map, received)

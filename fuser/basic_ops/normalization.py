@@ -118,7 +118,7 @@ class _Normalization(BasicOperation):
     ) -> tuple[torch.Tensor | LazyTensor, torch.Tensor | None]:
         """The norm of ``input_ + extra``, and that sum; ``ctx`` keeps what backward needs.
 
-        The sum is None unless there is an ``extra`` and somebody reads the sum, perhaps backward.
+        The sum is None unless there is an ``extra`` and the sum is read, perhaps by backward.
         The kernel that writes a lazy norm also writes its sum.
         """
         x = self.rows(input_)

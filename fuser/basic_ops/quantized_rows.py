@@ -39,9 +39,9 @@ def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
 
 
 def travelling(recipe: Recipe | None, made: QuantSpec | None) -> QuantSpec | None:
-    """What ranks send of rows that are quantized as ``made``; None for their values.
+    """The form in which ranks send rows that are quantized as ``made``; None for their values.
 
-    If no block has rows of two ranks: shapes are not part of a plan.
+    It assumes that no block has rows of two ranks: shapes are not part of a plan.
     """
     if recipe is None or made is None or recipe.custom():
         return None

@@ -1,4 +1,4 @@
-"""Rows that experts get from other ranks, and that are sent when it is known in which form."""
+"""Rows that experts get from other ranks: sent as bytes or values, which the quantizer decides."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fuser.tensors import (
 from fuser.tensors.group_formats import Float8GroupsQuantizer, amaxes_of_groups
 
 WORD = 8
-"""Bytes of a row are moved in words of as many."""
+"""Rows are moved in words of this many bytes."""
 
 
 def sends_bytes(format_: NumberFormat, features: int) -> bool:
-    """Whether rows of ``features`` that the experts quantize in a format travel as bytes.
+    """Whether rows of ``features`` that the experts quantize in a format are sent as bytes.
 
     They do if an expert has one scale: the sending ranks can then agree on it.
     """
@@ -38,8 +38,8 @@ def sends_bytes(format_: NumberFormat, features: int) -> bool:
 class RemoteRows(LazyTensor):
     """The rows of a rank's experts, sorted by expert, of tokens that have not been sent yet.
 
-    They are sent once, by all ranks in the same form: :meth:`quantized` as bytes; everything else
-    as values. ``may_send_bytes``: the groups that are quantized are the experts.
+    They are sent once, in the same form by all ranks: :meth:`quantized` sends bytes, all other
+    readers values. ``may_send_bytes``: the groups that are quantized are the experts.
     """
 
     def __init__(self, routed: Routed, group: Any, *, may_send_bytes: bool) -> None:
@@ -49,7 +49,7 @@ class RemoteRows(LazyTensor):
         self._is_sent = False
 
     def gathered(self) -> torch.Tensor | LazyTensor:
-        """The values, which kernels read by index among the received rows; once, to free these."""
+        """The values; kernels read them by index from the received rows. It is called once."""
         assert not self._is_sent, "rows are sent once"
         self._is_sent = True
         received = self.routed.received(self.group)
@@ -65,7 +65,7 @@ class RemoteRows(LazyTensor):
     def quantized(
         self, quantizers: list[Quantizer], groups: PaddedGroups, *, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor | None:
-        """The rows of padded ``groups``, of which bytes travel; None if values must.
+        """The rows of padded ``groups``, sent as bytes; None if they must be sent as values.
 
         The bytes are those of rows that are quantized after they have arrived: a scale is that of
         the amax of an expert's rows on all ranks, or the one that the expert's rank has.
@@ -102,7 +102,7 @@ class RemoteRows(LazyTensor):
         ranks, local = routed.counts.shape
         sizes = routed.counts.view(-1)
         ends = sizes.cumsum(0, dtype=torch.int32)
-        # The rows follow one another where they are quantized, and begin at blocks where sent.
+        # Quantized rows follow one another; sent rows begin at the block of their rank.
         begins = own_begins = ends - sizes
         if exchange.send_sizes is None:
             blocks = torch.arange(ranks, dtype=torch.int32, device=sizes.device)
@@ -157,5 +157,5 @@ def _largest(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _begins(groups: PaddedGroups) -> torch.Tensor:
-    """Where each padded group begins."""
+    """The first row of each padded group."""
     return torch.nn.functional.pad(groups.padded_ends[:-1], (1, 0))

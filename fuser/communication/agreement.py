@@ -1,4 +1,4 @@
-"""Agreement of ranks: an op compares what its ranks do, before it first communicates."""
+"""Agreement of ranks: they compare recipe, input and options before an op communicates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fuser.errors import InputError
 
 
 class Agreement:
-    """What the ranks of an op have compared: once for each group and recipe.
+    """The comparisons that the ranks of an op have made: one for each group and recipe.
 
-    Not copied and not pickled with the op, which then compares again.
+    They are not copied and not pickled with the op, which then compares again.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class Agreement:
     ) -> None:
         """Compare recipe, shape and dtype of the input, and ``others``, over ranks.
 
-        Of the shape only the last dimension, if not ``compares_rows``. At the first call with a
-        recipe; waits for the device then.
+        If not ``compares_rows``, only the last dimension of the shape. Ranks compare at the first
+        call with a recipe, which then waits for the device.
 
         Raises
         ------
@@ -63,7 +63,7 @@ class Agreement:
 
 
 def _differences(found: list[tuple[str, ...]]) -> str:
-    """What each rank has, without the parts that are equal on all ranks."""
+    """The parts that differ, of each rank, as text."""
     parts = [part for part in zip_longest(*found, fillvalue="") if len(set(part)) > 1]
     return "; ".join(
         f"rank {rank} has {', '.join(filter(None, each))}"

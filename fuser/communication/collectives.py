@@ -1,6 +1,6 @@
-"""Collectives along dim 0: all-gather, reduce-scatter, all-reduce, all-to-all; started, waited for.
+"""Asynchronous collectives along dim 0: all-gather, reduce-scatter, all-reduce, all-to-all.
 
-Each ``start_*`` returns at once; the communication runs beside the work that follows, up to
+Each ``start_*`` returns at once; the communication overlaps with the work that follows, until
 ``wait``. The caller's tensors are never changed.
 """
 
@@ -29,7 +29,7 @@ class Pending(Generic[Result]):
     finish
         Returns the result, after the communication.
     works
-        What torch returned for each collective; None if nothing was communicated.
+        torch's object for each collective; None if nothing was communicated.
     kept
         Tensors that the communication reads: they stay in memory until :meth:`wait`.
     """

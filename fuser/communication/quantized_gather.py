@@ -1,4 +1,4 @@
-"""Gathering quantized tensors: the bytes and scales of rows travel, not their values."""
+"""Gathering quantized tensors: ranks send the bytes and scales of their rows, not values."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _buffers_of(tensor: QuantizedTensor, usage: str) -> list[str]:
 
 
 def can_gather(quantizer: Quantizer, usage: str, rows: int, *, has_equal_scales: bool) -> bool:
-    """Whether the copies of ``rows`` rows on each rank are the copy of the rows of all ranks.
+    """Whether the copies of all ranks, of ``rows`` rows each, make up the copy of all rows.
 
-    They are if no block has rows of two ranks, and if the scales that all rows share are equal on
+    They do if no block has rows of two ranks, and if the scales that all rows share are equal on
     all ranks, ``has_equal_scales``.
     """
     blank = _blank(quantizer, rows)
@@ -38,7 +38,7 @@ def can_gather(quantizer: Quantizer, usage: str, rows: int, *, has_equal_scales:
 
 
 def makes_columns(quantizer: Quantizer) -> bool:
-    """Whether the columnwise copy is made from the rowwise one, so that it need not travel."""
+    """Whether the columnwise copy is made from the rowwise one, and so need not be sent."""
     return quantizer.tensor_class._make_copy is not QuantizedTensor._make_copy
 
 

@@ -45,13 +45,13 @@ _A_SCALE, _B_SCALE, _FAST_ACCUM, _BIAS_TYPE, _A_MODE, _B_MODE = 17, 18, 25, 26, 
 _WORKSPACE, _REDUCTION, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)
 # Parts of a split product are added in fp32, not in the format of the result.
 _REDUCTION_IN_32F = 2
-# What torch gives a product on Hopper.
+# The workspace that torch gives a product on Hopper.
 _WORKSPACE_BYTES = 32 << 20
 # Bytes of an address, and of a quantized row, that the kernels read at once.
 _ALIGNMENT = 16
 # A process whose shapes never repeat must not fill the memory.
 MOST_PRODUCTS = 1024
-# Where the scales are while an algorithm is chosen, which reads nothing there.
+# The address of scales while an algorithm is chosen, which reads nothing there.
 _SOME_ADDRESS = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""Training on several ranks: styles of tensor parallelism, and parameters that ranks share."""
+"""Training on several ranks: styles of tensor parallelism, sharded parameters, checkpoints."""
 
 from fuser.distributed.gather_quantized import gather_quantized
 from fuser.distributed.parallel_styles import Colwise, Replicated, Rowwise

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` needs of a model: DTensors, and states of full size."""
+"""Preparing a model for ``torch.distributed.checkpoint``: DTensors, and states of full size."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ class DispatchedExperts(FusedOperation):
 
     The experts are a grouped linear, or those of :class:`GroupedMLP`. The kernels that quantize
     their input read each row from its token. Saved tensors and gradients are those of the ops.
-    With experts on several ranks they read what was received, or quantize before it is sent.
+    With experts on several ranks they read the received rows, or quantize tokens before these are
+    sent.
     """
 
     window = (MoeDispatch, GroupedLinear, Optional(ScaledActivation), Optional(GroupedLinear))
@@ -129,13 +130,13 @@ class DispatchedExperts(FusedOperation):
         return {"output": QuantSpec(up.quantizer_format(key.recipe, "input"), True, False)}
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
-        """The copy that is not made, what travels, and the notes of the experts."""
+        """Notes on the copy that is not made and on sent bytes, and the notes of the experts."""
         (experts,), (dispatch, up, *_) = self._experts, self.members
         found = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
         if _sends_bytes(dispatch, up, key):
-            found += " Bytes travel; ranks first agree on the scale of each expert."
+            found += " Bytes are sent; ranks first agree on the scale of each expert."
         elif dispatch.expert_parallel_size > 1:
-            found = "Quantizes the experts' input from what was received, by index."
+            found = "Quantizes the experts' input from the received rows, by index."
         of_experts = key.window(1, len(key.ops))
         return (found, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
 
@@ -207,7 +208,7 @@ class DispatchedExperts(FusedOperation):
 
 
 def _sends_bytes(dispatch: MoeDispatch, up: GroupedLinear, key: PlanKey) -> bool:
-    """Whether bytes of the tokens travel to other ranks: see :class:`RemoteRows`."""
+    """Whether bytes of the tokens are sent to other ranks: see :class:`RemoteRows`."""
     recipe = key.recipe
     if dispatch.expert_parallel_size == 1 or recipe is None:
         return False

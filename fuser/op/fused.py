@@ -134,7 +134,7 @@ class FusedOperation(FusibleOperation):
 
     @classmethod
     def sends(cls, *ops: Any, **where: Any) -> Mapping[str, QuantSpec]:
-        """What travels quantized of tensors that its ops send as values, by the tensor's name.
+        """The tensors that it sends quantized and its ops as values, with their formats, by name.
 
         Called as ``sends(*ops, side=side, key=key)``; the names are those of ``Collective``.
         """

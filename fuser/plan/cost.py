@@ -118,7 +118,7 @@ class CostModel:
     ) -> list[tuple[str, int, bool]]:
         """The communication of a window: its name with its bytes, these, and whether it is first.
 
-        What the products read has travelled before them, their results travel after them.
+        Inputs of products are sent before the products, their results after them.
         """
         if side == "backward" and window.stop <= self.first:
             return []

@@ -1,9 +1,9 @@
 """Cuts: the places where a pipeline is divided into several autograd nodes.
 
-Autograd receives the gradients of a node when the node's backward ends. If somebody waits for
-single gradients, as DistributedDataParallel does to reduce them during backward, a long pipeline
-runs as several nodes. A cut is between steps of the chosen cover of forward and of backward, so the
-steps are the same, and a quantized tensor between two steps passes the cut as it is.
+Autograd receives the gradients of a node when the node's backward ends. If gradients are needed
+during backward, as by DistributedDataParallel, which reduces them, a long pipeline runs as several
+nodes. A cut is between steps of the chosen cover of forward and of backward, so the steps are the
+same, and a quantized tensor between two steps passes the cut as it is.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fuser.plan.planner import Planned
 from fuser.specs import PlanKey
 
 FIRST_BYTES = 2**20
-"""The least bytes of gradients of a node: torch's ``DistributedDataParallel`` has a first bucket of
-as many, unless it was given another size."""
+"""The least bytes of gradients of a node: the default size of the first bucket of torch's
+``DistributedDataParallel``."""
 BUCKET_BYTES = 25 * 2**20
-"""The bytes after which a node ends, other than the first of a backward: a later bucket."""
+"""The least bytes of gradients of a node that is not the first of a backward: a later bucket."""
 
 
 Sizes = tuple[int, int]
@@ -68,8 +68,8 @@ class Cuts:
 
         ``sizes`` are the least bytes of gradients of the first node of a backward, which has the
         last ops, and of every other; None for ``FIRST_BYTES`` and ``BUCKET_BYTES``. Every node has
-        ``FIRST_BYTES`` or more. A gap that a quantized tensor passes is not taken if one
-        without comes before as many bytes again, and neither is one that more channels pass.
+        ``FIRST_BYTES`` or more. Among the gaps within as many bytes again, those that no quantized
+        tensor passes are preferred, then those that the fewest channels pass.
 
         ``joined`` are first and last op of stretches without a cut.
         """
@@ -87,7 +87,7 @@ class Cuts:
         return tuple(reversed(chosen))
 
     def _before(self, stop: int, wanted: int, allowed: Mapping[int, Gap]) -> Gap | None:
-        """Where the node begins that ends before op ``stop``; None at the pipeline's start."""
+        """The gap before the node that ends before op ``stop``; None for the pipeline's start."""
         left, held, limit = sum(self._bytes[:stop]), 0, 0
         best: Gap | None = None
         for op in reversed(range(1, stop)):
@@ -107,8 +107,9 @@ class Cuts:
 def _gaps(planned: Planned, key: PlanKey, graph: OpGraph) -> Iterable[Gap]:
     """The places between steps of forward and of backward, except beside a user's op.
 
-    Such an op may return any dtype, and may read what its neighbour is. Autograd converts a
-    gradient to the dtype of its tensor, which a pipeline does not: all that pass have it before.
+    Such an op may return any dtype, and may read its neighbour's class. Autograd converts a
+    gradient to the dtype of its tensor and a pipeline does not, so a gap is possible only if all
+    gradients that pass it have the dtypes of their tensors.
     """
     starts = [{ops[0] for _, ops in side} for side in (planned.forward, planned.backward)]
     others = {
@@ -138,7 +139,7 @@ def _gaps(planned: Planned, key: PlanKey, graph: OpGraph) -> Iterable[Gap]:
 
 
 def _converted(graph: OpGraph) -> tuple[list[bool], set[tuple[int, int]]]:
-    """Where a gradient may have another dtype than its tensor.
+    """The places at which a gradient may have another dtype than its tensor.
 
     The first result is for the main input of each op, and the pipeline's output; the second has the
     other extra inputs, each an op and the index of the extra input.
@@ -168,7 +169,7 @@ def _converted(graph: OpGraph) -> tuple[list[bool], set[tuple[int, int]]]:
 
 
 def joined_stretches(places: Iterable[tuple[object, int]]) -> tuple[tuple[int, int], ...]:
-    """Where no cut may be, because one tensor is read at two places: pairs of first and last op.
+    """The stretches without a cut, as pairs of first and last op: both read the same tensor.
 
     Autograd adds the gradients of such a tensor in another order if they come from two nodes.
     ``places`` are pairs of a tensor and the op that reads it.

@@ -1,8 +1,8 @@
-"""Pipelines that are cut into several autograd nodes, if somebody waits for single gradients.
+"""Pipelines that are cut into several autograd nodes, if gradients are needed during backward.
 
-DistributedDataParallel reduces gradients as they come, and hooks of parameters may use them up. A
-long pipeline as one node gives all of them at the end of its backward. As several nodes it runs the
-same steps of the same plan, with equal results.
+DistributedDataParallel reduces gradients during backward, and hooks of parameters may use them up.
+A long pipeline as one node gives all of them at the end of its backward. As several nodes it runs
+the same steps of the same plan, with equal results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compiled_plan(
 
 
 class CuttablePlan(CompiledPlan):
-    """A plan that runs as one autograd node, or as several if somebody waits for gradients.
+    """A plan that runs as one autograd node, or as several if gradients are needed earlier.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ class CuttablePlan(CompiledPlan):
         self._watched = self._largest(cuts.at())
         self._found: dict[Any, tuple[int, ...]] = {}
         self._made: dict[tuple[int, ...], CutPlan] = {}
-        # Who waited in the last forward outside of a backward, and the size of nodes.
+        # The result of ``waiting`` in the last forward outside of a backward.
         self._last: tuple[str, Sizes | None] | None = None
 
     def call(
@@ -108,7 +108,7 @@ class CuttablePlan(CompiledPlan):
         return _call(self, input_, params, extra_inputs, kwargs, layout)
 
     def waiting(self, params: Sequence[torch.Tensor]) -> tuple[str, Sizes | None] | None:
-        """Who waits for single gradients of a call, and the sizes of nodes, as of :meth:`Cuts.at`.
+        """The reason to cut a call, and the sizes of nodes, as of :meth:`Cuts.at`; None without.
 
         The forward of a recomputation, which runs in a backward, is cut as the last forward was.
         """
@@ -144,7 +144,7 @@ class CuttablePlan(CompiledPlan):
     def with_nodes(
         self, plan: FusionPlan, input_: torch.Tensor, params: Tensors, extra_inputs: Tensors
     ) -> FusionPlan:
-        """``plan`` with the autograd nodes of such a call, and who waits for its gradients."""
+        """``plan`` with the autograd nodes of such a call, and the reason for the cuts."""
         who, sizes = self.waiting(params) or ("", None)
         gaps = self.cuts.gaps
         cuts = self.cuts_at(sizes, (input_, *params, *extra_inputs))
@@ -210,7 +210,7 @@ class CuttablePlan(CompiledPlan):
         return _Part(run, ops, range(first, first + sum(counts)), taken, made)
 
     def _beside(self, gap: int, op: int) -> tuple[BasicOperation, PlanKey] | None:
-        """The op at the other side of a cut, if something quantized passes the cut."""
+        """The op at the other side of a cut, if a quantized tensor passes the cut."""
         if gap not in self.cuts.gaps or not self.cuts.gaps[gap].is_quantized:
             return None
         return self.ops[op], self.key.window(op, op + 1)
@@ -277,7 +277,7 @@ class CutPlan:
 
 
 class _NoParallel:
-    """In place of a DistributedDataParallel that does not tell that its forward runs."""
+    """Replaces a DistributedDataParallel that has no attribute for its running forward."""
 
     _active_ddp_module = None
 

@@ -314,7 +314,7 @@ def _restore(
 
 @dataclass(frozen=True)
 class _Spec:
-    """What later arguments have in common with the sample's."""
+    """The properties that later arguments must have in common with the sample's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Parameters that are DTensors: a pipeline runs with the part of this rank in their places."""
+"""DTensor parameters: during a forward a pipeline replaces them by their local tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fuser.wrapper_tensor import WrapperTensor
 class _LocalPart(torch.autograd.Function):
     """The local tensor of a ``DTensor``, whose gradient has the placements of the ``DTensor``.
 
-    ``group``: each rank has a part of the gradient's sum, which is added over its ranks.
-    ``reader`` names the op if its backward reads the parameter: a write to a ``DTensor`` does not
-    change the version of its local tensor, by which torch would notice that it comes too early.
+    ``group``: the gradients of its ranks are added. ``reader`` names the op if its backward reads
+    the parameter: a write to a ``DTensor`` does not change the version of its local tensor, so
+    torch would not notice a write between forward and backward.
     """
 
     @staticmethod
@@ -146,9 +146,9 @@ def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
             if found == ranks:
                 return None
     wanted = (
-        "this op is not tensor parallel, and takes one that every rank has as a whole. Shard the "
-        "op too, by parallelize_module with fuser.distributed.Colwise or Rowwise; if fully_shard "
-        "has sharded it, call the module that was given to fully_shard."
+        "this op is not tensor parallel, and takes a DTensor that every rank has as a whole. Shard "
+        "the op too, by parallelize_module with fuser.distributed.Colwise or Rowwise; if "
+        "fully_shard has sharded the parameter, call the module that was given to fully_shard."
         if dim is None
         else f"this op takes Shard(dim={dim}), in equal parts, over the ranks {ranks} of its "
         "tensor_parallel_group."
@@ -166,17 +166,18 @@ def _group_of_rows(op: BasicOperation, name: str, mesh: Any) -> Any:
     if mesh.ndim != 1:
         raise InputError(
             f"{type(op).__name__}.{name} is a DTensor on a mesh of {mesh.ndim} dimensions, and its "
-            "op has some rows of a sequence on each rank; the mesh of its parameters has one "
-            "dimension, over which gradients are added."
+            "op has some rows of a sequence on each rank. Its gradients are added over the mesh, "
+            "which must have one dimension."
         )
     return mesh.get_group()
 
 
 def check_gates(ops: Sequence[BasicOperation]) -> None:
-    """Refuse a gated activation of consecutive outputs of a whole linear.
+    """Refuse an activation whose gates are not on the ranks of their values.
 
-    The first half of the features of a rank are gates. Of a weight that is a ``DTensor`` they would
-    be so on the first half of the ranks only.
+    Without interleaving an activation takes the first half of its features as gates. If the weight
+    before it is a ``DTensor``, each rank has consecutive outputs of the whole linear, and all gates
+    are on the first half of the ranks.
 
     Raises
     ------
@@ -195,8 +196,8 @@ def check_gates(ops: Sequence[BasicOperation]) -> None:
             raise InputError(
                 f"{type(op).__name__} gets {linear.local_out_features} consecutive ones of the "
                 f"{linear.out_features} outputs of a BasicLinear whose weight is a DTensor. It "
-                "would take the first half of them as gates, and gates are the first half of all "
-                "outputs. Use a glu_interleave_size: then gates and values alternate in blocks of "
-                "that many outputs."
+                "would take the first half of these as gates, but the gates are the first half of "
+                "all outputs. Use a glu_interleave_size: then gates and values alternate in blocks "
+                "of that many outputs."
             )
         linear = None

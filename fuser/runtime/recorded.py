@@ -406,7 +406,7 @@ def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
 def _picked(
     wanted: Sequence[torch.Tensor], tensors: Tensors, sequence: LaunchSequence
 ) -> Callable[[Tensors], Any]:
-    """What picks some tensors, two or more, from the inputs of ``sequence``."""
+    """A function that picks some tensors, two or more, from the inputs of ``sequence``."""
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     if not all(id(tensor) in places for tensor in wanted):
         sequence.refusal = sequence.refusal or "it reads the version of what is no input"

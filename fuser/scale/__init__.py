@@ -1,4 +1,4 @@
-"""A training step on many GPUs, on paper: where its time goes, and what limits it."""
+"""A forecast of a training step on many GPUs: its time by parts, its memory and its limit."""
 
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import Mesh

@@ -1,4 +1,4 @@
-"""The command ``python -m fuser scale``: its options, and what it prints."""
+"""The command ``python -m fuser scale``: its options and its output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_command(commands: Any) -> None:
         "scale",
         help="model a training step on many GPUs",
         description="Model a training step of a transformer on many H200: time, traffic, memory, "
-        "and what limits it. Nothing runs, and no GPU is needed.",
+        "and the limit of the step. Nothing runs, and no GPU is needed.",
     )
     add = parser.add_argument
     add("--model", default="llama3-70b", help=f"{', '.join(PRESETS)}; default: llama3-70b")
@@ -72,7 +72,7 @@ def add_command(commands: Any) -> None:
     add("--network", type=float, metavar="GBITS", help="network, Gb/s a GPU; default: 400")
     add("--nvlink", type=float, metavar="GBYTES", help="NVLink, GB/s a GPU; default: 450")
     add("--tflops", type=float, help="rate of the recipe's products, native; default: measured")
-    add("--draw", metavar="FILE", help="also draw the numbers of GPUs, as .svg or .png")
+    add("--draw", metavar="FILE", help="draw the table of GPUs too, as .svg or .png")
     add("--json", action="store_true", help="print JSON instead of text")
 
 

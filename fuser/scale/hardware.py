@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from fuser.errors import InputError
 from fuser.plan.cost import DEVICE_COSTS
 
-# Products of forward and backward, FLOP/s, by recipe; recipes without an entry run in bf16 on
-# dequantized operands, or are refused if they have none in EMULATED.
+# Products of forward and backward, FLOP/s, by recipe. A recipe without an entry runs in bf16 on
+# dequantized operands if it is in EMULATED, and is refused otherwise.
 # Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
 # (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone").
 DENSE = {
@@ -113,7 +113,7 @@ def _tree(ranks: Ranks, hop: Mapping[str, float]) -> float:
 def all_to_all(sent: float, ranks: Ranks) -> Traffic:
     """An exchange of ``sent`` bytes a rank, evenly over all ranks; its own part stays.
 
-    NCCL's model has none for it: all messages are under way at once, and cost one hop.
+    NCCL's model has no latency for it. Here all messages are sent at once, and cost one hop.
     """
     if ranks.size == 1:
         return Traffic()

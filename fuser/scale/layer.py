@@ -61,9 +61,9 @@ LEFT_OUT = (
 class Product:
     """A linear on this rank: ``[rows, columns] x [columns, outputs]``, for each of ``groups``.
 
-    ``rows`` are those of all groups together. ``is_expert``: the groups are experts, of which there
-    may be one on this rank. ``reads_activation``: its input is computed by the
-    activation, which also computes the gradient of the linear before.
+    ``rows`` are those of all groups together. ``is_expert``: the groups are experts; a rank may
+    have a single one. ``reads_activation``: the activation computes its input, and in backward the
+    gradient of the linear before.
     """
 
     rows: int
@@ -109,7 +109,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer costs on one GPU, for the tokens of one microbatch.
+    """The costs of a layer on one GPU, for the tokens of one microbatch.
 
     ``elementwise`` are bytes that kernels move through memory on each side, without products and
     without the quantization of weights; ``saved`` the bytes that are kept for backward, ``input``
@@ -328,7 +328,7 @@ def _linear(inputs: int, outputs: int, mesh: Mesh, mode: str) -> Linear:
     return Linear(inputs, outputs, **options)
 
 
-# -- what their plans say -------------------------------------------------------------
+# -- costs from plans -----------------------------------------------------------------
 
 
 def _products(graph: OpGraph) -> dict[int, Product]:
@@ -369,8 +369,8 @@ def _elementwise(graph: OpGraph, plan: FusionPlan, side: str) -> float:
 def _grouped_quantization(recipe: Recipe, products: Sequence[Product]) -> dict[str, float]:
     """Bytes by which experts' operands are quantized, which a plan of them does not count.
 
-    The values are read and both copies written; what the activation computes is written as
-    copies only, in place of values.
+    The values are read and both copies written; tensors that the activation computes are written
+    as copies only, in place of values.
     """
     both = ("rowwise", "columnwise")
     found = dict.fromkeys(SIDES, 0.0)

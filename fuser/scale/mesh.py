@@ -64,7 +64,7 @@ class Mesh:
 
     @property
     def shards(self) -> Ranks:
-        """The ranks over which a weight is sharded that is not an expert's."""
+        """The ranks over which weights are sharded, except those of experts."""
         return self._group(self.tp, self.fsdp)
 
     @property
@@ -119,7 +119,7 @@ def make_mesh(
     replicas: int | None = None,
     gpus_per_node: int = 8,
 ) -> Mesh:
-    """The mesh of ``gpus``; what is None is chosen.
+    """The mesh of ``gpus``; sizes that are None are chosen.
 
     tp and ep are as large as a node and the model allow, and fsdp at most :data:`MOST_SHARDS`.
 

@@ -36,7 +36,7 @@ class Scaled:
 class ScaleReport:
     """The steps of a model on a mesh, and on 8 to 16384 GPUs.
 
-    ``here`` has the variants: bf16; the recipe with values that travel; the recipe with quantized
+    ``here`` has the variants: bf16; the recipe with bf16 traffic; the recipe with quantized
     traffic, of which ``str()`` shows every line. ``elsewhere`` has the numbers of GPUs that the
     model and the batch allow. ``least_tokens`` has, for each variant, the tokens of a microbatch on
     one GPU with which compute on this mesh is as long as the network's work, None if no number is.
@@ -52,7 +52,7 @@ class ScaleReport:
     def network_limit(self, index: int) -> int | None:
         """The least number of GPUs at which the network is busiest in variant ``index``, or None.
 
-        Whether or not the step fits into memory.
+        The step may not fit into memory there.
         """
         counts = (one.mesh.gpus for one in self.elsewhere if one.steps[index].busiest == "network")
         return min(counts, default=None)

@@ -1,4 +1,4 @@
-"""The result of modelling a step: lines of time, and memory by what it holds."""
+"""The result of modelling a step: lines of time, and memory by contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuser.scale.hardware import Hardware, Traffic
 
 @dataclass(frozen=True)
 class Variant:
-    """What is quantized: products, by ``recipe``, and what travels, if ``quantized_traffic``.
+    """The quantized parts of a step: products, by ``recipe``; traffic, if ``quantized_traffic``.
 
     With quantized traffic FSDP gathers weights as ``fuser.distributed.gather_quantized`` does.
     """
@@ -38,7 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A modelled step: ``lines`` of time, and ``memory``, bytes by what they hold.
+    """A modelled step: ``lines`` of time, and ``memory``, bytes by contents.
 
     ``bytes_travel`` is the share of the weights that are gathered quantized.
     """
@@ -83,12 +83,12 @@ class TrainingStep:
 
     @property
     def busiest(self) -> str:
-        """What is busy longest: ``"compute"``, ``"NVLink"`` or ``"network"``."""
+        """The resource that is busy longest: ``"compute"``, ``"NVLink"`` or ``"network"``."""
         return max(("compute", "NVLink", "network"), key=self.busy)
 
     @property
     def limit(self) -> str:
-        """``"memory"`` if the step does not fit, else what is busy longest."""
+        """``"memory"`` if the step does not fit, otherwise :attr:`busiest`."""
         return "memory" if self.memory_bytes > self.hardware.memory else self.busiest
 
 

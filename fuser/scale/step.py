@@ -39,7 +39,7 @@ from fuser.scale.mesh import Mesh
 from fuser.scale.model import Transformer
 from fuser.scale.result import Line, TrainingStep, Variant, added, line_of, repeated
 
-# Of FlashAttention's backward: five products to forward's two, one of which is computed again.
+# FlashAttention's backward has five products, one of them computed again; forward has two.
 ATTENTION_BACKWARD = 2.5
 # fp32 weights, gradients and the two averages of Adam, for each weight of a shard.
 MASTER = 16
@@ -161,9 +161,10 @@ class _Step:
     def _weights_quantized(self, side: str, is_again: bool) -> float:
         """Bytes by which weights are quantized: values are read, and both copies written.
 
-        A weight that travels quantized is quantized once a forward, by shards; where its columnwise
-        copy is a transpose, backward makes it. One whose values travel is quantized whole; again in
-        backward if no copy was kept since forward, or if forward is computed again.
+        A weight that is gathered quantized is quantized once a forward, by shards; if its
+        columnwise copy is a transpose, backward makes it. A weight whose values are gathered is
+        quantized whole; again in backward if no copy was kept since forward, or if forward is
+        computed again.
         """
         if self.recipe is None:
             return 0.0
@@ -244,7 +245,7 @@ class _Step:
         return [*self._tensor_parallel(), *self._experts()]
 
     def _tensor_parallel(self) -> Iterator[_Wait]:
-        """Collectives of tensor parallel linears: exposed, but for what a product covers."""
+        """Collectives of tensor parallel linears: exposed, except during a product."""
         ranks = self.mesh.tensor
         for sent in self.layer.sent:
             nbytes = sent.nbytes if self.variant.quantized_traffic else sent.value_bytes
@@ -272,7 +273,7 @@ class _Step:
         """Tokens to the ranks of their experts and back: nothing runs during it.
 
         A row is sent for each expert of a token. With quantized traffic rows and the gradients of
-        the experts' outputs travel as one copy; what is added up travels as values.
+        the experts' outputs are sent as one copy; tensors that are added up are sent as values.
         """
         if self.mesh.ep == 1:
             return
@@ -348,9 +349,9 @@ class _Step:
     def _shards(self) -> list[Line]:
         """FSDP: a layer's weights arrive during the layer before, gradients leave during the next.
 
-        So the first gather and the last reduction of a microbatch are exposed, and in between what
-        takes longer than a layer's compute. Replicas add their gradients once a step. Embedding and
-        head are one more collective, during the head.
+        So the first gather and the last reduction of a microbatch are exposed, and between them the
+        time beyond a layer's compute. Replicas add their gradients once a step. Embedding and head
+        are one more collective, during the head.
         """
         layers, seconds = self.model.layers, self.hardware.seconds
         first, again, back = self._gather("forward"), self._gather("backward"), self._reduce()
@@ -380,7 +381,7 @@ class _Step:
         return lines
 
     def _backward_lines(self, parts: Sequence[tuple[str, Traffic]]) -> list[Line]:
-        """The collectives of backward, which share what compute does not cover."""
+        """The collectives of backward; the exposed time is divided among them by their times."""
         layers, seconds = self.model.layers, self.hardware.seconds
         one = sum(seconds(traffic) for _, traffic in parts)
         last = sum(seconds(traffic) for _, traffic in parts[1:])
@@ -392,7 +393,7 @@ class _Step:
         ]
 
     def _covering(self, side: str) -> float:
-        """Seconds of one layer's ``side``, with what it waits for: FSDP goes on meanwhile."""
+        """Seconds of one layer's ``side`` and its waiting, during which FSDP communicates."""
         total = sum(self._side(side).values())
         sides: tuple[str, ...] = (side,)
         if side == "backward" and self.recompute:

@@ -3,7 +3,7 @@
 from mutants.mutant import Mutant
 
 BITS = "test_autograd_nodes.py::test_cuts_change_no_bits"
-WAITS = "test_autograd_nodes.py::test_a_pipeline_is_one_node_unless_somebody_waits"
+WAITS = "test_autograd_nodes.py::test_a_pipeline_is_one_node_unless_gradients_are_needed_early"
 
 NODES = (
     Mutant(
