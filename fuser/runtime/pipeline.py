@@ -225,6 +225,7 @@ class OperationFuser:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
             if any_distributed(params):
                 return None
+            self.checks.recipes(params)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
         # One assignment, so that another thread sees both or neither.
