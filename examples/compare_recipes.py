@@ -376,7 +376,7 @@ def look(variant: Variant) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> tuple[Options, list[str]]:
     """The options of the training runs, and the recipes; argparse refuses bad options."""
-    names = [name for name in RECIPES if name != "none"]
+    names = list(COLORS)
     parser = argparse.ArgumentParser(
         description="Train the demo's model under every recipe and backward override.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -63,14 +63,7 @@ COMPARED_STEPS = 100
 # On a GPU the plain run takes at least this part of the steps, to measure its speed.
 SPEED_PART = 0.2
 
-RECIPES = {
-    "none": None,
-    "current": fuser.recipe.Float8CurrentScaling,
-    "delayed": fuser.recipe.DelayedScaling,
-    "block": fuser.recipe.Float8BlockScaling,
-    "mxfp8": fuser.recipe.MXFP8BlockScaling,
-    "nvfp4": fuser.recipe.NVFP4BlockScaling,
-}
+RECIPES = {"none": None, **fuser.recipe.NAMES}
 OVERRIDES = ("none", *fuser.recipe.BACKWARD_OVERRIDES)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -533,7 +526,7 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
 
 def bytes_moved(steps: Iterable[fuser.plan.plan.Step]) -> str:
     """The bytes per token that the steps of a plan move through memory, as text."""
-    return fuser.plan.plan.format_bytes(sum(step.bytes_per_token for step in steps))
+    return fuser.plan.text.format_bytes(sum(step.bytes_per_token for step in steps))
 
 
 def counted(count: int, noun: str) -> str:

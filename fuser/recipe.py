@@ -520,6 +520,30 @@ RECIPES = tuple(cls for cls in Recipe.__subclasses__() if cls is not CustomRecip
 """The recipes that need no function of the user's, in the order of this file."""
 
 
+def name_of(recipe: type[Recipe]) -> str:
+    """The short name of a class: ``current`` of ``Float8CurrentScaling``, or ``mxfp8``."""
+    name = recipe.__name__.removesuffix("Scaling").removeprefix("Float8")
+    return (name.removesuffix("Block") or name).lower()
+
+
+NAMES: dict[str, type[Recipe]] = {name_of(cls): cls for cls in RECIPES}
+"""The recipes by their short names, which commands and examples take."""
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe of a short name or of the name of a class, with its defaults.
+
+    Raises
+    ------
+    InputError
+        If there is none of this name.
+    """
+    known = {**NAMES, **{cls.__name__: cls for cls in RECIPES}}
+    if name not in known:
+        raise InputError(f"There is no recipe {name!r}; there are {', '.join(known)}.")
+    return known[name]()
+
+
 # -- what a recipe says of one role -----------------------------------------------
 
 

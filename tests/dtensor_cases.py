@@ -297,7 +297,15 @@ def what_cannot_be_sharded_is_refused_and_unchanged() -> None:
 
     assert "got a Sequential" in refused(mlp(), Colwise())
     assert "got a GroupedLinear" in refused(fuser.GroupedLinear(2, 8, 8), Colwise())
-    assert "got a LayerNormMLP" in refused(modules.LayerNormMLP(8, 8), Rowwise())
+    assert refused(modules.LayerNormMLP(8, 8), Rowwise()).endswith(
+        "got a LayerNormMLP. The style for LayerNormMLP is Colwise."
+    )
+    for norm in (fuser.RMSNorm(8), fuser.LayerNorm(8)):
+        for style in (Colwise(), Rowwise()):
+            wanted = f"The style for {type(norm).__name__} is Replicated."
+            assert refused(norm, style).endswith(wanted)
+    assert refused(fuser.Bias(8), Rowwise()).endswith("for Bias is Colwise or Replicated.")
+    assert refused(modules.Linear(8, 8), Replicated()).endswith("for Linear is Colwise or Rowwise.")
     odd = fuser.Linear(8, 5)
     assert "is 5, and 2 ranks do not divide it" in refused(odd, Colwise())
     assert odd(torch.ones(2, 8)).shape == (2, 5)
@@ -494,6 +502,22 @@ def an_optimizer_in_backward_gets_gradients_from_several_nodes() -> None:
         assert parts[0] > 1
     for one, other in zip(found, expected, strict=True):
         assert_close(one, own(other))
+
+
+@case
+def hooks_of_shards_cut_neither_a_call_nor_its_plan() -> None:
+    """``fully_shard`` calls such hooks itself, after it has added the gradients."""
+    with mock.patch.object(cuts, "FIRST_BYTES", 1), mock.patch.object(cuts, "BUCKET_BYTES", 1):
+        layers, seen = mlp(), []
+        assert layers.plan(inputs()).nodes
+        fully_shard(layers, mesh=mesh())
+        for parameter in layers.parameters():
+            parameter.register_post_accumulate_grad_hook(seen.append)
+        assert not layers.plan(inputs()).nodes
+        with mock.patch.object(CutPlan, "call", autospec=True) as calls:
+            layers(inputs()).sum().backward()
+        calls.assert_not_called()
+        assert len(seen) == len(list(layers.parameters()))
 
 
 @case

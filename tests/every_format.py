@@ -9,18 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from fuser import tensors
-from fuser.recipe import RECIPES as RECIPE_CLASSES
-from fuser.recipe import NVFP4BlockScaling, Recipe
+from fuser.recipe import NAMES, NVFP4BlockScaling, Recipe, name_of
 from fuser.tensors import Quantizer
 
-
-def name_of(recipe: type[Recipe]) -> str:
-    """``current`` of ``Float8CurrentScaling``, ``mxfp8`` of ``MXFP8BlockScaling``."""
-    name = recipe.__name__.removesuffix("Scaling").removeprefix("Float8")
-    return (name.removesuffix("Block") or name).lower()
-
-
-RECIPES: dict[str, type[Recipe]] = {name_of(cls): cls for cls in RECIPE_CLASSES}
+RECIPES = NAMES
 # Those whose quantizers keep nothing between steps, which are those that take an override.
 STATELESS = {name: cls for name, cls in RECIPES.items() if cls.accepts_backward_override}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from sharded_models import (
     linears,
     loss_of,
     model,
+    plain_model,
     rank,
     ranks,
     resharded,
@@ -42,17 +44,6 @@ from torch.distributed.tensor import Shard
 import fuser
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.recipe import MXFP8BlockScaling
-
-
-def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
-    inner, outer = widths
-    torch.manual_seed(1)
-    return fuser.Sequential(
-        fuser.Linear(inner, outer, dtype=dtype),
-        fuser.GELU(),
-        fuser.Linear(outer, inner, dtype=dtype),
-        fuser.Linear(inner, outer, bias=False, dtype=dtype),
-    )
 
 
 @each(*[name for name in RECIPES if name != "delayed"])
@@ -132,11 +123,39 @@ def what_cannot_be_gathered_quantized_is_refused() -> None:
     layers = sharded(plain_model(SMALL))
     assert "which is sharded already" in said(InputError, lambda: gather(layers, recipe))
     assert "a GELU without" in said(InputError, lambda: gather(fuser.GELU(), recipe))
+    layers = gather(plain_model(SMALL), recipe)
+    sentence = said(InputError, lambda: gather(layers, RECIPES["current"]()))
+    assert f"which is gathered quantized under {recipe} already" in sentence
     exact = MXFP8BlockScaling(backward_override="high_precision")
     sentence = said(InputError, lambda: gather(plain_model(SMALL), exact))
     assert "reads the unquantized weight, which is not gathered" in sentence
     sentence = said(InputTypeError, lambda: gather(plain_model(SMALL), MXFP8BlockScaling))
     assert "such as MXFP8BlockScaling()" in sentence
+
+
+@case
+def weights_that_are_gathered_quantized_are_not_read_under_another_recipe() -> None:
+    own = RECIPES["mxfp8"]()
+    layers, reference = (fuser.Sequential(fuser.Linear(64, 64)) for _ in range(2))
+    with torch.no_grad():
+        for one, other in zip(layers.parameters(), reference.parameters(), strict=True):
+            one.copy_(other)
+    fully_shard(fuser.distributed.gather_quantized(layers, own))
+    x = inputs(reference, 1)
+    for recipe in (RECIPES["current"](), RECIPES["delayed"](), RECIPES["nvfp4"](), own):
+        if recipe == own:
+            assert torch.equal(*(loss_of(m, x, own) for m in (layers, reference)))
+        for other in (recipe, dataclasses.replace(own, backward_override="dequantized")):
+            if other == own:
+                continue
+            sentence = said(InputError, lambda other=other: loss_of(layers, x, other))
+            assert "A weight of shape (64, 64) is gathered quantized under MXFP8" in sentence
+            assert f"under {own}, and this forward runs under {other}:" in sentence
+    with torch.no_grad():
+        layers.unshard()
+        weight = layers[0].weight.dequantize()
+        expected = x @ weight.t() + layers[0].bias
+        torch.testing.assert_close(layers(x), expected)  # without a recipe it is read as it is
 
 
 @case

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 from typing import Any
 
 import torch
 from sharded_models import (
     RECIPES,
+    SMALL,
+    assert_same_bytes,
     case,
     each,
     gathers,
@@ -17,16 +20,22 @@ from sharded_models import (
     linears,
     loss_of,
     model,
+    plain_model,
     rank,
     ranks,
+    reductions,
+    resharded,
     said,
+    shard_of,
     sharded,
+    unsharded,
 )
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser.errors import StateError
+from fuser.precision.quantizer_for import make_quantizer
 
 
 @each("current", "mxfp8", "nvfp4", "blocks of 1x128")
@@ -223,3 +232,116 @@ def matrices_of_a_stack_are_split_by_the_matrix(name: str) -> None:
     assert module.weight._local_tensor.shape[0] == (2, 1)[rank()]
     module.unshard()
     torch.testing.assert_close(module.weight.dequantize(), expected, rtol=0.1, atol=1e-3)
+
+
+def gathered_quantized(names: tuple[str, str, str]) -> Any:
+    """A model whose linears are gathered in these formats."""
+    layers = plain_model(SMALL)
+    for layer, name in zip(linears(layers), names, strict=True):
+        fuser.distributed.gather_quantized(layer, RECIPES[name]())
+    return layers
+
+
+def assert_gathered(layers: Any, names: tuple[str, str, str]) -> None:
+    """The gathered bytes are those of the whole weights as they are now."""
+    resharded(layers)
+    wholes = [layer.weight.full_tensor().detach() for layer in linears(layers)]
+    for weight, whole, name in zip(unsharded(layers), wholes, names, strict=True):
+        assert_same_bytes(weight, make_quantizer(RECIPES[name](), "weight")(whole))
+    resharded(layers)
+
+
+@each("current", "nvfp4", "mxfp8")
+def weights_that_are_gathered_together_reduce_their_amaxes_together(name: str) -> None:
+    """In each forward, and not in backward; of a group of all layers, and of one for each."""
+    names, is_scaled = (name,) * 3, name != "mxfp8"
+    for each_layer, numbers in ((False, [3]), (True, [1, 1, 1])):
+        layers = sharded(gathered_quantized(names), each_layer=each_layer)
+        optimizer = torch.optim.SGD(layers.parameters(), lr=0.5, foreach=True)
+        for step in range(3):
+            with reductions() as found:
+                loss = loss_of(layers, inputs(layers, step).requires_grad_(), RECIPES[name]())
+            assert found == numbers * is_scaled
+            with reductions() as found:
+                loss.backward()
+                optimizer.step()
+            assert found == []
+            assert_gathered(layers, names)
+
+
+@case
+def weights_of_several_formats_are_gathered_together() -> None:
+    for names, numbers in (
+        (("current", "mxfp8", "nvfp4"), [2]),
+        (("mxfp8", "nvfp4", "mxfp8"), [1]),
+        (("mxfp8", "rowwise", "blocks of 1x128"), []),
+    ):
+        layers = sharded(gathered_quantized(names), each_layer=False)
+        for step in range(2):
+            with reductions() as found, torch.no_grad():
+                loss_of(layers, inputs(layers, step), None)
+            assert found == numbers, names
+            assert_gathered(layers, names)
+            with torch.no_grad():
+                for layer in linears(layers):
+                    shard_of(layer.weight).mul_(1 + rank())
+
+
+@each("current", "nvfp4")
+def amaxes_are_reduced_at_each_gathering_that_quantizes(name: str) -> None:
+    """With prefetching, weights that are frozen, microbatches, and weights that stay gathered."""
+    names, recipe = (name,) * 3, RECIPES[name]()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for frozen, stays, offload in itertools.product((False, True), (False, True), (False, True)):
+        layers = gathered_quantized(names)
+        first, last = fuser.Sequential(*layers[:3]), fuser.Sequential(layers[3])
+        whole = torch.nn.Sequential(first, last)
+        for p in layers[2].parameters():
+            p.requires_grad_(not frozen)
+        pinned = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+        options = {"reshard_after_forward": not stays, "mp_policy": policy, **pinned}
+        for one in (first, last, whole):
+            fully_shard(one, **options)
+        first.set_modules_to_forward_prefetch([last])
+        for micro in range(3):
+            whole.set_requires_gradient_sync(micro == 2)
+            whole.set_reshard_after_backward(not stays or micro == 2)
+            with reductions() as found:
+                x = inputs(layers, micro).bfloat16().requires_grad_()
+                loss_of(whole, x, recipe).backward()
+            is_gathered = micro == 0 or not stays
+            assert found == ([1, 1, 1] if offload else [2, 1]) * is_gathered, (frozen, stays, found)
+        with torch.no_grad():
+            for layer in linears(layers):
+                shard_of(layer.weight).data.mul_(1 + rank())
+        wholes = [layer.weight.full_tensor().bfloat16() for layer in linears(layers)]
+        for one in (first, last):
+            one.unshard()
+        for layer, values in zip(linears(layers), wholes, strict=True):
+            assert_same_bytes(layer.weight, make_quantizer(recipe, "weight")(values.detach()))
+
+
+@case
+def a_gathering_that_failed_leaves_no_old_weights() -> None:
+    """The first weights of a group were quantized when another one could not be gathered."""
+    names = ("current",) * 3
+    layers = sharded(gathered_quantized(names), each_layer=False)
+    middle = shard_of(linears(layers)[1].weight)
+    kept = type(middle).fsdp_pre_all_gather
+
+    def fails(
+        self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        if self is middle:
+            raise StateError("This weight is not gathered.")
+        return kept(self, mesh, outer_size, outer_stride, module, mp_policy)
+
+    type(middle).fsdp_pre_all_gather = fails
+    try:
+        said(StateError, lambda: loss_of(layers, inputs(layers, 1), RECIPES["current"]()))
+    finally:
+        type(middle).fsdp_pre_all_gather = kept
+    with torch.no_grad():
+        for layer in linears(layers):
+            shard_of(layer.weight).mul_(3 + rank())
+    assert_gathered(layers, names)

@@ -79,6 +79,18 @@ def model(name: str, widths: tuple[int, int] | None = None, **options: Any) -> f
         )
 
 
+def plain_model(widths: tuple[int, int], dtype: torch.dtype = torch.float32) -> fuser.Sequential:
+    """The same with unquantized weights."""
+    inner, outer = widths
+    torch.manual_seed(1)
+    return fuser.Sequential(
+        fuser.Linear(inner, outer, dtype=dtype),
+        fuser.GELU(),
+        fuser.Linear(outer, inner, dtype=dtype),
+        fuser.Linear(inner, outer, bias=False, dtype=dtype),
+    )
+
+
 def linear(recipe: recipes.Recipe, inner: int, outer: int, **options: Any) -> fuser.Sequential:
     """One linear, equal on all ranks."""
     torch.manual_seed(1)
@@ -200,6 +212,24 @@ def gathers() -> Iterator[list[tuple[str, int]]]:
         yield found
     finally:
         cls.fsdp_pre_all_gather = kept  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[int]]:
+    """The reductions of maxima inside: how many numbers each has."""
+    found: list[int] = []
+    kept = dist.all_reduce
+
+    def noting(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **more: Any) -> Any:
+        if op == dist.ReduceOp.MAX:
+            found.append(tensor.numel())
+        return kept(tensor, op, group=group, **more)
+
+    dist.all_reduce = noting
+    try:
+        yield found
+    finally:
+        dist.all_reduce = kept
 
 
 def said(error: type[Exception], call: Callable[[], Any]) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from ranks import device_type
 from sharded_models import (
     EXACT,
@@ -21,12 +23,14 @@ from sharded_models import (
     model,
     rank,
     ranks,
+    reductions,
     resharded,
     shard_of,
     sharded,
     train,
     unsharded,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -135,6 +139,79 @@ def the_amax_of_an_optimizer_step_is_that_of_all_ranks(name: str) -> None:
             for weight, layer in zip(unsharded(layers), linears(reference), strict=True):
                 assert_same_bytes(weight, layer.weight)
             resharded(layers)
+
+
+def give_gradients(layers: Any, step: int) -> None:
+    """The same gradients to all models; the largest moves from rank to rank."""
+    for place, weight in enumerate(layers.parameters()):
+        grad = torch.linspace(-1, 1, weight.numel()).view(weight.shape) * (place + 1)
+        grad[step * (len(grad) // 2) % len(grad)] = 3.0 + step
+        if isinstance(weight, DTensor):
+            own = grad.chunk(ranks())[rank()].clone()
+            weight.grad = DTensor.from_local(own, weight.device_mesh, [Shard(0)])
+        else:
+            weight.grad = grad
+
+
+@each("current", "nvfp4", "delayed", "mxfp8")
+def optimizers_of_lists_reduce_the_amaxes_of_a_write_together(name: str) -> None:
+    """The bytes are those of the unsharded model, and of writes one by one."""
+    is_scaled = name != "mxfp8"
+    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
+    for make, options, writes in (
+        (sgd, {"momentum": 0.9, "foreach": True}, 1),
+        (adamw, {"foreach": True}, 2),  # the decay of weights is a write of its own
+        (adamw, {"fused": True}, 1),
+    ):
+        of_lists, one_by_one = sharded(model(name)), sharded(model(name))
+        reference, loop = model(name), {**options, "foreach": False, "fused": False}
+        optimizers = [
+            make(m.parameters(), lr=0.1, **given)
+            for m, given in ((of_lists, options), (one_by_one, loop), (reference, options))
+        ]
+        for step in range(3):
+            found = []
+            for m, optimizer in zip((of_lists, one_by_one, reference), optimizers, strict=True):
+                give_gradients(m, step)
+                with reductions() as each_of:
+                    optimizer.step()
+                found.append(each_of)
+            assert found[0] == [3] * writes * is_scaled, (make, found)
+            assert found[1] == [1] * len(found[1])
+            assert len(found[1]) >= 3 * is_scaled
+            assert found[2] == []
+            every = (unsharded(of_lists), unsharded(one_by_one), linears(reference))
+            for weight, other, layer in zip(*every, strict=True):
+                if name != "delayed":  # whose new scale comes from a forward
+                    assert_same_bytes(weight, layer.weight)
+                if "fused" not in options and device_type() == "cpu":
+                    assert_same_bytes(weight, other)
+            resharded(of_lists)
+            resharded(one_by_one)
+
+
+@each("current", "nvfp4")
+def a_write_to_shards_of_two_groups_reduces_in_each(name: str) -> None:
+    """Of whole shards and of rows that are written with the rest of their shard."""
+    meshes = [
+        DeviceMesh.from_group(dist.new_group(list(range(ranks()))), device_type()) for _ in range(2)
+    ]
+    own, other = model(name), model(name)
+    for m in (own, other):
+        for layer, place in zip(linears(m), (0, 1, 0), strict=True):
+            fully_shard(layer, mesh=meshes[place])
+    lists = [
+        [shard_of(layers.weight)[5:7] if k == 2 else shard_of(layers.weight) for k, layers in found]
+        for found in (enumerate(linears(own)), enumerate(linears(other)))
+    ]
+    factors = [2.0 + rank(), 0.5, 5.0 - rank()]
+    with reductions() as found, torch.no_grad():
+        torch._foreach_mul_(lists[0], factors)
+        for tensor, factor in zip(lists[1], factors, strict=True):
+            tensor.mul_(factor)
+    assert found == [2, 1, 1, 1, 1]
+    for one, twin in zip(linears(own), linears(other), strict=True):
+        assert_same_bytes(shard_of(one.weight), shard_of(twin.weight))
 
 
 @case

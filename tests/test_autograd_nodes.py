@@ -663,7 +663,7 @@ def test_the_plan_shows_nodes_and_the_reason_for_cuts(tmp_path: Path) -> None:
     x = torch.randn(4, 512)
     text = " ".join(str(model.plan(x)).split())
     wanted = (
-        "1 autograd node; 2 if gradients are awaited (DistributedDataParallel, hooks), cut before"
+        "1 autograd node; 2 inside DistributedDataParallel or with hooks of parameters, cut before"
     )
     assert f"{wanted} op 14" in text
     handles = hook(model)

@@ -219,7 +219,7 @@ def test_an_amax_is_reduced_over_the_group_of_the_quantizer(
         E4M3, "cpu", with_amax_reduction=True, amax_reduction_group="a group"
     )
     assert torch.equal(together(values())._scale_inv, 4 * alone(values())._scale_inv)
-    assert together(values())._quantizer.group is None
+    assert together(values())._quantizer.reduced_amaxes is None
 
 
 @pytest.mark.parametrize(

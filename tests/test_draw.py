@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import fuser
 import fuser.report.draw
 from fuser.formats import DType, NumberFormat
-from fuser.plan.plan import Channel, FusionPlan, Refusal, Step, format_time
+from fuser.plan.plan import Channel, FusionPlan, Refusal, Step
+from fuser.plan.text import format_time
 from fuser.report.layout import Box, Line, Text, lay_out
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey
 

@@ -14,6 +14,7 @@ import torch
 import fuser
 from fuser import modules
 from fuser import recipe as recipes
+from fuser.communication import PlannedGroup
 
 G, K, N, T = 3, 32, 48, 64
 SPLITS = (20, 0, 40)
@@ -166,8 +167,8 @@ def test_sizes_that_do_not_fit_get_a_sentence(splits: Any, error: Any, words: st
         ({"tp_size": 2}, "tp_size=2; a layer runs on one rank"),
         ({"ub_overlap_rs": True}, "ub_overlap_rs=True; communication is not overlapped"),
         ({"save_original_input": True}, "save_original_input=True"),
-        ({"parallel_mode": "both"}, "tensor_parallel_mode is 'both'"),
-        ({"sequence_parallel": True}, "sequence_parallel=True and no tensor_parallel_mode"),
+        ({"parallel_mode": "both"}, "GroupedLinear got parallel_mode='both'"),
+        ({"sequence_parallel": True}, "sequence_parallel=True and no parallel_mode"),
     ],
 )
 def test_arguments_of_the_original_are_taken_if_they_are_off(
@@ -182,8 +183,6 @@ def test_arguments_of_the_original_are_taken_if_they_are_off(
         modules.GroupedLinear(G, K, N, colour="red")
 
 
-def test_tensor_parallelism_over_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+def test_tensor_parallelism_over_ranks_is_refused() -> None:
     with pytest.raises(fuser.InputError, match="column tensor parallelism over 2 ranks"):
-        modules.GroupedLinear(G, K, N, parallel_mode="column")
+        modules.GroupedLinear(G, K, N, parallel_mode="column", tp_group=PlannedGroup(2))

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import fuser
 from fuser import modules
 from fuser import recipe as recipes
-from fuser.modules import layers
+from fuser.communication import PlannedGroup
+from fuser.modules import arguments
 
 
 def x_of(*shape: int) -> torch.Tensor:
@@ -290,7 +291,7 @@ def test_a_parametrized_layer_is_refused_with_the_parameters_name() -> None:
     ["return_bias", "checkpoint", "parameters_split", "delay_wgrad_compute", "ub_overlap_ag"],
 )
 def test_what_a_layer_lacks_is_accepted_off_and_refused_on(make: Any, option: str) -> None:
-    default, _ = layers.OFF[option]
+    default, _ = arguments.OFF[option]
     make(**{option: default, "ub_name": "qkv"})
     with pytest.raises(fuser.InputError, match=rf"got {option}=.*takes only {default!r}"):
         make(**{option: 2})
@@ -302,6 +303,38 @@ def test_tp_size_is_that_of_the_group() -> None:
     modules.LayerNormLinear(64, 64, tp_size=1, tp_group=None)
     with pytest.raises(fuser.InputError, match=r"LayerNormMLP got tp_size=2, and .* has 1 rank"):
         modules.LayerNormMLP(64, 64, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            lambda **ranks: modules.Linear(64, 64, sequence_parallel=True, **ranks),
+            "Linear got sequence_parallel=True and no parallel_mode",
+        ),
+        (
+            lambda **ranks: modules.LayerNormLinear(64, 64, sequence_parallel=True, **ranks),
+            "LayerNormLinear got sequence_parallel=True and no parallel_mode",
+        ),
+        (
+            lambda **ranks: modules.LayerNormMLP(64, 64, sequence_parallel=True, **ranks),
+            "LayerNormMLP got sequence_parallel=True without set_parallel_mode=True",
+        ),
+        (
+            lambda **ranks: modules.LayerNormLinear(64, 64, parallel_mode="rows", **ranks),
+            "LayerNormLinear got parallel_mode='rows'; it is None, 'column' or 'row'",
+        ),
+        (
+            lambda **ranks: modules.LayerNormMLP(
+                64, 63, activation="swiglu", set_parallel_mode=True, **ranks
+            ),
+            "LayerNormMLP's ffn_hidden_size is 63, and 2 ranks do not divide it",
+        ),
+    ],
+)
+def test_errors_about_ranks_name_the_arguments_of_the_layer(make: Any, said: str) -> None:
+    with pytest.raises(fuser.InputError, match=said):
+        make(device="meta", tp_group=PlannedGroup(2))
 
 
 def test_arguments_have_the_names_of_tes_layers_and_those_of_ops() -> None:

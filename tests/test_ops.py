@@ -30,7 +30,7 @@ from oracles import (
 )
 
 import fuser
-from fuser.basic_ops import basic_linear, bias
+from fuser.basic_ops import bias, linear_weight
 from fuser.fused_ops import linear
 from fuser.reference import activation
 
@@ -431,7 +431,7 @@ def test_a_size_that_the_ranks_do_not_divide_is_refused(
     make: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make()
-    for module in (basic_linear, bias, linear):
+    for module in (linear_weight, bias, linear):
         monkeypatch.setattr(module, "group_size", lambda op, group: 2)
     with pytest.raises(fuser.InputError, match=said):
         make()

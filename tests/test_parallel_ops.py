@@ -26,8 +26,17 @@ from parallel_cases import (
 from ranks import RANKS, device_type, part, results_of
 
 import fuser
+from fuser import modules
+from fuser.communication import PlannedGroup, groups
 from fuser.plan.cost import COLLECTIVES
 from fuser.specs import Collective, TensorSpec
+
+TWO = PlannedGroup(2)
+ROW_OF_TWO: Any = {
+    "device": "meta",
+    "tensor_parallel_mode": "row",
+    "tensor_parallel_group": TWO,
+}
 
 
 @pytest.fixture(scope="module")
@@ -338,11 +347,70 @@ def test_communication_runs_beside_the_other_product_of_backward(of: Any) -> Non
         assert each["seen"] == ["gather", "dgrad", "scatter", "wait", "wgrad", "wait"]
 
 
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            fuser.Linear(8, 4, **ROW_OF_TWO),
+            ["BasicLinear(in_features=8, out_features=4, row parallel over 2 ranks)"],
+        ),
+        (
+            fuser.BasicLinear(8, 4, **ROW_OF_TWO),
+            ["BasicLinear(in_features=8, out_features=4, row parallel over 2 ranks)"],
+        ),
+        (
+            fuser.Linear(8, 4, **{**ROW_OF_TWO, "tensor_parallel_mode": "column"}),
+            [
+                "BasicLinear(in_features=8, out_features=4, column parallel over 2 ranks)",
+                "Bias(size=4, parallel over 2 ranks)",
+            ],
+        ),
+        (
+            modules.Linear(8, 4, **ROW_OF_TWO),
+            ["Linear(in_features=8, out_features=4, row parallel over 2 ranks)"],
+        ),
+        (
+            modules.LayerNormMLP(8, 16, device="meta", set_parallel_mode=True, tp_group=TWO),
+            ["activation='gelu', column and row parallel over 2 ranks)"],
+        ),
+    ],
+)
+def test_a_repr_has_the_sizes_of_all_ranks_and_their_number(module: Any, said: list[str]) -> None:
+    assert all(each in repr(module) for each in said)
+
+
+@pytest.mark.parametrize("mode", ["row", "column"])
+def test_a_linear_that_gets_other_features_says_whether_they_are_a_part(mode: str) -> None:
+    linear = fuser.Linear(8, 4, **{**ROW_OF_TWO, "tensor_parallel_mode": mode})
+    own = {"row": r"4 \(8 over 2 ranks\)\.", "column": r"8\."}[mode]
+    with pytest.raises(fuser.InputError, match=rf"BasicLinear\(8, 4\) .* must be {own}"):
+        linear(torch.randn(3, 7, device="meta"))
+
+
 def test_a_group_without_torch_distributed_is_refused() -> None:
     with pytest.raises(fuser.StateError, match=r"BasicLinear .* not initialised"):
         fuser.BasicLinear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=object())
     with pytest.raises(fuser.StateError, match=r"AllGather .* not initialised"):
         fuser.AllGather(object())
+
+
+def test_an_op_of_all_ranks_that_is_made_before_they_are_known_warns_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    groups._warn_of_ranks_without_groups.cache_clear()
+    fuser.Linear(8, 8)
+    fuser.Linear(8, 8, **ROW_OF_TWO)
+    fuser.MoeDispatch(4)
+    assert not recwarn.list
+    fuser.Linear(8, 8, tensor_parallel_mode="column")
+    fuser.AllReduce()
+    (warning,) = recwarn.list
+    assert "WORLD_SIZE is 4: every process computes the whole op" in str(warning.message)
+    groups._warn_of_ranks_without_groups.cache_clear()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    fuser.Bias(8, tensor_parallel=True)
+    assert len(recwarn.list) == 1
 
 
 def test_without_process_groups_ops_communicate_nothing() -> None:

@@ -331,7 +331,7 @@ def test_a_quantized_parameter_without_autocast_computes_with_its_values() -> No
     assert not isinstance(model[0].weight.grad, fuser.QuantizedTensor)
 
 
-def test_a_bound_quantizer_reduces_its_amax_and_leaves_no_group_on_the_tensor(
+def test_a_bound_quantizer_reduces_its_amax_and_leaves_nothing_of_it_on_the_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reduced: list[Any] = []
@@ -346,7 +346,7 @@ def test_a_bound_quantizer_reduces_its_amax_and_leaves_no_group_on_the_tensor(
     assert reduced == [(torch.distributed.ReduceOp.MAX, "group")]
     assert torch.equal(together._scale_inv, 2 * alone._scale_inv)
     assert together._quantizer == quantizer
-    assert together._quantizer.group is None
+    assert together._quantizer.reduced_amaxes is None
     # Block scales are each rank's own: there is nothing to bind.
     blocks = fuser.MXFP8Quantizer()
     assert blocks.bound_to("group") is blocks

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser import gemm
 from fuser.basic_ops import linear_parallel
-from fuser.basic_ops.kept_weight import kept_weight
 from fuser.basic_ops.linear_operands import (
-    bind,
     gemm_name,
-    native_row,
     operands_of,
     original,
     plain,
@@ -25,49 +18,20 @@ from fuser.basic_ops.linear_operands import (
     readable,
     saved_operand,
 )
-from fuser.basic_ops.linear_parallel import InputGather, Parallelism, travels
+from fuser.basic_ops.linear_parallel import InputGather, travels
+from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
-from fuser.communication import (
-    Agreement,
-    GroupRef,
-    check_shard,
-    divided,
-    group_size,
-    ranks_of,
-    resolved,
-    start_all_gather,
-)
-from fuser.cuda import cublaslt
+from fuser.communication import check_shard, resolved, start_all_gather
 from fuser.errors import InputError
-from fuser.op import (
-    BasicOperation,
-    Grads,
-    OperationContext,
-    cast,
-    check_parallel_mode,
-    default_device,
-    default_dtype,
-    write_grad_input,
-    write_output,
-)
-from fuser.precision.contexts import (
-    current_parameter_init,
-    current_recipe,
-    initialised_weight,
-    weight_quantizer,
-)
-from fuser.precision.quantizer_for import make_quantizer
-from fuser.recipe import DelayedScaling, Recipe
+from fuser.op import Grads, OperationContext, cast, write_grad_input, write_output
+from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
-from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
-
-EMULATED_GEMM = "the quantized GEMM is emulated here, and has no epilogue."
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(LinearWeight):
     """Apply a linear transformation without bias: ``y = x @ weight.T``.
 
     Parameters
@@ -104,11 +68,9 @@ class BasicLinear(BasicOperation):
         If a group is given and torch.distributed is not initialised.
     """
 
-    parameter_names = ("weight",)
     can_quantize_output = ("forward", "backward")
     grad_input_dtype = "output"
     module_type = "linear"
-    _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
 
     def __init__(
         self,
@@ -132,144 +94,21 @@ class BasicLinear(BasicOperation):
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
         self.shard(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)
-        self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._init = current_parameter_init()
-        # The quantized weight of the first microbatch (kept_weight.py).
-        self._kept_weight: WeakTensorKeyDictionary | None = None
-        self.weight: torch.nn.Parameter
-        self.register_parameter(
-            "weight",
-            torch.nn.Parameter(
-                torch.empty(
-                    self.local_out_features,
-                    self.local_in_features,
-                    device=default_device(device),
-                    dtype=default_dtype(dtype),
-                )
-            ),
-        )
-        if not self.weight.is_meta:
-            self.reset_parameters()
-
-    def shard(
-        self, mode: str | None, group: Any | None = None, sequence_parallel: bool = False
-    ) -> None:
-        """Shard an op of whole features over ``group``; the caller replaces the weight.
-
-        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
-        ``sequence_parallel`` of the constructor.
-
-        Raises
-        ------
-        InputError, StateError
-            As the constructor; nothing has changed then.
-        """
-        check_parallel_mode("BasicLinear", mode, sequence_parallel)
-        ranks = group_size("BasicLinear", group) if mode is not None else 1
-        name = "out_features" if mode == "column" else "in_features"
-        size = divided(f"BasicLinear's {name}", getattr(self, name), ranks)
-        setattr(self, f"local_{name}", size)
-        self.tensor_parallel_mode = mode
-        self.sequence_parallel = sequence_parallel
-        self.tensor_parallel_size = ranks
-        self._group = GroupRef(group)
-        self._agreement = Agreement()
-        self._parallel: Parallelism | None = None
-        if mode is not None and ranks > 1:
-            self._parallel = Parallelism(mode, ranks, sequence_parallel)
-            self._sharded_dim = 0 if mode == "column" else 1
-
-    def note_products(self, group: Any | None) -> None:
-        """Say that the op's features are those of this rank, and a later op adds the products."""
-        self._group = GroupRef(group)
-        self._sharded_dim = 1
-
-    def placement_of(self, name: str) -> tuple[int | None, Any]:
-        dim = self._sharded_dim
-        return (None, None) if dim is None else (dim, self._group.group)
+        self._make_weight(device, dtype, rng_state_tracker_function)
 
     def implementation(self) -> tuple[Any, ...]:
         # Plans depend on the communication.
         return (*super().implementation(), self._parallel)
 
-    @property
-    def tensor_parallel_group(self) -> Any | None:
-        """The argument of the constructor; it may be set to another group of the same size."""
-        return self._group.group
-
-    @tensor_parallel_group.setter
-    def tensor_parallel_group(self, group: Any | None) -> None:
-        ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
-        if ranks != self.tensor_parallel_size:
-            raise InputError(
-                f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
-                f"{ranks} cannot run it."
-            )
-        self._group = GroupRef(group)
-
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        parallel = self._parallel
-        if parallel is None:
-            return sizes
-        return f"{sizes}, {parallel.mode} parallel over {parallel.ranks} ranks"
+        sizes = f"in_features={self.whole_in_features}, out_features={self.out_features}"
+        return f"{sizes}{parallel_text([self])}"
 
     @property
     def is_recordable(self) -> bool:  # type: ignore[override]
         """A recording would not repeat communication."""
         return self._parallel is None
-
-    def reset_parameters(self) -> None:
-        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
-
-        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
-        call this.
-        """
-        weight = fresh = self.weight
-        if is_distributed(weight):
-            with self._random_state():
-                self._reset_shard(weight)
-            return
-        if weight.is_meta or isinstance(weight, QuantizedTensor):
-            device = default_device(None) if weight.is_meta else weight.device
-            data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
-            fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-        with self._random_state():
-            torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
-        fresh = self.as_parameter(fresh)
-        if fresh is not weight:
-            self.renew("weight", fresh)
-
-    def _random_state(self) -> Any:
-        tracker = self._rng_state_tracker_function
-        return tracker().fork() if tracker is not None else contextlib.nullcontext()
-
-    def _reset_shard(self, weight: Any) -> None:
-        init = self._init
-        make = None
-        if init is not None:
-            quantizer = self._parameter_quantizer(init.recipe, weight.device)
-            make = functools.partial(
-                shard_of_values,
-                quantizer=weight_quantizer(init, quantizer),
-                is_kept=init.preserve_high_precision_init_val,
-            )
-        dim, group = self.placement_of("weight")
-        part = None if dim is None else (dim, ranks_of("BasicLinear", group))
-        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
-        initialise_shard(weight, fill, make, part)
-
-    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
-        """``weight``; quantized if the op was made under ``quantized_model_init``."""
-        if self._init is None:
-            return weight
-        quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
-        return initialised_weight(weight, self._init, quantizer)
-
-    def pre_first_fuser_forward(self) -> None:
-        if self.weight.is_meta:
-            self.reset_parameters()
 
     # -- questions of the planner ------------------------------------------------
 
@@ -377,97 +216,7 @@ class BasicLinear(BasicOperation):
     def _gemm_name(self, name: str, a: str, b: str, key: PlanKey) -> str:
         return gemm_name(name, a, b, key, self.quantizer_format)
 
-    # -- questions of fused ops ---------------------------------------------------
-
-    def bias_refusal(self, key: PlanKey, bias: torch.Tensor) -> str | None:
-        """The reason why ``bias`` cannot be an epilogue of the forward GEMM; None if it can."""
-        compute = self._compute_dtype(key)
-        if self._parallel is not None and self._parallel.mode == "row":
-            return "the products of the ranks are added first, and the bias after that."
-        if key.recipe is not None:
-            row = native_row("input", "weight", key, self.quantizer_format)
-            if row is None:
-                return EMULATED_GEMM
-            if compute == torch.float32:
-                return f"{row.name} takes no bias in {compute}."
-        if key.autocast_dtype is None and self.weight.dtype != bias.dtype:
-            return f"the weight is {self.weight.dtype} and the bias {bias.dtype}."
-        # A plan sees whole DTensors, a call the parts of this rank.
-        outputs = self.out_features if is_distributed(bias) else self.local_out_features
-        if bias.numel() != outputs:
-            return f"the linear has {outputs} outputs and the bias {bias.numel()}."
-        return None
-
-    def biased_gemm(self, key: PlanKey) -> str:
-        """The name of the forward GEMM with a bias as its epilogue."""
-        return "addmm" if key.recipe is None else self.kernels("forward", key.window(0, 1))[0]
-
-    def addend_refusal(self, side: str, key: PlanKey) -> str | None:
-        """The reason why the forward GEMM, or dgrad, cannot add a tensor; None if it can.
-
-        ``key`` begins with this op.
-        """
-        reason = self.parallel_refusal(side)
-        if reason is not None:
-            return reason
-        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
-            return None
-        role = "input" if side == "forward" else "grad_output"
-        row = native_row(role, "weight", key, self.quantizer_format)
-        if row is None:
-            return EMULATED_GEMM
-        if cublaslt.library() is None:
-            return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
-        return None
-
-    def parallel_refusal(self, side: str) -> str | None:
-        """The reason why the ranks of a parallel linear cannot add a tensor to their products."""
-        if self._parallel is None or (side == "backward" and self._parallel.mode == "row"):
-            return None
-        return (
-            f"the linear is {self._parallel.mode} parallel over {self._parallel.ranks} ranks, and "
-            "a tensor is not added on each."
-        )
-
-    def added_gemm(self, side: str, key: PlanKey) -> str:
-        """The name of the forward GEMM, or dgrad, which also adds a tensor.
-
-        ``key`` begins with this op.
-        """
-        prefix = "" if side == "forward" else "dgrad "
-        if key.recipe is None or (side == "backward" and not key.recipe.quantizes_backward):
-            return f"{prefix}addmm"
-        role = "input" if side == "forward" else "grad_output"
-        return self._gemm_name(f"{prefix}mm", role, "weight", key).replace("mm (", "addmm (")
-
-    def adds_in_gemm(self, key: PlanKey) -> bool:
-        """Whether cuBLASLt makes the forward GEMM, and adds a bias and a tensor, also one in fp32.
-
-        ``key`` begins with this op.
-        """
-        is_narrow = self._compute_dtype(key) in (torch.float16, torch.bfloat16)
-        has_library = key.arch is not None and cublaslt.library() is not None
-        return is_narrow and has_library and self.addend_refusal("forward", key) is None
-
-    def grad_scale_refusal(self, key: PlanKey) -> str | None:
-        """The reason why the backward GEMMs cannot scale the output's gradient; None if they can.
-
-        ``key`` begins with this op.
-        """
-        recipe, op = key.recipe, key.ops[0]
-        if recipe is None or not recipe.quantizes_backward:
-            return None
-        if recipe.delayed() or recipe.custom():
-            # Quantizing dy without the scale would record the amax of another tensor.
-            name = type(recipe).__name__
-            return f"{name} may record the amax of scale * dy, and here dy would be quantized."
-        wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
-        rows = [
-            native_row("grad_output", role, key, self.quantizer_format)
-            for role, is_wanted in wanted.items()
-            if is_wanted
-        ]
-        return EMULATED_GEMM if None in rows else None
+    # -- running --------------------------------------------------------------
 
     def operands(
         self, ctx: OperationContext, input_: torch.Tensor
@@ -532,7 +281,7 @@ class BasicLinear(BasicOperation):
         y = self._own_matmul(ctx, input_, bias, addend, scale, is_first_microbatch)
         if self._parallel is None or self._parallel.mode == "column":
             return y
-        assert bias is None  # bias_refusal and parallel_refusal say so
+        assert bias is None  # linear_epilogues.py refuses it
         assert addend is None
         group = resolved("BasicLinear", self.tensor_parallel_group)
         return self._parallel.start_output(y, group, "BasicLinear").wait()
@@ -654,51 +403,6 @@ class BasicLinear(BasicOperation):
             return None
         check_shard("BasicLinear", input_.shape)
         return InputGather(ctx, input_, dtype, quantizer, group, wants_wgrad=wants_wgrad)
-
-    def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
-        """The quantizer of a weight that is a quantized parameter on ``device``."""
-        if not isinstance(recipe, DelayedScaling):
-            return make_quantizer(recipe, "weight")
-        state, dtypes, device = self._delayed_state("forward", recipe, device)
-        state.prepare(recipe, dtypes, device)
-        quantizer = state.parameter_quantizer(1)
-        assert quantizer is not None
-        return quantizer
-
-    def _quantized_weight(
-        self,
-        weight: torch.Tensor,
-        dtype: torch.dtype,
-        quantizer: Quantizer,
-        is_first_microbatch: bool | None,
-    ) -> QuantizedTensor:
-        """The quantized weight; see :func:`kept_weight` for a caller that counts microbatches."""
-        if isinstance(weight, QuantizedTensor):
-            state = self._delayed.get("forward")
-            if state is not None and self._init is not None:
-                bind(weight, state, 1)
-            return weight
-        if is_first_microbatch is None:
-            return quantized(weight, dtype, quantizer)
-        made, self._kept_weight = kept_weight(
-            self._kept_weight, weight, dtype, quantizer, is_first_microbatch
-        )
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "_kept_weight": None}
-
-    # Both methods may swap the weight with another tensor. torch refuses to swap a tensor that has
-    # weak references, and the kept weight does not belong to the new contents.
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._kept_weight = None
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._kept_weight = None
-        super()._load_from_state_dict(*args, **kwargs)
 
     def _compute_dtype(self, key: PlanKey) -> torch.dtype:
         return key.autocast_dtype or self.weight.dtype
@@ -823,9 +527,9 @@ class BasicLinear(BasicOperation):
 
     def _check_features(self, shape: tuple[int, ...]) -> None:
         if shape[-1] != self.local_in_features:
-            ranks = self.tensor_parallel_size
-            part = f" ({self.in_features} over {ranks} ranks)" if self._parallel else ""
+            mode, ranks = self.mode_and_ranks or ("", 1)
+            part = f" ({self.whole_in_features} over {ranks} ranks)" if mode == "row" else ""
             raise InputError(
-                f"BasicLinear({self.in_features}, {self.out_features}) got an input of shape "
+                f"BasicLinear({self.whole_in_features}, {self.out_features}) got an input of shape "
                 f"{tuple(shape)}; its last dimension must be {self.local_in_features}{part}."
             )

@@ -101,7 +101,9 @@ class Bias(BasicOperation):
         return (None, None) if self.local_size == self.size else (0, self.tensor_parallel_group)
 
     def extra_repr(self) -> str:
-        return f"size={self.size}"
+        if self.local_size == self.size:
+            return f"size={self.size}"
+        return f"size={self.size}, parallel over {self.size // self.local_size} ranks"
 
     @property
     def is_recordable(self) -> bool:  # type: ignore[override]

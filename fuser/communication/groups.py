@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +121,8 @@ def resolved(op: str, group: Any | None) -> Any:
 def group_size(op: str, group: Any | None) -> int:
     """The number of ranks in ``group``; 1 if it is None and torch.distributed is not initialised.
 
+    In a process that torchrun started, the second case is probably a mistake, and warns once.
+
     Raises
     ------
     StateError, InputError
@@ -126,8 +131,21 @@ def group_size(op: str, group: Any | None) -> int:
     if isinstance(group, PlannedGroup):
         return group.size
     if group is None and not is_initialized():
+        _warn_of_ranks_without_groups()
         return 1
     return dist.get_world_size(resolved(op, group))
+
+
+@functools.cache  # so that it warns once, and reads the environment once
+def _warn_of_ranks_without_groups() -> None:
+    ranks = os.environ.get("WORLD_SIZE", "")  # torchrun sets it
+    if ranks.isdecimal() and int(ranks) > 1:
+        warnings.warn(
+            "An op that communicates was made before torch.distributed was initialised, and "
+            f"WORLD_SIZE is {ranks}: every process computes the whole op, and nothing is "
+            "communicated. Call torch.distributed.init_process_group before the model is made.",
+            stacklevel=3,
+        )
 
 
 def rank_in(op: str, group: Any | None) -> int:

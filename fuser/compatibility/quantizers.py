@@ -99,7 +99,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         if isinstance(value, ChangeableQuantizer):
             return Quantizer.__call__(value, tensor)
         if self.with_amax_reduction:
-            return value.bound_to(self.amax_reduction_group)(tensor)  # type: ignore[arg-type]
+            return value.bound_to(self.amax_reduction_group)(tensor)
         return value(tensor)
 
     def quantize(

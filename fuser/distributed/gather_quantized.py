@@ -20,7 +20,8 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
 
     Each rank keeps its rows of a weight unquantized, for the optimizer, and quantizes them before
     they are gathered. A forward computes with the quantized weight, also outside ``autocast``.
-    Under ``autocast`` with the same recipe it gives the numbers of an unsharded model.
+    Under ``autocast`` with the same recipe it gives the numbers of an unsharded model. Under
+    another recipe it is refused with an ``InputError``.
 
     Call it before ``fully_shard``; a module runs only after that.
 
@@ -40,8 +41,8 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     ------
     InputError
         If the recipe is ``DelayedScaling`` or has ``backward_override="high_precision"``, if a
-        weight is quantized or sharded already or has the weights of all experts, or if the module
-        has no linear.
+        weight is quantized, gathered quantized or sharded already, or has the weights of all
+        experts, or if the module has no linear.
     InputTypeError
         If the recipe is not an object of one of ``fuser.recipe``'s classes.
     """
@@ -87,15 +88,19 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
             f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter for "
             "all experts; make GroupedLinear with single_grouped_weight=False."
         )
-    if isinstance(weight, QuantizedTensor) or is_distributed(weight):
-        kind = "sharded" if is_distributed(weight) else "quantized"
+    kind = "sharded" if is_distributed(weight) else ""
+    if isinstance(weight, MasterWeight):
+        kind = f"gathered quantized under {weight._state.recipe}"
+    if isinstance(weight, QuantizedTensor):
+        kind = "quantized"
+    if kind:
         raise InputError(
             f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, which is {kind} "
-            "already; call it with unquantized weights, before fully_shard."
+            "already; call it once, with unquantized weights, before fully_shard."
         )
     quantizer = weight_quantizer(
         ParameterInit(recipe, preserve_high_precision_init_val=False),
         make_quantizer(recipe, "weight", name=path),
     )
-    master = MasterWeight(weight.detach(), quantizer)
+    master = MasterWeight(weight.detach(), recipe, quantizer)
     return torch.nn.Parameter(master, requires_grad=weight.requires_grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +12,7 @@ from fuser.errors import InputError
 from fuser.fused_ops import Linear
 from fuser.module_calls import module_calls
 from fuser.modules import layers
+from fuser.modules.layer import Layer
 from fuser.op import BasicOperation
 from fuser.tensors import QuantizedTensor
 
@@ -55,7 +56,7 @@ class _Style:
             for key, value in list(op._parameters.items()):
                 if value is not None:
                     self._distribute(op, key, device_mesh)
-        if isinstance(module, layers.Layer):
+        if isinstance(module, Layer):
             module._take_parameters_of_ops()
         module_calls.change()
         return module
@@ -64,12 +65,17 @@ class _Style:
         """Refuse a module of another kind, or one that is sharded already."""
         name = type(self).__name__
         if not isinstance(module, self._taken()):
-            raise InputError(
-                f"{name} takes {KINDS[name]}; got a {type(module).__name__}. Give "
-                "parallelize_module a plan with a style for each of its ops or layers, by their "
-                "paths; torch's own styles are for modules of torch."
-            )
-        if isinstance(module, layers.Layer):
+            kind = type(module).__name__
+            styles = [s for s in (Colwise, Rowwise, Replicated) if isinstance(module, s._taken())]
+            if styles:
+                hint = f"The style for {kind} is {' or '.join(s.__name__ for s in styles)}."
+            else:
+                hint = (
+                    "Give parallelize_module a plan with a style for each of its ops or layers, by "
+                    "their paths; torch's own styles are for modules of torch."
+                )
+            raise InputError(f"{name} takes {KINDS[name]}; got a {kind}. {hint}")
+        if isinstance(module, Layer):
             module._hand_parameters_to_ops()
         for op in _basic_ops(module):
             if any(op.placement_of(key)[0] is not None for key in op._parameters):
@@ -92,7 +98,8 @@ class _Style:
                         "gather_quantized and fully_shard."
                     )
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         raise NotImplementedError
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
@@ -129,7 +136,29 @@ class _Style:
         setattr(op, name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
-class Colwise(_Style):
+class _LinearStyle(_Style):
+    """Base of the styles of linears, with the arguments of torch's."""
+
+    whole: ClassVar[str]
+    """The side of the linear, ``"input"`` or ``"output"``, with all features on each rank."""
+    parted: ClassVar[str]
+    """The other side, of which each rank has some features."""
+
+    def __init__(
+        self,
+        *,
+        sequence_parallel: bool = False,
+        input_layouts: Any = None,
+        output_layouts: Any = None,
+        use_local_output: bool = True,
+    ) -> None:
+        style, layouts = type(self).__name__, {"input": input_layouts, "output": output_layouts}
+        rows = _is_sequence(style, self.whole, layouts[self.whole], sequence_parallel)
+        _check_fixed(style, self.parted, layouts[self.parted], use_local_output)
+        super().__init__(sequence_parallel=rows)
+
+
+class Colwise(_LinearStyle):
     """Give each rank of the mesh a part of the outputs of a linear.
 
     For ``fuser.Linear``, ``BasicLinear``, ``Bias``, ``fuser.modules.Linear`` and
@@ -155,19 +184,10 @@ class Colwise(_Style):
         is unchanged then.
     """
 
-    def __init__(
-        self,
-        *,
-        sequence_parallel: bool = False,
-        input_layouts: Any = None,
-        output_layouts: Any = None,
-        use_local_output: bool = True,
-    ) -> None:
-        rows = _is_sequence("Colwise", "input", input_layouts, sequence_parallel)
-        _check_fixed("Colwise", "output", output_layouts, use_local_output)
-        super().__init__(sequence_parallel=rows)
+    whole, parted = "input", "output"
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         linears = (Linear, BasicLinear, Bias, layers.Linear)
         return (*linears, layers.LayerNormLinear, layers.LayerNormMLP)
 
@@ -192,7 +212,7 @@ class Colwise(_Style):
         return _basic_ops(module)
 
 
-class Rowwise(_Style):
+class Rowwise(_LinearStyle):
     """Give each rank of the mesh a part of the inputs of a linear; the products are added.
 
     For ``fuser.Linear``, ``BasicLinear`` and ``fuser.modules.Linear``, in place as
@@ -213,19 +233,10 @@ class Rowwise(_Style):
         As :class:`Colwise`.
     """
 
-    def __init__(
-        self,
-        *,
-        sequence_parallel: bool = False,
-        input_layouts: Any = None,
-        output_layouts: Any = None,
-        use_local_output: bool = True,
-    ) -> None:
-        rows = _is_sequence("Rowwise", "output", output_layouts, sequence_parallel)
-        _check_fixed("Rowwise", "input", input_layouts, use_local_output)
-        super().__init__(sequence_parallel=rows)
+    whole, parted = "output", "input"
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         return (Linear, BasicLinear, layers.Linear)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
@@ -254,7 +265,8 @@ class Replicated(_Style):
     def __init__(self, *, sequence_parallel: bool = False) -> None:
         super().__init__(sequence_parallel=sequence_parallel)
 
-    def _taken(self) -> tuple[type, ...]:
+    @staticmethod
+    def _taken() -> tuple[type, ...]:
         return (BasicOperation,)
 
     def _shard(self, module: Any, group: Any, ranks: int) -> list[BasicOperation]:
@@ -266,12 +278,12 @@ class Replicated(_Style):
 
 
 def _basic_ops(module: Any) -> list[BasicOperation]:
-    ops: Any = module.ops if isinstance(module, layers.Layer) else (module,)
+    ops: Any = module.ops if isinstance(module, Layer) else (module,)
     return [each for op in ops for each in getattr(op, "members", (op,))]
 
 
 def _linears(module: Any) -> list[Linear | BasicLinear]:
-    ops: Any = module.ops if isinstance(module, layers.Layer) else (module,)
+    ops: Any = module.ops if isinstance(module, Layer) else (module,)
     return [op for op in ops if isinstance(op, (Linear, BasicLinear))]
 
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from fuser.basic_ops import GroupedLinear, MoeDispatch
 from fuser.communication import ranks_of
 from fuser.errors import InputError
-from fuser.modules.layers import Layer
+from fuser.modules.layer import Layer
 from fuser.op import BasicOperation
 from fuser.recipe import DelayedScaling
 from fuser.tensors import QuantizedTensor

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from fuser.cuda import fp8_scaling as kernels
@@ -32,3 +35,11 @@ def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
         x.amax(out)
     else:
         kernels.amax(rows_of(x), out=out)
+
+
+def reduce_amaxes(amaxes: Sequence[torch.Tensor], group: Any) -> None:
+    """Replace each tensor ``[n]`` by its maximum over the ranks of ``group``, in one reduction."""
+    flat = torch.cat(list(amaxes))
+    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+    parts = torch.split(flat, [one.numel() for one in amaxes])
+    torch._foreach_copy_(list(amaxes), list(parts))

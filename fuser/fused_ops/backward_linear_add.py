@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import BasicLinear, MakeExtraOutput
+from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
 from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
 from fuser.specs import PlanKey
 
@@ -24,7 +25,7 @@ class BackwardLinearAdd(FusedOperation):
         incoming = key.ops[0].input_dtype
         if compute != incoming:
             return f"the GEMM runs in {compute} and the extra output is {incoming}."
-        return linear.addend_refusal("backward", key.window(1, 2))
+        return addend_refusal(linear, "backward", key.window(1, 2))
 
     @classmethod
     def kernels(
@@ -32,7 +33,7 @@ class BackwardLinearAdd(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         own = key.window(1, 2)
         wgrad = [(name, 0) for name in linear.kernels(side, own) if name.startswith("wgrad")]
-        return (*wgrad, (linear.added_gemm(side, own), 2))
+        return (*wgrad, (added_gemm(linear, side, own), 2))
 
     def fuser_backward(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from fuser.basic_ops import BasicLinear, ConstantScale
+from fuser.basic_ops.linear_epilogues import grad_scale_refusal
 from fuser.cuda import cublaslt
 from fuser.op import FusedOperation, Grads, OperationContext
 from fuser.specs import PlanKey
@@ -25,7 +26,7 @@ class BackwardLinearScale(FusedOperation):
 
     @classmethod
     def refuses(cls, linear: BasicLinear, scale: ConstantScale, *, key: PlanKey) -> str | None:
-        return linear.grad_scale_refusal(key)
+        return grad_scale_refusal(linear, key)
 
     @classmethod
     def kernels(

@@ -9,6 +9,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
+from fuser.basic_ops.linear_epilogues import bias_refusal, biased_gemm
 from fuser.op import FusedOperation, OperationContext, quantizes_values, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
@@ -29,7 +30,7 @@ class ForwardLinearBiasActivation(FusedOperation):
     def refuses(
         cls, linear: BasicLinear, bias: Bias, activation: Activation | None, *, key: PlanKey
     ) -> str | None:
-        return linear.bias_refusal(key, bias.bias)
+        return bias_refusal(linear, key, bias.bias)
 
     @classmethod
     def kernels(
@@ -41,7 +42,7 @@ class ForwardLinearBiasActivation(FusedOperation):
         side: str,
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
-        biased = (linear.biased_gemm(key), 2)
+        biased = (biased_gemm(linear, key), 2)
         if activation is None:
             return (biased,)
         if (

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
+from fuser.basic_ops.linear_epilogues import (
+    added_gemm,
+    addend_refusal,
+    adds_in_gemm,
+    bias_refusal,
+    biased_gemm,
+    parallel_refusal,
+)
 from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
@@ -31,12 +39,12 @@ class ForwardLinearBiasAdd(FusedOperation):
         produced = key.ops[-1].input_dtype
         extra = key.ops[-1].extra_inputs[0].dtype
         # With a bias of 16 bits, cuBLASLt adds an fp32 matrix to quantized products only.
-        takes_fp32 = linear.adds_in_gemm(key) and (bias is None or key.recipe is not None)
+        takes_fp32 = adds_in_gemm(linear, key) and (bias is None or key.recipe is not None)
         if produced != extra and not (extra == torch.float32 and takes_fp32):
             return f"the linear produces {produced} and the extra input is {extra}."
         if bias is None:
-            return linear.addend_refusal("forward", key)
-        return linear.parallel_refusal("forward") or linear.bias_refusal(key, bias.bias)
+            return addend_refusal(linear, "forward", key)
+        return parallel_refusal(linear, "forward") or bias_refusal(linear, key, bias.bias)
 
     @classmethod
     def kernels(
@@ -49,10 +57,10 @@ class ForwardLinearBiasAdd(FusedOperation):
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
         if bias is None:
-            return ((linear.added_gemm(side, key), 2),)
-        if linear.adds_in_gemm(key):
-            return ((linear.added_gemm(side, key), 3),)
-        return ((linear.biased_gemm(key), 2), ("add", 1))
+            return ((added_gemm(linear, side, key), 2),)
+        if adds_in_gemm(linear, key):
+            return ((added_gemm(linear, side, key), 3),)
+        return ((biased_gemm(linear, key), 2), ("add", 1))
 
     def fuser_forward(
         self,

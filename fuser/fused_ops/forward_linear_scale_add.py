@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
+from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
 from fuser.op import FusedOperation, OperationContext, write_output
 from fuser.specs import PlanKey
 
@@ -27,7 +28,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         extra = key.ops[-1].extra_inputs[0].dtype
         if produced != extra:
             return f"the linear produces {produced} and the extra input is {extra}."
-        return linear.addend_refusal("forward", key)
+        return addend_refusal(linear, "forward", key)
 
     @classmethod
     def kernels(
@@ -39,7 +40,7 @@ class ForwardLinearScaleAdd(FusedOperation):
         side: str,
         key: PlanKey,
     ) -> tuple[tuple[str, int], ...]:
-        return ((linear.added_gemm(side, key), 3),)
+        return ((added_gemm(linear, side, key), 3),)
 
     def fuser_forward(
         self,

@@ -9,8 +9,9 @@ import torch
 
 from fuser import basic_ops
 from fuser.errors import InputError, InputTypeError
-from fuser.modules.layers import InitMethod, Layer, Place, linear_arguments, one_of_two
-from fuser.op import check_parallelism
+from fuser.modules.arguments import linear_arguments, one_of_two
+from fuser.modules.layer import InitMethod, Layer, Place
+from fuser.modules.parallel import refuse_ranks
 from fuser.plan.plan import FusionPlan
 
 
@@ -62,10 +63,9 @@ class GroupedLinear(Layer):
         **options: Any,
     ) -> None:
         taken = linear_arguments(type(self), options)
-        mode, group = (taken.pop(f"tensor_parallel_{key}", None) for key in ("mode", "group"))
-        check_parallelism(
-            type(self).__name__, mode, group, sequence=taken.pop("sequence_parallel", False)
-        )
+        refuse_ranks(type(self).__name__, taken)
+        for name_of_ranks in ("tensor_parallel_mode", "tensor_parallel_group", "sequence_parallel"):
+            taken.pop(name_of_ranks, None)
         op = basic_ops.GroupedLinear(
             num_gemms,
             in_features,

@@ -1,21 +1,17 @@
-"""Layers: a norm, linears and an activation as one pipeline in one module."""
+"""Linear, LayerNormLinear and LayerNormMLP: a norm, linears and an activation as one module."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from fuser import basic_ops, fused_ops
-from fuser.basic_ops.collectives import CollectiveOperation
-from fuser.errors import InputError, InputTypeError, StateError
-from fuser.modules.parallel import mark_norm, modes_of_mlp, refuse_row, without_size
-from fuser.op import BasicOperation, FusedOperation, FusibleOperation
-from fuser.plan.plan import FusionPlan
-from fuser.sequential import Sequential
-from fuser.tensors import QuantizedTensor
+from fuser.errors import InputError
+from fuser.modules.arguments import linear_arguments, one_of_two
+from fuser.modules.layer import InitMethod, Layer, Place
+from fuser.modules.parallel import check_mode, mark_norm, modes_of_mlp, refuse_row, without_size
+from fuser.op import BasicOperation
 
 NORMALIZATIONS: dict[str, Any] = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}
 ACTIVATIONS = {
@@ -25,243 +21,6 @@ ACTIVATIONS = {
     and issubclass(cls, basic_ops.Activation)
     and cls is not basic_ops.Activation
 } | {"clamped_swiglu": basic_ops.ClampedSwiGLU}
-
-# More arguments of other libraries' layers: the value that turns each off, and the reason why
-# fuser accepts only that value.
-_SHARDING = "a layer runs on one rank"
-_OVERLAP = "communication is not overlapped with GEMMs"
-OFF: dict[str, tuple[Any, str]] = {
-    "return_bias": (False, "a layer adds its bias itself"),
-    "return_layernorm_output": (False, "a layer returns its output alone"),
-    "return_layernorm_output_gathered": (False, "a layer returns its output alone"),
-    "parameters_split": (None, "a layer has one weight and one bias for each linear"),
-    "delay_wgrad_compute": (False, "a weight's gradient is computed in the backward"),
-    "save_original_input": (False, "backward_override of the recipe says what is kept"),
-    "symmetric_ar_type": (None, _SHARDING),
-    "tp_size": (1, _SHARDING),
-    "set_parallel_mode": (False, _SHARDING),
-    "checkpoint": (False, "fuser.checkpoint computes any module again"),
-    **{
-        f"ub_{name}": (False, _OVERLAP)
-        for name in (
-            *("overlap_ag", "overlap_rs", "overlap_rs_dgrad", "overlap_rs_fprop"),
-            *("overlap_ag_fprop", "overlap_ag_dgrad", "bulk_wgrad", "bulk_dgrad"),
-        )
-    },
-}
-# Arguments for work that fuser does not do; they change no result.
-IGNORED = ("ub_name", "seq_length", "micro_batch_size")
-
-Place = tuple[BasicOperation, str]
-InitMethod = Callable[[torch.Tensor], Any]
-
-
-class Layer(torch.nn.Module):
-    """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
-
-    The ops are not submodules. Each call gives them the layer's parameters, so
-    that they use a parameter that was replaced, sharded or swapped.
-
-    Parameters
-    ----------
-    places
-        For the name of each parameter: the op that uses it, and its name in
-        that op; None if there is no such parameter.
-    init_methods
-        Functions that initialise weights of linears, by name; None for the
-        op's own initialisation.
-    """
-
-    ops: Sequential
-
-    def __init__(
-        self,
-        *ops: FusibleOperation,
-        places: dict[str, Place | None],
-        init_methods: dict[str, InitMethod | None],
-    ) -> None:
-        super().__init__()
-        object.__setattr__(self, "ops", Sequential(*ops))
-        self._places = {name: place for name, place in places.items() if place is not None}
-        self._init_methods = {name: init for name, init in init_methods.items() if init is not None}
-        self._has_run = False
-        for name, place in places.items():
-            parameter = None if place is None else place[0]._parameters[place[1]]
-            self.register_parameter(name, parameter)
-        if not self._is_on_meta():
-            self._run_init_methods()
-
-    def forward(
-        self,
-        input: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> torch.Tensor:
-        """Run the layer on ``[..., in_features]``.
-
-        ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights
-        and keeps them, False uses the kept ones, None quantizes at every call.
-
-        Raises
-        ------
-        InputError
-            If a quantized output or gradient is asked for: put ``Quantize`` ops
-            around linears for that.
-        """
-        if fp8_output or fp8_grad:
-            raise InputError(
-                f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
-                "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
-            )
-        kwargs = None
-        if is_first_microbatch is not None:
-            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
-            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
-        return self.run(input, op_kwargs=kwargs)
-
-    def run(self, *inputs: torch.Tensor, op_kwargs: Any = None) -> torch.Tensor:
-        """The output of the ops, with the parameters of the layer.
-
-        Raises
-        ------
-        StateError
-            If parameters on meta have an ``init_method``.
-        """
-        self._hand_parameters_to_ops()
-        if not self._has_run and self._init_methods and self._is_on_meta():
-            raise StateError(
-                f"{type(self).__name__} is on meta and has an init_method: call to_empty(device=) "
-                "and reset_parameters() before its first forward."
-            )
-        output = self.ops(*inputs, op_kwargs=op_kwargs)
-        if not self._has_run:
-            if self._is_on_meta():
-                self._take_parameters_of_ops()  # the ops have allocated them
-            self._has_run = True
-        assert isinstance(output, torch.Tensor)
-        return output
-
-    def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
-        """The plan of a call with such an input, as from ``Sequential.plan``."""
-        self._hand_parameters_to_ops()
-        return self.ops.plan(input, training=training)
-
-    def reset_parameters(self) -> None:
-        """Initialise the parameters as the ops do. Parameters on meta are allocated first."""
-        self._hand_parameters_to_ops()
-        for _, op in self._basic_ops():
-            if op._parameters:
-                op.reset_parameters()  # type: ignore[operator]
-        self._take_parameters_of_ops()
-        self._run_init_methods()
-
-    def train(self, mode: bool = True) -> Any:
-        self.ops.train(mode)
-        return super().train(mode)
-
-    def _run_init_methods(self) -> None:
-        for name, init_method in self._init_methods.items():
-            linear, name_in_op = self._places[name]
-            weight = getattr(linear, name_in_op)
-            if isinstance(weight, QuantizedTensor):
-                data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-                weight = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
-            tracker: Any = linear._rng_state_tracker_function
-            context = tracker().fork() if tracker is not None else contextlib.nullcontext()
-            with context, torch.no_grad():
-                init_method(weight)
-            if isinstance(linear, (basic_ops.BasicLinear, basic_ops.GroupedLinear)):
-                fresh = linear.as_parameter(weight, name_in_op)
-                linear._parameters[name_in_op] = self._parameters[name] = fresh
-
-    # -- parameters and state ---------------------------------------------------
-
-    def _is_on_meta(self) -> bool:
-        return any(p is not None and p.is_meta for p in self._parameters.values())
-
-    def _hand_parameters_to_ops(self) -> None:
-        own = self._parameters
-        try:
-            for name, (op, name_in_op) in self._places.items():
-                op._parameters[name_in_op] = own[name]
-        except KeyError:
-            raise StateError(
-                f"{type(self).__name__} has no parameter {name!r} any more: it computes with its "
-                "own parameters only. Remove the parametrization or pruning that has replaced it, "
-                "or use a torch module here."
-            ) from None
-
-    def _take_parameters_of_ops(self) -> None:
-        for name, (op, name_in_op) in self._places.items():
-            self._parameters[name] = op._parameters[name_in_op]
-
-    def _basic_ops(self) -> Iterator[tuple[str, BasicOperation]]:
-        """The basic ops, each with its path as a submodule."""
-        for i, op in enumerate(self.ops):
-            if isinstance(op, FusedOperation):
-                for k, member in enumerate(op.members):
-                    yield f"ops.{i}.basic_ops.{k}", member
-            else:
-                assert isinstance(op, BasicOperation)
-                yield f"ops.{i}", op
-
-    def _ops_with_state(self) -> Iterator[tuple[str, BasicOperation]]:
-        """Of :meth:`_basic_ops` those that save a state: the same on any number of ranks."""
-        for path, op in self._basic_ops():
-            if not isinstance(op, CollectiveOperation):
-                yield path, op
-
-    def get_extra_state(self) -> torch.Tensor:
-        """Delayed scaling's state of all ops, each after its length, as an fp32 tensor.
-
-        An empty uint8 tensor if there is none.
-        """
-        states = [op.get_extra_state() for _, op in self._ops_with_state()]
-        if not any(state.numel() for state in states):
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        parts = [
-            (torch.tensor([float(state.numel())], device="cpu"), state.float()) for state in states
-        ]
-        return torch.cat([tensor for part in parts for tensor in part])
-
-    def set_extra_state(self, state: Any) -> None:
-        """Load such a state. The state of other libraries is pickled bytes, and is ignored."""
-        is_ours = isinstance(state, torch.Tensor) and (
-            not state.numel() or state.dtype is torch.float32
-        )
-        if not is_ours:
-            return
-        for _, op in self._ops_with_state():
-            length = int(state[0]) if state.numel() else 0
-            own, state = state[1 : 1 + length], state[1 + length :]
-            op.set_extra_state(own if length else own.byte())
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Load a state of the layer, or one of its ops with the names of their parameters."""
-        paths = {id(op): path for path, op in self._basic_ops()}
-        for name, (op, name_in_op) in self._places.items():
-            value = state_dict.pop(f"{prefix}{paths[id(op)]}.{name_in_op}", None)
-            if value is not None:
-                state_dict.setdefault(prefix + name, value)
-        for path, op in self._basic_ops():
-            state = state_dict.pop(f"{prefix}{path}._extra_state", None)
-            if state is not None:
-                op.set_extra_state(state)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        if prefix + "_extra_state" in missing_keys:
-            missing_keys.remove(prefix + "_extra_state")
 
 
 class Linear(Layer):
@@ -309,24 +68,21 @@ class Linear(Layer):
         name: str | None = None,
         **options: Any,
     ) -> None:
-        linear = _linear(
-            in_features,
-            out_features,
-            bias,
-            name or "",
-            {
-                "device": device,
-                "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
-                **linear_arguments(type(self), without_size("Linear", options)),
-            },
-        )
+        taken = linear_arguments(type(self), without_size("Linear", options))
+        check_mode("Linear", taken)
+        factory = {
+            "device": device,
+            "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
+        }
+        linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
         super().__init__(
             linear, places=_linear_places(linear), init_methods={"weight": init_method}
         )
         self.in_features, self.out_features = in_features, out_features
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}{self._parallel_text()}"
 
 
 class LayerNormLinear(Layer):
@@ -374,12 +130,12 @@ class LayerNormLinear(Layer):
             "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
         taken = linear_arguments(type(self), without_size("LayerNormLinear", options))
+        check_mode("LayerNormLinear", taken)
         refuse_row("LayerNormLinear", taken)
-        linear_options = {**factory, **taken}
         norm = _norm(
             normalization, in_features, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
-        linear = _linear(in_features, out_features, bias, name or "", linear_options)
+        linear = _linear(in_features, out_features, bias, name or "", {**factory, **taken})
         mark_norm(norm, linear)
         super().__init__(
             norm,
@@ -394,7 +150,7 @@ class LayerNormLinear(Layer):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"normalization={self.normalization!r}"
+            f"normalization={self.normalization!r}{self._parallel_text()}"
         )
 
 
@@ -459,7 +215,9 @@ class LayerNormMLP(Layer):
         options = without_size("LayerNormMLP", options)
         is_parallel = options.pop("set_parallel_mode", False)
         taken = {**factory, **linear_arguments(type(self), options)}
-        of_fc1, of_fc2 = modes_of_mlp("LayerNormMLP", taken, is_parallel)
+        of_fc1, of_fc2 = modes_of_mlp(
+            "LayerNormMLP", taken, ffn_hidden_size, is_parallel=is_parallel
+        )
         norm = _norm(
             normalization, hidden_size, eps=eps, zero_centered_gamma=zero_centered_gamma, **factory
         )
@@ -489,48 +247,11 @@ class LayerNormMLP(Layer):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
             f"normalization={self.normalization!r}, activation={self.activation!r}"
+            f"{self._parallel_text()}"
         )
 
 
-# -- arguments ------------------------------------------------------------------------
-
-
-def one_of_two(first: str, value: Any, second: str, other: Any) -> Any:
-    """The value of an argument with two names."""
-    if value is not None and other is not None and value != other:
-        raise InputError(
-            f"A layer got {first} {value} and {second} {other}, two names of one argument."
-        )
-    return other if value is None else value
-
-
-# Arguments of a linear op, by their other names.
-_LINEAR_NAMES = {
-    "parallel_mode": "tensor_parallel_mode",
-    "tp_group": "tensor_parallel_group",
-    "get_rng_state_tracker": "rng_state_tracker_function",
-    "fuse_wgrad_accumulation": "accumulate_into_main_grad",
-    "sequence_parallel": "sequence_parallel",
-}
-
-
-def linear_arguments(layer: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments in ``options`` that the linear op takes. Refuses arguments that are on."""
-    names = {**_LINEAR_NAMES, **{name: name for name in _LINEAR_NAMES.values()}}
-    taken = {}
-    for name, value in options.items():
-        if name in names:
-            taken[names[name]] = value
-        elif name in OFF:
-            default, reason = OFF[name]
-            if value != default:
-                raise InputError(
-                    f"{layer.__name__} got {name}={value!r}; {reason}, so it takes only "
-                    f"{default!r}."
-                )
-        elif name not in IGNORED:
-            raise InputTypeError(f"{layer.__name__} takes no argument {name!r}.")
-    return taken
+# -- ops ------------------------------------------------------------------------------
 
 
 def _linear(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fuser import fused_ops
-from fuser.communication import group_size
+from fuser.communication import divided, group_size
 from fuser.errors import InputError
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, check_parallel_mode
 
 
 def without_size(layer: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -30,6 +30,17 @@ def without_size(layer: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def check_mode(layer: str, taken: dict[str, Any]) -> None:
+    """Refuse an unknown mode, and rows that are sharded without a mode.
+
+    Raises
+    ------
+    InputError
+    """
+    mode, sequence = taken.get("tensor_parallel_mode"), taken.get("sequence_parallel", False)
+    check_parallel_mode(layer, mode, sequence, argument="parallel_mode")
+
+
 def refuse_row(layer: str, taken: dict[str, Any]) -> None:
     """Refuse a row parallel linear after a norm, which needs all features of its input.
 
@@ -47,28 +58,54 @@ def refuse_row(layer: str, taken: dict[str, Any]) -> None:
         )
 
 
+def refuse_ranks(layer: str, taken: dict[str, Any]) -> None:
+    """Refuse a mode over several ranks, for a layer that runs on one.
+
+    Raises
+    ------
+    InputError
+    """
+    check_mode(layer, taken)
+    mode = taken.get("tensor_parallel_mode")
+    ranks = 1 if mode is None else group_size(layer, taken.get("tensor_parallel_group"))
+    if ranks > 1:
+        raise InputError(
+            f"{layer} got {mode} tensor parallelism over {ranks} ranks; in this version of "
+            "fuser it runs on one."
+        )
+
+
 def modes_of_mlp(
-    layer: str, taken: dict[str, Any], is_parallel: bool
+    layer: str, taken: dict[str, Any], ffn_hidden_size: int, *, is_parallel: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of the first and of the second linear: column and row parallel.
 
     Raises
     ------
     InputError
-        If a mode is given for both.
+        If a mode is given for both, if rows are sharded without modes, or if the ranks do not
+        divide ``ffn_hidden_size``.
     """
-    mode = taken.get("tensor_parallel_mode")
-    if mode is not None and group_size(layer, taken.get("tensor_parallel_group")) > 1:
+    mode, group = taken.get("tensor_parallel_mode"), taken.get("tensor_parallel_group")
+    if mode is not None and group_size(layer, group) > 1:
         raise InputError(
             f"{layer} got parallel_mode={mode!r}, and its two linears have two modes: "
             "set_parallel_mode=True makes the first column and the second row parallel."
         )
-    if not is_parallel:
-        return taken, taken
-    return (
-        {**taken, "tensor_parallel_mode": "column"},
-        {**taken, "tensor_parallel_mode": "row"},
-    )
+    if is_parallel:
+        divided(f"{layer}'s ffn_hidden_size", ffn_hidden_size, group_size(layer, group))
+        return (
+            {**taken, "tensor_parallel_mode": "column"},
+            {**taken, "tensor_parallel_mode": "row"},
+        )
+    if mode is None and taken.get("sequence_parallel", False):
+        raise InputError(
+            f"{layer} got sequence_parallel=True without set_parallel_mode=True, which makes its "
+            "first linear column parallel, whose input is gathered, and its second row parallel, "
+            "whose output is scattered."
+        )
+    check_mode(layer, taken)
+    return taken, taken
 
 
 def mark_norm(norm: BasicOperation, linear: fused_ops.Linear) -> None:

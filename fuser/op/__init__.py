@@ -9,7 +9,6 @@ from fuser.op.output import cast, quantizes_values, write_grad_input, write_outp
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
     check_parallel_mode,
-    check_parallelism,
     default_device,
     default_dtype,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "autocast_dtype",
     "cast",
     "check_parallel_mode",
-    "check_parallelism",
     "default_device",
     "default_dtype",
     "keyword_names",

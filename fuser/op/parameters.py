@@ -49,39 +49,22 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return chosen
 
 
-def check_parallel_mode(op: str, mode: str | None, sequence: bool = False) -> None:
+def check_parallel_mode(
+    op: str, mode: str | None, sequence: bool = False, argument: str = "tensor_parallel_mode"
+) -> None:
     """Refuse an unknown mode; it is None, ``"column"`` or ``"row"``.
 
-    ``op`` is its name. ``sequence`` says whether to shard the sequence too, which needs a mode.
+    ``op`` is its name, and ``argument`` the name of the argument. ``sequence`` says whether to
+    shard the sequence too, which needs a mode.
 
     Raises
     ------
     InputError
     """
     if mode not in (None, "column", "row"):
-        raise InputError(f"tensor_parallel_mode is {mode!r}; it is None, 'column' or 'row'.")
+        raise InputError(f"{op} got {argument}={mode!r}; it is None, 'column' or 'row'.")
     if mode is None and sequence:
         raise InputError(
-            f"{op} got sequence_parallel=True and no tensor_parallel_mode, which says what is "
-            "gathered or scattered; it is 'column' or 'row'."
-        )
-
-
-def check_parallelism(op: str, mode: str | None, group: Any | None, sequence: bool = False) -> None:
-    """Refuse sharding of an op that runs on one rank.
-
-    The arguments are those of :func:`check_parallel_mode`, and the process group.
-
-    Raises
-    ------
-    InputError
-    """
-    check_parallel_mode(op, mode, sequence)
-    if mode is None:
-        return
-    ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
-    if ranks > 1:
-        raise InputError(
-            f"{op} got {mode} tensor parallelism over {ranks} ranks; in this version of "
-            "fuser it runs on one."
+            f"{op} got sequence_parallel=True and no {argument}, which says what is gathered or "
+            "scattered; it is 'column' or 'row'."
         )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import Step, format_bytes
+from fuser.plan.plan import Step
+from fuser.plan.text import format_bytes
 from fuser.specs import QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is

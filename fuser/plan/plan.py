@@ -13,6 +13,7 @@ from typing import Any
 
 from fuser.cuda.launch import off_cuda
 from fuser.errors import InputError
+from fuser.plan.text import columns, format_bytes, format_time, listed, quoted, span, wrapped
 from fuser.specs import PlanKey, QuantSpec
 
 KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
@@ -151,7 +152,7 @@ class FusionPlan:
         for i, name in enumerate((*self.ops, None)):
             names += [f"[{module.name}]" for module in self.modules_before(i)]
             names += [] if name is None else [f"{i} {name}"]
-        lines += _wrapped("  ", names)
+        lines += wrapped("  ", names)
         for (reason,), calls in _grouped(self.modules, "reason").items():
             called = (f"{c.name} over {span(c.ops)}" if c.ops else f"[{c.name}]" for c in calls)
             lines.append(f"  called as a module ({reason}): {', '.join(dict.fromkeys(called))}")
@@ -182,7 +183,7 @@ class FusionPlan:
             spans = [span(refusal.ops) for refusal in alike]
             where, below = ", ".join(spans), []
             if len(where) > 40:
-                where, below = f"{len(spans)} windows", _wrapped(" " * 11, spans)
+                where, below = f"{len(spans)} windows", wrapped(" " * 11, spans)
             lines += [f"  {side:<8} {fusion} over {where}: {reason}", *below]
         lines += [
             "",
@@ -212,7 +213,7 @@ class FusionPlan:
         emits = any(step.emits for step in steps)
         rows: list[tuple[str, ...]] = []
         for step in steps:
-            first, *more = _wrapped("", (step.kernel or "(no kernel)").split(", "), KERNELS_WIDTH)
+            first, *more = wrapped("", (step.kernel or "(no kernel)").split(", "), KERNELS_WIDTH)
             row = (
                 span(step.ops),
                 step.fusion or self.ops[step.ops[0]],
@@ -226,7 +227,7 @@ class FusionPlan:
         heading = (side, "runs as", "kernels", *what, "bytes/token", "modelled")
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
-            *_columns([heading, *rows]),
+            *columns([heading, *rows], left=len(heading) - 2),
             f"  {_total(steps)}; unfused {_total(unfused)} ({ratio:.2f}x the memory time)",
         ]
 
@@ -247,17 +248,17 @@ class FusionPlan:
         cuts = [node for node in self.nodes if node.is_cut]
         if not cuts:
             return []
-        where = _listed([str(node.ops[0]) for node in cuts])
+        where = listed([str(node.ops[0]) for node in cuts])
         cut = f"cut before op{'s' * (len(cuts) > 1)} {where}"
         if self.waiting:
             lines = [f"runs as {len(self.nodes)} autograd nodes, {cut}: {self.waiting}"]
         else:
             one = len(self.nodes) - len(cuts)
             lines = [
-                f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} if gradients are awaited "
-                f"(DistributedDataParallel, hooks), {cut}"
+                f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} inside "
+                f"DistributedDataParallel or with hooks of parameters, {cut}"
             ]
-        quantized = _listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
+        quantized = listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
         if quantized and self.waiting:
             lines.append(
                 f"a quantized tensor passes the cut before {quantized}: the nodes beside it run "
@@ -320,20 +321,20 @@ class FusionPlan:
             for number, step in enumerate(steps):
                 label = f"{step.fusion or self.ops[step.ops[0]]}\n{step.kernel or 'no kernel'}"
                 lines.append(f"  subgraph cluster_{prefix}{number} {{")
-                lines.append(f"    label={_quoted(label)};")
+                lines.append(f"    label={quoted(label)};")
                 for op in step.ops:
-                    name = _quoted(f"{op} {self.ops[op]}")
+                    name = quoted(f"{op} {self.ops[op]}")
                     lines.append(f"    {prefix}{op} [label={name}];")
                 lines.append("  }")
             for source, target, gap in self._edges(side):
-                label = "" if gap is None else _quoted("\n".join(self.gap_labels(side, gap)))
+                label = "" if gap is None else quoted("\n".join(self.gap_labels(side, gap)))
                 lines.append(f"  {source} -> {target}" + (f" [label={label}];" if label else ";"))
             for number, call in enumerate(self.modules):
                 if not call.ops and steps:
-                    name = _quoted(call.name)
+                    name = quoted(call.name)
                     lines.append(f"  {prefix}m{number} [label={name}, style=dashed];")
         for channel in self.channels:
-            label = _quoted(channel.name)
+            label = quoted(channel.name)
             lines.append(f"  f{channel.producer} -> f{channel.consumer} [label={label}];")
         lines.append("}")
         return "\n".join(lines)
@@ -441,11 +442,6 @@ def _nodes_of(plan: FusionPlan) -> tuple[Node, ...]:
     return plan.nodes or whole
 
 
-def _listed(names: Sequence[str]) -> str:
-    """``1, 2 and 3``."""
-    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), *names[-1:]])
-
-
 def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:
     return tuple(i + by for i in ops)
 
@@ -470,57 +466,3 @@ def _total(steps: tuple[Step, ...]) -> str:
 
 def _last_op(step: Step, side: str) -> int:
     return step.ops[-1] if side == "forward" else step.ops[0]
-
-
-def span(ops: tuple[int, ...]) -> str:
-    """A range of op indices as text: ``3`` or ``3-5``."""
-    return str(ops[0]) if len(ops) == 1 else f"{ops[0]}-{ops[-1]}"
-
-
-def format_bytes(count: float) -> str:
-    """A number of bytes as text, such as ``516 B`` or ``4.1 kB``."""
-    return _scaled(count, ("B", "kB", "MB", "GB", "TB"))
-
-
-def format_time(microseconds: float) -> str:
-    """A time as text, such as ``21.4 us`` or ``3.4 ms``."""
-    return _scaled(microseconds, ("us", "ms", "s"), digits=1)
-
-
-def _scaled(value: float, units: tuple[str, ...], digits: int = 0) -> str:
-    text = f"{value:.{digits}f} {units[0]}"
-    for unit in units[1:]:
-        if round(value, digits) < 1000:
-            break
-        value, digits = value / 1000, 1
-        text = f"{value:.1f} {unit}"
-    return text
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    numbers = len(widths) - 2  # the last two columns are numbers: align them right
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if i >= numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _wrapped(indent: str, words: list[str], width: int = 96) -> list[str]:
-    lines = [indent]
-    for number, word in enumerate(words):
-        piece = word + (", " if number + 1 < len(words) else "")
-        if len(lines[-1]) + len(piece) > width and lines[-1].strip():
-            lines.append(indent)
-        lines[-1] += piece
-    return [line.rstrip() for line in lines]
-
-
-def _quoted(text: str) -> str:
-    # A label's own line breaks are written as a backslash and an n.
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'

@@ -15,6 +15,7 @@ from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, uncho
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Channel, FusionPlan, OpNote, Refusal
 from fuser.plan.registered import Pinned, RegisteredFusions, apply_registered
+from fuser.plan.text import span
 from fuser.plan.window import matches
 from fuser.specs import PlanKey
 
@@ -126,7 +127,7 @@ class _Search:
             if reason is not None:
                 raise StateError(
                     f"The registered fusion {type(fused).__name__} cannot run ops "
-                    f"{_listed(window)}: {reason}"
+                    f"{span(window)}: {reason}"
                 )
             found = outside(window, found)
             found.append(
@@ -217,7 +218,7 @@ class _Search:
         except Exception as error:  # a broken fusion must not break the pipeline
             reason = f"{fusion.__name__} raised {type(error).__name__}: {error}"
             warnings.warn(
-                f"Fusion {fusion.__name__} is not used: asked about ops {_listed(window)}, it "
+                f"Fusion {fusion.__name__} is not used: asked about ops {span(window)}, it "
                 f"raised {type(error).__name__}: {error}",
                 stacklevel=2,
             )
@@ -262,10 +263,6 @@ def _marking_last(names: Sequence[str]) -> list[tuple[bool, str]]:
 
 def _bytes_per_token(graph: OpGraph, side: str) -> tuple[float, ...]:
     return tuple(graph.gap_bytes(gap, side) / graph.tokens for gap in range(len(graph.main_specs)))
-
-
-def _listed(window: range) -> str:
-    return str(window.start) if len(window) == 1 else f"{window.start}-{window.stop - 1}"
 
 
 def _operation(

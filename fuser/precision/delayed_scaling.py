@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from fuser.errors import InputError
 from fuser.formats import DType
+from fuser.functional.amax import reduce_amaxes
 from fuser.functional.delayed_scaling import update_delayed
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
@@ -453,13 +454,5 @@ def _has_ranks() -> bool:
 
 
 def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:
-    """Replace each tensor by its maximum over the ranks of ``group``, in one reduction."""
-    if not amaxes:
-        return
-    if torch.distributed.get_world_size(group) == 1:
-        return
-    flat = torch.cat(amaxes)
-    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
-    parts = torch.split(flat, [amax.numel() for amax in amaxes])
-    for target, reduced in zip(amaxes, parts, strict=True):
-        target.copy_(reduced)
+    if amaxes and torch.distributed.get_world_size(group) > 1:
+        reduce_amaxes(amaxes, group)

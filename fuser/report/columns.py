@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fuser.plan.plan import FusionPlan, ModuleCall, Step, format_bytes, format_time
+from fuser.plan.plan import FusionPlan, ModuleCall, Step
+from fuser.plan.text import format_bytes, format_time
 from fuser.report.picture import SMALL, printable, text_width
 
 # Lengths are points, y grows downwards.

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fuser import basic_ops
-from fuser.plan.plan import FusionPlan, Refusal, Step, format_bytes, format_time, span
+from fuser.plan.plan import FusionPlan, Refusal, Step
+from fuser.plan.text import format_bytes, format_time, span
 from fuser.report.columns import (
     AS_MODULE,
     END,

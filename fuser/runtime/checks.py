@@ -16,6 +16,8 @@ from fuser.op import (
 )
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.graph import Source
+from fuser.precision.contexts import current_recipe
+from fuser.tensors.master_weight import recipe_of_gathering
 from fuser.tensors.sharding import is_distributed
 
 
@@ -132,6 +134,23 @@ class Checks:
                     "a pipeline runs on one device."
                 )
         return first.device
+
+    def recipes(self, params: Sequence[torch.Tensor]) -> None:
+        """Check that weights of ``gather_quantized`` are read under its recipe, or under none.
+
+        Raises
+        ------
+        InputError
+        """
+        recipe = current_recipe()
+        for param in params:
+            other = recipe_of_gathering(param)
+            if recipe is not None and other is not None and other != recipe:
+                raise InputError(
+                    f"A weight of shape {tuple(param.shape)} is gathered quantized under {other}, "
+                    f"and this forward runs under {recipe}: it would compute with values rounded "
+                    "for the other recipe. Give gather_quantized the recipe of autocast."
+                )
 
     def keywords(self, kwargs: Sequence[Mapping[str, Any]]) -> None:
         """Check that there is a dict for each op, and that the op takes each keyword argument.

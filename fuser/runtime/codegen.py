@@ -17,7 +17,7 @@ import torch
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
 from fuser.plan.graph import Source, assumes_extra_outputs
-from fuser.plan.plan import span
+from fuser.plan.text import span
 from fuser.runtime.diagnose import (
     check_backward,
     check_forward,

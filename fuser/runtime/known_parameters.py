@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fuser.cuda.sequence import PLAIN, layout_of
+from fuser.tensors.master_weight import recipe_of_gathering
 
 try:
     from torch._C._dynamo.guards import TensorGuards
@@ -75,7 +76,9 @@ class KnownParameters:
 
         The layout is None if the memory of a parameter does not hold its values.
         """
-        key = tuple([(type(p), p.dtype, p.requires_grad, p.is_meta) for p in params])
+        key = tuple(
+            [(type(p), p.dtype, p.requires_grad, p.is_meta, recipe_of_gathering(p)) for p in params]
+        )
         try:
             layout = self._layout(params)
         except RuntimeError:  # a tensor without memory of its own

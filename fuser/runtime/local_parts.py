@@ -88,10 +88,9 @@ def local_parts(
     InputError
         If a ``DTensor`` is not placed as its op is sharded; nothing has changed then.
     """
-    owners = [op for op, count in zip(ops, counts, strict=True) for _ in range(count)]
     found = [
         (held, name, held[name], op, check_placement(op, name, held[name]))
-        for op, (held, name) in zip(owners, slots, strict=True)
+        for op, held, name in _owned(ops, counts, slots)
         if is_distributed(held[name])
     ]
     check_gates(ops)
@@ -111,6 +110,33 @@ def local_parts(
             if isinstance(local, QuantizedTensor) and isinstance(part, QuantizedTensor):
                 local._quantizer = part._quantizer  # an op may have given it a new state's
             held[name] = parameter
+
+
+def are_resharded(
+    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
+) -> bool:
+    """Whether a parameter is sharded beyond its op's own placement, as ``fully_shard`` does.
+
+    A call does not see such a ``DTensor``: it gets another parameter, which was gathered from it.
+    """
+    return any(
+        is_distributed(held[name])
+        and _shardings(held[name]) > (op.placement_of(name)[0] is not None)
+        for op, held, name in _owned(ops, counts, slots)
+    )
+
+
+def _shardings(parameter: Any) -> int:
+    return sum(not placement.is_replicate() for placement in parameter.placements)
+
+
+def _owned(
+    ops: Sequence[BasicOperation], counts: Sequence[int], slots: Sequence[Slot]
+) -> Iterator[tuple[BasicOperation, Any, str]]:
+    """The op of each parameter, and its slot: a mapping and the name in it."""
+    owners = (op for op, count in zip(ops, counts, strict=True) for _ in range(count))
+    for op, (held, name) in zip(owners, slots, strict=True):
+        yield op, held, name
 
 
 def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from fuser.formats import padded_shape
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import FusionPlan, Step, VectorNote, format_bytes
+from fuser.plan.plan import FusionPlan, Step, VectorNote
+from fuser.plan.text import format_bytes
 from fuser.specs import QuantSpec, TensorSpec
 
 NAMES = {"input": "input", "weight": "weight", "grad_output": "gradient of its output"}

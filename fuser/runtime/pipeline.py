@@ -31,7 +31,7 @@ from fuser.runtime.checks import Checks
 from fuser.runtime.cut import CuttablePlan, compiled_plan
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
-from fuser.runtime.local_parts import any_distributed, local_parts
+from fuser.runtime.local_parts import any_distributed, are_resharded, local_parts
 from fuser.runtime.padding import padding_notes
 from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
@@ -225,6 +225,7 @@ class OperationFuser:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
             if any_distributed(params):
                 return None
+            self.checks.recipes(params)
             run = self._plan_run(input_, params, extra_inputs, only_planning=False)
             _keep(self._runs, call_key, run)
         # One assignment, so that another thread sees both or neither.
@@ -250,7 +251,11 @@ class OperationFuser:
         layout = layout_notes(graph, run.plan, input, extra_inputs)
         padding = padding_notes(graph, run.plan) if input.numel() else ()
         plan = replace(run.plan, layout=layout, padding=padding)
-        if isinstance(run, CuttablePlan):
+        # FSDP awaits all gradients of a module, and calls hooks of its parameters itself.
+        slots = self._slots
+        if isinstance(run, CuttablePlan) and not are_resharded(
+            self.basic_ops, slots.counts, slots.slots
+        ):
             plan = run.with_nodes(plan, input, params, extra_inputs)
         return plan
 

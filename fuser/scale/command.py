@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.recipe import RECIPES
+from fuser.recipe import NAMES, Recipe, recipe_named
 from fuser.scale.draw import check_path, draw
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import make_mesh
 from fuser.scale.model import PRESETS, preset
-from fuser.scale.report import BATCH, TOKENS, recipe_named, scale
+from fuser.scale.report import BATCH, TOKENS, scale
 
 # Options that replace a size of the model.
 SIZES = {
@@ -55,11 +55,10 @@ def add_command(commands: Any) -> None:
     )
     add("--replicas", type=int, metavar="N", help="replicas of the shards (HSDP)")
     add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
-    recipes = ", ".join(cls.__name__ for cls in RECIPES)
     add(
         "--recipe",
-        default="Float8CurrentScaling",
-        help=f"{recipes}; default: Float8CurrentScaling",
+        default="current",
+        help=f"{', '.join(NAMES)}, or the name of a class; default: current",
     )
     add("--batch", type=int, default=BATCH, metavar="N", help=f"tokens of a step; default: {BATCH}")
     add(
@@ -89,16 +88,17 @@ def run(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     model = preset(options.model)
     model = replace(model, **given) if given else model
+    recipe = recipe_named(options.recipe)
     names = ("gpus", "fsdp", "tp", "ep", "replicas", "gpus_per_node")
     mesh = make_mesh(model, **{name: getattr(options, name) for name in names})
     report = scale(
         model,
         mesh,
-        recipe_named(options.recipe),
+        recipe,
         batch=options.batch,
         tokens=options.tokens,
         recompute=options.recompute,
-        hardware=_hardware(options),
+        hardware=_hardware(options, recipe),
         fsdp=options.fsdp,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
@@ -113,8 +113,8 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _hardware(options: argparse.Namespace) -> Hardware:
-    """An H200 with the rates that were given."""
+def _hardware(options: argparse.Namespace, recipe: Recipe) -> Hardware:
+    """An H200 with the rates that were given, of which one is for the products of the recipe."""
     for name in ("network", "nvlink", "tflops"):
         rate = getattr(options, name)
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
@@ -125,7 +125,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     if options.nvlink is not None:
         hardware = replace(hardware, nvlink=options.nvlink * 1e9)
     if options.tflops is not None:
-        rate = {options.recipe: options.tflops * 1e12}
+        rate = {type(recipe).__name__: options.tflops * 1e12}
         hardware = replace(
             hardware,
             dense={**hardware.dense, **rate},

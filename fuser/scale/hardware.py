@@ -99,7 +99,7 @@ def all_reduce(whole: float, ranks: Ranks) -> Traffic:
 
 
 def one_number(ranks: Ranks) -> Traffic:
-    """An all-reduce of one number, such as an amax: latency alone."""
+    """An all-reduce of one number, or of a few, such as amaxes: latency alone."""
     if ranks.size == 1:
         return Traffic()
     return Traffic(latency=SMALL_BASE + _tree(ranks, SMALL_HOP))

@@ -188,7 +188,7 @@ def gathered_bytes(
 
 @functools.cache
 def reduces_amaxes(recipe: Recipe) -> bool:
-    """Whether shards of a weight share a scale or amax: an all-reduce of a number."""
+    """Whether shards of a weight share a scale or amax, which the ranks reduce."""
     weight = _weight(recipe, 1, 1)
     return any(name not in weight._row_units() for name in weight.buffer_names)
 

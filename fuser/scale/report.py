@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan.plan import format_bytes, format_time
-from fuser.recipe import RECIPES, Float8CurrentScaling, Recipe
+from fuser.plan.text import columns, format_bytes, format_time
+from fuser.recipe import Float8CurrentScaling, Recipe
 from fuser.scale.hardware import H200, Hardware
 from fuser.scale.mesh import Mesh, make_mesh
 from fuser.scale.model import Transformer
@@ -78,24 +78,26 @@ class ScaleReport:
             f"GPU{recompute}",
             f"  {self._rates()}",
             "",
-            *_columns(
-                [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows]
+            *columns(
+                [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows],
+                left=1,
             ),
             f"  step {_seconds(step.seconds)}, {step.exposed:.0%} of it exposed communication",
             "",
-            *_columns(
+            *columns(
                 [
                     (f"memory of a GPU, {step.variant.name}", ""),
                     *((name, _gigabytes(nbytes)) for name, nbytes in step.memory),
                     ("total", f"{_gigabytes(step.memory_bytes)} of {_gigabytes(hardware.memory)}"),
-                ]
+                ],
+                left=1,
             ),
             "",
-            *_columns([self._heading(), *map(self._summary, self.here.steps)]),
+            *columns([self._heading(), *map(self._summary, self.here.steps)], left=1),
             *self._least(),
         ]
         if self.elsewhere:
-            lines += ["", *_columns(self._counts()), *self._limits()]
+            lines += ["", *columns(self._counts(), left=1), *self._limits()]
         return "\n".join((*lines, "", *self._notes()))
 
     def _heading(self) -> tuple[str, ...]:
@@ -333,34 +335,7 @@ def microbatches(model: Transformer, mesh: Mesh, batch: int, tokens: int | None)
     return size, of_gpu // size
 
 
-def recipe_named(name: str) -> Recipe:
-    """The recipe of a class name, with its defaults.
-
-    Raises
-    ------
-    InputError
-        If there is none of this name.
-    """
-    known = {cls.__name__: cls for cls in RECIPES}
-    if name not in known:
-        raise InputError(f"There is no recipe {name!r}; there are {', '.join(known)}.")
-    return known[name]()
-
-
 # -- text -----------------------------------------------------------------------------
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _count(number: int, what: str) -> str:

@@ -294,7 +294,7 @@ class _Step:
         """The weights of one layer: those of each kind of shards are one collective.
 
         Before forward gathers weights that have a scale or amax of the whole tensor, the ranks
-        reduce it, for each weight.
+        reduce those of all of them.
         """
         total = Traffic()
         quantizes = side == "forward" and not isinstance(self.recipe, DelayedScaling)
@@ -306,14 +306,17 @@ class _Step:
                     for one in of_kind
                 )
                 total += ring(whole, ranks)
-                total += one_number(ranks) * (self._reductions(of_kind) if quantizes else 0)
+                total += self._reduction(experts=experts) if quantizes else Traffic()
         return total
 
-    def _reductions(self, products: Sequence[Product]) -> int:
-        """How many of these weights need an amax over the ranks when they are quantized."""
+    def _reduction(self, *, experts: bool) -> Traffic:
+        """That of the amaxes of weights of one kind when they are quantized; empty without one."""
+        of_kind = self.layer.weights_of(experts=experts)
         if self.recipe is None or not reduces_amaxes(self.recipe):
-            return 0
-        return sum(self._travels_quantized(one) for one in products)
+            return Traffic()
+        if not any(self._travels_quantized(one) for one in of_kind):
+            return Traffic()
+        return one_number(self._ranks(experts=experts))
 
     def _copies(self, side: str) -> tuple[str, ...]:
         """The copies of weights that ``side`` reads."""
@@ -366,10 +369,9 @@ class _Step:
             exposed = sum(line.exposed for line in found) - without
             total = extra[1] * layers
             lines.append(line_of(extra[0], total, seconds(extra[1]) * layers, exposed))
-        if isinstance(self.recipe, DelayedScaling):  # the optimizer writes quantized weights
-            ranks = self.mesh.shards
-            number = seconds(one_number(ranks)) * self._reductions(self.layer.products) * layers
-            kind = "network" if ranks.nodes > 1 else "NVLink"
+        if isinstance(self.recipe, DelayedScaling):  # an optimizer of lists writes all at once
+            number = sum(seconds(self._reduction(experts=experts)) for experts in (False, True))
+            kind = "network" if self.mesh.shards.nodes > 1 else "NVLink"
             lines.append(Line("amaxes of weights", kind, number, number))
         if self.model.vocab:
             traffic = ring(self._ends() * VALUE, self.mesh.shards) * 2

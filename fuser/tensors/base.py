@@ -102,6 +102,8 @@ class QuantizedTensor(WrapperTensor):
     derives_columnwise: ClassVar[bool] = False
     # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
+    # Writes of several tensors; set by tensors/writes.py.
+    _write_all: ClassVar[Callable[..., None]]
 
     _quantizer: Any  # a Quantizer; not typed, because that class imports this file
     _view_of: RowsOf | None = None
@@ -491,31 +493,8 @@ class QuantizedTensor(WrapperTensor):
             If this tensor came from :meth:`with_usage` or :meth:`compact`, which return
             read-only tensors.
         """
-        source = tensor.detach().to(dtype=self.dtype, device=self.device).expand(self.shape)
-        if self._can_be_written_alone():
-            quantizer = self._usage()
-            if self._sharding is not None:
-                quantizer = self._sharding.bound(quantizer)
-            fresh = quantizer(source)
-            self._write(fresh if noop_flag is None else self._unless(noop_flag, fresh))
-            return self
-        assert self._view_of is not None
-        root = self._view_of.root
-        values = root._values()
-        values.as_strided(self.shape, *geometry(self.shape, self._view_of)).copy_(source)
-        root.quantize_(values, noop_flag=noop_flag)
-        self._was_written()
+        self._write_all([(self, tensor)], noop_flag)
         return self
-
-    def _unless(self, flag: torch.Tensor, fresh: QuantizedTensor) -> QuantizedTensor:
-        """The current contents of this tensor if ``flag`` is set, else ``fresh``."""
-        is_set = flag.to(self.device).reshape(()) != 0
-        chosen, held = fresh.buffers(), self.compact().buffers()
-        for name, new in chosen.items():
-            old = held[name]
-            if new is not None and old is not None:
-                chosen[name] = torch.where(is_set, old, new)
-        return self._with(chosen, self.shape, None)
 
     def _can_be_written_alone(self) -> bool:
         """Whether an in-place write keeps the tensors that share memory with this one correct."""

@@ -21,6 +21,7 @@ from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
 from fuser.tensors.sharding import USAGES, is_called_from, zeros_of_shard
+from fuser.tensors.writes import quantize_all
 from fuser.wrapper_tensor import STAGER, WrapperTensor
 
 aten = torch.ops.aten
@@ -102,8 +103,7 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target, copy in back.values():
         if copy.shape != target.shape:
             raise StateError(f"{func} gives shape {tuple(copy.shape)} to {_named(target)}.")
-    for quantized, values in (*alone, *whole.values()):
-        quantized.quantize_(values)
+    quantize_all((*alone, *whole.values()))
     for target, _ in back.values() if whole else ():
         target._was_written()
     return tree_map(lambda v: back[id(v)][0] if id(v) in back else v, result)

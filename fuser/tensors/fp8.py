@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,7 +18,6 @@ from fuser.functional.lazy import (
     LazyTensor,
     buffer,
     filled,
-    kernel_or_torch,
     matrix_of,
     rows_of,
     source_of,
@@ -177,7 +176,9 @@ class Float8CurrentScalingQuantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
-    group: Any = field(default=None, kw_only=True, repr=False)
+
+    group: ClassVar[Any] = None
+    """No quantizer keeps a process group."""
 
     tensor_class = Float8Tensor
     recipe_class = Float8CurrentScaling
@@ -200,23 +201,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def format(self) -> NumberFormat:
         return NumberFormat("FP8", self.fp8_dtype)
 
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        if self.group is None:
-            return super().buffers_of(rows)
-        # Reduce once, before kernel or reference: if a rank repeated the reduction after a failed
-        # kernel, the other ranks would wait.
-        value = amax(rows)
-        torch.distributed.all_reduce(value, torch.distributed.ReduceOp.MAX, group=self.group)
-        from_kernel = functools.partial(self.from_kernel, amax_value=value)
-        from_reference = functools.partial(self.from_reference, amax_value=value)
-        if isinstance(rows, LazyTensor):
-            return kernel_or_torch(rows, lambda x: x.written_by(from_kernel), from_reference)
-        return kernel_or_torch(rows, from_kernel, from_reference)
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return amax(rows)
 
-    def from_kernel(
-        self, x: torch.Tensor | LazyTensor, amax_value: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
-        m, k = matrix_of(x)
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        (m, k), amax_value = matrix_of(x), self.reduced_amaxes
         buffers = _new_buffers(x, self)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
@@ -233,9 +222,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
         )
         return buffers
 
-    def from_reference(
-        self, x: torch.Tensor, amax_value: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         made = reference.quantize_current(
             x,
             self.fp8_dtype,
@@ -243,25 +230,19 @@ class Float8CurrentScalingQuantizer(Quantizer):
             eps=self.amax_epsilon,
             rowwise=self.rowwise,
             columnwise=self.columnwise,
-            amax_value=amax_value,
+            amax_value=self.reduced_amaxes,
         )
         return dict(zip(Float8Tensor.buffer_names, made, strict=True))
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.group is not None:
+        if self.reduced_amaxes is not None:
             return None
         copies = (self.rowwise, self.columnwise)
         return ("current", self.fp8_dtype, *copies, self.force_pow_2_scales, self.amax_epsilon)
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
-
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        return replace(self, group=group)
-
-    def unbound(self) -> Quantizer:
-        return self if self.group is None else replace(self, group=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,7 +269,6 @@ class Float8Quantizer(Quantizer):
     rowwise: bool = field(default=True, kw_only=True)
     columnwise: bool = field(default=True, kw_only=True)
     saturates: bool = field(default=True, kw_only=True)
-    group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8Tensor
     accepts_lazy = True
@@ -316,22 +296,21 @@ class Float8Quantizer(Quantizer):
         return hash(self._contents())
 
     def _contents(self) -> tuple[Any, ...]:
-        usage = (self.rowwise, self.columnwise, id(self.group))
+        usage = (self.rowwise, self.columnwise)
         return (id(self.scale), id(self.amax), self.fp8_dtype, *usage, self.saturates)
 
     def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        if self.group is None:
+        found = self.reduced_amaxes
+        if found is None:
             return super().buffers_of(rows)
         # As of the whole tensor: its amax is recorded on every rank, and one scale is chosen.
-        found = amax(rows)
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group=self.group)
         self._record(found)
         scale = self.scale if self.saturates else self._scale_for_amax(found)
-        quantizer = replace(self, scale=scale, amax=None, saturates=True, group=None)
+        quantizer = replace(self, scale=scale, amax=None, saturates=True)
         return Quantizer.buffers_of(quantizer, rows)
 
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        return replace(self, group=group)
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         buffers = _new_buffers(x, self)
@@ -362,7 +341,7 @@ class Float8Quantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.group is not None or not self.saturates:
+        if self.reduced_amaxes is not None or not self.saturates:
             return None  # computes more than its launches do
         return "delayed", self.fp8_dtype, self.rowwise, self.columnwise
 
@@ -374,8 +353,8 @@ class Float8Quantizer(Quantizer):
 
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: later writes to the tensor record no amax."""
-        return self if self.amax is None and self.group is None else self._unbound
+        return self if self.amax is None and self.reduced_amaxes is None else self._unbound
 
     @functools.cached_property
     def _unbound(self) -> Quantizer:
-        return replace(self, amax=None, group=None)
+        return replace(self, amax=None)

@@ -20,7 +20,7 @@ import torch
 
 from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.sharding import USAGES, Sharding, caller, is_exact, size_of
+from fuser.tensors.sharding import USAGES, Gathered, Sharding, caller, is_exact, size_of
 
 
 @dataclass(eq=False)
@@ -100,13 +100,7 @@ def fsdp_pre_all_gather(
     StateError
         If other code than torch's ``fully_shard`` calls it.
     """
-    param, group = caller("FSDPParam"), caller("FSDPParamGroup")
-    if param is None or group is None:
-        raise StateError(
-            f"fsdp_pre_all_gather of a {type(self).__name__} of shape {tuple(self.shape)} was "
-            f"called by other code than fully_shard of torch {torch.__version__}, or by a version "
-            "of it that is not known here; the copies that the pass reads are unknown."
-        )
+    param, group = calling_gatherer(self)
     if self._sharding is None:  # made by the user, or loaded in place of the parameter
         ranks_group = getattr(param.mesh_info, "shard_process_group", None)
         is_whole = is_exact(self, self._quantizer, size_of(ranks_group), outer_size)
@@ -143,6 +137,24 @@ def fsdp_pre_all_gather(
             param.all_gather_outputs.append(output)
     shapes = tuple(tuple(part.shape) for part in parts.values())
     return tuple(parts.values()), _Sent(copies, tuple(parts), shapes, scale, gathering)
+
+
+def calling_gatherer(tensor: torch.Tensor) -> Gathered:
+    """Torch's objects that call ``fsdp_pre_all_gather`` of ``tensor`` now.
+
+    Raises
+    ------
+    StateError
+        If other code calls it.
+    """
+    param, group = caller("FSDPParam"), caller("FSDPParamGroup")
+    if param is None or group is None:
+        raise StateError(
+            f"fsdp_pre_all_gather of a {type(tensor).__name__} of shape {tuple(tensor.shape)} was "
+            f"called by other code than fully_shard of torch {torch.__version__}, or by a version "
+            "of it that is not known here; the copies that the pass reads are unknown."
+        )
+    return Gathered(param, group)
 
 
 def fsdp_post_all_gather(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
+from fuser.tensors.gathering import calling_gatherer
 from fuser.tensors.quantizer import Quantizer
-from fuser.tensors.sharding import caller, shard_of_values
+from fuser.tensors.sharding import Gathered, caller, shards_of_values
 
 aten = torch.ops.aten
 
@@ -20,12 +23,18 @@ aten = torch.ops.aten
 class _State:
     """What all views of a master weight share: its quantizer, and what was gathered last."""
 
+    recipe: Recipe
     quantizer: Quantizer
     shard: QuantizedTensor | None = None
+    is_new: bool = False  # the shard was quantized for the gathering that comes next
     backward_reads: set[str] = field(default_factory=set)
 
+    def another(self) -> _State:
+        """The state of another weight."""
+        return _State(self.recipe, self.quantizer)
+
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(self.quantizer)
+        return self.another()
 
 
 class MasterWeight(torch.Tensor):
@@ -40,6 +49,8 @@ class MasterWeight(torch.Tensor):
     ----------
     values
         fp32, fp16 or bf16 ``[M, K]``, shared.
+    recipe
+        The recipe of ``gather_quantized``, under which ops read the gathered weight.
     quantizer
         How the gathered weight is quantized, with the usages that it has.
     """
@@ -52,8 +63,12 @@ class MasterWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[MasterWeight], values: torch.Tensor, quantizer: Quantizer | _State
+        cls: type[MasterWeight], values: torch.Tensor, recipe: Recipe, quantizer: Quantizer
     ) -> MasterWeight:
+        return cls._of(values, _State(recipe, quantizer))
+
+    @classmethod
+    def _of(cls, values: torch.Tensor, state: _State) -> MasterWeight:
         self: MasterWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -64,7 +79,7 @@ class MasterWeight(torch.Tensor):
             requires_grad=values.requires_grad,
         )
         self._plain = values
-        self._state = quantizer if isinstance(quantizer, _State) else _State(quantizer)
+        self._state = state
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -76,7 +91,7 @@ class MasterWeight(torch.Tensor):
             return made
         # Torch's own deep copy fails on a wrapper with a storage offset: one of an op's experts.
         attributes = copy.deepcopy(self.__dict__, memo)
-        made = MasterWeight(attributes["_plain"], attributes["_state"])
+        made = MasterWeight._of(attributes["_plain"], attributes["_state"])
         made.__dict__.update(attributes)
         made.requires_grad_(self.requires_grad)
         made.grad = copy.deepcopy(self.grad, memo)
@@ -101,7 +116,7 @@ class MasterWeight(torch.Tensor):
             return first if isinstance(result, torch.Tensor) else result
         if func in _KEEPS_CLASS:
             state = first._state_of_result(func)
-            return tree_map_only(torch.Tensor, lambda one: MasterWeight(one, state), result)
+            return tree_map_only(torch.Tensor, lambda one: MasterWeight._of(one, state), result)
         return result
 
     def _state_of_result(self, func: Any) -> _State:
@@ -114,7 +129,7 @@ class MasterWeight(torch.Tensor):
         is_another = caller("FSDPParam", "_init_sharded_param") is not None
         if func not in _VIEWS:
             is_another = is_another or caller("FSDPParam") is None
-        return _State(self._state.quantizer) if is_another else self._state
+        return self._state.another() if is_another else self._state
 
     @property
     def data(self) -> Any:
@@ -124,8 +139,8 @@ class MasterWeight(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         plain = (value._plain if isinstance(value, MasterWeight) else value).detach()
-        torch.Tensor.data.__set__(self, MasterWeight(plain, self._state))  # type: ignore[attr-defined]
-        self._plain, self._state.shard = plain, None
+        torch.Tensor.data.__set__(self, MasterWeight._of(plain, self._state))  # type: ignore[attr-defined]
+        self._plain, self._state.shard, self._state.is_new = plain, None, False
 
     def fsdp_pre_all_gather(
         self,
@@ -136,17 +151,13 @@ class MasterWeight(torch.Tensor):
         mp_policy: Any,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The bytes and scales of this shard that the pass needs, as of a quantized parameter."""
-        state, group, param = self._state, caller("FSDPParamGroup"), caller("FSDPParam")
-        is_backward = group is not None and group._training_state.name == "PRE_BACKWARD"
-        if state.shard is None or not is_backward:
-            ranks = getattr(getattr(param, "mesh_info", None), "shard_process_group", None)
-            values = self._plain.to(mp_policy.param_dtype or self.dtype)
-            state.shard = shard_of_values(values, state.quantizer, ranks, outer_size)
-            sharding = state.shard._sharding
-            sharding.backward_reads = state.backward_reads
-            if not sharding.is_exact:  # the values are gathered, and quantized once
-                state.shard.high_precision_source = values
-        shard = state.shard
+        state, gathered = self._state, calling_gatherer(self)
+        group = gathered.group
+        is_backward = group._training_state.name == "PRE_BACKWARD"
+        if not state.is_new and (state.shard is None or not is_backward):
+            _quantize(self, gathered, is_backward=is_backward)
+        shard, state.is_new = state.shard, False
+        assert shard is not None
         parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
         if is_backward and len(group._post_forward_indices) <= 1:
             state.shard = None  # no other backward is to come
@@ -163,6 +174,44 @@ class MasterWeight(torch.Tensor):
         """The whole quantized weight, for ``fully_shard``."""
         shard, sent = metadata
         return shard.fsdp_post_all_gather(all_gather_outputs, sent, param_dtype, out=out)
+
+
+def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) -> None:
+    """Make new shards of ``weight`` and of the weights of its group that are gathered after it.
+
+    In a backward only of those that have none. Their amaxes are reduced together: torch asks the
+    parameters of a group one after another, on all ranks in the same order. A weight that is kept
+    on the CPU comes as a copy on the device, one at a time, and is quantized alone.
+    """
+    weights = [(weight, gathered.param)]
+    if not gathered.param.offload_to_cpu:
+        after = itertools.dropwhile(lambda p: p is not gathered.param, gathered.group.fsdp_params)
+        weights += [
+            (other, param)
+            for param in itertools.islice(after, 1, None)
+            if isinstance(other := param._sharded_local_tensor, MasterWeight)
+            and (other._state.shard is None or not is_backward)
+        ]
+    values = [one._plain.to(param.mp_policy.param_dtype or one.dtype) for one, param in weights]
+    shards = shards_of_values(
+        [
+            (plain, one._state.quantizer, param._orig_size)
+            for plain, (one, param) in zip(values, weights, strict=True)
+        ],
+        getattr(gathered.param.mesh_info, "shard_process_group", None),
+    )
+    for shard, plain, (one, _) in zip(shards, values, weights, strict=True):
+        one._state.shard, one._state.is_new = shard, True
+        shard._sharding.backward_reads = one._state.backward_reads
+        if not shard._sharding.is_exact:  # the values are gathered, and quantized once
+            shard.high_precision_source = plain
+
+
+def recipe_of_gathering(parameter: torch.Tensor) -> Recipe | None:
+    """The recipe of ``gather_quantized`` of a gathered weight; None of any other parameter."""
+    gathering = parameter._gathering if isinstance(parameter, QuantizedTensor) else None
+    shard = None if gathering is None else gathering.shard
+    return shard._state.recipe if isinstance(shard, MasterWeight) else None
 
 
 _VIEWS = frozenset((aten.slice.Tensor, aten.split.Tensor))

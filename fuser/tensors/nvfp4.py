@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import InitVar, dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from fuser.functional.lazy import (
     buffer,
     filled,
     kernel_or_torch,
-    materialize,
     matrix_of,
     rows_of,
     source_of,
@@ -26,7 +25,7 @@ from fuser.functional.lazy import (
 from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
-from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
+from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer, whole_blocks
 
 
@@ -153,7 +152,6 @@ class NVFP4Quantizer(Quantizer):
     with_random_sign_mask: bool = field(default=True, kw_only=True)
     stochastic_rounding: bool = field(default=False, kw_only=True)
     seed: int | None = field(default=None, kw_only=True)
-    group: Any = field(default=None, kw_only=True, repr=False)
     with_post_rht_amax: InitVar[bool] = field(default=False, kw_only=True)
     row_scaled_activation: InitVar[bool] = field(default=False, kw_only=True)
     nvfp4_4over6: InitVar[bool] = field(default=False, kw_only=True)
@@ -202,8 +200,9 @@ class NVFP4Quantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.group is not None or (self.stochastic_rounding and self.seed is None):
-            return None  # every call draws a seed, which is an argument of the launch
+        draws_seed = self.stochastic_rounding and self.seed is None
+        if draws_seed or self.reduced_amaxes is not None:
+            return None  # each call launches with other arguments
         copies = (self.rowwise, self.columnwise)
         transform = (self.with_rht, self.with_random_sign_mask)
         rounding = (self.stochastic_rounding, self.seed)
@@ -212,32 +211,16 @@ class NVFP4Quantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
 
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        return replace(self, group=group)
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The amax, and with a Hadamard transform that of the transformed values."""
+        x = whole_blocks(rows, self.multiple)
+        return kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
 
-    def unbound(self) -> Quantizer:
-        return self if self.group is None else replace(self, group=None)
-
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        if self.group is None:
-            return super().buffers_of(rows)
-        # Reduce once, before kernel or reference: if a rank repeated the reduction after a failed
-        # kernel, the other ranks would wait.
-        rows = whole_blocks(rows, self.multiple)
-        x = materialize(rows).view(matrix_of(rows))
-        amaxes = kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
-        torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=self.group)
-        from_kernel = functools.partial(self.from_kernel, amaxes=amaxes)
-        return kernel_or_torch(
-            x, from_kernel, functools.partial(self.from_reference, amaxes=amaxes)
-        )
-
-    def from_kernel(
-        self, x: torch.Tensor | LazyTensor, amaxes: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         m, k = matrix_of(x)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
+        amaxes = self.reduced_amaxes
         amaxes = self._amaxes_from_kernel(x) if amaxes is None else amaxes
         row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
         row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
@@ -262,7 +245,6 @@ class NVFP4Quantizer(Quantizer):
         return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
 
     def _amaxes_from_kernel(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
-        """The amax, and with a Hadamard transform that of the transformed values; fp32."""
         amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
         if self.with_rht:
             kernels.hadamard_amax(source_of(x), random_signs=self.with_random_sign_mask, out=amaxes)
@@ -276,10 +258,9 @@ class NVFP4Quantizer(Quantizer):
         turned = reference.hadamard_transform(x.t().float(), self.with_random_sign_mask)
         return torch.cat([amax(x), amax(turned)])
 
-    def from_reference(
-        self, x: torch.Tensor, amaxes: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
+        amaxes = self.reduced_amaxes
         return self.copies(*reference.quantize(x, **usages, **self._options(), amax_value=amaxes))
 
     def _options(self) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from fuser.cuda.launch import kernels_support
 from fuser.cuda.launch_cache import cached_launches
 from fuser.errors import InputError, KernelUnavailable
 from fuser.formats import NumberFormat, padded_shape
+from fuser.functional.amax import reduce_amaxes
 from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
@@ -46,6 +47,8 @@ class Quantizer:
     """Whether :meth:`buffers_of` accepts lazy tensors."""
     reduces_scales: ClassVar[bool] = False
     """Whether ranks that quantize by :meth:`bound_to` get equal scales, where rows share them."""
+    reduced_amaxes: ClassVar[torch.Tensor | None] = None
+    """Those of :meth:`with_amaxes`."""
     stacked_rows: ClassVar[int] = 1
     """Of stacked matrices, the number of rows of each, which is quantized alone (``stacks.py``)."""
     # The quantizers that differ only in usage, by usage; all of them share this dictionary.
@@ -91,14 +94,17 @@ class Quantizer:
         source = tensor.dequantize() if isinstance(tensor, WrapperTensor) else tensor
         if source.requires_grad and (_is_dynamo_compiling() or self.launch_key is None):
             source = source.detach()
+        return self._made(self.buffers_of(self._checked_rows(source)), source)
+
+    def _checked_rows(self, source: torch.Tensor) -> torch.Tensor:
+        """``source`` as a matrix ``[M, K]``, after a check that it can be quantized."""
         if not (source.dim() and source.dtype in QUANTIZABLE):
             raise InputError(
                 f"{type(self).__name__} got a tensor of shape {tuple(source.shape)} and dtype "
                 f"{source.dtype}; it takes floating-point tensors of one dimension or more, in "
                 "fp32, fp16 or bf16."
             )
-        rows = source if source.dim() == 2 else _rows(source)
-        return self._made(self.buffers_of(rows), source)
+        return source if source.dim() == 2 else _rows(source)
 
     def value(self) -> Quantizer:
         """The frozen quantizer of the present contents: this one, unless it can be changed."""
@@ -210,13 +216,61 @@ class Quantizer:
             and not isinstance(getattr(cls, name, None), functools.cached_property)
         }
 
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The amaxes of ``rows [M, K]`` that ranks with other rows of the tensor must know.
+
+        fp32 ``[n]``, a new tensor; None if the scales of these rows depend on no other rows, as in
+        formats of blocks. A format that defines it reads :attr:`reduced_amaxes` when it quantizes.
+        """
+        return None
+
+    def with_amaxes(self, amaxes: torch.Tensor) -> Quantizer:
+        """For one call: take these for those of :meth:`amaxes_of`, over the rows of all ranks."""
+        made = replace(self.value())
+        made.__dict__["reduced_amaxes"] = amaxes
+        return made
+
+    def bound_to(self, group: Any) -> Callable[[torch.Tensor | LazyTensor], QuantizedTensor]:
         """For one call: reduce amaxes over ``group``; returns itself if the format has none."""
-        return self
+        if type(self).amaxes_of is Quantizer.amaxes_of:
+            return self
+        return lambda tensor: next(quantized_parts([Part(self, materialize(tensor), group)]))
 
     def unbound(self) -> Quantizer:
-        """The quantizer that a tensor keeps: without a process group."""
-        return self
+        """The quantizer that a tensor keeps: without the amaxes of one call."""
+        return self if self.reduced_amaxes is None else replace(self)
+
+
+class Part(NamedTuple):
+    """Values to quantize, and the ranks that have rows of the tensor; None if this rank has all."""
+
+    quantizer: Quantizer
+    values: torch.Tensor
+    group: Any = None
+
+
+def quantized_parts(parts: Sequence[Part]) -> Iterator[QuantizedTensor]:
+    """Quantize parts one after another, as parts of their tensors.
+
+    Their amaxes are reduced before the first of them: one reduction for all that have a group and a
+    device in common. So the ranks of a group call this together, with parts in the same order. It
+    does not depend on the values, or on kernels, whether a rank reduces: others would wait.
+    """
+    quantizers: list[Quantizer] = []
+    found: dict[tuple[Any, torch.device], list[torch.Tensor]] = {}
+    for quantizer, values, group in parts:
+        amaxes = None
+        if group is not None:
+            plain = values._values() if isinstance(values, WrapperTensor) else values.detach()
+            amaxes = quantizer.amaxes_of(quantizer._checked_rows(plain))
+        if amaxes is not None:
+            found.setdefault((group, amaxes.device), []).append(amaxes)
+            quantizer = quantizer.with_amaxes(amaxes)
+        quantizers.append(quantizer)
+    for (group, _), together in found.items():
+        reduce_amaxes(together, group)
+    for quantizer, part in zip(quantizers, parts, strict=True):
+        yield quantizer(part.values)
 
 
 _OF_RECIPES: dict[type[Recipe], type[Quantizer]] = {}

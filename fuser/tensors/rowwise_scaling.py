@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,15 +15,13 @@ from fuser.functional.lazy import (
     LazyTensor,
     buffer,
     filled,
-    kernel_or_torch,
-    materialize,
     matrix_of,
     rows_of,
     source_of,
 )
 from fuser.recipe import Float8RowwiseScaling, fp8_dtype, role_params
 from fuser.reference import rowwise_scaling as reference
-from fuser.tensors.base import BlockScaledTensor, QuantizedTensor
+from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.quantizer import Quantizer
 
 
@@ -84,7 +82,6 @@ class Float8RowwiseQuantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
-    group: Any = field(default=None, kw_only=True, repr=False)
 
     tensor_class = Float8RowwiseTensor
     recipe_class = Float8RowwiseScaling
@@ -109,7 +106,7 @@ class Float8RowwiseQuantizer(Quantizer):
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
-        if self.group is not None:
+        if self.reduced_amaxes is not None:
             return None
         scales = (self.force_pow_2_scales, self.amax_epsilon)
         return "rowwise", self.fp8_dtype, self.rowwise, self.columnwise, *scales
@@ -117,29 +114,14 @@ class Float8RowwiseQuantizer(Quantizer):
     def encoding(self) -> tuple[Any, ...]:
         return (self.fp8_dtype,)
 
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        return replace(self, group=group)
+    def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Those of columns, for their copy."""
+        if not self.columnwise:
+            return None
+        return rows.abs().amax(0).float() if len(rows) else rows.new_zeros(rows.shape[1]).float()
 
-    def unbound(self) -> Quantizer:
-        return self if self.group is None else replace(self, group=None)
-
-    def buffers_of(self, rows: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        if self.group is None or not self.columnwise:
-            return super().buffers_of(rows)
-        # Reduced once, before kernel or reference, as those of current scaling.
-        x = materialize(rows).view(matrix_of(rows))
-        largest = x.abs().amax(0).float() if len(x) else x.new_zeros(x.shape[1]).float()
-        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=self.group)
-        return kernel_or_torch(
-            x,
-            functools.partial(self.from_kernel, col_amax=largest),
-            functools.partial(self.from_reference, col_amax=largest),
-        )
-
-    def from_kernel(
-        self, x: torch.Tensor | LazyTensor, col_amax: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
-        m, k = matrix_of(x)
+    def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        (m, k), col_amax = matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)  # once, though it is read twice
         row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
@@ -167,9 +149,7 @@ class Float8RowwiseQuantizer(Quantizer):
         )
         return self.copies(row, row_scale_inv, col, col_scale_inv)
 
-    def from_reference(
-        self, x: torch.Tensor, col_amax: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor | None]:
+    def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return self.copies(
             *reference.quantize(
                 x,
@@ -178,6 +158,6 @@ class Float8RowwiseQuantizer(Quantizer):
                 columnwise=self.columnwise,
                 pow2=self.force_pow_2_scales,
                 eps=self.amax_epsilon,
-                col_amax=col_amax,
+                col_amax=self.reduced_amaxes,
             )
         )

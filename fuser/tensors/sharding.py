@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
 
 USAGES = ("rowwise", "columnwise")
 
@@ -56,10 +56,10 @@ class Sharding:
     def __deepcopy__(self, memo: Any) -> Sharding:
         return replace(self, backward_reads=set())  # the group itself cannot be copied
 
-    def bound(self, quantizer: Any) -> Any:
-        """``quantizer`` for a write to this shard: its amax is reduced, if the format has one."""
+    def write(self, quantizer: Any, values: torch.Tensor) -> Part:
+        """A write to this shard: its amax is reduced, if the format has one."""
         self.is_agreed = True
-        return quantizer.bound_to(self.group) if self.is_exact and self.ranks > 1 else quantizer
+        return Part(quantizer, values, self.group if self.is_exact and self.ranks > 1 else None)
 
     @property
     def ranks(self) -> int:
@@ -100,16 +100,33 @@ def shard_of_values(
     ``quantizer`` is that of the whole parameter; ``group`` the ranks that have rows of it, which
     all call this. ``is_kept``: keep a copy of the values on the CPU.
     """
-    empty = torch.empty(shape, dtype=values.dtype, device="meta")
-    whole = quantizer.tensor_class({}, empty.shape, values.dtype, empty.device, quantizer)
-    kept = values.detach().cpu().clone() if is_kept else None
-    rows, is_whole = values.shape[:-1].numel(), is_exact(whole, quantizer, size_of(group))
-    sharding = Sharding(group, rows, is_whole, kept)
-    own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
-    shard: QuantizedTensor = sharding.bound(own)(values)
-    shard._quantizer = quantizer
-    shard._sharding = sharding
+    (shard,) = shards_of_values([(values, quantizer, shape)], group)
+    if is_kept:
+        shard._sharding.high_precision_init_val = values.detach().cpu().clone()
     return shard
+
+
+def shards_of_values(
+    parameters: Sequence[tuple[torch.Tensor, Any, Sequence[int]]], group: Any
+) -> list[QuantizedTensor]:
+    """This rank's shards of several parameters, given as arguments of :func:`shard_of_values`.
+
+    One reduction for all amaxes; so all ranks of ``group`` give the parameters in the same order.
+    """
+    shardings, writes = [], []
+    for values, quantizer, shape in parameters:
+        whole = quantizer.tensor_class(
+            {}, tuple(shape), values.dtype, torch.device("meta"), quantizer
+        )
+        is_whole = is_exact(whole, quantizer, size_of(group))
+        sharding = Sharding(group, values.shape[:-1].numel(), is_whole)
+        own = quantizer.with_usage(**_usage_of_shard(whole, quantizer, sharding.ranks))
+        shardings.append(sharding)
+        writes.append(sharding.write(own, values))
+    shards = list(quantized_parts(writes))
+    for shard, sharding, (_, quantizer, _) in zip(shards, shardings, parameters, strict=True):
+        shard._quantizer, shard._sharding = quantizer, sharding
+    return shards
 
 
 def is_distributed(parameter: Any) -> bool:
@@ -261,7 +278,7 @@ def is_exact(
         return True
     units = whole._row_units()
     has_shared_scale = any(name not in units for name in whole.buffer_names)
-    if has_shared_scale and type(quantizer).bound_to is Quantizer.bound_to:
+    if has_shared_scale and type(quantizer).amaxes_of is Quantizer.amaxes_of:
         return False
     if has_shared_scale and whole.derives_columnwise and quantizer.rowwise:
         return True

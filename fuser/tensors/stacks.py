@@ -8,7 +8,7 @@ their own, and the tensors of formats with one scale for a tensor are those of g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ class _StackQuantizer(Quantizer):
     of_one: ClassVar[type[Quantizer]]
     accepts_lazy = False
     reduces_scales = False
+    amaxes_of = Quantizer.amaxes_of  # None: a rank has whole matrices
 
     def alone(self) -> Quantizer:
         """The quantizer of one matrix."""
@@ -42,10 +43,6 @@ class _StackQuantizer(Quantizer):
 
     def encoding(self) -> tuple[Any, ...]:
         return (*super().encoding(), self.stacked_rows)
-
-    def bound_to(self, group: Any) -> Callable[[torch.Tensor], QuantizedTensor]:
-        """This quantizer: a rank has whole matrices, and no amax to reduce."""
-        return self
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
         """As in the base class; the last matrix may have fewer rows.

@@ -10,9 +10,9 @@ EXPERTS = "test_expert_parallel.py::test_experts_on_two_ranks_have_the_bits_of_o
 PARALLEL = (
     Mutant(
         "a plan compares the whole bias of a DTensor with the part of a linear",
-        "basic_ops/basic_linear.py",
-        "outputs = self.out_features if is_distributed(bias) else self.local_out_features",
-        "outputs = self.local_out_features",
+        "basic_ops/linear_epilogues.py",
+        "outputs = linear.out_features if is_distributed(bias) else linear.local_out_features",
+        "outputs = linear.local_out_features",
         DTENSORS,
         select="one_pipeline_of_fusions",
     ),
@@ -27,8 +27,8 @@ PARALLEL = (
     Mutant(
         "amaxes of columns are not reduced",
         "tensors/rowwise_scaling.py",
-        "torch.distributed.all_reduce(largest,",
-        "torch.distributed.all_reduce(largest.clone(),",
+        "        if not self.columnwise:\n            return None\n",
+        "        if True:\n            return None\n",
         BYTES,
         select="rowwise",
     ),
@@ -166,6 +166,22 @@ PARALLEL = (
         "return super().implementation()",
         DTENSORS,
         select="plans_of_the_whole_model",
+    ),
+    Mutant(
+        "a plan counts the hooks of shards, which no call sees",
+        "runtime/local_parts.py",
+        "_shardings(held[name]) > (op.placement_of(name)[0] is not None)",
+        "_shardings(held[name]) < 0",
+        DTENSORS,
+        select="hooks_of_shards",
+    ),
+    Mutant(
+        "an op of all ranks that is made before they are known says nothing",
+        "communication/groups.py",
+        "if ranks.isdecimal() and int(ranks) > 1:",
+        "if ranks.isdecimal() and int(ranks) < 1:",
+        "test_parallel_ops.py::"
+        "test_an_op_of_all_ranks_that_is_made_before_they_are_known_warns_once",
     ),
     Mutant(
         "gradients of some rows are not added over the mesh",

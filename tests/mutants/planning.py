@@ -356,8 +356,8 @@ PLAN_KEYS = (
     Mutant(
         "a frozen parameter is left out of the key of a call",
         "runtime/known_parameters.py",
-        "(type(p), p.dtype, p.requires_grad, p.is_meta)",
-        "(type(p), p.dtype, p.is_meta)",
+        "(type(p), p.dtype, p.requires_grad, p.is_meta,",
+        "(type(p), p.dtype, p.is_meta,",
         "test_call_key.py::test_a_changed_parameter_is_noticed_at_the_next_call "
         "test_call_key.py::test_freezing_and_thawing_in_turn_plans_twice",
     ),

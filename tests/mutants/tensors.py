@@ -71,12 +71,12 @@ QUANTIZED_TENSORS = (
         "test_quantized_parameters.py",
     ),
     Mutant(
-        "a quantizer carries the group that it was bound to",
-        "tensors/fp8.py",
-        "return self if self.group is None else replace(self, group=None)",
+        "a tensor's quantizer keeps the amaxes of the call that made it",
+        "tensors/quantizer.py",
+        "return self if self.reduced_amaxes is None else replace(self)",
         "return self",
         "test_quantized_tensors.py::"
-        "test_a_bound_quantizer_reduces_its_amax_and_leaves_no_group_on_the_tensor",
+        "test_a_bound_quantizer_reduces_its_amax_and_leaves_nothing_of_it_on_the_tensor",
     ),
     Mutant(
         "a subclass of a quantizer counts as one that only launches",
@@ -176,7 +176,7 @@ QUANTIZED_TENSORS = (
     ),
     Mutant(
         "a noop flag writes where it is set",
-        "tensors/base.py",
+        "tensors/writes.py",
         "chosen[name] = torch.where(is_set, old, new)",
         "chosen[name] = torch.where(is_set, new, old)",
         "test_tensor_compatibility.py::test_a_write_under_a_flag_that_is_set_leaves_every_byte",
@@ -610,7 +610,7 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "delayed scaling records the amax of a gradient without its scale",
-        "basic_ops/basic_linear.py",
+        "basic_ops/linear_epilogues.py",
         "if recipe.delayed() or recipe.custom():",
         "if recipe.custom():",
         "test_quantized_gemm.py::test_delayed_scaling_records_the_amax_of_the_scaled_gradient",

@@ -12,7 +12,7 @@ KEPT_WEIGHTS = (
     ),
     Mutant(
         "a copy of a model takes the kept weight along",
-        "basic_ops/basic_linear.py",
+        "basic_ops/linear_weight.py",
         'return {**state, "_kept_weight": None}',
         "return state",
         "test_operand_flow.py::test_a_kept_weight_is_neither_copied_nor_saved",
@@ -520,7 +520,7 @@ STATE = (
     ),
     Mutant(
         "the state of a layer's second op begins with the length of the first",
-        "modules/layers.py",
+        "modules/layer.py",
         "own, state = state[1 : 1 + length], state[1 + length :]",
         "own, state = state[1 : 1 + length], state[length:]",
         "test_modules.py::test_delayed_scaling_goes_on_where_the_saved_layer_stopped",

@@ -1,0 +1,244 @@
+"""The weight of a linear: the part of this rank, its first values, and its quantized copies."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fuser.basic_ops.kept_weight import kept_weight
+from fuser.basic_ops.linear_operands import bind, quantized
+from fuser.basic_ops.linear_parallel import Parallelism
+from fuser.communication import Agreement, GroupRef, divided, group_size, ranks_of
+from fuser.errors import InputError
+from fuser.op import BasicOperation, check_parallel_mode, default_device, default_dtype
+from fuser.precision.contexts import (
+    ParameterInit,
+    current_parameter_init,
+    initialised_weight,
+    weight_quantizer,
+)
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
+
+
+class LinearWeight(BasicOperation):
+    """An op with a weight ``[local_out_features, local_in_features]``, the part of this rank."""
+
+    parameter_names = ("weight",)
+    weight: torch.nn.Parameter
+    in_features: int
+    out_features: int
+    local_in_features: int
+    local_out_features: int
+    _sharded_dim: int | None = None  # the dimension of the weight of which this rank has a part
+    _product_ranks = 1  # the ranks whose products a later op adds
+
+    def _make_weight(
+        self,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        rng_state_tracker_function: Callable[[], Any] | None,
+    ) -> None:
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._init: ParameterInit | None = current_parameter_init()
+        # The quantized weight of the first microbatch (kept_weight.py).
+        self._kept_weight: WeakTensorKeyDictionary | None = None
+        self.register_parameter(
+            "weight",
+            torch.nn.Parameter(
+                torch.empty(
+                    self.local_out_features,
+                    self.local_in_features,
+                    device=default_device(device),
+                    dtype=default_dtype(dtype),
+                )
+            ),
+        )
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    # -- the part of this rank ------------------------------------------------
+
+    def shard(
+        self, mode: str | None, group: Any | None = None, sequence_parallel: bool = False
+    ) -> None:
+        """Shard an op of whole features over ``group``; the caller replaces the weight.
+
+        The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
+        ``sequence_parallel`` of the constructor.
+
+        Raises
+        ------
+        InputError, StateError
+            As the constructor; nothing has changed then.
+        """
+        check_parallel_mode("BasicLinear", mode, sequence_parallel)
+        ranks = group_size("BasicLinear", group) if mode is not None else 1
+        name = "out_features" if mode == "column" else "in_features"
+        size = divided(f"BasicLinear's {name}", getattr(self, name), ranks)
+        setattr(self, f"local_{name}", size)
+        self.tensor_parallel_mode = mode
+        self.sequence_parallel = sequence_parallel
+        self.tensor_parallel_size = ranks
+        self._group = GroupRef(group)
+        self._agreement = Agreement()
+        self._parallel: Parallelism | None = None
+        if mode is not None and ranks > 1:
+            self._parallel = Parallelism(mode, ranks, sequence_parallel)
+            self._sharded_dim = 0 if mode == "column" else 1
+
+    def note_products(self, group: Any | None) -> None:
+        """Say that the op's features are those of this rank, and a later op adds the products."""
+        self._group = GroupRef(group)
+        self._sharded_dim = 1
+        self._product_ranks = group_size("BasicLinear", group)
+
+    @property
+    def mode_and_ranks(self) -> tuple[str, int] | None:
+        """``"column"`` or ``"row"``, and how many ranks share the linear; None if none do.
+
+        Also if a later op adds the products.
+        """
+        if self._parallel is not None:
+            return self._parallel.mode, self._parallel.ranks
+        return None if self._sharded_dim is None else ("row", self._product_ranks)
+
+    @property
+    def whole_in_features(self) -> int:
+        """``in_features`` of all ranks together, also if a later op adds the products."""
+        return self.in_features * self._product_ranks
+
+    def placement_of(self, name: str) -> tuple[int | None, Any]:
+        dim = self._sharded_dim
+        return (None, None) if dim is None else (dim, self._group.group)
+
+    @property
+    def tensor_parallel_group(self) -> Any | None:
+        """The argument of the constructor; it may be set to another group of the same size."""
+        return self._group.group
+
+    @tensor_parallel_group.setter
+    def tensor_parallel_group(self, group: Any | None) -> None:
+        ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
+        if ranks != self.tensor_parallel_size:
+            raise InputError(
+                f"BasicLinear is sharded over {self.tensor_parallel_size} ranks, and a group of "
+                f"{ranks} cannot run it."
+            )
+        self._group = GroupRef(group)
+
+    # -- first values ---------------------------------------------------------
+
+    def pre_first_fuser_forward(self) -> None:
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight as torch.nn.Linear does; a weight on meta is allocated first.
+
+        Of a weight that ``fully_shard`` has sharded, every rank initialises its shard; all ranks
+        call this.
+        """
+        weight = fresh = self.weight
+        if is_distributed(weight):
+            with self._random_state():
+                self._reset_shard(weight)
+            return
+        if weight.is_meta or isinstance(weight, QuantizedTensor):
+            device = default_device(None) if weight.is_meta else weight.device
+            data = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+            fresh = torch.nn.Parameter(data, requires_grad=weight.requires_grad)
+        with self._random_state():
+            torch.nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+        fresh = self.as_parameter(fresh)
+        if fresh is not weight:
+            self.renew("weight", fresh)
+
+    def _random_state(self) -> Any:
+        tracker = self._rng_state_tracker_function
+        return tracker().fork() if tracker is not None else contextlib.nullcontext()
+
+    def _reset_shard(self, weight: Any) -> None:
+        init = self._init
+        make = None
+        if init is not None:
+            quantizer = self._parameter_quantizer(init.recipe, weight.device)
+            make = functools.partial(
+                shard_of_values,
+                quantizer=weight_quantizer(init, quantizer),
+                is_kept=init.preserve_high_precision_init_val,
+            )
+        dim, group = self.placement_of("weight")
+        part = None if dim is None else (dim, ranks_of("BasicLinear", group))
+        fill = functools.partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
+        initialise_shard(weight, fill, make, part)
+
+    def as_parameter(self, weight: torch.nn.Parameter, name: str = "weight") -> torch.nn.Parameter:
+        """``weight``; quantized if the op was made under ``quantized_model_init``."""
+        if self._init is None:
+            return weight
+        quantizer = self._parameter_quantizer(self._init.recipe, weight.device)
+        return initialised_weight(weight, self._init, quantizer)
+
+    def _parameter_quantizer(self, recipe: Recipe, device: torch.device) -> Quantizer:
+        """The quantizer of a weight that is a quantized parameter on ``device``."""
+        if not isinstance(recipe, DelayedScaling):
+            return make_quantizer(recipe, "weight")
+        state, dtypes, device = self._delayed_state("forward", recipe, device)
+        state.prepare(recipe, dtypes, device)
+        quantizer = state.parameter_quantizer(1)
+        assert quantizer is not None
+        return quantizer
+
+    # -- quantized copies -----------------------------------------------------
+
+    def _quantized_weight(
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        quantizer: Quantizer,
+        is_first_microbatch: bool | None,
+    ) -> QuantizedTensor:
+        """The quantized weight; see :func:`kept_weight` for a caller that counts microbatches."""
+        if isinstance(weight, QuantizedTensor):
+            state = self._delayed.get("forward")
+            if state is not None and self._init is not None:
+                bind(weight, state, 1)
+            return weight
+        if is_first_microbatch is None:
+            return quantized(weight, dtype, quantizer)
+        made, self._kept_weight = kept_weight(
+            self._kept_weight, weight, dtype, quantizer, is_first_microbatch
+        )
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, "_kept_weight": None}
+
+    # Both methods may swap the weight with another tensor. torch refuses to swap a tensor that has
+    # weak references, and the kept weight does not belong to the new contents.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept_weight = None
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def parallel_text(linears: Sequence[LinearWeight]) -> str:
+    """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
+    shared = [found for linear in linears if (found := linear.mode_and_ranks) is not None]
+    if not shared:
+        return ""
+    return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

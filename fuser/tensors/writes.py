@@ -1,0 +1,64 @@
+"""Writes to quantized tensors. Shards that are written together reduce their amaxes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fuser.tensors.base import QuantizedTensor, geometry
+from fuser.tensors.quantizer import Part, quantized_parts
+
+
+def quantize_all(
+    writes: Sequence[tuple[QuantizedTensor, torch.Tensor]], noop_flag: torch.Tensor | None = None
+) -> None:
+    """Quantize values into tensors, in place, for the copies that each has.
+
+    ``writes`` are targets, which share no memory, and their values. ``noop_flag`` is that of
+    :meth:`QuantizedTensor.quantize_`.
+
+    Raises
+    ------
+    StateError
+        If a target is read-only; nothing is written then.
+    """
+    given = [target for target, _ in writes]
+    writes = [_alone(target, values) for target, values in writes]
+    for seen, (target, _), fresh in zip(
+        given, writes, quantized_parts([_part(*write) for write in writes]), strict=True
+    ):
+        target._write(fresh if noop_flag is None else _unless(noop_flag, target, fresh))
+        if seen is not target:
+            seen._was_written()
+
+
+def _alone(target: QuantizedTensor, values: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
+    """This write, or else the write to the whole of which ``target`` is a view."""
+    source = values.detach().to(dtype=target.dtype, device=target.device).expand(target.shape)
+    if target._can_be_written_alone():
+        return target, source
+    view = target._view_of
+    assert view is not None
+    whole = view.root._values()
+    whole.as_strided(target.shape, *geometry(target.shape, view)).copy_(source)
+    return _alone(view.root, whole)
+
+
+def _part(target: QuantizedTensor, values: torch.Tensor) -> Part:
+    quantizer, sharding = target._usage(), target._sharding
+    return Part(quantizer, values) if sharding is None else sharding.write(quantizer, values)
+
+
+def _unless(flag: torch.Tensor, target: QuantizedTensor, fresh: QuantizedTensor) -> QuantizedTensor:
+    """The current contents of ``target`` if ``flag`` is set, else ``fresh``."""
+    is_set = flag.to(target.device).reshape(()) != 0
+    chosen, held = fresh.buffers(), target.compact().buffers()
+    for name, new in chosen.items():
+        old = held[name]
+        if new is not None and old is not None:
+            chosen[name] = torch.where(is_set, old, new)
+    return target._with(chosen, target.shape, None)
+
+
+QuantizedTensor._write_all = staticmethod(quantize_all)
