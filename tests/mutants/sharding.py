@@ -102,6 +102,14 @@ SHARDING = (
         TWO_RANKS,
     ),
     Mutant(
+        "a rank without rows for an expert gathers another copy of its weight than others",
+        "basic_ops/grouped_products.py",
+        "usage if wanted[1] else None)",
+        "usage if wanted[1] and rows.start < rows.stop else None)",
+        EXPERTS,
+        select="different_experts and mxfp8",
+    ),
+    Mutant(
         "a quantized weight is kept after its parameter was gathered again",
         "basic_ops/kept_weight.py",
         "return self._freed is None or self._freed.untyped_storage().size() > 0",
