@@ -15,12 +15,11 @@ import torch.distributed.checkpoint as dcp
 from ranks import device_type
 from sharded_checkpoints_cases import shared_folder
 from sharded_experts_cases import Chain
-from sharded_models import ODD, RECIPES, assert_same_bytes, gathers, rank, ranks, said, shard_of
+from sharded_models import ODD, RECIPES, assert_same_bytes, gathers, rank, ranks, shard_of
 from sharded_models import each as each_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fuser
-from fuser.errors import InputError
 from fuser.gemm import grouped
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -325,13 +324,3 @@ def unquantized_experts_are_gathered_quantized(name: str) -> None:
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
             assert type(parameter.full_tensor()) is torch.Tensor
             torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
-
-
-@each("mxfp8")
-def stacked_experts_cannot_be_gathered_quantized(name: str) -> None:
-    layers = experts(name, plain=True, single_grouped_weight=True)
-    recipe = RECIPES[name]()
-    sentence = said(InputError, lambda: fuser.distributed.gather_quantized(layers, recipe))
-    assert "0.weight of shape (3, 128, 64)" in sentence
-    assert "single_grouped_weight=False" in sentence
-    assert type(layers[0].weight) is torch.nn.Parameter

@@ -18,6 +18,7 @@ from sharded_models import (
     gathers,
     rank,
     ranks,
+    said,
     shard_of,
 )
 from sharded_models import each as each_of
@@ -34,6 +35,7 @@ from sharded_quantized_experts_cases import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fuser
+from fuser.errors import InputError
 from fuser.gemm import grouped
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -118,6 +120,41 @@ def the_fusion_of_stacked_experts_is_that_of_the_unsharded_experts(name: str) ->
         assert torch.equal(losses[0], losses[2])
         assert torch.equal(grads[0], grads[1])
         assert torch.equal(grads[0], grads[2])
+
+
+@each(*EXACT)
+def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
+    """Three steps are those of the unsharded experts; of three experts, values are gathered."""
+    recipe = RECIPES[name]()
+    for count in (4, 3):
+        models = [stack(name, plain=True, count=count) for _ in range(2)]
+        layers, reference = models
+        sharded(fuser.distributed.gather_quantized(layers, recipe))
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in models]
+        for step in range(3):
+            with gathers() as found:
+                losses = [loss_of(m, inputs_of(m, step), recipe) for m in models]
+                for loss in losses:
+                    loss.backward()
+            assert torch.equal(*losses)
+            assert len(found) == 4
+            assert all(("values" in names) == (count == 3) for names, _ in found)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+
+
+@each("rowwise", "mxfp8")
+def stacks_that_a_recipe_cannot_quantize_are_not_gathered_quantized(name: str) -> None:
+    layers = experts(name, plain=True, size=96, count=4, single_grouped_weight=True)
+    recipe = RECIPES[name]()
+    sentence = said(InputError, lambda: fuser.distributed.gather_quantized(layers, recipe))
+    assert "0.weight of shape (4, 192, 96)" in sentence
+    assert type(recipe).__name__ in sentence
+    assert "single_grouped_weight=False" in sentence
+    assert type(layers[0].weight) is torch.nn.Parameter
 
 
 @each("current", "mxfp8", "nvfp4")
