@@ -304,23 +304,30 @@ def checkpoints_of_quantized_experts_are_loaded_with_their_bytes(name: str) -> N
 
 @each(*(name for name in RECIPES if name != "delayed"))
 def unquantized_experts_are_gathered_quantized(name: str) -> None:
-    """Three steps are those of the unsharded experts, which quantize weights at each call."""
-    reference, recipe = experts(name, plain=True), RECIPES[name]()
-    layers = fuser.distributed.gather_quantized(experts(name, plain=True), recipe)
-    sharded(layers)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (layers, reference)]
+    found = train_gathered(*[experts(name, plain=True) for _ in range(2)], RECIPES[name]())
+    assert len(found) == 4 * EXPERTS
+    if name not in ODD:
+        assert all("values" not in names for names, _ in found)
+
+
+def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, int]]:
+    """Three steps are those of the unsharded experts, which quantize weights at each call.
+
+    Returns the gatherings of the last step, as ``gathers`` does.
+    """
+    sharded(fuser.distributed.gather_quantized(layers, recipe))
+    models = (layers, reference)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in models]
     for step in range(3):
         with gathers() as found:
-            losses = [loss_of(m, inputs_of(m, step), recipe) for m in (layers, reference)]
+            losses = [loss_of(m, inputs_of(m, step), recipe) for m in models]
             for loss in losses:
                 loss.backward()
         assert torch.equal(*losses)
-        assert len(found) == 4 * EXPERTS
-        if name not in ODD:
-            assert all("values" not in names for names, _ in found)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
             assert type(parameter.full_tensor()) is torch.Tensor
             torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+    return found

@@ -29,6 +29,7 @@ from sharded_quantized_experts_cases import (
     loss_of,
     sharded,
     train,
+    train_gathered,
     weights,
     whole_weights,
 )
@@ -124,26 +125,12 @@ def the_fusion_of_stacked_experts_is_that_of_the_unsharded_experts(name: str) ->
 
 @each(*EXACT)
 def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
-    """Three steps are those of the unsharded experts; of three experts, values are gathered."""
-    recipe = RECIPES[name]()
+    """Of three experts, which two ranks cannot share equally, values are gathered."""
     for count in (4, 3):
         models = [stack(name, plain=True, count=count) for _ in range(2)]
-        layers, reference = models
-        sharded(fuser.distributed.gather_quantized(layers, recipe))
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in models]
-        for step in range(3):
-            with gathers() as found:
-                losses = [loss_of(m, inputs_of(m, step), recipe) for m in models]
-                for loss in losses:
-                    loss.backward()
-            assert torch.equal(*losses)
-            assert len(found) == 4
-            assert all(("values" in names) == (count == 3) for names, _ in found)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
+        found = train_gathered(*models, RECIPES[name]())
+        assert len(found) == 4
+        assert all(("values" in names) == (count == 3) for names, _ in found)
 
 
 @each("rowwise", "mxfp8")
