@@ -16,12 +16,11 @@ import torch.distributed.checkpoint as dcp
 from ranks import device_type
 from sharded_checkpoints_cases import shared_folder
 from sharded_experts_cases import Chain
-from sharded_models import ODD, RECIPES, assert_same_bytes, gathers, rank, ranks, said, shard_of
+from sharded_models import ODD, RECIPES, assert_same_bytes, gathers, rank, ranks, shard_of
 from sharded_models import each as each_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fuser
-from fuser.errors import InputError
 from fuser.gemm import grouped
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -305,46 +304,33 @@ def checkpoints_of_quantized_experts_are_loaded_with_their_bytes(name: str) -> N
 
 @each(*(name for name in RECIPES if name != "delayed"))
 def unquantized_experts_are_gathered_quantized(name: str) -> None:
-    """Three steps are those of the unsharded experts, which quantize weights at each call."""
-    reference, recipe = experts(name, plain=True), RECIPES[name]()
-    layers = fuser.distributed.gather_quantized(experts(name, plain=True), recipe)
-    sharded(layers)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (layers, reference)]
+    found = train_gathered(*[experts(name, plain=True) for _ in range(2)], RECIPES[name]())
+    assert len(found) == 4 * EXPERTS
+    if name not in ODD:
+        assert all("values" not in names for names, _ in found)
+
+
+def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, int]]:
+    """Three steps are those of the unsharded experts, which quantize weights at each call.
+
+    Returns the gatherings of the last step, as ``gathers`` does.
+    """
+    sharded(fuser.distributed.gather_quantized(layers, recipe))
+    models = (layers, reference)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in models]
     for step in range(3):
         with gathers() as found:
-            losses = [loss_of(m, inputs_of(m, step), recipe) for m in (layers, reference)]
+            losses = [loss_of(m, inputs_of(m, step), recipe) for m in models]
             for loss in losses:
                 loss.backward()
         assert torch.equal(*losses)
-        assert len(found) == 4 * EXPERTS
-        if name not in ODD:
-            assert all("values" not in names for names, _ in found)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         for parameter, own in zip(layers.parameters(), reference.parameters(), strict=True):
             assert type(parameter.full_tensor()) is torch.Tensor
             torch.testing.assert_close(parameter.full_tensor(), own, rtol=1e-5, atol=1e-6)
-
-
-@each("mxfp8")
-def a_copy_of_experts_that_are_gathered_quantized_trains_alone(name: str) -> None:
-    """The original is not sharded, and its values stay."""
-    recipe = RECIPES[name]()
-    layers = fuser.distributed.gather_quantized(experts(name, plain=True), recipe)
-    values = [p.detach().clone() for p in layers.parameters()]
-    copied = sharded(copy.deepcopy(layers))
-    optimizer = torch.optim.SGD(copied.parameters(), lr=0.5)
-    loss = loss_of(copied, inputs_of(copied, 1), recipe)
-    reference = experts(name, plain=True)
-    assert torch.equal(loss, loss_of(reference, inputs_of(reference, 1), recipe))
-    loss.backward()
-    optimizer.step()
-    for own, value, other in zip(layers.parameters(), values, copied.parameters(), strict=True):
-        assert own.grad is None
-        assert torch.equal(own, value)
-        expected = value - 0.5 * other.grad.full_tensor()
-        torch.testing.assert_close(other.full_tensor(), expected)
+    return found
 
 
 @each("current", "mxfp8", "nvfp4", "blocks of 1x128")
@@ -372,10 +358,20 @@ def ranks_may_have_rows_of_different_experts(name: str) -> None:
 
 
 @each("mxfp8")
-def stacked_experts_cannot_be_gathered_quantized(name: str) -> None:
-    layers = experts(name, plain=True, single_grouped_weight=True)
+def a_copy_of_experts_that_are_gathered_quantized_trains_alone(name: str) -> None:
+    """The original is not sharded, and its values stay."""
     recipe = RECIPES[name]()
-    sentence = said(InputError, lambda: fuser.distributed.gather_quantized(layers, recipe))
-    assert "0.weight of shape (3, 128, 64)" in sentence
-    assert "single_grouped_weight=False" in sentence
-    assert type(layers[0].weight) is torch.nn.Parameter
+    layers = fuser.distributed.gather_quantized(experts(name, plain=True), recipe)
+    values = [p.detach().clone() for p in layers.parameters()]
+    copied = sharded(copy.deepcopy(layers))
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.5)
+    loss = loss_of(copied, inputs_of(copied, 1), recipe)
+    reference = experts(name, plain=True)
+    assert torch.equal(loss, loss_of(reference, inputs_of(reference, 1), recipe))
+    loss.backward()
+    optimizer.step()
+    for own, value, other in zip(layers.parameters(), values, copied.parameters(), strict=True):
+        assert own.grad is None
+        assert torch.equal(own, value)
+        expected = value - 0.5 * other.grad.full_tensor()
+        torch.testing.assert_close(other.full_tensor(), expected)

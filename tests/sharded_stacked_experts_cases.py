@@ -18,6 +18,7 @@ from sharded_models import (
     gathers,
     rank,
     ranks,
+    said,
     shard_of,
 )
 from sharded_models import each as each_of
@@ -28,12 +29,14 @@ from sharded_quantized_experts_cases import (
     loss_of,
     sharded,
     train,
+    train_gathered,
     weights,
     whole_weights,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import fuser
+from fuser.errors import InputError
 from fuser.gemm import grouped
 
 CASES: dict[str, Callable[[], None]] = {}
@@ -118,6 +121,27 @@ def the_fusion_of_stacked_experts_is_that_of_the_unsharded_experts(name: str) ->
         assert torch.equal(losses[0], losses[2])
         assert torch.equal(grads[0], grads[1])
         assert torch.equal(grads[0], grads[2])
+
+
+@each(*EXACT)
+def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
+    """Of three experts, which two ranks cannot share equally, values are gathered."""
+    for count in (4, 3):
+        models = [stack(name, plain=True, count=count) for _ in range(2)]
+        found = train_gathered(*models, RECIPES[name]())
+        assert len(found) == 4
+        assert all(("values" in names) == (count == 3) for names, _ in found)
+
+
+@each("rowwise", "mxfp8")
+def stacks_that_a_recipe_cannot_quantize_are_not_gathered_quantized(name: str) -> None:
+    layers = experts(name, plain=True, size=96, count=4, single_grouped_weight=True)
+    recipe = RECIPES[name]()
+    sentence = said(InputError, lambda: fuser.distributed.gather_quantized(layers, recipe))
+    assert "0.weight of shape (4, 192, 96)" in sentence
+    assert type(recipe).__name__ in sentence
+    assert "single_grouped_weight=False" in sentence
+    assert type(layers[0].weight) is torch.nn.Parameter
 
 
 @each("current", "mxfp8", "nvfp4")

@@ -1,199 +1,281 @@
-"""Quantized weights of a grouped linear: separate parameters, or one for all groups."""
+"""The parameters of a grouped linear: separate ones of each group, or one for all groups."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.basic_ops.grouped_products import GroupsQuantizers, Quantized
-from fuser.basic_ops.linear_operands import bind, plain, readable
-from fuser.errors import InputError
-from fuser.formats import GROUP_TILE
-from fuser.gemm.quantized_groups import reads_columns
-from fuser.op import BasicOperation, OperationContext, cast, default_device
-from fuser.precision.contexts import (
-    ParameterInit,
-    current_parameter_init,
-    initialised_weight,
-    weight_quantizer,
+from fuser.basic_ops.grouped_products import kept, needs_columns
+from fuser.basic_ops.grouped_quantized_weights import (
+    QuantizedGroupWeights,
+    are_quantized,
+    backward_usage,
+    note_reads,
+    padded_weights,
+    quantized_operand,
+    stacked,
+    stacked_values,
 )
-from fuser.precision.quantizer_for import make_quantizer
-from fuser.recipe import DelayedScaling, Recipe
-from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.tensors.gathering import note_backward_read
-from fuser.tensors.grouped import joined, one_copy
-from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
-from fuser.tensors.stacks import matrices, stack_quantizer
+from fuser.basic_ops.kept_weight import kept_weights
+from fuser.basic_ops.linear_operands import quantized
+from fuser.basic_ops.shared_memory import Versions, pack, packed
+from fuser.errors import InputError, StateError
+from fuser.op import OperationContext, cast
+from fuser.tensors import QuantizedTensor
+from fuser.tensors.sharding import gathered_by
 
 
-class QuantizedGroupWeights(BasicOperation):
-    """Weights that are made under ``quantized_model_init``.
+class GroupParameters(QuantizedGroupWeights):
+    """An op with the weights ``[num_groups, out_features, in_features]``, and biases, of groups.
 
-    ``weight0``, ``weight1`` and so on are quantized tensors ``[out_features, in_features]``, as the
-    weight of a linear is. One ``weight`` ``[num_groups, out_features, in_features]`` is a stack of
-    such tensors, each with scales of its own (``tensors/stacks.py``).
+    They are separate parameters ``weight0``, ``weight1`` and so on, which share one buffer, or one
+    parameter ``weight``; biases likewise.
     """
 
-    out_features: int
-    _init: ParameterInit | None
+    num_groups: int
+    in_features: int
+    single_grouped_weight: bool
+    single_grouped_bias: bool
+    delay_wgrad_compute: bool
+    _accumulate_into_main_grad: bool
+    _names: dict[str, tuple[str, ...]]  # of the weights, and of the biases
+    # The quantized weights of the first microbatch (kept_weight.py).
+    _kept_weight: WeakTensorKeyDictionary | None
 
-    def _take_parameter_init(self, op: str, *, is_one: bool) -> None:
-        """Note the options of ``quantized_model_init``.
+    def _register(self, what: str, buffer: torch.Tensor) -> None:
+        parts = [buffer] if self._is_one(what) else buffer
+        for name, part in zip(self._names[what], parts, strict=True):
+            self.register_parameter(name, Parameter(part))
 
-        Raises
-        ------
-        InputError
-            If all weights are one parameter, of which the recipe makes no stack.
-        """
-        self._init = current_parameter_init()
-        if self._init is None or not is_one:
-            return
-        recipe = self._init.recipe
-        if isinstance(recipe, DelayedScaling) or self._stack_quantizer(recipe) is None:
-            raise InputError(
-                f"{op} was made inside quantized_model_init with single_grouped_weight=True and "
-                f"{type(recipe).__name__}. One quantized parameter for all groups takes "
-                "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling, "
-                f"and out_features that are a multiple of {GROUP_TILE}: leave that argument out, "
-                "and each group has a parameter of its own."
-            )
+    def _is_one(self, what: str) -> bool:
+        return self.single_grouped_weight if what == "weight" else self.single_grouped_bias
 
-    def _stack_quantizer(self, recipe: Recipe) -> Quantizer | None:
-        return stack_quantizer(make_quantizer(recipe, "weight"), self.out_features)
+    def _sized(self) -> str:
+        """The op with its sizes, for messages."""
+        return f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
 
-    def as_parameter(self, weight: Parameter, name: str) -> Parameter:
-        """``weight``; quantized if the op was made under ``quantized_model_init``."""
-        if self._init is None or not name.startswith("weight"):
-            return weight
-        quantizer = self._parameter_quantizer(name, weight.device)
-        return initialised_weight(weight, self._init, quantizer)
+    @property
+    def _dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(self, self._names["weight"][0]).dtype
+        return dtype
 
-    def _parameter_quantizer(self, name: str, device: torch.device) -> Quantizer:
-        """The quantizer of a weight on ``device``."""
-        assert self._init is not None
-        recipe = self._init.recipe
-        if not isinstance(recipe, DelayedScaling):
-            made = self._stack_quantizer(recipe) if name == "weight" else None
-            return made or make_quantizer(recipe, "weight")
-        state, dtypes, device = self._delayed_state("forward", recipe, device)
-        state.prepare(recipe, dtypes, device)
-        quantizer = state.parameter_quantizer(_place(name))
-        assert quantizer is not None
-        return quantizer
+    def _parts(self, what: str) -> list[Any]:
+        """The separate weights or biases, or the one parameter that has all."""
+        own = self._parameters  # without torch's lookup of an attribute, 0.5 us for each
+        return [own[n] if n in own else getattr(self, n) for n in self._names[what]]
 
-    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
-        """As for other ops; a quantized weight, or the shard of one, is quantized after that."""
-        parameter = getattr(self, name)
-        if self._init is None or not name.startswith("weight"):
-            super().initialise(name, fill)
-        elif is_distributed(parameter):
-            quantizer = self._parameter_quantizer(name, parameter.device)
-            make = functools.partial(
-                shard_of_values,
-                quantizer=weight_quantizer(self._init, quantizer),
-                is_kept=self._init.preserve_high_precision_init_val,
-            )
-            initialise_shard(parameter, fill, make)
-        else:
-            device = default_device(None) if parameter.is_meta else parameter.device
-            data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            fresh = Parameter(data, requires_grad=parameter.requires_grad)
-            fill(fresh)
-            self.renew(name, self.as_parameter(fresh, name))
-
-    def bound(self, weights: Sequence[Any]) -> Sequence[Any]:
-        """The weights, with the scales of this op's state under delayed scaling."""
-        state = self._delayed.get("forward")
-        if state is not None and self._init is not None:
-            for g, weight in enumerate(weights):
-                bind(weight, state, 2 * g + 1)
-        return weights
-
-
-def are_quantized(weights: Any) -> bool:
-    """Whether this is a list of quantized parameters: of each group, or one of all groups."""
-    return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
-
-
-def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
-    """One copy of quantized weights, as padded groups; a copy of bytes if they are separate."""
-    first = weights[0]
-    if first.dim() == 2:
-        return joined(weights, usage)
-    return one_copy(first.detach().view(-1, first.shape[-1]), usage)  # type: ignore[arg-type]
-
-
-def quantized_operand(
-    weights: Sequence[QuantizedTensor], products: Any, dtype: torch.dtype
-) -> torch.Tensor:
-    """Quantized weights as the operand of the forward's products."""
-    if isinstance(products, Quantized):
-        return padded_weights(weights, "rowwise")
-    return stacked_values(weights, dtype)
-
-
-def backward_usage(
-    ctx: OperationContext,
-    weights: Sequence[QuantizedTensor],
-    quantizers: GroupsQuantizers | None,
-    device: torch.device,
-) -> str | None:
-    """The copy of quantized weights that a backward's product reads; None for the values."""
-    if quantizers is None or ctx.backward_override == "high_precision":
-        return None
-    if ctx.backward_override is not None:
-        return "rowwise"
-    reads = reads_columns(weights[0]._quantizer, quantizers.grad_output[0], device)
-    return "columnwise" if reads else "rowwise"
-
-
-def keep_stack(
-    ctx: OperationContext, stack: torch.Tensor, quantizers: Sequence[Any], is_read: bool
-) -> None:
-    """Keep a stack of weights for a backward that multiplies each matrix alone.
-
-    Its matrices are taken in backward: ``fully_shard`` gathers the copy that is read before it.
-    """
-    override = ctx.backward_override
-    usage = None if override == "high_precision" else "rowwise" if override else "columnwise"
-    note_reads([stack], usage, is_read=is_read)
-    if is_read:
-        ctx.separate_weights = (usage, [stack])  # type: ignore[attr-defined]
-        ctx.weight_quantizers = quantizers  # type: ignore[attr-defined]
-
-
-def kept_matrices(ctx: OperationContext) -> list[Any]:
-    """The matrices of the stack that :func:`keep_stack` kept, with the copy that is read."""
-    usage, (stack,) = ctx.separate_weights
-    found: list[Any] = matrices(stack)
-    if usage is None:
+    def _separate(self) -> list[list[Parameter]]:
+        """The weights, and the biases, that are separate parameters in memory."""
+        found = []
+        for names in self._names.values():
+            parts = [p for name in names if type(p := self._parameters.get(name)) is Parameter]
+            if len(parts) == len(names) > 1 and not any(p.is_meta for p in parts):
+                found.append(parts)
         return found
-    pairs = zip(found, ctx.weight_quantizers, strict=True)
-    return [readable(matrix, usage, quantizer) for matrix, quantizer in pairs]
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As in torch; separate parameters become views of one buffer again."""
+        self._kept_weight = None
+        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        for parts in self._separate():
+            pack(parts)
+        return result
 
-def note_reads(weights: Sequence[torch.Tensor], usage: str | None, *, is_read: bool) -> None:
-    """Say which copy of gathered weights this forward's backward reads."""
-    for weight in weights:
-        note_backward_read(weight, (usage or "rowwise") if is_read else None)
+    def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
+        """The weights ``[G, N, K]`` or biases ``[G, N]`` as one tensor.
 
+        This is the buffer of which the parameters are views, or a copy if they are not.
+        """
+        found = self._together(what, dtype)
+        return found if isinstance(found, torch.Tensor) else stacked(found)
 
-def stacked_values(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """The values ``[G, N, K]`` of weights, of each group or one for all groups, in ``dtype``."""
-    values = [cast(plain(weight.detach(), dtype), dtype) for weight in weights]
-    return values[0] if values[0].dim() == 3 else stacked(values)
+    def _together(self, what: str, dtype: torch.dtype) -> torch.Tensor | list[torch.Tensor]:
+        """As :meth:`_stacked`; a list in place of a copy."""
+        parts = self._parts(what)
+        size = (self.out_features, self.in_features)[: 2 if what == "weight" else 1]
+        shape = (self.num_groups, *size) if self._is_one(what) else size
+        for name, part in zip(self._names[what], parts, strict=True):
+            if part.shape != shape:
+                raise InputError(
+                    f"{self._sized()} has a {name} of shape {tuple(part.shape)}; it must be "
+                    f"{shape}."
+                )
+        if are_quantized(parts):
+            return parts
+        if self._is_one(what):
+            return cast(parts[0], dtype)
+        buffer = packed(parts)
+        if buffer is None:
+            return [cast(part.detach(), dtype) for part in parts]
+        return cast(buffer, dtype)
 
+    def _note_versions(self, ctx: OperationContext, what: str) -> None:
+        """Note the versions of weights or biases that backward reads but autograd does not save.
 
-def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Separate weights or biases as one tensor, which is a copy."""
-    with torch._C._DisableAutocast():  # which would choose another dtype
-        return torch.stack(list(parts))
+        These are quantized weights, and separate ones, of which autograd saves one view with the
+        version counter of the first.
+        """
+        parts = self._parts(what)
+        if len(parts) > 1 or are_quantized(parts):
+            noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []
+            ctx.versions = Versions([*noted, *parts], type(self).__name__)  # type: ignore[attr-defined]
 
+    def check_versions(self, ctx: OperationContext) -> None:
+        """Raise StateError if a weight or bias was changed in place since the forward."""
+        if "versions" in ctx.__dict__:
+            ctx.versions.check()
 
-def _place(name: str) -> int:
-    """The place of a weight among the quantized tensors of the forward: inputs and weights."""
-    return 2 * int(name.removeprefix("weight")) + 1
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept_weight": None}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None  # torch refuses to swap a tensor that has weak references
+        super()._load_from_state_dict(*args, **kwargs)
+
+    # -- weights in a pass, of a grouped linear and of a fused op --------------------
+
+    def stacked_weight(self, ctx: OperationContext, dtype: torch.dtype) -> Any:
+        """The weights ``[G, N, K]`` in ``dtype``; notes versions for :meth:`check_versions`.
+
+        Quantized weights as a list.
+        """
+        ctx.compute_dtype = dtype
+        weights = self._weights(ctx, dtype)
+        if isinstance(weights, torch.Tensor) or are_quantized(weights):
+            return weights
+        return stacked(weights)
+
+    def _weights(
+        self, ctx: OperationContext, dtype: torch.dtype
+    ) -> torch.Tensor | list[torch.Tensor]:
+        """As :meth:`stacked_weight`; separate weights that are not one in memory are a list."""
+        if ctx.requires_grad:
+            self._refuse_gathered()
+            if ctx.input_requires_grad:
+                self._note_versions(ctx, "weight")
+        return self._together("weight", dtype)
+
+    def _refuse_gathered(self) -> None:
+        """Refuse that ``fully_shard``, which reduces gradients in backward, misses a gradient."""
+        options = {
+            "delay_wgrad_compute": self.delay_wgrad_compute,
+            "accumulate_into_main_grad": self._accumulate_into_main_grad,
+        }
+        name = next((name for name, is_set in options.items() if is_set), None)
+        if name is not None and gathered_by(weights := self._parts("weight")):
+            raise StateError(
+                f"{self._sized()} has {name}=True, and a weight of shape "
+                f"{tuple(weights[0].shape)} that fully_shard gathers and whose gradient it reduces "
+                "in backward; a gradient that comes later or goes elsewhere would be lost. Make "
+                "the op without that argument."
+            )
+
+    def weight_operand(
+        self,
+        ctx: OperationContext,
+        products: Any,
+        weight: Any,
+        quantizers: Any,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """The weights ``[G, N, K]`` as an operand, perhaps that of the first microbatch."""
+        if are_quantized(weight):
+            assert ctx.compute_dtype is not None
+            return quantized_operand(self.bound(weight), products, ctx.compute_dtype)
+        is_kept = ctx.requires_grad and ctx.input_requires_grad and ctx.backward_override is None
+
+        def make() -> torch.Tensor:
+            made: torch.Tensor = products.weight(weight, quantizers, is_kept=is_kept)
+            return made
+
+        if is_first_microbatch is None or quantizers is None:
+            return make()
+        has_columns = is_kept and needs_columns(quantizers, "weight", weight.device)
+        found, self._kept_weight = kept_weights(
+            self._kept_weight,
+            self._parts("weight"),
+            weight.dtype,
+            quantizers.weight,
+            is_first_microbatch,
+            make,
+            lambda made: not has_columns or made._has("columnwise"),  # type: ignore[attr-defined]
+        )
+        return found
+
+    def saved_weight(
+        self,
+        ctx: OperationContext,
+        weight: Any,
+        operand: torch.Tensor,
+        quantizers: Any,
+        is_wanted: bool,
+        *,
+        is_own: bool,
+    ) -> Any:
+        """The weights to save for backward, as :func:`kept`; read by :meth:`weight_of_backward`.
+
+        None if the operand is a copy of separate parameters that ``fully_shard`` gathers, or of
+        quantized ones: backward copies them again, so that the copies of all layers are not in
+        memory at one time.
+        """
+        if are_quantized(weight):
+            usage = backward_usage(ctx, weight, quantizers, operand.device) if is_wanted else None
+            note_reads(weight, usage, is_read=is_wanted)
+            if is_wanted:
+                ctx.separate_weights = (usage, weight)  # type: ignore[attr-defined]
+            return None
+        found: Any = kept(ctx, weight, operand, is_wanted, is_own=is_own)
+        parts = self._parts("weight")
+        if found is not weight or weight.data_ptr() == parts[0].data_ptr():
+            return found
+        if len(parts) == 1 or packed(parts) is not None or not gathered_by(parts):
+            return found
+        ctx.separate_weights = (None, parts)  # type: ignore[attr-defined]
+        return None
+
+    def weight_of_backward(self, ctx: OperationContext, saved: Any, dtype: torch.dtype) -> Any:
+        """The weights that :meth:`saved_weight` saved."""
+        if "separate_weights" not in ctx.__dict__:
+            return saved
+        usage, weights = ctx.separate_weights
+        return stacked_values(weights, dtype) if usage is None else padded_weights(weights, usage)
+
+    def _looped_weights(
+        self,
+        ctx: OperationContext,
+        weights: torch.Tensor | Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        wants_dgrad: bool,
+        is_first_microbatch: bool | None,
+    ) -> list[QuantizedTensor]:
+        """The weight of each group, quantized alone, perhaps in the first microbatch."""
+        if are_quantized(weights):
+            self.quantizer_values("forward")  # makes the state of delayed scaling
+            return list(self.bound(list(weights)))
+        columnwise = wants_dgrad and ctx.backward_override is None
+        quantizers = [
+            quantizer.with_usage(rowwise=True, columnwise=columnwise)
+            for quantizer in self.quantizer_values("forward")[1::2]
+            if quantizer is not None
+        ]
+
+        def make() -> list[QuantizedTensor]:
+            pairs = zip(weights, quantizers, strict=True)
+            return [quantized(each, dtype, quantizer) for each, quantizer in pairs]
+
+        if is_first_microbatch is None:
+            return make()
+        found, self._kept_weight = kept_weights(
+            self._kept_weight,
+            self._parts("weight"),
+            dtype,
+            quantizers,
+            is_first_microbatch,
+            make,
+            lambda made: not columnwise or all(each._has("columnwise") for each in made),
+        )
+        return found

@@ -6,11 +6,12 @@ import torch
 
 from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.errors import InputError, InputTypeError
+from fuser.formats import GROUP_TILE
 from fuser.op import BasicOperation
 from fuser.precision.contexts import ParameterInit, weight_quantizer
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, stack_quantizer
 from fuser.tensors.master_weight import MasterWeight
 from fuser.tensors.sharding import is_distributed
 
@@ -41,8 +42,8 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     ------
     InputError
         If the recipe is ``DelayedScaling`` or has ``backward_override="high_precision"``, if a
-        weight is quantized, gathered quantized or sharded already, or has the weights of all
-        experts, or if the module has no linear.
+        weight is quantized, gathered quantized or sharded already, if the recipe cannot quantize
+        one parameter for all experts, or if the module has no linear.
     InputTypeError
         If the recipe is not an object of one of ``fuser.recipe``'s classes.
     """
@@ -83,11 +84,6 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
 
 def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) -> torch.nn.Parameter:
     full_name = f"{path}.{name}"
-    if weight.dim() == 3:
-        raise InputError(
-            f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter for "
-            "all experts; make GroupedLinear with single_grouped_weight=False."
-        )
     kind = "sharded" if is_distributed(weight) else ""
     if isinstance(weight, MasterWeight):
         kind = f"gathered quantized under {weight._state.recipe}"
@@ -102,5 +98,16 @@ def _master(weight: torch.nn.Parameter, recipe: Recipe, path: str, name: str) ->
         ParameterInit(recipe, preserve_high_precision_init_val=False),
         make_quantizer(recipe, "weight", name=path),
     )
+    if weight.dim() == 3:
+        stacked = stack_quantizer(quantizer, weight.shape[1])
+        if stacked is None:
+            raise InputError(
+                f"gather_quantized got {full_name} of shape {tuple(weight.shape)}, one parameter "
+                f"for all experts, and {type(recipe).__name__}; it takes such a parameter under "
+                "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling and "
+                f"NVFP4BlockScaling, with out_features that are a multiple of {GROUP_TILE}. Make "
+                "GroupedLinear with single_grouped_weight=False."
+            )
+        quantizer = stacked
     master = MasterWeight(weight.detach(), recipe, quantizer)
     return torch.nn.Parameter(master, requires_grad=weight.requires_grad)

@@ -227,7 +227,7 @@ GROUPS = (
     ),
     Mutant(
         "a backward reads a stack that fully_shard does not gather for it",
-        "basic_ops/grouped_parameters.py",
+        "basic_ops/grouped_quantized_weights.py",
         "    note_reads([stack], usage, is_read=is_read)\n",
         "",
         "test_sharded_experts.py::test_on_two_ranks",

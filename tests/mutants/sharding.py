@@ -119,7 +119,7 @@ SHARDING = (
     ),
     Mutant(
         "copies of separate gathered weights are kept for backward",
-        "basic_ops/grouped_linear.py",
+        "basic_ops/grouped_parameters.py",
         "        if len(parts) == 1 or packed(parts) is not None or not gathered_by(parts):\n",
         "        if True:\n",
         EXPERTS,

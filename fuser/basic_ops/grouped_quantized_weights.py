@@ -1,0 +1,199 @@
+"""Quantized weights of a grouped linear: separate parameters, or one for all groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from fuser.basic_ops.grouped_products import GroupsQuantizers, Quantized
+from fuser.basic_ops.linear_operands import bind, plain, readable
+from fuser.errors import InputError
+from fuser.formats import GROUP_TILE
+from fuser.gemm.quantized_groups import reads_columns
+from fuser.op import BasicOperation, OperationContext, cast, default_device
+from fuser.precision.contexts import (
+    ParameterInit,
+    current_parameter_init,
+    initialised_weight,
+    weight_quantizer,
+)
+from fuser.precision.quantizer_for import make_quantizer
+from fuser.recipe import DelayedScaling, Recipe
+from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors.gathering import note_backward_read
+from fuser.tensors.grouped import joined, one_copy
+from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
+from fuser.tensors.stacks import matrices, stack_quantizer
+
+
+class QuantizedGroupWeights(BasicOperation):
+    """Weights that are made under ``quantized_model_init``.
+
+    ``weight0``, ``weight1`` and so on are quantized tensors ``[out_features, in_features]``, as the
+    weight of a linear is. One ``weight`` ``[num_groups, out_features, in_features]`` is a stack of
+    such tensors, each with scales of its own (``tensors/stacks.py``).
+    """
+
+    out_features: int
+    _init: ParameterInit | None
+
+    def _take_parameter_init(self, op: str, *, is_one: bool) -> None:
+        """Note the options of ``quantized_model_init``.
+
+        Raises
+        ------
+        InputError
+            If all weights are one parameter, of which the recipe makes no stack.
+        """
+        self._init = current_parameter_init()
+        if self._init is None or not is_one:
+            return
+        recipe = self._init.recipe
+        if isinstance(recipe, DelayedScaling) or self._stack_quantizer(recipe) is None:
+            raise InputError(
+                f"{op} was made inside quantized_model_init with single_grouped_weight=True and "
+                f"{type(recipe).__name__}. One quantized parameter for all groups takes "
+                "Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling, "
+                f"and out_features that are a multiple of {GROUP_TILE}: leave that argument out, "
+                "and each group has a parameter of its own."
+            )
+
+    def _stack_quantizer(self, recipe: Recipe) -> Quantizer | None:
+        return stack_quantizer(make_quantizer(recipe, "weight"), self.out_features)
+
+    def as_parameter(self, weight: Parameter, name: str) -> Parameter:
+        """``weight``; quantized if the op was made under ``quantized_model_init``."""
+        if self._init is None or not name.startswith("weight"):
+            return weight
+        quantizer = self._parameter_quantizer(name, weight.device)
+        return initialised_weight(weight, self._init, quantizer)
+
+    def _parameter_quantizer(self, name: str, device: torch.device) -> Quantizer:
+        """The quantizer of a weight on ``device``."""
+        assert self._init is not None
+        recipe = self._init.recipe
+        if not isinstance(recipe, DelayedScaling):
+            made = self._stack_quantizer(recipe) if name == "weight" else None
+            return made or make_quantizer(recipe, "weight")
+        state, dtypes, device = self._delayed_state("forward", recipe, device)
+        state.prepare(recipe, dtypes, device)
+        quantizer = state.parameter_quantizer(_place(name))
+        assert quantizer is not None
+        return quantizer
+
+    def initialise(self, name: str, fill: Callable[[torch.Tensor], Any]) -> None:
+        """As for other ops; a quantized weight, or the shard of one, is quantized after that."""
+        parameter = getattr(self, name)
+        if self._init is None or not name.startswith("weight"):
+            super().initialise(name, fill)
+        elif is_distributed(parameter):
+            quantizer = self._parameter_quantizer(name, parameter.device)
+            make = functools.partial(
+                shard_of_values,
+                quantizer=weight_quantizer(self._init, quantizer),
+                is_kept=self._init.preserve_high_precision_init_val,
+            )
+            initialise_shard(parameter, fill, make)
+        else:
+            device = default_device(None) if parameter.is_meta else parameter.device
+            data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            fresh = Parameter(data, requires_grad=parameter.requires_grad)
+            fill(fresh)
+            self.renew(name, self.as_parameter(fresh, name))
+
+    def bound(self, weights: Sequence[Any]) -> Sequence[Any]:
+        """The weights, with the scales of this op's state under delayed scaling."""
+        state = self._delayed.get("forward")
+        if state is not None and self._init is not None:
+            for g, weight in enumerate(weights):
+                bind(weight, state, 2 * g + 1)
+        return weights
+
+
+def are_quantized(weights: Any) -> bool:
+    """Whether this is a list of quantized parameters: of each group, or one of all groups."""
+    return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
+
+
+def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
+    """One copy of quantized weights, as padded groups; a copy of bytes if they are separate."""
+    first = weights[0]
+    if first.dim() == 2:
+        return joined(weights, usage)
+    return one_copy(first.detach().view(-1, first.shape[-1]), usage)  # type: ignore[arg-type]
+
+
+def quantized_operand(
+    weights: Sequence[QuantizedTensor], products: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """Quantized weights as the operand of the forward's products."""
+    if isinstance(products, Quantized):
+        return padded_weights(weights, "rowwise")
+    return stacked_values(weights, dtype)
+
+
+def backward_usage(
+    ctx: OperationContext,
+    weights: Sequence[QuantizedTensor],
+    quantizers: GroupsQuantizers | None,
+    device: torch.device,
+) -> str | None:
+    """The copy of quantized weights that a backward's product reads; None for the values."""
+    if quantizers is None or ctx.backward_override == "high_precision":
+        return None
+    if ctx.backward_override is not None:
+        return "rowwise"
+    reads = reads_columns(weights[0]._quantizer, quantizers.grad_output[0], device)
+    return "columnwise" if reads else "rowwise"
+
+
+def keep_stack(
+    ctx: OperationContext, stack: torch.Tensor, quantizers: Sequence[Any], is_read: bool
+) -> None:
+    """Keep a stack of weights for a backward that multiplies each matrix alone.
+
+    Its matrices are taken in backward: ``fully_shard`` gathers the copy that is read before it.
+    """
+    override = ctx.backward_override
+    usage = None if override == "high_precision" else "rowwise" if override else "columnwise"
+    note_reads([stack], usage, is_read=is_read)
+    if is_read:
+        ctx.separate_weights = (usage, [stack])  # type: ignore[attr-defined]
+        ctx.weight_quantizers = quantizers  # type: ignore[attr-defined]
+
+
+def kept_matrices(ctx: OperationContext) -> list[Any]:
+    """The matrices of the stack that :func:`keep_stack` kept, with the copy that is read."""
+    usage, (stack,) = ctx.separate_weights
+    found: list[Any] = matrices(stack)
+    if usage is None:
+        return found
+    pairs = zip(found, ctx.weight_quantizers, strict=True)
+    return [readable(matrix, usage, quantizer) for matrix, quantizer in pairs]
+
+
+def note_reads(weights: Sequence[torch.Tensor], usage: str | None, *, is_read: bool) -> None:
+    """Say which copy of gathered weights this forward's backward reads."""
+    for weight in weights:
+        note_backward_read(weight, (usage or "rowwise") if is_read else None)
+
+
+def stacked_values(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The values ``[G, N, K]`` of weights, of each group or one for all groups, in ``dtype``."""
+    values = [cast(plain(weight.detach(), dtype), dtype) for weight in weights]
+    return values[0] if values[0].dim() == 3 else stacked(values)
+
+
+def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Separate weights or biases as one tensor, which is a copy."""
+    with torch._C._DisableAutocast():  # which would choose another dtype
+        return torch.stack(list(parts))
+
+
+def _place(name: str) -> int:
+    """The place of a weight among the quantized tensors of the forward: inputs and weights."""
+    return 2 * int(name.removeprefix("weight")) + 1
