@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -176,9 +176,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
     force_pow_2_scales: bool = field(default=False, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
-
-    group: ClassVar[Any] = None
-    """No quantizer keeps a process group."""
 
     tensor_class = Float8Tensor
     recipe_class = Float8CurrentScaling

@@ -343,8 +343,6 @@ def quantizes_groups(quantizers: Sequence[Quantizer], groups: int) -> bool:
     if isinstance(first, Float8Quantizer):
         is_whole = all(type(q) is Float8Quantizer and q.saturates for q in quantizers)
         return len(quantizers) == groups and is_whole
-    if isinstance(first, Float8CurrentScalingQuantizer) and first.group is not None:
-        return False
     kinds = (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer)
     return type(first) in kinds
 
