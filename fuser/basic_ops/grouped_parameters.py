@@ -14,6 +14,7 @@ from fuser.basic_ops.grouped_quantized_weights import (
     QuantizedGroupWeights,
     are_quantized,
     backward_usage,
+    check_stack,
     note_reads,
     padded_weights,
     quantized_operand,
@@ -105,6 +106,7 @@ class GroupParameters(QuantizedGroupWeights):
                     f"{shape}."
                 )
         if are_quantized(parts):
+            check_stack(self._sized(), parts[0])
             return parts
         if self._is_one(what):
             return cast(parts[0], dtype)

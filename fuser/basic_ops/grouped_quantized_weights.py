@@ -119,6 +119,17 @@ def are_quantized(weights: Any) -> bool:
     return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
 
 
+def check_stack(op: str, weight: QuantizedTensor) -> None:
+    """Refuse a stack of other matrices than those of the groups, such as a reshaped one."""
+    rows = weight._quantizer.stacked_rows
+    if rows not in (1, weight.shape[-2]):
+        raise InputError(
+            f"{op} has a weight of shape {tuple(weight.shape)} that consists of quantized matrices "
+            f"of {rows} rows; a matrix of each group must have {weight.shape[-2]}. Quantize the "
+            "values in this shape: copy weight.dequantize() into the weight of a new GroupedLinear."
+        )
+
+
 def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
     """One copy of quantized weights, as padded groups; a copy of bytes if they are separate."""
     first = weights[0]
@@ -173,7 +184,13 @@ def kept_matrices(ctx: OperationContext) -> list[Any]:
     if usage is None:
         return found
     pairs = zip(found, ctx.weight_quantizers, strict=True)
-    return [readable(matrix, usage, quantizer) for matrix, quantizer in pairs]
+    one = {name: name == usage for name in ("rowwise", "columnwise")}
+    return [
+        readable(matrix, usage, quantizer)
+        if isinstance(matrix, QuantizedTensor)
+        else quantizer.with_usage(**one)(matrix)
+        for matrix, quantizer in pairs
+    ]
 
 
 def note_reads(weights: Sequence[torch.Tensor], usage: str | None, *, is_read: bool) -> None:
