@@ -164,6 +164,38 @@ def test_a_write_to_a_part_of_a_matrix_leaves_the_scales_of_others(name: str) ->
     torch.testing.assert_close(weight.dequantize()[1, 128:], before[1, 128:], rtol=0.5, atol=0.9)
 
 
+@pytest.mark.parametrize("name", ["current", "mxfp8", "nvfp4 of 1x16"])
+def test_a_write_to_a_part_of_a_matrix_writes_the_bytes_of_separate_weights(name: str) -> None:
+    stacked, other = pair(RECIPES[name]())
+    weight, weights = stacked.weight.detach(), [each.detach() for each in separate(other)]
+    for write in (
+        lambda w: w[1][:128].mul_(5.0),
+        lambda w: w[2][3:17].mul_(5.0),
+        lambda w: w[0][:, 3:5].mul_(5.0),
+        lambda w: w[1].t()[:16].mul_(5.0),
+        lambda w: w[1].diagonal().fill_(2.0),
+        lambda w: w[3][5, 7].fill_(9.0),
+        lambda w: torch._foreach_mul_([w[1][:128], w[1][200:]], 3.0),
+    ):
+        write(weight)
+        write(weights)
+        assert_values(stacked, other)
+
+
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_rows_that_begin_inside_a_matrix_are_copied_by_value(name: str) -> None:
+    """They have the scales of two matrices."""
+    weight = pair(RECIPES[name]())[0].weight.detach()
+    weight[0].mul_(50.0)
+    rows = weight.flatten(0, 1)[128:384]
+    for source in (rows, rows.clone(), pickle.loads(pickle.dumps(rows))):
+        target = pair(RECIPES[name]())[0].weight.detach()
+        target[0].copy_(source)
+        assert torch.equal(
+            target[0].dequantize(), weight._quantizer.alone()(rows.dequantize()).dequantize()
+        )
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_new_zeros_of_a_stack(name: str) -> None:
     weight = pair(RECIPES[name]())[0].weight.detach()
@@ -238,6 +270,32 @@ def test_a_stack_of_parts_of_tiles_is_refused() -> None:
     assert quantizer is not None
     with pytest.raises(InputError, match=r"matrices of 256 rows, got 100 rows.*multiple of 128"):
         quantizer(torch.zeros(100, K))
+
+
+@pytest.mark.parametrize("n", [N // 2, 2 * N])
+@pytest.mark.parametrize("name", ["current", "nvfp4"])
+def test_a_stack_of_other_matrices_is_refused(name: str, n: int) -> None:
+    """A reshaped parameter: each group would have a part of a matrix, or two of them."""
+    weight = pair(RECIPES[name]())[0].weight.detach()
+    op = fuser.GroupedLinear(G * N // n, K, n, dtype=torch.bfloat16, single_grouped_weight=True)
+    op.weight = torch.nn.Parameter(weight.view(-1, n, K))
+    with pytest.raises(InputError) as raised:
+        op(torch.zeros(0, K, dtype=torch.bfloat16), torch.zeros(G * N // n, dtype=torch.int64))
+    assert f"GroupedLinear({G * N // n}, {K}, {n})" in str(raised.value)
+    assert f"matrices of {N} rows" in str(raised.value)
+
+
+def test_matrices_that_cut_blocks_are_multiplied_by_group() -> None:
+    """A user's own parameter, of blocks of 128 rows."""
+    recipe = RECIPES["blocks of 128x128"]()
+    op = fuser.GroupedLinear(G, K, 100, dtype=torch.bfloat16, single_grouped_weight=True)
+    plain = copy.deepcopy(op)
+    whole = fuser.Float8BlockQuantizer()(op.weight.detach())
+    op.weight = torch.nn.Parameter(whole)
+    with torch.no_grad():
+        plain.weight.copy_(whole.dequantize())
+    found, expected = run(op, recipe), run(plain, recipe)
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
 
 
 def test_a_tensor_with_one_scale_for_all_groups_is_multiplied_by_group() -> None:

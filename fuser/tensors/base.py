@@ -53,10 +53,11 @@ class QuantizedTensor(WrapperTensor):
     as the transpose of the other.
 
     **Writes.** A write through a view changes its parent, and every view of the
-    parent. If the rows are whole blocks, and blocks of the format do not depend on
-    the rest of the tensor, only these rows are quantized: the other rows keep
-    their bytes. Otherwise the whole parent is quantized again with the new
-    values, as after any in-place operation on it. In a format with one scale for
+    parent. If blocks of the format do not depend on the rest of the tensor, only the
+    blocks from the first to the last row that is written are quantized: the other
+    rows keep their bytes. Of a stack these are whole matrices. Otherwise the whole
+    parent is quantized again with the new values, as after any in-place operation
+    on it. In a format with one scale for
     the whole tensor, a NaN or an infinity makes that scale 1: the other values
     are kept, rounded as the format rounds values of their size. An operation that
     changes the shape in place (``t_``, ``resize_``) is refused.
@@ -514,10 +515,17 @@ class QuantizedTensor(WrapperTensor):
             return True
         if root._sharding is not None and start == 0 and stop >= root._sharding.rows:
             return True  # a shard, before padding: zeros, which are the same bytes under any scale
-        if (rows := self._quantizer.stacked_rows) > 1:  # whole matrices of a stack
-            return bool(start % rows == 0 and stop % rows == 0)
-        is_whole = not any(root._cuts(usage, start, stop) for usage in copies)
-        return self.has_independent_blocks and is_whole
+        rows = root._rows_of_a_write()
+        return rows > 0 and start % rows == 0 and (stop % rows == 0 or stop == root._matrix()[0])
+
+    def _rows_of_a_write(self) -> int:
+        """The rows of a block, or of a matrix of a stack; 0 if a scale belongs to all rows."""
+        stacked: int = self._quantizer.stacked_rows
+        if stacked > 1:
+            return stacked
+        if not self.has_independent_blocks:
+            return 0
+        return max(self._block(usage) for usage in ("rowwise", "columnwise"))
 
     def _write(self, fresh: QuantizedTensor, non_blocking: bool = False) -> None:
         """Copy the buffers of ``fresh``, which has the same copies, into those of this tensor."""
@@ -534,10 +542,14 @@ class QuantizedTensor(WrapperTensor):
 
     def _cuts(self, usage: str, start: int, stop: int) -> bool:
         """Whether rows ``start`` to ``stop`` cut a block of the copy ``usage``."""
+        block = self._block(usage)
+        return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
+
+    def _block(self, usage: str) -> int:
+        """The number of rows of a block of the copy ``usage``."""
         units = self._row_units()
         names = (*self._names(usage), *self._shared_names())
-        block = max(units[name][1] for name in names if name in units)
-        return start % block != 0 or (stop % block != 0 and stop != self._matrix()[0])
+        return max(units[name][1] for name in names if name in units)
 
     # -- parameters ---------------------------------------------------------------
 

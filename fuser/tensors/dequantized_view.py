@@ -20,8 +20,8 @@ class DequantizedView(WrapperTensor):
 
     It behaves as a view of a plain tensor. A read dequantizes the quantized tensor
     at that moment. An in-place write dequantizes the whole tensor, writes, and
-    quantizes the whole tensor again. Results of operations on a view are plain
-    tensors, and so is a clone of it.
+    quantizes the blocks of rows that it has elements of (``QuantizedTensor``).
+    Results of operations on a view are plain tensors, and so is a clone of it.
 
     Parameters
     ----------

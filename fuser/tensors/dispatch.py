@@ -21,7 +21,7 @@ from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
 from fuser.tensors.sharding import USAGES, is_called_from, zeros_of_shard
-from fuser.tensors.writes import quantize_all
+from fuser.tensors.writes import blocks_around, quantize_all
 from fuser.wrapper_tensor import STAGER, WrapperTensor
 
 aten = torch.ops.aten
@@ -103,10 +103,33 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for target, copy in back.values():
         if copy.shape != target.shape:
             raise StateError(f"{func} gives shape {tuple(copy.shape)} to {_named(target)}.")
-    quantize_all((*alone, *whole.values()))
+    written_parts = (
+        _written_part(
+            *write, [copy for value, copy in back.values() if _memory_of(value) == memory]
+        )
+        for memory, write in whole.items()
+    )
+    quantize_all((*alone, *written_parts))
     for target, _ in back.values() if whole else ():
         target._was_written()
     return tree_map(lambda v: back[id(v)][0] if id(v) in back else v, result)
+
+
+def _written_part(
+    root: QuantizedTensor, values: torch.Tensor, written: list[torch.Tensor]
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """The write of ``values`` to ``root`` for the rows that have ``written``, views of them."""
+    k, written = root.shape[-1], [view for view in written if view.numel()]
+    if not written or any(view.dtype is not values.dtype for view in written):
+        return root, values
+    first = [view.storage_offset() for view in written]
+    last = [
+        start + sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+        for start, view in zip(first, written, strict=True)
+    ]
+    part, start = blocks_around(root, min(first) // k, max(last) // k + 1)
+    rows = values.view(-1, k)[start : start + part.shape[:-1].numel()]
+    return part, rows.view(part.shape)
 
 
 def _place(value: WrapperTensor) -> tuple[QuantizedTensor, tuple[Step, ...]]:
@@ -212,7 +235,10 @@ def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
     if buffers[tensor.rowwise_names[0]] is None and buffers[tensor.columnwise_names[0]] is None:
         return None
     root = tensor._alias() if tensor._view_of is None else tensor._view_of.root
-    return tensor._with(buffers, seen.shape, RowsOf(root, start, is_turned))
+    view = tensor._with(buffers, seen.shape, RowsOf(root, start, is_turned))
+    if type(root) is type(tensor):
+        view._quantizer = tensor._quantizer.of_view(root._quantizer, start)
+    return view
 
 
 def _whole(tensor: QuantizedTensor) -> QuantizedTensor:

@@ -216,6 +216,10 @@ class Quantizer:
             and not isinstance(getattr(cls, name, None), functools.cached_property)
         }
 
+    def of_view(self, root: Quantizer, start: int) -> Quantizer:
+        """The quantizer of a view of a tensor with this one: of rows ``start`` on of its root."""
+        return self
+
     def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """The amaxes of ``rows [M, K]`` that ranks with other rows of the tensor must know.
 

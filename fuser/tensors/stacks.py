@@ -9,7 +9,7 @@ their own, and the tensors of formats with one scale for a tensor are those of g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +43,12 @@ class _StackQuantizer(Quantizer):
 
     def encoding(self) -> tuple[Any, ...]:
         return (*super().encoding(), self.stacked_rows)
+
+    def of_view(self, root: Quantizer, start: int) -> Quantizer:
+        """Of tiles if the view cuts its first matrix: the scales of its rows may differ."""
+        if start % root.stacked_rows == 0:
+            return root
+        return replace(self, stacked_rows=GROUP_TILE)  # type: ignore[call-arg]
 
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
         """As in the base class; the last matrix may have fewer rows.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fuser.formats import round_up
 from fuser.tensors.base import QuantizedTensor, geometry
 from fuser.tensors.quantizer import Part, quantized_parts
 
@@ -34,15 +35,34 @@ def quantize_all(
 
 
 def _alone(target: QuantizedTensor, values: torch.Tensor) -> tuple[QuantizedTensor, torch.Tensor]:
-    """This write, or else the write to the whole of which ``target`` is a view."""
+    """This write, or else the write to the blocks of its root that ``target`` is in."""
     source = values.detach().to(dtype=target.dtype, device=target.device).expand(target.shape)
     if target._can_be_written_alone():
         return target, source
     view = target._view_of
     assert view is not None
-    whole = view.root._values()
-    whole.as_strided(target.shape, *geometry(target.shape, view)).copy_(source)
-    return _alone(view.root, whole)
+    rows = target.numel() // view.root.shape[-1]
+    around, start = blocks_around(view.root, view.start, view.start + rows)
+    values = around._values()
+    strides, offset = geometry(target.shape, view)
+    values.as_strided(target.shape, strides, offset - start * values.shape[-1]).copy_(source)
+    return around, values
+
+
+def blocks_around(root: QuantizedTensor, start: int, stop: int) -> tuple[QuantizedTensor, int]:
+    """The fewest rows of ``root``, and the first of them, that are written for these rows alone.
+
+    Whole blocks, or whole matrices of a stack; ``root`` if a scale belongs to all rows.
+    """
+    m, k = root._matrix()
+    unit = root._rows_of_a_write() or max(m, 1)
+    first, last = start // unit * unit, min(round_up(stop, unit), m)
+    if last - first < m:
+        part = root.detach().view(m, k)[first:last]
+        if isinstance(part, QuantizedTensor) and part._can_be_written_alone():
+            return part, first
+    root._can_be_written_alone()  # refuses if it is read-only
+    return root, 0
 
 
 def _part(target: QuantizedTensor, values: torch.Tensor) -> Part:
