@@ -212,10 +212,40 @@ GROUPS = (
     Mutant(
         "a part of a matrix is written with a scale of its own",
         "tensors/base.py",
-        "return bool(start % rows == 0 and stop % rows == 0)",
-        "return True",
+        "            return stacked\n",
+        "            return 1\n",
         "test_stacked_parameters.py::test_a_write_to_a_part_of_a_matrix_leaves_the_scales_of_others",
         select="current",
+    ),
+    Mutant(
+        "rows of two matrices are copied byte by byte into one",
+        "tensors/stacks.py",
+        "if start % root.stacked_rows == 0:",
+        "if True:",
+        "test_stacked_parameters.py::test_rows_that_begin_inside_a_matrix_are_copied_by_value",
+    ),
+    Mutant(
+        "a write to a part of a matrix quantizes all matrices",
+        "tensors/writes.py",
+        "    if last - first < m:\n",
+        "    if False:\n",
+        "test_stacked_parameters.py"
+        "::test_a_write_to_a_part_of_a_matrix_writes_the_bytes_of_separate_weights",
+    ),
+    Mutant(
+        "a write to columns of a matrix quantizes all matrices",
+        "tensors/dispatch.py",
+        "if not written or any(view.dtype is not values.dtype for view in written):",
+        "if True:",
+        "test_stacked_parameters.py"
+        "::test_a_write_to_a_part_of_a_matrix_writes_the_bytes_of_separate_weights",
+    ),
+    Mutant(
+        "a stack of other matrices than those of the groups is multiplied",
+        "basic_ops/grouped_quantized_weights.py",
+        "    if rows not in (1, weight.shape[-2]):\n",
+        "    if False:\n",
+        "test_stacked_parameters.py::test_a_stack_of_other_matrices_is_refused",
     ),
     Mutant(
         "views have the scales of all matrices",
