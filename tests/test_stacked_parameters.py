@@ -16,7 +16,7 @@ from test_grouped_quantized_parameters import OVERRIDES, SIZES, G, K, launches, 
 import fuser
 from fuser import StateError
 from fuser.errors import InputError
-from fuser.gemm import grouped
+from fuser.gemm import grouped, matmul
 from fuser.tensors import QuantizedTensor, stack_quantizer
 
 __all__ = ["launches"]  # the fixture
@@ -238,6 +238,34 @@ def test_a_stack_of_parts_of_tiles_is_refused() -> None:
     assert quantizer is not None
     with pytest.raises(InputError, match=r"matrices of 256 rows, got 100 rows.*multiple of 128"):
         quantizer(torch.zeros(100, K))
+
+
+def test_a_stack_of_other_matrices_is_refused() -> None:
+    op, _ = pair(RECIPES["current"]())
+    halves = fuser.GroupedLinear(2 * G, K, N // 2, single_grouped_weight=True, bias=False)
+    doubles = fuser.GroupedLinear(G // 2, K, 2 * N, single_grouped_weight=True, bias=False)
+    for other in (halves, doubles):
+        other.weight = torch.nn.Parameter(op.weight.detach().view(other.weight.shape))
+        x = torch.ones(8, K, dtype=torch.bfloat16)
+        sizes = torch.full((other.num_groups,), 1)
+        for recipe in (None, RECIPES["current"]()):
+            with (
+                pytest.raises(InputError, match=rf"each 256 rows .* {other.out_features} rows"),
+                fuser.autocast(enabled=recipe is not None, recipe=recipe),
+            ):
+                other(x, sizes)
+
+
+def test_a_linear_multiplies_a_matrix_of_a_stack_by_its_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A native GEMM would read the scale of the first 128 rows for all."""
+    weight = pair(RECIPES["current"]())[0].weight.detach()
+    alone = fuser.Float8CurrentScalingQuantizer()(weight[1].dequantize())
+    monkeypatch.setattr(matmul, "native_gemm", lambda *formats_and_architecture: "native")
+    assert matmul._native(alone, alone) is not None
+    assert matmul._native(alone, weight[1]) is None
+    assert matmul._native(weight[:2].flatten(0, 1), alone) is None
 
 
 def test_a_tensor_with_one_scale_for_all_groups_is_multiplied_by_group() -> None:

@@ -203,9 +203,9 @@ GROUPS = (
     ),
     Mutant(
         "a matrix of a stack is turned with scales for its rows",
-        "tensors/group_formats.py",
-        "return False  # the rows of the transpose would have several scales",
-        "return True",
+        "tensors/dispatch.py",
+        "if tensor.has_scales_of_rows or not tensor._is_transposable():",
+        "if not tensor._is_transposable():",
         "test_stacked_parameters.py::test_a_view_of_a_matrix_has_its_values_and_writes_it_alone",
         select="current",
     ),
