@@ -16,7 +16,7 @@ from test_grouped_quantized_parameters import OVERRIDES, SIZES, G, K, launches, 
 import fuser
 from fuser import StateError
 from fuser.errors import InputError
-from fuser.gemm import grouped
+from fuser.gemm import grouped, matmul
 from fuser.tensors import QuantizedTensor, stack_quantizer
 
 __all__ = ["launches"]  # the fixture
@@ -272,19 +272,6 @@ def test_a_stack_of_parts_of_tiles_is_refused() -> None:
         quantizer(torch.zeros(100, K))
 
 
-@pytest.mark.parametrize("n", [N // 2, 2 * N])
-@pytest.mark.parametrize("name", ["current", "nvfp4"])
-def test_a_stack_of_other_matrices_is_refused(name: str, n: int) -> None:
-    """A reshaped parameter: each group would have a part of a matrix, or two of them."""
-    weight = pair(RECIPES[name]())[0].weight.detach()
-    op = fuser.GroupedLinear(G * N // n, K, n, dtype=torch.bfloat16, single_grouped_weight=True)
-    op.weight = torch.nn.Parameter(weight.view(-1, n, K))
-    with pytest.raises(InputError) as raised:
-        op(torch.zeros(0, K, dtype=torch.bfloat16), torch.zeros(G * N // n, dtype=torch.int64))
-    assert f"GroupedLinear({G * N // n}, {K}, {n})" in str(raised.value)
-    assert f"matrices of {N} rows" in str(raised.value)
-
-
 def test_matrices_that_cut_blocks_are_multiplied_by_group() -> None:
     """A user's own parameter, of blocks of 128 rows."""
     recipe = RECIPES["blocks of 128x128"]()
@@ -296,6 +283,34 @@ def test_matrices_that_cut_blocks_are_multiplied_by_group() -> None:
         plain.weight.copy_(whole.dequantize())
     found, expected = run(op, recipe), run(plain, recipe)
     assert all(torch.equal(found[each], expected[each]) for each in expected)
+
+
+def test_a_stack_of_other_matrices_is_refused() -> None:
+    op, _ = pair(RECIPES["current"]())
+    halves = fuser.GroupedLinear(2 * G, K, N // 2, single_grouped_weight=True, bias=False)
+    doubles = fuser.GroupedLinear(G // 2, K, 2 * N, single_grouped_weight=True, bias=False)
+    for other in (halves, doubles):
+        other.weight = torch.nn.Parameter(op.weight.detach().view(other.weight.shape))
+        x = torch.ones(8, K, dtype=torch.bfloat16)
+        sizes = torch.full((other.num_groups,), 1)
+        for recipe in (None, RECIPES["current"]()):
+            with (
+                pytest.raises(InputError, match=rf"each 256 rows .* {other.out_features} rows"),
+                fuser.autocast(enabled=recipe is not None, recipe=recipe),
+            ):
+                other(x, sizes)
+
+
+def test_a_linear_multiplies_a_matrix_of_a_stack_by_its_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A native GEMM would read the scale of the first 128 rows for all."""
+    weight = pair(RECIPES["current"]())[0].weight.detach()
+    alone = fuser.Float8CurrentScalingQuantizer()(weight[1].dequantize())
+    monkeypatch.setattr(matmul, "native_gemm", lambda *formats_and_architecture: "native")
+    assert matmul._native(alone, alone) is not None
+    assert matmul._native(alone, weight[1]) is None
+    assert matmul._native(weight[:2].flatten(0, 1), alone) is None
 
 
 def test_a_tensor_with_one_scale_for_all_groups_is_multiplied_by_group() -> None:

@@ -14,7 +14,6 @@ from fuser.basic_ops.grouped_quantized_weights import (
     QuantizedGroupWeights,
     are_quantized,
     backward_usage,
-    check_stack,
     note_reads,
     padded_weights,
     quantized_operand,
@@ -106,7 +105,7 @@ class GroupParameters(QuantizedGroupWeights):
                     f"{shape}."
                 )
         if are_quantized(parts):
-            check_stack(self._sized(), parts[0])
+            self._check_stack(parts[0])
             return parts
         if self._is_one(what):
             return cast(parts[0], dtype)
@@ -114,6 +113,16 @@ class GroupParameters(QuantizedGroupWeights):
         if buffer is None:
             return [cast(part.detach(), dtype) for part in parts]
         return cast(buffer, dtype)
+
+    def _check_stack(self, weight: QuantizedTensor) -> None:
+        """Refuse a stack of other matrices, whose scales are not those of this op's groups."""
+        rows = weight._quantizer.stacked_rows
+        if rows not in (1, self.out_features):
+            raise InputError(
+                f"{self._sized()} has a quantized weight of shape {tuple(weight.shape)} in which "
+                f"each {rows} rows were quantized alone; each group has {self.out_features} rows. "
+                "Quantize the values of the weight again."
+            )
 
     def _note_versions(self, ctx: OperationContext, what: str) -> None:
         """Note the versions of weights or biases that backward reads but autograd does not save.

@@ -119,17 +119,6 @@ def are_quantized(weights: Any) -> bool:
     return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
 
 
-def check_stack(op: str, weight: QuantizedTensor) -> None:
-    """Refuse a stack of other matrices than those of the groups, such as a reshaped one."""
-    rows = weight._quantizer.stacked_rows
-    if rows not in (1, weight.shape[-2]):
-        raise InputError(
-            f"{op} has a weight of shape {tuple(weight.shape)} that consists of quantized matrices "
-            f"of {rows} rows; a matrix of each group must have {weight.shape[-2]}. Quantize the "
-            "values in this shape: copy weight.dequantize() into the weight of a new GroupedLinear."
-        )
-
-
 def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
     """One copy of quantized weights, as padded groups; a copy of bytes if they are separate."""
     first = weights[0]

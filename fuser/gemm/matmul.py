@@ -241,6 +241,8 @@ def _product(
 
 
 def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:
+    if a.has_scales_of_rows or b.has_scales_of_rows:
+        return None  # such a GEMM reads one scale of a tensor
     return native_gemm(a._quantizer.format, b._quantizer.format, architecture(a.device))
 
 

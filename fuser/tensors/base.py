@@ -99,6 +99,8 @@ class QuantizedTensor(WrapperTensor):
     # Whether whole blocks of rows have the same bytes in a part of the tensor as in the whole, if
     # an amax of the whole tensor is known.
     has_exact_shards: ClassVar[bool] = True
+    # Whether each 128 rows have the scale or amax that a tensor of the format has once.
+    has_scales_of_rows: ClassVar[bool] = False
     # Whether the columnwise copy is made from the bytes of the rowwise one (derive_columnwise).
     derives_columnwise: ClassVar[bool] = False
     # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.

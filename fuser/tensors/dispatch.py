@@ -228,7 +228,7 @@ def _rows_at(tensor: QuantizedTensor, seen: torch.Tensor) -> QuantizedTensor | N
         return tensor._with(tensor.buffers(), seen.shape, None)
     buffers = _rows(whole._present(), start, stop)
     if is_turned:
-        if not tensor._is_transposable():
+        if tensor.has_scales_of_rows or not tensor._is_transposable():
             return None
         for row, column in zip(tensor.rowwise_names, tensor.columnwise_names, strict=True):
             buffers[row], buffers[column] = buffers[column], buffers[row]

@@ -38,14 +38,13 @@ class Float8GroupsTensor(Float8Tensor):
     group are equal.
     """
 
+    has_scales_of_rows = True
+
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
         return {**super()._layout(m, k), "_scale_inv": (m // GROUP_TILE,)}
 
     def _row_units(self) -> dict[str, tuple[int, int]]:
         return {**super()._row_units(), "_scale_inv": (0, GROUP_TILE)}
-
-    def _is_transposable(self) -> bool:
-        return False  # the rows of the transpose would have several scales
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         columnwise = self._rowwise_data is None
@@ -218,6 +217,8 @@ class NVFP4GroupsTensor(NVFP4Tensor):
     equal.
     """
 
+    has_scales_of_rows = True
+
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
         amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (m // GROUP_TILE,))
         return {**super()._layout(m, k), **amaxes}
@@ -225,9 +226,6 @@ class NVFP4GroupsTensor(NVFP4Tensor):
     def _row_units(self) -> dict[str, tuple[int, int]]:
         amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (0, GROUP_TILE))
         return {**super()._row_units(), **amaxes}
-
-    def _is_transposable(self) -> bool:
-        return False  # as Float8GroupsTensor
 
     def _decoded(
         self,

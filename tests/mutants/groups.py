@@ -203,9 +203,9 @@ GROUPS = (
     ),
     Mutant(
         "a matrix of a stack is turned with scales for its rows",
-        "tensors/group_formats.py",
-        "return False  # the rows of the transpose would have several scales",
-        "return True",
+        "tensors/dispatch.py",
+        "if tensor.has_scales_of_rows or not tensor._is_transposable():",
+        "if not tensor._is_transposable():",
         "test_stacked_parameters.py::test_a_view_of_a_matrix_has_its_values_and_writes_it_alone",
         select="current",
     ),
@@ -239,13 +239,6 @@ GROUPS = (
         "if True:",
         "test_stacked_parameters.py"
         "::test_a_write_to_a_part_of_a_matrix_writes_the_bytes_of_separate_weights",
-    ),
-    Mutant(
-        "a stack of other matrices than those of the groups is multiplied",
-        "basic_ops/grouped_quantized_weights.py",
-        "    if rows not in (1, weight.shape[-2]):\n",
-        "    if False:\n",
-        "test_stacked_parameters.py::test_a_stack_of_other_matrices_is_refused",
     ),
     Mutant(
         "views have the scales of all matrices",
