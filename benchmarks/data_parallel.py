@@ -193,6 +193,8 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows:
             say(",".join(map(str, row.values())))
         Sink(options.out, where).write(rows)
+    # A process that ends while a thread of gloo still frees the tensors of a collective aborts.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -215,6 +215,7 @@ def test_under_torchs_autocast_bf16_travels(of: Any) -> None:
 def test_a_backward_uses_the_group_of_its_forward_which_nothing_keeps(of: Any) -> None:
     for each in of("two_groups"):
         assert each["seen"] == [0, 1]
+        assert each["kept"]
         assert not any(each["kept"])
     of("a_destroyed_group")
 
