@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +153,20 @@ def runs(sizes: tuple[int, int], recipes: list[str], device: str) -> list[Run]:
     return found
 
 
+def measured(sizes: Sequence[int], options: Any, rank: int) -> list[dict[str, object]]:
+    """A row of results for each variant; the models are freed on return."""
+    (tokens, hidden, count), device = sizes, options.device
+    torch.manual_seed(rank)
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
+    dy = torch.randn_like(x)
+    chosen = runs((hidden, count), options.recipes, device)
+    rounds = range(WARM_UP + options.rounds)
+    for _ in progress(rounds, "rounds") if rank == 0 else rounds:
+        for run in chosen:
+            run.step(x, dy, device)
+    return [run.row() for run in chosen]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Measure on all ranks; print and write on the first."""
     names = ("tokens", "hidden", "modules")
@@ -173,27 +188,17 @@ def main(argv: list[str] | None = None) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     given = [getattr(options, name) or SIZES[device][i] for i, name in enumerate(names)]
-    tokens, hidden, count = given
-    torch.manual_seed(rank)
-    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16)
-    dy = torch.randn_like(x)
-    chosen = runs((hidden, count), options.recipes, device)
-    for _ in (
-        progress(range(WARM_UP + options.rounds), "rounds")
-        if rank == 0
-        else range(WARM_UP + options.rounds)
-    ):
-        for run in chosen:
-            run.step(x, dy, device)
+    rows = measured(given, options, rank)
     if rank == 0:
         where = {"ranks": dist.get_world_size(), **dict(zip(names, given, strict=True))}
         where = {**provenance(device, torch.bfloat16, options.commit), **where}
-        rows = [run.row() for run in chosen]
         say(",".join(map(str, rows[0])))
         for row in rows:
             say(",".join(map(str, row.values())))
         Sink(options.out, where).write(rows)
-    # A process that ends while a thread of gloo still frees the tensors of a collective aborts.
+    # A process that ends while a thread of gloo still frees the tensors of a collective aborts. The
+    # models are gone, and with them the last users of the group, which ends its threads.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
