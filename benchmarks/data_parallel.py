@@ -196,8 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows:
             say(",".join(map(str, row.values())))
         Sink(options.out, where).write(rows)
-    # A process that ends while a thread of gloo still frees the tensors of a collective aborts. The
-    # models are gone, and with them the last users of the group, which ends its threads.
+    # A process aborted once at its end, probably because a thread of gloo still freed tensors. The
+    # models are gone now, and with them the last users of the group, which ends its threads.
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()

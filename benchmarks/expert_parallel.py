@@ -242,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
             if is_first:
                 times = "".join(f"{row[column]:>10}" for column in ("ms", "p20", "p80"))
                 say(f"{name:<24}{times}  {row['failure']}")
-    # A process that ends while a thread of gloo still frees the tensors of a collective aborts.
+    # Threads of gloo have then done with the tensors of the last collective (data_parallel.py).
     dist.barrier()
     dist.destroy_process_group()
 

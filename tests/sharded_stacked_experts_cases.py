@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from ranks import device_type
-from sharded_checkpoints_cases import shared_folder
 from sharded_models import (
     RECIPES,
     assert_same_bytes,
@@ -24,6 +22,7 @@ from sharded_models import (
 from sharded_models import each as each_of
 from sharded_quantized_experts_cases import (
     EXACT,
+    check_checkpoints,
     experts,
     inputs_of,
     loss_of,
@@ -164,22 +163,4 @@ def stacked_experts_on_meta_are_sharded_and_then_initialised(name: str) -> None:
 
 @each("current", "mxfp8", "nvfp4", "blocks of 128x128")
 def checkpoints_of_stacked_experts_are_loaded_with_their_bytes(name: str) -> None:
-    """From two ranks to two; the values in a checkpoint of one rank too."""
-    folder, reference = shared_folder(), stack(name)
-    dcp.save(sharded(stack(name)).state_dict(), checkpoint_id=f"{folder}/two")
-    if rank() == 0:
-        dcp.save(reference.state_dict(), checkpoint_id=f"{folder}/one", no_dist=True)
-        alone = stack(name, seed=2)
-        state = alone.state_dict()
-        dcp.load(state, checkpoint_id=f"{folder}/two", no_dist=True)
-        alone.load_state_dict(state)
-        for found, own in zip(weights(alone), weights(reference), strict=True):
-            assert_same_bytes(found, own)
-    torch.distributed.barrier()
-    for source in ("two", "one"):
-        loaded = sharded(stack(name, seed=2))
-        state = loaded.state_dict()
-        dcp.load(state, checkpoint_id=f"{folder}/{source}")
-        loaded.load_state_dict(state)
-        for found, own in zip(whole_weights(loaded), weights(reference), strict=True):
-            assert_same_bytes(found, own)
+    check_checkpoints(functools.partial(stack, name))

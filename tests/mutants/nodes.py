@@ -15,14 +15,14 @@ NODES = (
         select="MXFP8",
     ),
     Mutant(
-        "the op before a cut is not asked for its quantizer of gradients",
+        "the op after a cut quantizes no gradient for the op before it",
         "runtime/codegen.py",
         "reader = self._op(index - 1) if index else self.neighbours.before",
         "reader = self._op(index - 1) if index else None",
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
     ),
     Mutant(
-        "the op after a cut is not asked for its quantizer",
+        "the op after a cut gets an input that was not quantized for it",
         "runtime/codegen.py",
         "reader = self._op(index) if inside else self.neighbours.after",
         "reader = self._op(index) if inside else None",
