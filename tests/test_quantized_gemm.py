@@ -53,6 +53,7 @@ class StrictTensorCores:
         assert E4M3 in (a.dtype, b.dtype)
         assert {a.dtype, b.dtype} <= {E4M3, E5M2}
         assert scale_a.dtype == scale_b.dtype == torch.float32
+        assert all(t.data_ptr() % 16 == 0 for t in (a, b, scale_a, scale_b))
         if bias is not None:
             assert out_dtype in (torch.bfloat16, torch.float16)
             assert bias.dtype == out_dtype
@@ -76,7 +77,6 @@ class StrictTensorCores:
             return scale.double().expand(rows, k), "tensor"
         if scale.shape == (rows, 1) and blocks != 1:  # of one block, it may be either
             assert scale.is_contiguous()
-            assert scale.data_ptr() % 16 == 0
             return scale.double().expand(rows, k), "row"
         if scale.shape == (rows, blocks):
             assert scale.stride(0) == 1
@@ -117,6 +117,8 @@ NATIVE = {
     "block-1D": recipes.Float8BlockScaling(w_block_scaling_dim=1),
     "block-2D-input": recipes.Float8BlockScaling(x_block_scaling_dim=2, w_block_scaling_dim=1),
 }
+
+STACKED = {name: recipe for name, recipe in NATIVE.items() if name not in ("delayed", "rowwise")}
 
 
 def model_of(widths: tuple[int, int, int], **options: Any) -> fuser.Sequential:
@@ -171,6 +173,47 @@ def test_native_products_of_any_shape_equal_emulated_ones(
     for name, value in emulated.items():
         assert native[name].shape == value.shape
         torch.testing.assert_close(native[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_native_products_of_parts_of_a_weight_equal_emulated_ones(recipe: Any) -> None:
+    """The scales of a part begin anywhere in those of the whole."""
+
+    def part(rows: slice) -> fuser.Sequential:
+        torch.manual_seed(0)
+        with fuser.quantized_model_init(recipe=recipe):
+            whole, op = (fuser.Linear(160, n, bias=False) for n in (640, 512))
+        op.weight = torch.nn.Parameter(whole.weight.detach()[rows])
+        return fuser.Sequential(op)
+
+    for rows in (slice(0, 512), slice(128, 640)):
+        emulated = run(part(rows), recipe, 48)
+        with stand_in_for_hopper() as cores:
+            native = run(part(rows), recipe, 48)
+        assert len(cores.calls) == 3
+        for name, value in emulated.items():
+            torch.testing.assert_close(native[name], value, rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("recipe", STACKED.values(), ids=STACKED)
+def test_native_products_of_experts_of_one_parameter_equal_emulated_ones(recipe: Any) -> None:
+    with fuser.quantized_model_init(recipe=recipe):
+        op = fuser.GroupedLinear(3, 160, 128, bias=False, single_grouped_weight=True)
+    x, splits = oracles.random_tensor((48, 160), torch.float32, 1), torch.tensor([10, 0, 38])
+
+    def step() -> tuple[torch.Tensor, ...]:
+        given = x.clone().requires_grad_()
+        with fuser.autocast(recipe=recipe):
+            y = op(given, splits)
+        return y, *torch.autograd.grad(y.square().sum(), (given, op.weight))
+
+    emulated = step()
+    with stand_in_for_hopper() as cores:
+        native = step()
+    assert len(cores.calls) == 6
+    for found, value in zip(native, emulated, strict=True):
+        error = (found - value).norm() / value.norm()
+        assert error < 1e-2
 
 
 def test_a_bias_rides_on_the_gemm_of_blocks(hopper: StrictTensorCores) -> None:

@@ -87,7 +87,8 @@ def tensorwise(
     a: Operand, b: Operand, out_dtype: torch.dtype, is_split: bool, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """``a @ b.T (+ bias)`` of FP8 with one scale a tensor."""
-    return _by_rows(a, b, (a.scale_inv, b.scale_inv), out_dtype, is_split, bias)
+    scales = (_at_16_bytes(a.scale_inv), _at_16_bytes(b.scale_inv))
+    return _by_rows(a, b, scales, out_dtype, is_split, bias)
 
 
 def rowwise(
@@ -218,7 +219,7 @@ def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _at_16_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """``scales`` where cuBLASLt reads vectors of them; those of some rows may begin anywhere."""
+    """``scales`` at an address that cuBLASLt takes; those of a part of a tensor begin anywhere."""
     return scales if scales.data_ptr() % 16 == 0 else scales.clone()
 
 
