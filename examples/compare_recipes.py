@@ -398,9 +398,10 @@ def parse(argv: list[str] | None) -> tuple[Options, list[str]]:
 def main(argv: list[str] | None = None) -> int:
     """Measure a step of each run, train them all, compare; returns the exit status."""
     options, recipes = parse(argv)
-    corpus = library_corpus(options.context, options.device)
+    corpus = library_corpus(options.context)
     if corpus is None:
         return 1
+    corpus = corpus.to(options.device)
     runs = list(variants(recipes))
     print(f"{len(runs)} runs of {options.steps} steps; first the memory of one step of each.")
     memory = [step_memory(variant, corpus, options) for variant in runs]

@@ -40,11 +40,15 @@ class Corpus:
     training: torch.Tensor
     validation: torch.Tensor
 
+    def to(self, device: str) -> Corpus:
+        """The corpus on a device; ``cuda`` is the one that ``torch.cuda.set_device`` chose."""
+        return Corpus(self.root, self.training.to(device), self.validation.to(device))
 
-def library_corpus(context: int, device: str) -> Corpus | None:
+
+def library_corpus(context: int) -> Corpus | None:
     """This Python's standard library; None, after a message, if it is too short for ``context``."""
     root = Path(sysconfig.get_path("stdlib"))
-    corpus = read_corpus(root, device)
+    corpus = read_corpus(root)
     sizes = len(corpus.training), len(corpus.validation)
     if min(sizes) >= context + 2:
         return corpus
@@ -56,14 +60,14 @@ def library_corpus(context: int, device: str) -> Corpus | None:
     return None
 
 
-def read_corpus(root: Path, device: str) -> Corpus:
+def read_corpus(root: Path) -> Corpus:
     """The Python sources under ``root`` in sorted order, split by file."""
     texts = [path.read_bytes() for path in source_files(root)]
     training = [text for i, text in enumerate(texts) if i % FILES_PER_HELD_OUT]
     validation = texts[::FILES_PER_HELD_OUT]
     # frombuffer refuses an empty text, as on a machine without sources.
     both = (bytearray(b"\n".join(part) or b"\n") for part in (training, validation))
-    return Corpus(root, *(torch.frombuffer(text, dtype=torch.uint8).to(device) for text in both))
+    return Corpus(root, *(torch.frombuffer(text, dtype=torch.uint8) for text in both))
 
 
 def source_files(root: Path) -> Iterator[Path]:

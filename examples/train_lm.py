@@ -736,10 +736,11 @@ def main(argv: list[str] | None = None) -> int:
     """Train, sample, repeat the first steps without fuser, compare; returns the exit status."""
     with parallel.World.from_environment().one_voice():
         options = parse(argv)
-        corpus = library_corpus(options.context, options.device)
+        corpus = library_corpus(options.context)
     if corpus is None:
         return 1
     with parallel.started(options) as ranks:
+        corpus = corpus.to(options.device)
         model, plain = make_models(options)
         count = sum(p.numel() for p in model.parameters())
         print(

@@ -1,14 +1,20 @@
-"""Scripts run in the process of a test: what they print, and how they refuse their options."""
+"""Scripts in tests: what they print, how they refuse options, and runs under torchrun."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 Main = Callable[[Sequence[str]], int | None]
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 class Terminal(io.StringIO):
@@ -33,3 +39,14 @@ def refusal_by(main: Main, arguments: Sequence[str]) -> str:
         main(arguments)
     assert stopped.value.code == 2
     return said.getvalue().splitlines()[-1]
+
+
+def torchrun(script: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A script on two ranks, as ``make demo-sharded`` starts them; it may import the examples."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script), *arguments]
+    paths = os.pathsep.join([str(EXAMPLES), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )

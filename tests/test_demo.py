@@ -58,7 +58,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def corpus() -> Any:
-    return corpora.read_corpus(Path(corpora.sysconfig.get_path("stdlib")), "cpu")
+    return corpora.read_corpus(Path(corpora.sysconfig.get_path("stdlib")))
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +270,7 @@ def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
         (tmp_path / f"{number:02}.py").write_text(f"file_{number:02}")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "skipped.py").write_text("skipped")
-    corpus = corpora.read_corpus(tmp_path, "cpu")
+    corpus = corpora.read_corpus(tmp_path)
     assert bytes(corpus.validation.tolist()) == b"file_00\nfile_10"
     training = [number for number in range(20) if number % 10]
     assert bytes(corpus.training.tolist()).split() == [b"file_%02d" % n for n in training]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from scripts import torchrun
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = {
@@ -24,11 +22,8 @@ def test_a_benchmark_of_ranks_writes_a_time_for_each_variant(script: str, tmp_pa
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("torch is built without gloo")
     out = tmp_path / "rows.csv"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(BENCHMARKS / script)]
-    command += ["--device", "cpu", "--out", str(out), *SCRIPTS[script]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    arguments = ["--device", "cpu", "--out", str(out), *SCRIPTS[script]]
+    run = torchrun(BENCHMARKS / script, arguments)
     assert run.returncode == 0, run.stdout + run.stderr
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))

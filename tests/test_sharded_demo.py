@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ import sharded_demo_cases
 import sharded_demo_mesh_cases
 import torch.distributed as dist
 from ranks import run_cases
-from scripts import printed_by, refusal_by
+from scripts import EXAMPLES, printed_by, refusal_by, torchrun
 from sharded_demo_cases import train_lm, train_moe
 
 
@@ -44,7 +41,6 @@ def test_on_four_ranks(case: str, errors_of_four: dict[str, str]) -> None:
 # -- torchrun -------------------------------------------------------------------------
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4"]
 # The second rank dies in its fifth step.
 DYING = """
@@ -64,26 +60,10 @@ sys.exit(train_lm.main())
 """
 
 
-def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script on two ranks, as `make demo-sharded` starts them."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", str(script)]
-    paths = os.pathsep.join([str(EXAMPLES), *sys.path])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.run(
-        [*command, *TINY, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="torch is built without gloo")
 def test_only_the_first_rank_prints_the_sharding_and_the_results(tmp_path: Path) -> None:
     arguments = ["--tp", "2", "--sp", "--fsdp", "--steps", "2", "--sample-bytes", "3"]
-    run = torchrun(EXAMPLES / "train_lm.py", *arguments, "--out", str(tmp_path))
+    run = torchrun(EXAMPLES / "train_lm.py", [*TINY, *arguments, "--out", str(tmp_path)])
     assert (run.returncode, run.stderr) == (0, "")
     text = run.stdout
     for once in (
@@ -112,7 +92,7 @@ def test_a_rank_that_dies_ends_the_run_and_leaves_a_whole_checkpoint(tmp_path: P
     script, saved = tmp_path / "dying.py", tmp_path / "saved"
     script.write_text(DYING)
     options = ["--steps", "8", "--sample-bytes", "0", "--out", str(tmp_path)]
-    run = torchrun(script, *options, "--fsdp", "--checkpoint", str(saved))
+    run = torchrun(script, [*TINY, *options, "--fsdp", "--checkpoint", str(saved)])
     assert run.returncode != 0
     assert [path.name for path in saved.iterdir()] == ["step-4"]
     again = ["--resume", str(saved), "--checkpoint", str(saved)]
