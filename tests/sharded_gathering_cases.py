@@ -8,6 +8,7 @@ import itertools
 from typing import Any
 
 import torch
+from ranks import device_type
 from sharded_models import (
     RECIPES,
     SMALL,
@@ -314,11 +315,12 @@ def amaxes_are_reduced_at_each_gathering_that_quantizes(name: str) -> None:
         with torch.no_grad():
             for layer in linears(layers):
                 shard_of(layer.weight).data.mul_(1 + rank())
-        wholes = [layer.weight.full_tensor().bfloat16() for layer in linears(layers)]
+        wholes = [layer.weight.full_tensor().to(device_type()) for layer in linears(layers)]
         for one in (first, last):
             one.unshard()
         for layer, values in zip(linears(layers), wholes, strict=True):
-            assert_same_bytes(layer.weight, make_quantizer(recipe, "weight")(values.detach()))
+            quantizer = make_quantizer(recipe, "weight")
+            assert_same_bytes(layer.weight, quantizer(values.detach().bfloat16()))
 
 
 @case

@@ -163,4 +163,4 @@ def stacked_experts_on_meta_are_sharded_and_then_initialised(name: str) -> None:
 
 @each("current", "mxfp8", "nvfp4", "blocks of 128x128")
 def checkpoints_of_stacked_experts_are_loaded_with_their_bytes(name: str) -> None:
-    check_checkpoints(functools.partial(stack, name))
+    check_checkpoints(name, functools.partial(stack, name))

@@ -253,10 +253,11 @@ def delayed_scaling_trains_as_on_one_rank_with_all_data() -> None:
             one.zero_grad()
         for weight, layer in zip(unsharded(layers), linears(reference), strict=True):
             if device_type() == "cuda":
-                # Outputs are added with 14 bits, in another order, and so a few gradients have
-                # another E5M2 value.
+                # Sums of 14 bits in another order give a few gradients another E5M2 value. After
+                # the next step the amax may differ, and with the scale all roundings to E4M3.
                 values, own = weight.dequantize(), layer.weight.dequantize()
-                assert (values - own).norm() < 0.02 * own.norm()
+                error = float((values - own).norm() / own.norm())
+                assert error < (2**-4 if step else 1e-3), (step, error)
                 continue
             assert torch.equal(weight._scale_inv, layer.weight._scale_inv)
             # Sums over rows are made in another order, and a few values round differently.

@@ -59,7 +59,9 @@ def steps(model: Any, recipe: Any) -> list[torch.Tensor]:
             y = model(*given)
         y.float().square().mean().backward()
         of_weights = [parameter.grad.flatten() for parameter in model.parameters()]
-        found += [y.detach().clone(), given[0].grad, given[2].grad, torch.cat(of_weights)]
+        # A replay overwrites the memory of the outputs and gradients of the last one.
+        kept = (y.detach(), given[0].grad, given[2].grad)
+        found += [*(each.clone() for each in kept), torch.cat(of_weights)]
         optimizer.step()
         optimizer.zero_grad()
     return [*found, torch.cat([each.detach().float().flatten() for each in model.parameters()])]
