@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fuser.cuda import cublaslt
 from fuser.gemm.native import NativeGemm, by_cublaslt, native_gemm, product
 from fuser.tensors import QuantizedTensor
+from fuser.wrapper_tensor import WrapperTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
 # bias is a GEMM epilogue. An alias of torch's function: a wrapper would cost 0.1 us.
@@ -231,7 +232,7 @@ def _product(
     """
     one, other = a.operand(a_copy), b.operand(b_copy)
     if a.format.multiple == 1:
-        added = None if addend is None else _rows(addend)
+        added = None if addend is None else _in_memory(_rows(addend))
         return product(row, one, other, dtype, is_split, bias=bias, scale=scale, addend=added)
     rows, columns = (
         tensor._matrix()[usage == "columnwise"] for tensor, usage in ((a, a_copy), (b, b_copy))
@@ -255,6 +256,7 @@ def _add_product(
 ) -> torch.Tensor:
     """``scale * a @ b (+ bias) + addend``; torch copies the addend before it adds to it."""
     if cublaslt.library() is not None:
+        addend, a, b = (_in_memory(matrix) for matrix in (addend, a, b))
         out = torch.empty(addend.shape, dtype=addend.dtype, device=addend.device)
         operands = cublaslt.Operands(out, a, b, addend, bias)
         if cublaslt.serves(operands):
@@ -264,6 +266,11 @@ def _add_product(
     if addend.dtype is a.dtype:
         return torch.addmm(addend, a, b, alpha=scale)
     return torch.mm(a, b) * scale + addend
+
+
+def _in_memory(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` itself, or the values of a quantized one; torch's functions take them too."""
+    return matrix.dequantize() if isinstance(matrix, WrapperTensor) else matrix
 
 
 def _scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
