@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import device_type
 from sharded_models import assert_same_bytes, rank, said, shared_folder
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -27,7 +28,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -285,6 +290,31 @@ def layouts_of_torch_are_taken_where_they_mean_the_same() -> None:
         ),
     ):
         assert text in said(InputError, make), text
+
+
+@case
+def a_pipeline_between_layers_of_torch_styles_waits_for_their_collectives() -> None:
+    """Of whole rows, and of parts of them: torch reduces its input and its gradient."""
+    for layout in (Replicate(), Shard(0)):
+        torch.manual_seed(1)
+        before, after = torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
+        whole = torch.nn.Sequential(before, mlp(), after)
+        layers = copy.deepcopy(whole)
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
+            "2": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
+        }
+        parallelize_module(layers, mesh(), plan)
+        kinds = []
+        layers[1].register_forward_pre_hook(lambda _, given, to=kinds: to.append(type(given[0])))
+        found, expected = (step(m, inputs()) for m in (layers, whole))
+        assert kinds == [AsyncCollectiveTensor]
+        assert_close(found, expected)
+        for part, own_part in zip(layers[1].parameters(), whole[1].parameters(), strict=True):
+            grad = part.grad
+            if layout != Replicate():
+                dist.all_reduce(grad)
+            assert_close(grad, own_part.grad)
 
 
 @case

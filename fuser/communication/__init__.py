@@ -2,7 +2,9 @@
 
 from fuser.communication.agreement import Agreement
 from fuser.communication.collectives import (
+    FUNCTIONAL_COLLECTIVES,
     Pending,
+    finished,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -27,6 +29,7 @@ from fuser.communication.quantized_gather import (
 )
 
 __all__ = [
+    "FUNCTIONAL_COLLECTIVES",
     "Agreement",
     "GroupRef",
     "Pending",
@@ -36,6 +39,7 @@ __all__ = [
     "check_divides",
     "check_shard",
     "divided",
+    "finished",
     "group_size",
     "makes_columns",
     "rank_in",

@@ -6,6 +6,7 @@ Each ``start_*`` returns at once; the communication overlaps with the work that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -46,6 +47,22 @@ class Pending(Generic[Result]):
                 work.wait()
         self._works, self._kept = (), None
         return self._finish()
+
+
+FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
+"""torch's module of collectives whose results wait for themselves; ``DTensor``s import it."""
+
+
+def finished(tensor: Any) -> Any:
+    """The result of a collective of torch that may still run; anything else itself.
+
+    Kernels read memory, and such an ``AsyncCollectiveTensor`` has none of its own. torch's tensor
+    parallel styles return them.
+    """
+    module = sys.modules.get(FUNCTIONAL_COLLECTIVES)
+    if module is None or not isinstance(tensor, module.AsyncCollectiveTensor):
+        return tensor
+    return tensor.wait()
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,8 @@ def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Enc
         If a tensor is not on a CUDA device, or on another one than the first; if a struct has no
         fields.
     InputTypeError
-        If an argument is anything else, a bare Python number for instance.
+        If an argument is anything else, a bare Python number for instance, or a tensor without
+        memory of its own.
     """
     # Native sizes and alignment, which are C's.
     letters, values = ["@"], []  # type: list[str], list[Any]
@@ -160,8 +161,12 @@ def encode(symbol: str, args: tuple[Any, ...], device_type: str = "cuda") -> Enc
                     where = _where(symbol, position, place, in_struct)
                     raise InputError(_misplaced(where, item, index, device, device_type))
                 device = index
+                address = item.data_ptr()
+                if not address and item.numel():
+                    where = _where(symbol, position, place, in_struct)
+                    raise InputTypeError(_without_memory(where, item))
                 letters.append("P")
-                values.append(item.data_ptr())
+                values.append(address)
             elif type(item) is Slot:
                 letters.append("P")
                 values.append(item)
@@ -209,6 +214,11 @@ def _misplaced(
         return f"{got}; kernels read and write {device_type.upper()} tensors."
     got = where.format(f"a tensor on {device_type}:{index}")
     return f"{got}, and others on {device_type}:{device}; all must be on one device."
+
+
+def _without_memory(where: str, tensor: torch.Tensor) -> str:
+    got = where.format(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
+    return f"{got}; its values are in other tensors, and kernels read memory."
 
 
 def _described(arg: Any) -> str:

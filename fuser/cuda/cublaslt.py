@@ -139,9 +139,10 @@ def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = T
         if addend.dtype is not out.dtype or addend.shape != out.shape or addend.stride(1) != 1:
             return False
         matrices.append(addend)
-    if any(
-        t.dtype not in _TYPES or not _is_stored(t) or t.data_ptr() % _ALIGNMENT for t in matrices
-    ):
+    if any(t.dtype not in _TYPES or not _is_stored(t) for t in matrices):
+        return False
+    addresses = [t.data_ptr() for t in matrices]
+    if 0 in addresses or any(address % _ALIGNMENT for address in addresses):
         return False
     # torch decides how fp32 operands are multiplied.
     if out.stride(1) != 1 or a.dtype is torch.float32 or b.dtype is torch.float32:
