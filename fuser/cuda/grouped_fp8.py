@@ -17,7 +17,6 @@ from fuser.cuda.checks import (
     bits_of,
     boolean,
     check_buffer,
-    check_copy,
     check_element,
     check_float8,
     check_matrix,
@@ -129,8 +128,8 @@ def dequantize(
     what = "grouped FP8 dequantize"
     rows, columns = check_matrix(what, data)
     m, k = (columns, rows) if columnwise else (rows, columns)
-    scales = (scale_inv, torch.float32, (m // TILE,))
-    check_copy(what, "data", data, (rows, columns), "scale_inv", *scales)
+    check_buffer(what, "data", data, torch.uint8, (rows, columns))
+    check_buffer(what, "scale_inv", scale_inv, torch.float32, (m // TILE,))
     check_buffer(what, "out", out, out_dtype, (m, k))
     aligned = is_aligned(data, 8) and k % 8 == 0 and is_aligned(out, 16)
     # A scale for 128 rows of [M, K], which are 128 columns of the transposed copy.
