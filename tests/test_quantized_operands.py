@@ -22,6 +22,7 @@ from fuser import recipe as recipes
 from fuser.precision.quantizer_for import make_quantizer
 
 BF16 = torch.bfloat16
+STACKED = {name: cls for name, cls in formats.STATELESS.items() if name != "rowwise"}
 WIDTH, ROWS = 128, 32
 
 
@@ -117,3 +118,15 @@ def test_native_products_add_a_quantized_residual(recipe: str, name: str) -> Non
             found.append(step(model, given.requires_grad_(), context))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("recipe", STACKED.values(), ids=STACKED)
+def test_each_expert_of_a_stack_has_its_values_and_multiplies_as_they_do(recipe: Any) -> None:
+    """Its scales begin anywhere in those of all experts."""
+    with fuser.quantized_model_init(recipe=recipe()):
+        op = fuser.GroupedLinear(5, WIDTH, WIDTH, single_grouped_weight=True, dtype=BF16)
+    whole = op.weight.detach().dequantize()
+    x = oracles.random_tensor((ROWS, WIDTH), BF16, 1)
+    for expert, values in zip(op.weight.detach(), whole, strict=True):
+        assert torch.equal(expert.dequantize(), values)
+        assert torch.equal(torch.nn.functional.linear(x, expert), x @ values.t())
