@@ -59,7 +59,7 @@ def as_on_a_gpu() -> Iterator[None]:
 def step(model: Any, x: torch.Tensor, context: Any) -> list[torch.Tensor]:
     with context:
         y = model(x)
-    y.backward(oracles.random_tensor(y.shape, y.dtype, 2))
+    y.backward(oracles.random_tensor(y.shape, y.dtype, 2).to(y.device))
     grads = [p.grad for p in model.parameters()]
     return [y.detach(), *grads] if x.grad is None else [y.detach(), x.grad, *grads]
 
