@@ -107,6 +107,10 @@ def test_a_tensor_without_memory_is_refused_by_name() -> None:
     chain = pipelines()["chain"]
     x = oracles.random_tensor((32, 64), BF16, 1)
     expected = chain(x)
-    with pytest.raises(InputTypeError, match=r"a Wrapped of shape \(32, 64\).*in other tensors"):
+    with pytest.raises(InputTypeError, match=r"a Wrapped of shape \(32, 64\).*kernels read memory"):
         chain(Wrapped(x))
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InputTypeError, match=r"a Tensor of shape \(32, 64\).*it was freed"):
+        chain(freed)
     assert torch.equal(chain(x), expected)

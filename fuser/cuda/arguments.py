@@ -218,7 +218,7 @@ def _misplaced(
 
 def _without_memory(where: str, tensor: torch.Tensor) -> str:
     got = where.format(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)}")
-    return f"{got}; its values are in other tensors, and kernels read memory."
+    return f"{got}; kernels read memory, and it has none: it was freed, or other tensors have it."
 
 
 def _described(arg: Any) -> str:
