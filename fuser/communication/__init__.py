@@ -2,7 +2,6 @@
 
 from fuser.communication.agreement import Agreement
 from fuser.communication.collectives import (
-    FUNCTIONAL_COLLECTIVES,
     Pending,
     finished,
     start_all_gather,
@@ -29,7 +28,6 @@ from fuser.communication.quantized_gather import (
 )
 
 __all__ = [
-    "FUNCTIONAL_COLLECTIVES",
     "Agreement",
     "GroupRef",
     "Pending",

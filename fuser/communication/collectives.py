@@ -49,17 +49,13 @@ class Pending(Generic[Result]):
         return self._finish()
 
 
-FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"
-"""torch's module of collectives whose results wait for themselves; ``DTensor``s import it."""
-
-
 def finished(tensor: Any) -> Any:
     """The result of a collective of torch that may still run; anything else itself.
 
     Kernels read memory, and such an ``AsyncCollectiveTensor`` has none of its own. torch's tensor
     parallel styles return them.
     """
-    module = sys.modules.get(FUNCTIONAL_COLLECTIVES)
+    module = sys.modules.get("torch.distributed._functional_collectives")
     if module is None or not isinstance(tensor, module.AsyncCollectiveTensor):
         return tensor
     return tensor.wait()

@@ -8,14 +8,13 @@ turns these into NVTX ranges.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from fuser.communication import FUNCTIONAL_COLLECTIVES, WeakGroup, finished
+from fuser.communication import WeakGroup, finished
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.plan.graph import Source
@@ -173,11 +172,9 @@ class CompiledPlan:
         layout: ParameterLayout | None,
     ) -> Any:
         """The results of forward; ``others`` are parameters, of ``layout``, and extra inputs."""
-        if FUNCTIONAL_COLLECTIVES in sys.modules:
-            input_ = finished(input_)
-            if extra_inputs:
-                extra_inputs = tuple(map(finished, extra_inputs))
-                others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
+        if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
+            input_, *extra_inputs = map(finished, (input_, *extra_inputs))
+            others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
         if _is_profiled():
             return self.in_ranges[0](input_, extra_inputs, kwargs)
         if self.recorded is not None and layout is not None and not kwargs:
@@ -334,7 +331,7 @@ class _PipelineFunction(torch.autograd.Function):
                 "derivative of their own. Compute this part with plain torch modules if you need "
                 "second derivatives."
             )
-        if FUNCTIONAL_COLLECTIVES in sys.modules:
+        if not _PLAIN.issuperset(map(type, grad_outputs)):
             grad_outputs = tuple(map(finished, grad_outputs))
         run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
         grad_extras: list[torch.Tensor | None] | None = None
@@ -392,6 +389,8 @@ class _PipelineFunction(torch.autograd.Function):
                 op_ctx.saved_tensors = None
             raise
 
+
+_PLAIN = frozenset([torch.Tensor])
 
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
 # is allowed here.
