@@ -19,7 +19,6 @@ from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.op import COMPUTE_DTYPES
 from fuser.plan.plan import renderer_for
 from fuser.report.doctor import diagnose
-from fuser.scale import command as scale
 from fuser.sequential import Sequential
 from fuser.version import __version__
 
@@ -41,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         options, rest = parser.parse_known_args(argv)
-        if rest and options.command != "demo":
+        if rest and options.command not in ("demo", "scale"):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
     except SystemExit as stop:  # argparse has printed its help or its error
         return int(stop.code or 0)
     try:
-        if options.command == "demo":
-            return _demo(rest)
-        run = {"plan": _plan, "scale": scale.run, "doctor": _doctor}
+        if options.command in ("demo", "scale"):
+            return {"demo": _demo, "scale": _scale}[options.command](rest)
+        run = {"plan": _plan, "doctor": _doctor}
         return run[options.command](options)
     except FuserError as error:
         print(error, file=sys.stderr)
@@ -84,7 +83,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--dtype", help=f"convert model and inputs: {', '.join(DTYPES)}; default: as they are"
     )
-    scale.add_command(commands)
+    commands.add_parser(
+        "scale",
+        help="forecast a training step on many GPUs; takes the options of fuser_forecast",
+        add_help=False,
+    )
     commands.add_parser("doctor", help="say what this machine can run and what is missing")
     return parser
 
@@ -105,6 +108,20 @@ def _demo(args: list[str]) -> int:
             "the installed package: clone the repository and run `python -m fuser demo` in it."
         )
     status: int = _module_at(DEMO).main(args)
+    return status
+
+
+def _scale(args: list[str]) -> int:
+    try:
+        forecast = importlib.import_module("fuser_forecast.command")
+    except ModuleNotFoundError as error:
+        if error.name != "fuser_forecast":
+            raise
+        raise StateError(
+            "Forecasts are a package of their own, fuser-forecast, which is not installed: run "
+            "`pip install ./forecast` in fuser's source repository."
+        ) from error
+    status: int = forecast.main(args)
     return status
 
 

@@ -46,7 +46,6 @@ PACKAGES = (
     "modules",
     "moe",
     "distributed",
-    "scale",
     "testing",
     "compatibility",
     "ops",

@@ -17,8 +17,7 @@ from fuser.report.picture import (
     paint,
     svg,
 )
-from fuser.scale.report import ScaleReport
-from fuser.scale.result import TrainingStep
+from fuser_forecast.report import ScaleReport
 
 COLORS = ("muted", "GEMM edge", "activation edge")  # of the variants
 WIDTH, HEIGHT, MARGIN = 330.0, 200.0, 46.0  # of a panel, and around it
@@ -49,14 +48,15 @@ def draw(report: ScaleReport, path: str | os.PathLike[str]) -> Path:
     Raises
     ------
     InputError
-        If the path has another suffix or cannot be written, or the report has fewer than two
-        numbers of GPUs.
+        If the path has another suffix or cannot be written, or fewer than two numbers of GPUs hold
+        the model.
     """
     target = check_path(path)
-    if len(report.elsewhere) < 2:
+    fitting = [scaled for scaled in report.elsewhere if any(step.fits for step in scaled.steps)]
+    if len(fitting) < 2:
         raise InputError(
-            f"A picture needs two numbers of GPUs, and the model and the batch allow "
-            f"{len(report.elsewhere)}."
+            "A picture needs two numbers of GPUs, and the model, the batch and the memory allow "
+            f"{len(fitting)}."
         )
     picture = _picture(report)
     is_svg = target.suffix.lower() == ".svg"
@@ -72,13 +72,13 @@ def draw(report: ScaleReport, path: str | os.PathLike[str]) -> Path:
 def _picture(report: ScaleReport) -> Picture:
     shares = _curves(report, "exposed")
     speeds = _curves(report, "tokens_per_second")
-    most = max(max(curve) for curve in speeds)
+    most = max(value for curve in speeds for value in curve if value is not None)
     unit = 10 ** math.floor(math.log10(most / GRID))
     top = math.ceil(most / GRID / unit) * unit * GRID
     recipe = type(report.here.steps[-1].variant.recipe).__name__
-    mesh, first = report.here.mesh, report.elsewhere[0].steps[0]
-    batch = first.tokens * first.microbatches * report.elsewhere[0].mesh.gpus
-    title = f"{report.model.name}, {recipe}, tp {mesh.tp}, {batch:,} tokens a step"
+    first = report.here.steps[0]
+    batch = first.tokens * first.microbatches * first.mesh.gpus
+    title = f"{report.model.name}, {recipe}, {batch:,} tokens a step"
     items: list[Text | Box | Line] = [Text(MARGIN, 20, title, size=11.0, bold=True)]
     items += _panel(report, MARGIN, "exposed communication, share of the step", shares, 1.0, "%")
     right = 2 * MARGIN + WIDTH
@@ -92,19 +92,21 @@ def _picture(report: ScaleReport) -> Picture:
     return Picture(2 * WIDTH + 3 * MARGIN, HEIGHT + 106, tuple(items))
 
 
-def _curves(report: ScaleReport, what: str) -> list[list[float]]:
+# For each variant a value for each number of GPUs, None where the step does not fit into memory.
+_Curves = list[list[float | None]]
+
+
+def _curves(report: ScaleReport, name: str) -> _Curves:
     """A property of the step of each variant, over the numbers of GPUs."""
-    variants: list[tuple[TrainingStep, ...]] = list(
-        zip(*(one.steps for one in report.elsewhere), strict=True)
-    )
-    return [[getattr(step, what) for step in steps] for steps in variants]
+    variants = zip(*(scaled.steps for scaled in report.elsewhere), strict=True)
+    return [[getattr(step, name) if step.fits else None for step in steps] for steps in variants]
 
 
 def _panel(
-    report: ScaleReport, left: float, title: str, curves: list[list[float]], top: float, unit: str
+    report: ScaleReport, left: float, title: str, curves: _Curves, top: float, unit: str
 ) -> list[Text | Box | Line]:
     """Curves over the numbers of GPUs, with a logarithmic axis, from 0 to ``top``."""
-    bottom, counts = 46 + HEIGHT, [one.mesh.gpus for one in report.elsewhere]
+    bottom, counts = 46 + HEIGHT, [scaled.gpus for scaled in report.elsewhere]
     spread = math.log2(counts[-1] / counts[0])
     places = [left + WIDTH * math.log2(count / counts[0]) / spread for count in counts]
     items: list[Text | Box | Line] = [Text(left, 38, title, size=FONT, bold=True)]
@@ -118,8 +120,9 @@ def _panel(
     items.append(Text(left + WIDTH / 2, bottom + 28, "GPUs", size=FONT, align="center"))
     for curve, color in zip(curves, COLORS, strict=True):
         points = [
-            (x, bottom - HEIGHT * value / top) for x, value in zip(places, curve, strict=True)
+            None if value is None else (x, bottom - HEIGHT * value / top)
+            for x, value in zip(places, curve, strict=True)
         ]
-        items += [Line(pair, color) for pair in pairwise(points)]
-        items += [Box(x - 2, y - 2, 4, 4, color, color, 2.0) for x, y in points]
+        items += [Line((a, b), color) for a, b in pairwise(points) if a and b]
+        items += [Box(p[0] - 2, p[1] - 2, 4, 4, color, color, 2.0) for p in points if p]
     return items

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fuser.errors import InputError
 from fuser.recipe import DelayedScaling
-from fuser.scale.hardware import (
+from fuser_forecast.hardware import (
     H200,
     Hardware,
     Ranks,
@@ -21,7 +21,7 @@ from fuser.scale.hardware import (
     one_number,
     ring,
 )
-from fuser.scale.layer import (
+from fuser_forecast.layer import (
     SIDES,
     VALUE,
     Layer,
@@ -35,9 +35,9 @@ from fuser.scale.layer import (
     shards_are_whole_blocks,
     weight_bytes,
 )
-from fuser.scale.mesh import Mesh
-from fuser.scale.model import Transformer
-from fuser.scale.result import Line, TrainingStep, Variant, added, line_of, repeated
+from fuser_forecast.mesh import Mesh
+from fuser_forecast.model import Transformer
+from fuser_forecast.result import Line, TrainingStep, Variant, added, line_of, repeated
 
 # FlashAttention's backward has five products, one of them computed again; forward has two.
 ATTENTION_BACKWARD = 2.5
@@ -84,7 +84,7 @@ def training_step(
             f"{tokens} tokens on each of {mesh.tp} GPUs of a tensor parallel group are no whole "
             f"sequences of {model.sequence}."
         )
-    layer = plan_layer(model, mesh, tokens, variant.recipe)
+    layer = plan_layer(model, mesh.tp, mesh.ep, tokens, variant.recipe)
     return _Step(model, mesh, variant, layer, tokens, microbatches, recompute, hardware).result()
 
 
@@ -112,7 +112,9 @@ class _Step:
     def result(self) -> TrainingStep:
         lines = [*self._compute(), *self._wait_lines(), *self._shards()]
         return TrainingStep(
+            self.mesh,
             self.variant,
+            self.recompute,
             self.tokens,
             self.microbatches,
             tuple(line for line in lines if line.busy or line.nvlink or line.network),

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fuser.recipe import Recipe
-from fuser.scale.hardware import Hardware, Traffic
+from fuser_forecast.hardware import Hardware, Traffic
+from fuser_forecast.mesh import Mesh
+
+# Of a GPU's memory. The rest is for buffers of NCCL, workspaces of libraries and fragments.
+USABLE = 0.92
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class TrainingStep:
     ``bytes_travel`` is the share of the weights that are gathered quantized.
     """
 
+    mesh: Mesh
     variant: Variant
+    recompute: bool
     tokens: int
     microbatches: int
     lines: tuple[Line, ...]
@@ -53,9 +59,14 @@ class TrainingStep:
     hardware: Hardware
 
     @property
-    def seconds(self) -> float:
-        """The time of the step."""
+    def modelled(self) -> float:
+        """Seconds of the step by its lines."""
         return sum(line.exposed for line in self.lines)
+
+    @property
+    def seconds(self) -> float:
+        """The time of the step to expect: :attr:`modelled`, times what is not modelled."""
+        return self.modelled * self.hardware.unmodelled
 
     @property
     def tokens_per_second(self) -> float:
@@ -78,8 +89,8 @@ class TrainingStep:
 
     @property
     def exposed(self) -> float:
-        """The share of the step in which a GPU only waits for others."""
-        return sum(line.exposed for line in self.lines if line.kind != "compute") / self.seconds
+        """The share of the modelled step in which a GPU only waits for others."""
+        return sum(line.exposed for line in self.lines if line.kind != "compute") / self.modelled
 
     @property
     def busiest(self) -> str:
@@ -89,7 +100,12 @@ class TrainingStep:
     @property
     def limit(self) -> str:
         """``"memory"`` if the step does not fit, otherwise :attr:`busiest`."""
-        return "memory" if self.memory_bytes > self.hardware.memory else self.busiest
+        return self.busiest if self.fits else "memory"
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of a GPU holds the step."""
+        return self.memory_bytes <= USABLE * self.hardware.memory
 
 
 def line_of(name: str, traffic: Traffic, busy: float, exposed: float) -> Line:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fuser.errors import InputError
 from fuser.plan.cost import DEVICE_COSTS
 
 # Products of forward and backward, FLOP/s, by recipe. A recipe without an entry runs in bf16 on
-# dequantized operands if it is in EMULATED, and is refused otherwise.
+# dequantized operands if the GPU emulates it, and is refused otherwise.
 # Dense: the six products of RMSNorm-Linear-SwiGLU-Linear-add at T 8192, H 4096, F 14336
 # (benchmarks/results/pipelines_h200_gemms_alone.csv, "GEMMs alone").
 DENSE = {
@@ -29,7 +29,9 @@ GROUPED = {
     "Float8CurrentScaling": 1302e12,
     "Float8BlockScaling": 939e12,
 }
-EMULATED = ("MXFP8BlockScaling", "NVFP4BlockScaling")
+# Measured steps under fully_shard on two H200 take 1.11 to 1.27 of the modelled time
+# (docs/scale.md, "Two GPUs"): contention of collectives with products, power, launches, copies.
+UNMODELLED = 1.2
 
 # NCCL's own model of its latency: src/graph/tuning.cc, baseLat and hwLat, protocol Simple. A
 # collective costs BASE; a ring costs a hop for each of its steps, a tree for each of its levels.
@@ -126,12 +128,14 @@ def all_to_all(sent: float, ranks: Ranks) -> Traffic:
 class Hardware:
     """A GPU: FLOP/s of products, bytes a second of memory and links, and bytes of memory.
 
-    ``peak`` is the nominal bf16 rate, to which a step's use of FLOPs (MFU) refers. ``nvlink`` and
-    ``network`` are nominal, in one direction, for one GPU. ``attention`` is assumed.
+    ``dense`` and ``grouped`` have the rates of products by recipe; those of a recipe in
+    ``emulated`` are of bf16, on dequantized operands. ``peak`` is the nominal bf16 rate, to which a
+    step's use of FLOPs (MFU) refers. ``nvlink`` and ``network`` are nominal, in one direction, for
+    one GPU. ``attention`` is assumed. A step takes ``unmodelled`` times as long as its formulas
+    say. ``is_measured``: rates and bandwidth were measured on this GPU.
     """
 
     name: str = "H200"
-    arch: tuple[int, int] = (9, 0)
     dense: Mapping[str, float] = field(default_factory=lambda: DENSE)
     grouped: Mapping[str, float] = field(default_factory=lambda: GROUPED)
     # FlashAttention-3 (Shah et al., 2024) reports up to 740 TFLOP/s forward and about 550 backward
@@ -142,7 +146,9 @@ class Hardware:
     memory: float = 141e9
     nvlink: float = DEVICE_COSTS["cuda"].link
     network: float = 50e9  # 400 Gb/s
-    products_are_given: bool = False
+    emulated: tuple[str, ...] = ("MXFP8BlockScaling", "NVFP4BlockScaling")
+    unmodelled: float = UNMODELLED
+    is_measured: bool = True
 
     def products(self, recipe: str, *, is_grouped: bool) -> float:
         """FLOP/s of the products of ``recipe``.
@@ -153,16 +159,25 @@ class Hardware:
             If there is no measurement.
         """
         rates = self.grouped if is_grouped else self.dense
-        if recipe not in rates and recipe not in EMULATED:
+        if recipe not in rates and recipe not in self.emulated:
             raise InputError(
-                f"No rate of products was measured for {recipe} on {self.name}; measured are "
-                f"{', '.join((*rates, *EMULATED))}. Give one with --tflops."
+                f"There is no rate of products for {recipe} on {self.name}; there are rates for "
+                f"{', '.join((*rates, *self.emulated))}. Give one with --tflops."
             )
         return rates.get(recipe, rates["bf16"])
 
     def is_emulated(self, recipe: str) -> bool:
         """Whether operands are dequantized before the product."""
-        return recipe in EMULATED and not self.products_are_given
+        return recipe in self.emulated
+
+    def with_products(self, recipe: str, rate: float) -> Hardware:
+        """This GPU with ``rate`` FLOP/s for the products of ``recipe``, which are native."""
+        return replace(
+            self,
+            dense={**self.dense, recipe: rate},
+            grouped={**self.grouped, recipe: rate},
+            emulated=tuple(name for name in self.emulated if name != recipe),
+        )
 
     def seconds(self, traffic: Traffic) -> float:
         """The time of ``traffic``: both links work at once, after the latency."""
@@ -171,3 +186,58 @@ class Hardware:
 
 
 H200 = Hardware()
+
+
+def _nominal(
+    name: str, peaks: Mapping[str, float], bandwidth: float, memory: float, **links: float
+) -> Hardware:
+    """A GPU that reaches the shares of its nominal rates that an H200 reaches of its own.
+
+    ``peaks`` are nominal FLOP/s without sparsity, by recipe; other recipes are emulated.
+    ``bandwidth`` is nominal too; an H200 has 4.8 TB/s.
+    """
+    shares = {
+        name: rate / (H200.peak if name == "bf16" else 1979e12) for name, rate in DENSE.items()
+    }
+    shares |= dict.fromkeys(H200.emulated, shares["Float8CurrentScaling"])
+    rates = {recipe: peak * shares[recipe] for recipe, peak in peaks.items()}
+    return Hardware(
+        name,
+        rates,
+        rates,
+        attention=H200.attention * peaks["bf16"] / H200.peak,
+        peak=peaks["bf16"],
+        memory_bandwidth=bandwidth * H200.memory_bandwidth / 4.8e12,
+        memory=memory,
+        emulated=tuple(sorted({*shares} - {*peaks})),
+        is_measured=False,
+        **links,
+    )
+
+
+# Nominal rates, bandwidth, memory and links: NVIDIA's data sheets of the SXM modules, one direction
+# of NVLink; networks as in DGX systems. An H100 has the chip of an H200 and other memory.
+GPUS = {
+    "h200": H200,
+    "h100": replace(
+        H200,
+        name="H100",
+        memory_bandwidth=3.35e12 * H200.memory_bandwidth / 4.8e12,
+        memory=80e9,
+        is_measured=False,
+    ),
+    "a100": _nominal("A100", {"bf16": 312e12}, 2.039e12, 80e9, nvlink=300e9, network=25e9),
+    "b200": _nominal(
+        "B200",
+        {
+            "bf16": 2250e12,
+            "DelayedScaling": 4500e12,
+            "Float8CurrentScaling": 4500e12,
+            "MXFP8BlockScaling": 4500e12,
+            "NVFP4BlockScaling": 9000e12,
+        },
+        8e12,
+        180e9,
+        nvlink=900e9,
+    ),
+}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fuser.errors import InputError
 from fuser.plan.text import columns, format_bytes, format_time
 from fuser.recipe import Float8CurrentScaling, Recipe
-from fuser.scale.hardware import H200, Hardware
-from fuser.scale.mesh import Mesh, make_mesh
-from fuser.scale.model import Transformer
-from fuser.scale.result import TrainingStep, Variant
-from fuser.scale.step import training_step
+from fuser_forecast.hardware import H200, Hardware
+from fuser_forecast.mesh import ANY, Mesh, Sizes, meshes
+from fuser_forecast.model import Transformer
+from fuser_forecast.result import TrainingStep, Variant
+from fuser_forecast.step import training_step
 
 BATCH = 2**24
 TOKENS = 4096  # of a microbatch on a GPU, or a sequence if that is longer
@@ -26,9 +27,9 @@ COUNTS = tuple(2**power for power in range(3, 15))  # 8 to 16384 GPUs
 
 @dataclass(frozen=True)
 class Scaled:
-    """One batch on one mesh, in every variant."""
+    """One batch on a number of GPUs: a step of every variant, on the best mesh for it."""
 
-    mesh: Mesh
+    gpus: int
     steps: tuple[TrainingStep, ...]
 
 
@@ -47,25 +48,21 @@ class ScaleReport:
     elsewhere: tuple[Scaled, ...]
     least_tokens: tuple[int | None, ...]
     hardware: Hardware
-    recompute: bool
 
     def network_limit(self, index: int) -> int | None:
-        """The least number of GPUs at which the network is busiest in variant ``index``, or None.
-
-        The step may not fit into memory there.
-        """
-        counts = (one.mesh.gpus for one in self.elsewhere if one.steps[index].busiest == "network")
+        """The least number of GPUs at which the network limits variant ``index``, or None."""
+        counts = (one.gpus for one in self.elsewhere if one.steps[index].limit == "network")
         return min(counts, default=None)
 
     def __str__(self) -> str:
         step = self.here.steps[-1]
-        mesh, model, hardware = self.here.mesh, self.model, self.hardware
+        mesh, model, hardware = step.mesh, self.model, self.hardware
         experts = f" x ep {mesh.ep} inside" if model.experts else ""
         sizes = f"{model.parameters / 1e9:.1f} billion weights"
         if model.experts:
             sizes += f", {model.active_parameters / 1e9:.1f} for a token"
         batch = f"{step.tokens * step.microbatches * mesh.gpus:,} tokens"
-        recompute = ", every layer's forward recomputed" if self.recompute else ""
+        recompute = ", every layer's forward recomputed" if step.recompute else ""
         rows = [
             (line.name, *_traffic(line.nvlink, line.network), *_times(line.busy, line.exposed))
             for line in step.lines
@@ -75,20 +72,25 @@ class ScaleReport:
             f"{_count(mesh.replicas, 'replica')} x fsdp {mesh.fsdp} x tp {mesh.tp}{experts}, "
             f"nodes of {mesh.gpus_per_node}",
             f"  {sizes}; {batch} in {_count(step.microbatches, 'microbatch')} of {step.tokens} a "
-            f"GPU{recompute}",
-            f"  {self._rates()}",
+            f"GPU",
+            f"  {self._rates()}{recompute}",
             "",
             *columns(
                 [(f"time, {step.variant.name}", "NVLink", "network", "busy", "exposed"), *rows],
                 left=1,
             ),
-            f"  step {_seconds(step.seconds)}, {step.exposed:.0%} of it exposed communication",
+            f"  step {_seconds(step.modelled)}, {step.exposed:.0%} of it exposed communication; "
+            f"times {hardware.unmodelled:g} for what is not modelled: {_seconds(step.seconds)}",
             "",
             *columns(
                 [
                     (f"memory of a GPU, {step.variant.name}", ""),
                     *((name, _gigabytes(nbytes)) for name, nbytes in step.memory),
-                    ("total", f"{_gigabytes(step.memory_bytes)} of {_gigabytes(hardware.memory)}"),
+                    (
+                        "total",
+                        f"{_gigabytes(step.memory_bytes)} of {_gigabytes(hardware.memory)}"
+                        f"{'' if step.fits else ', which does not fit'}",
+                    ),
                 ],
                 left=1,
             ),
@@ -102,13 +104,14 @@ class ScaleReport:
 
     def _heading(self) -> tuple[str, ...]:
         return (
-            "variant", "step", "tokens/s a GPU", "MFU", "NVLink", "network", "exposed", "memory",
-            "limit",
+            "variant", "mesh", "step", "tokens/s a GPU", "MFU", "NVLink", "network", "exposed",
+            "memory", "limit",
         )  # fmt: skip
 
     def _summary(self, step: TrainingStep) -> tuple[str, ...]:
         return (
             step.variant.name,
+            self._mesh(step),
             _seconds(step.seconds),
             f"{step.tokens_per_second:.0f}",
             f"{step.mfu:.2f}",
@@ -122,29 +125,41 @@ class ScaleReport:
 
     def _counts(self) -> list[tuple[str, ...]]:
         names = [step.variant.name for step in self.here.steps]
-        rows = [("GPUs", "mesh", "tokens/GPU", *names)]
+        rows = [("GPUs", "tokens/GPU", *names)]
         for one in self.elsewhere:
-            mesh, first = one.mesh, one.steps[0]
             cells = (
-                f"{_seconds(step.seconds)}, {step.exposed:.0%}, {step.limit}" for step in one.steps
+                f"{self._mesh(step)}: {_seconds(step.seconds)}, {step.exposed:.0%}"
+                f"{', network' * (step.limit == 'network')}"
+                if step.fits
+                else "-"
+                for step in one.steps
             )
-            shape = f"{mesh.replicas} x {mesh.fsdp} x {mesh.tp}"
-            rows.append((str(mesh.gpus), shape, str(first.tokens * first.microbatches), *cells))
+            first = one.steps[0]
+            rows.append((str(one.gpus), str(first.tokens * first.microbatches), *cells))
         return rows
+
+    def _mesh(self, step: TrainingStep) -> str:
+        mesh = step.mesh
+        sizes = (mesh.replicas, mesh.fsdp, mesh.tp, *((mesh.ep,) if self.model.experts else ()))
+        return "x".join(map(str, sizes)) + "r" * step.recompute
 
     def _limits(self) -> list[str]:
         found = (
             f"{step.variant.name} {self.network_limit(index) or 'none'}"
             for index, step in enumerate(self.here.steps)
         )
+        ep = " x ep inside" if self.model.experts else ""
         return [
-            "  mesh: replicas x fsdp x tp; then step, exposed share of it, limit",
+            f"  mesh: replicas x fsdp x tp{ep}, r with recomputation; then the step, and its "
+            "exposed share",
+            "  - does not fit into memory; network: the network is busiest",
             f"  GPUs that make the network busier than compute: {', '.join(found)}",
         ]
 
     def _least(self) -> list[str]:
         """The sentence on the least microbatches."""
-        if self.here.mesh.shards.nodes == 1 and self.here.mesh.expert_shards.nodes == 1:
+        mesh = self.here.steps[-1].mesh
+        if mesh.shards.nodes == 1 and mesh.expert_shards.nodes == 1:
             return []
         found = (
             f"{step.variant.name} {least or 'none'}"
@@ -165,15 +180,18 @@ class ScaleReport:
 
     def _notes(self) -> list[str]:
         hardware = self.hardware
-        share = self.here.steps[-1].bytes_travel
+        step = self.here.steps[-1]
+        share = step.bytes_travel
         cut = f" Of the weights {1 - share:.0%} travel as values: shards cut their blocks."
+        measured = "" if hardware.is_measured else "; rates are nominal, not measured"
         return textwrap.wrap(
             "Values travel: FSDP, TP and EP send bf16. Bytes travel: weights, inputs and gradients "
             "that are gathered or dispatched are sent as quantized bytes and scales."
-            + (cut if 1 - share > 0 and self.here.mesh.shards.size > 1 else "")
-            + f" Memory {hardware.memory_bandwidth / 1e12:.1f} TB/s, NVLink "
+            + (cut if 1 - share > 0 and step.mesh.shards.size > 1 else "")
+            + f" Memory of {hardware.name} {hardware.memory_bandwidth / 1e12:.1f} TB/s, NVLink "
             f"{hardware.nvlink / 1e9:.0f} GB/s, network {hardware.network * 8 / 1e9:.0f} Gb/s a "
-            "GPU. MFU is of the nominal bf16 rate. A forecast: docs/scale.md has the formulas.",
+            f"GPU{measured}. MFU is of the nominal bf16 rate, half of FP8's. A forecast: "
+            "docs/scale.md has the formulas.",
             96,
         )
 
@@ -182,13 +200,16 @@ class ScaleReport:
 
         def scaled(one: Scaled) -> dict[str, Any]:
             return {
-                "mesh": asdict(one.mesh),
+                "gpus": one.gpus,
                 "steps": [
                     {
                         "variant": step.variant.name,
+                        "mesh": asdict(step.mesh),
+                        "recompute": step.recompute,
                         "tokens": step.tokens,
                         "microbatches": step.microbatches,
                         "seconds": step.seconds,
+                        "modelled_seconds": step.modelled,
                         "tokens_per_second": step.tokens_per_second,
                         "mfu": step.mfu,
                         "exposed": step.exposed,
@@ -207,7 +228,7 @@ class ScaleReport:
                 "parameters": self.model.parameters,
                 "active_parameters": self.model.active_parameters,
             },
-            "recompute": self.recompute,
+            "hardware": self.hardware.name,
             "here": scaled(self.here),
             "least_tokens": {
                 step.variant.name: least
@@ -221,33 +242,100 @@ class ScaleReport:
         }
 
 
+@dataclass(frozen=True)
+class _Forecast:
+    """A step of one batch, on any mesh."""
+
+    model: Transformer
+    variants: tuple[Variant, ...]
+    batch: int
+    tokens: int | None
+    recompute: bool | None
+    hardware: Hardware
+
+    def step(self, mesh: Mesh, recompute: bool, variant: Variant) -> TrainingStep:
+        size, times = microbatches(self.model, mesh, self.batch, self.tokens)
+        return training_step(
+            self.model,
+            mesh,
+            variant,
+            tokens=size,
+            microbatches=times,
+            recompute=recompute,
+            hardware=self.hardware,
+        )
+
+    def best(self, gpus: int, sizes: Sizes) -> Scaled:
+        """Every variant on the mesh on which it is fastest, of those that fit into memory.
+
+        If none fits, on the mesh with the least memory. Of equal meshes the first: without
+        recomputation, then the smallest tp, fsdp and ep.
+
+        Raises
+        ------
+        InputError
+            If no mesh fits the model, the number of GPUs and the batch.
+        """
+        allowed: list[Mesh] = []
+        refusals: list[InputError] = []
+        for mesh in meshes(self.model, gpus, sizes):
+            try:
+                microbatches(self.model, mesh, self.batch, self.tokens)
+            except InputError as error:
+                refusals.append(error)
+            else:
+                allowed.append(mesh)
+        if not allowed:
+            raise refusals[-1]  # of the largest tp, which allows the smallest batch
+        choices = (False, True) if self.recompute is None else (self.recompute,)
+        return Scaled(
+            gpus,
+            tuple(
+                min(
+                    (self.step(mesh, again, variant) for again in choices for mesh in allowed),
+                    key=_order,
+                )
+                for variant in self.variants
+            ),
+        )
+
+
+def _order(step: TrainingStep) -> tuple[bool, float]:
+    """Steps that fit into memory by their time, before others by their memory."""
+    return (False, step.seconds) if step.fits else (True, step.memory_bytes)
+
+
 def scale(
     model: Transformer,
-    mesh: Mesh,
+    gpus: int,
     recipe: Recipe | None = None,
     *,
+    sizes: Sizes = ANY,
     batch: int = BATCH,
     tokens: int | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
     hardware: Hardware = H200,
-    fsdp: int | None = None,
     counts: Sequence[int] = COUNTS,
 ) -> ScaleReport:
-    """Model a step of ``batch`` tokens on ``mesh``, and the same step on ``counts`` of GPUs.
+    """Model a step of ``batch`` tokens on the best meshes of ``gpus``, and of ``counts``.
 
     Parameters
     ----------
     recipe
         ``Float8CurrentScaling()`` if None.
+    sizes
+        The sizes of meshes that are given. Of the meshes that they leave, each variant runs on the
+        one on which it is fastest and fits into memory. On ``counts`` replicas are chosen.
     tokens
         The most tokens of a microbatch on one GPU; :data:`TOKENS` or one sequence if None.
-    fsdp
-        The shards on other numbers of GPUs; None chooses, as :func:`make_mesh` does.
+    recompute
+        Whether every layer keeps its input alone, and backward computes its forward again; chosen
+        if None.
 
     Raises
     ------
     InputError
-        If the batch is not whole sequences for each tensor parallel group.
+        If no mesh fits, or the batch is not whole sequences for each tensor parallel group.
     """
     recipe = Float8CurrentScaling() if recipe is None else recipe
     variants = (
@@ -255,39 +343,18 @@ def scale(
         Variant("values travel", recipe),
         Variant("bytes travel", recipe, quantized_traffic=True),
     )
-
-    def on(mesh: Mesh) -> Scaled:
-        size, times = microbatches(model, mesh, batch, tokens)
-        return Scaled(
-            mesh,
-            tuple(
-                training_step(
-                    model,
-                    mesh,
-                    variant,
-                    tokens=size,
-                    microbatches=times,
-                    recompute=recompute,
-                    hardware=hardware,
-                )
-                for variant in variants
-            ),
-        )
-
+    forecast = _Forecast(model, variants, batch, tokens, recompute, hardware)
+    here = forecast.best(gpus, sizes)
     elsewhere = []
-    here = on(mesh)
     for count in counts:
-        node = mesh.gpus_per_node
-        try:
-            other = make_mesh(model, count, fsdp=fsdp, tp=mesh.tp, ep=mesh.ep, gpus_per_node=node)
-            elsewhere.append(on(other))
-        except InputError:
-            continue  # this model, mesh or batch does not fit this number of GPUs
+        # A number of GPUs that the sizes, the model or the batch do not allow is left out.
+        with contextlib.suppress(InputError):
+            elsewhere.append(forecast.best(count, replace(sizes, replicas=None)))
     least = tuple(
-        least_tokens(model, mesh, variant, recompute=recompute, hardware=hardware)
-        for variant in variants
+        least_tokens(model, step.mesh, step.variant, recompute=step.recompute, hardware=hardware)
+        for step in here.steps
     )
-    return ScaleReport(model, here, tuple(elsewhere), least, hardware, recompute)
+    return ScaleReport(model, here, tuple(elsewhere), least, hardware)
 
 
 def least_tokens(

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fuser.errors import InputError
-from fuser.scale.hardware import Ranks
-from fuser.scale.model import Transformer
+from fuser_forecast.hardware import Ranks
+from fuser_forecast.model import Transformer
 
-# Without --fsdp: parameters are sharded over this many ranks at most, and replicated beyond (HSDP),
-# because the steps of a ring cost time.
-MOST_SHARDS = 64
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a mesh that are given; those that are None are chosen."""
+
+    fsdp: int | None = None
+    tp: int | None = None
+    ep: int | None = None
+    replicas: int | None = None
+    gpus_per_node: int = 8
+
+
+ANY = Sizes()
 
 
 @dataclass(frozen=True)
@@ -109,39 +120,46 @@ class Mesh:
             )
 
 
-def make_mesh(
-    model: Transformer,
-    gpus: int,
-    *,
-    fsdp: int | None = None,
-    tp: int | None = None,
-    ep: int | None = None,
-    replicas: int | None = None,
-    gpus_per_node: int = 8,
-) -> Mesh:
-    """The mesh of ``gpus``; sizes that are None are chosen.
-
-    tp and ep are as large as a node and the model allow, and fsdp at most :data:`MOST_SHARDS`.
+def meshes(model: Transformer, gpus: int, sizes: Sizes) -> list[Mesh]:
+    """All meshes of ``gpus`` that ``sizes`` and the model allow; never empty.
 
     Raises
     ------
     InputError
+        If there is none.
     """
-    for name, size in {"gpus": gpus, "tp": tp, "fsdp": fsdp, "replicas": replicas}.items():
+    for name, size in {"gpus": gpus, **vars(sizes)}.items():
         if size is not None and size < 1:
             raise InputError(f"{name} is {size}; it must be 1 or more.")
-    if gpus_per_node < 1:
-        raise InputError(f"gpus_per_node is {gpus_per_node}; it must be 1 or more.")
-    tp = math.gcd(gpus_per_node, model.kv_heads, gpus) if tp is None else tp
-    left = gpus // tp
-    if fsdp is None and replicas is None:
-        fsdp = max(size for size in range(1, MOST_SHARDS + 1) if left % size == 0) if left else 1
-    if fsdp is None:
-        assert replicas is not None
-        fsdp = max(1, left // replicas)
-    replicas = max(1, left // fsdp) if replicas is None else replicas
-    if ep is None:
-        ep = math.gcd(gpus_per_node, model.experts, fsdp * tp) if model.experts else 1
-    mesh = Mesh(gpus, fsdp, tp, ep, replicas, gpus_per_node)
-    mesh.check(model)
-    return mesh
+    allowed: list[Mesh] = []
+    refusals: list[InputError] = []
+    for fsdp, tp, ep, replicas in _choices(model, gpus, sizes):
+        try:
+            mesh = Mesh(gpus, fsdp, tp, ep, replicas, sizes.gpus_per_node)
+            mesh.check(model)
+        except InputError as error:
+            refusals.append(error)
+        else:
+            allowed.append(mesh)
+    if not allowed:
+        raise refusals[-1]  # of the largest tp and fsdp
+    return allowed
+
+
+def _choices(model: Transformer, gpus: int, sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
+    """fsdp, tp, ep and replicas; those that multiply to other numbers of GPUs are refused later."""
+    for tp in _divisors(math.gcd(sizes.gpus_per_node, gpus)) if sizes.tp is None else [sizes.tp]:
+        left = max(1, gpus // tp)
+        if sizes.fsdp is not None:
+            shards = [sizes.fsdp]
+        else:
+            shards = _divisors(left) if sizes.replicas is None else [max(1, left // sizes.replicas)]
+        for fsdp in shards:
+            replicas = max(1, left // fsdp) if sizes.replicas is None else sizes.replicas
+            experts = _divisors(math.gcd(model.experts, fsdp * tp)) if model.experts else [1]
+            for ep in experts if sizes.ep is None else [sizes.ep]:
+                yield fsdp, tp, ep, replicas
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

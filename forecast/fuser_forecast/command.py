@@ -6,16 +6,16 @@ import argparse
 import json
 import math
 import sys
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import fields, replace
 
 from fuser.errors import InputError
 from fuser.recipe import NAMES, Recipe, recipe_named
-from fuser.scale.draw import check_path, draw
-from fuser.scale.hardware import H200, Hardware
-from fuser.scale.mesh import make_mesh
-from fuser.scale.model import PRESETS, preset
-from fuser.scale.report import BATCH, TOKENS, scale
+from fuser_forecast.draw import check_path, draw
+from fuser_forecast.hardware import GPUS, UNMODELLED, Hardware
+from fuser_forecast.mesh import Sizes
+from fuser_forecast.model import PRESETS, preset
+from fuser_forecast.report import BATCH, TOKENS, scale
 
 # Options that replace a size of the model.
 SIZES = {
@@ -32,27 +32,37 @@ SIZES = {
 }
 
 
-def add_command(commands: Any) -> None:
-    """Add the command to the subparsers of ``python -m fuser``."""
-    parser = commands.add_parser(
-        "scale",
-        help="model a training step on many GPUs",
-        description="Model a training step of a transformer on many H200: time, traffic, memory, "
-        "and the limit of the step. Nothing runs, and no GPU is needed.",
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit status.
+
+    Raises
+    ------
+    InputError
+        If sizes do not fit each other.
+    """
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its help or its error
+        return int(stop.code or 0)
+    return _run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fuser scale",
+        description="Forecast a training step of a transformer on many GPUs: time, traffic, "
+        "memory, and the limit of the step, on the fastest mesh that fits into memory. Nothing "
+        "runs, and no GPU is needed.",
     )
     add = parser.add_argument
     add("--model", default="llama3-70b", help=f"{', '.join(PRESETS)}; default: llama3-70b")
     for name, text in SIZES.items():
         add(_option(name), type=int, metavar="N", help=f"{text}; default: the model's")
+    add("--gpu", choices=GPUS, default="h200", help="default: h200")
     add("--gpus", type=int, default=1024, metavar="N", help="default: 1024")
-    add("--fsdp", type=int, metavar="N", help="shards of a weight; default: at most 64")
-    add("--tp", type=int, metavar="N", help="tensor parallel GPUs; default: as many as fit a node")
-    add(
-        "--ep",
-        type=int,
-        metavar="N",
-        help="GPUs that share the experts; default: as many as fit a node",
-    )
+    add("--fsdp", type=int, metavar="N", help="shards of a weight; default: the fastest")
+    add("--tp", type=int, metavar="N", help="tensor parallel GPUs; default: the fastest")
+    add("--ep", type=int, metavar="N", help="GPUs that share the experts; default: the fastest")
     add("--replicas", type=int, metavar="N", help="replicas of the shards (HSDP)")
     add("--gpus-per-node", type=int, default=8, metavar="N", help="default: 8")
     add(
@@ -67,39 +77,41 @@ def add_command(commands: Any) -> None:
         metavar="N",
         help=f"most tokens of a microbatch on a GPU; default: {TOKENS}, or one sequence",
     )
-    add("--recompute", action="store_true", help="keep only the input of every layer for backward")
-    add("--network", type=float, metavar="GBITS", help="network, Gb/s a GPU; default: 400")
-    add("--nvlink", type=float, metavar="GBYTES", help="NVLink, GB/s a GPU; default: 450")
+    add(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="keep only the input of every layer for backward; default: if it is faster",
+    )
+    add("--network", type=float, metavar="GBITS", help="network, Gb/s a GPU; default: the GPU's")
+    add("--nvlink", type=float, metavar="GBYTES", help="NVLink, GB/s a GPU; default: the GPU's")
     add("--tflops", type=float, help="rate of the recipe's products, native; default: measured")
+    add(
+        "--unmodelled",
+        type=float,
+        metavar="FACTOR",
+        help=f"times the modelled step, for what is not modelled; default: {UNMODELLED:g}",
+    )
     add("--draw", metavar="FILE", help="draw the table of GPUs too, as .svg or .png")
     add("--json", action="store_true", help="print JSON instead of text")
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit status.
-
-    Raises
-    ------
-    InputError
-        If sizes do not fit each other.
-    """
+def _run(options: argparse.Namespace) -> int:
     if options.draw is not None:
         check_path(options.draw)  # raises before anything is made or printed
     given = {name: getattr(options, name) for name in SIZES if getattr(options, name) is not None}
     model = preset(options.model)
     model = replace(model, **given) if given else model
     recipe = recipe_named(options.recipe)
-    names = ("gpus", "fsdp", "tp", "ep", "replicas", "gpus_per_node")
-    mesh = make_mesh(model, **{name: getattr(options, name) for name in names})
     report = scale(
         model,
-        mesh,
+        options.gpus,
         recipe,
+        sizes=Sizes(**{each.name: getattr(options, each.name) for each in fields(Sizes)}),
         batch=options.batch,
         tokens=options.tokens,
         recompute=options.recompute,
         hardware=_hardware(options, recipe),
-        fsdp=options.fsdp,
     )
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
     if options.draw is not None:
@@ -114,22 +126,18 @@ def _option(name: str) -> str:
 
 
 def _hardware(options: argparse.Namespace, recipe: Recipe) -> Hardware:
-    """An H200 with the rates that were given, of which one is for the products of the recipe."""
-    for name in ("network", "nvlink", "tflops"):
+    """The GPU with the rates that were given, of which one is for the products of the recipe."""
+    for name in ("network", "nvlink", "tflops", "unmodelled"):
         rate = getattr(options, name)
         if rate is not None and not (rate > 0 and math.isfinite(rate)):
             raise InputError(f"--{name} is {rate:g}; it must be more than 0.")
-    hardware = H200
+    hardware = GPUS[options.gpu]
     if options.network is not None:
         hardware = replace(hardware, network=options.network * 1e9 / 8)
     if options.nvlink is not None:
         hardware = replace(hardware, nvlink=options.nvlink * 1e9)
+    if options.unmodelled is not None:
+        hardware = replace(hardware, unmodelled=options.unmodelled)
     if options.tflops is not None:
-        rate = {type(recipe).__name__: options.tflops * 1e12}
-        hardware = replace(
-            hardware,
-            dense={**hardware.dense, **rate},
-            grouped={**hardware.grouped, **rate},
-            products_are_given=True,
-        )
+        hardware = hardware.with_products(type(recipe).__name__, options.tflops * 1e12)
     return hardware

@@ -36,11 +36,10 @@ from fuser.precision import contexts
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from fuser.runtime.pipeline import OperationFuser
-from fuser.scale.mesh import Mesh
-from fuser.scale.model import Transformer
 from fuser.specs import Collective, TensorSpec
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_exact
+from fuser_forecast.model import Transformer
 
 SIDES = ("forward", "backward")
 VALUE = 2  # bytes of a bf16 value
@@ -199,26 +198,26 @@ def derives_columnwise(recipe: Recipe) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_layer(model: Transformer, mesh: Mesh, tokens: int, recipe: Recipe | None) -> Layer:
-    """The layer of ``model`` on ``mesh``, with ``tokens`` rows on each GPU.
+def plan_layer(model: Transformer, tp: int, ep: int, tokens: int, recipe: Recipe | None) -> Layer:
+    """The layer of ``model`` on ranks of ``tp`` and ``ep``, with ``tokens`` rows on each GPU.
 
     Nothing runs: its pipelines are planned on the meta device, for compute capability 9.0.
     """
-    whole = tokens * mesh.tp
+    whole = tokens * tp
     residual = torch.empty(tokens, model.hidden, dtype=torch.bfloat16, device="meta")
-    heads = (whole, model.attention_features // mesh.tp)
+    heads = (whole, model.attention_features // tp)
     context = torch.empty(heads, dtype=torch.bfloat16, device="meta")
     pipelines: list[tuple[list[FusibleOperation], tuple[torch.Tensor, ...]]] = []
     if model.heads:
-        pipelines.append((_before_attention(model, mesh), (residual,)))
-        pipelines.append((_after_attention(model, mesh), (context, residual)))
+        pipelines.append((_before_attention(model, tp), (residual,)))
+        pipelines.append((_after_attention(model, tp), (context, residual)))
     if model.experts:
         indices = torch.empty(tokens, model.top_k, dtype=torch.int32, device="meta")
         probs = torch.empty(tokens, model.top_k, dtype=torch.float32, device="meta")
         probs.requires_grad_()
-        pipelines.append((_experts(model, mesh, tokens), (residual, indices, probs)))
+        pipelines.append((_experts(model, ep, tokens), (residual, indices, probs)))
     else:
-        pipelines.append((_feed_forward(model, mesh), (residual,)))
+        pipelines.append((_feed_forward(model, tp), (residual,)))
     residual.requires_grad_()
     context.requires_grad_()
     fusions = tuple(one for one in FUSIONS if one.__name__ not in LEFT_OUT)
@@ -258,33 +257,33 @@ def plan_layer(model: Transformer, mesh: Mesh, tokens: int, recipe: Recipe | Non
 # -- the pipelines ------------------------------------------------------------------
 
 
-def _before_attention(model: Transformer, mesh: Mesh) -> list[FusibleOperation]:
+def _before_attention(model: Transformer, tp: int) -> list[FusibleOperation]:
     return [
         MakeExtraOutput(),
         _norm(model),
-        _linear(model.hidden, model.qkv_features, mesh, "column"),
+        _linear(model.hidden, model.qkv_features, tp, "column"),
     ]
 
 
-def _after_attention(model: Transformer, mesh: Mesh) -> list[FusibleOperation]:
-    return [_linear(model.attention_features, model.hidden, mesh, "row"), AddExtraInput()]
+def _after_attention(model: Transformer, tp: int) -> list[FusibleOperation]:
+    return [_linear(model.attention_features, model.hidden, tp, "row"), AddExtraInput()]
 
 
-def _feed_forward(model: Transformer, mesh: Mesh) -> list[FusibleOperation]:
+def _feed_forward(model: Transformer, tp: int) -> list[FusibleOperation]:
     fork, join = _residual()
     return [
         fork,
         _norm(model),
-        _linear(model.hidden, 2 * model.intermediate, mesh, "column"),
+        _linear(model.hidden, 2 * model.intermediate, tp, "column"),
         SwiGLU(),
-        _linear(model.intermediate, model.hidden, mesh, "row"),
+        _linear(model.intermediate, model.hidden, tp, "row"),
         join,
     ]
 
 
-def _experts(model: Transformer, mesh: Mesh, tokens: int) -> list[FusibleOperation]:
+def _experts(model: Transformer, ep: int, tokens: int) -> list[FusibleOperation]:
     """The experts of one rank, which get as many rows as the rank sends to all."""
-    count = model.experts // mesh.ep
+    count = model.experts // ep
     options: dict[str, Any] = {
         "bias": False,
         "device": "meta",
@@ -319,11 +318,11 @@ def _norm(model: Transformer) -> RMSNorm:
     return RMSNorm(model.hidden, device="meta", dtype=torch.bfloat16)
 
 
-def _linear(inputs: int, outputs: int, mesh: Mesh, mode: str) -> Linear:
+def _linear(inputs: int, outputs: int, tp: int, mode: str) -> Linear:
     options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": torch.bfloat16}
-    if mesh.tp > 1:
+    if tp > 1:
         options["tensor_parallel_mode"] = mode
-        options["tensor_parallel_group"] = PlannedGroup(mesh.tp)
+        options["tensor_parallel_group"] = PlannedGroup(tp)
         options["sequence_parallel"] = True
     return Linear(inputs, outputs, **options)
 
