@@ -108,6 +108,10 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(2 * 0.79788456 * (x + 0.044715 * x * x * x))
 
 
+def gelu_erf(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="none")
+
+
 def qgelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(1.702 * x)
 
@@ -213,12 +217,14 @@ def _typed(op: Callable[..., torch.nn.Module], *args: Any, **kwargs: Any) -> Cal
 # Odd sizes where the op takes them: 7 columns, or two halves of 5.
 ACTIVATIONS = (
     Case("GELU", _plain(fuser.GELU), gelu, (7,)),
+    Case("GELU-erf", _plain(fuser.GELU, approximate="none"), gelu_erf, (7,)),
     Case("QGELU", _plain(fuser.QGELU), qgelu, (7,)),
     Case("ReLU", _plain(fuser.ReLU), torch.relu, (7,), has_kink=True),
     Case("SReLU", _plain(fuser.SReLU), srelu, (7,)),
     Case("SiLU", _plain(fuser.SiLU), silu, (7,)),
     Case("GLU", _plain(fuser.GLU), gated(torch.sigmoid), (10,)),
     Case("GEGLU", _plain(fuser.GEGLU), gated(gelu), (10,)),
+    Case("GEGLU-erf", _plain(fuser.GEGLU, approximate="none"), gated(gelu_erf), (10,)),
     Case("QGEGLU", _plain(fuser.QGEGLU), gated(qgelu), (10,)),
     Case("ReGLU", _plain(fuser.ReGLU), gated(torch.relu), (10,), has_kink=True),
     Case("SReGLU", _plain(fuser.SReGLU), gated(srelu), (10,)),

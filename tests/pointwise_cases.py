@@ -15,6 +15,7 @@ from fuser.cuda.pointwise import pointwise, pointwise_backward, workspace_size
 from fuser.cuda.pointwise_instantiations import (
     BIAS_GELU,
     EVERYTHING,
+    GELU_ERF,
     LINEAR,
     SCALED_SRELU,
     SWIGLU,
@@ -32,6 +33,7 @@ SCALARS = {
 # name -> the formula in plain torch, differentiable, given scalars and interleave
 FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
     "gelu": lambda scalars, width: oracles.gelu,
+    "gelu_erf": lambda scalars, width: oracles.gelu_erf,
     "qgelu": lambda scalars, width: oracles.qgelu,
     "relu": lambda scalars, width: torch.relu,
     "srelu": lambda scalars, width: oracles.srelu,
@@ -39,6 +41,7 @@ FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
     "tanh_srelu": lambda scalars, width: oracles.tanh_srelu(*scalars),
     "glu": lambda scalars, width: oracles.gated(torch.sigmoid, width),
     "geglu": lambda scalars, width: oracles.gated(oracles.gelu, width),
+    "geglu_erf": lambda scalars, width: oracles.gated(oracles.gelu_erf, width),
     "qgeglu": lambda scalars, width: oracles.gated(oracles.qgelu, width),
     "reglu": lambda scalars, width: oracles.gated(torch.relu, width),
     "sreglu": lambda scalars, width: oracles.gated(oracles.srelu, width),
@@ -241,6 +244,32 @@ def check(
     oracles.assert_no_worse_than_torch(*draws)
 
 
+def check_erf_gelu(
+    dtype: torch.dtype, emulated: Emulated = no_emulator, device: str = "cpu"
+) -> None:
+    """Every element of the erf GELU is within 2^-19 of itself and a rounding, far below 0 too.
+
+    0.5 (1 + erf) has lost all digits of fp32 at -5.5, so that torch is no measure there.
+    """
+    x = torch.linspace(-12, 12, 6000, device=device).to(dtype).view(-1, 40)
+    y, dx, dy = torch.empty_like(x), torch.empty_like(x), torch.ones_like(x)
+    with emulated(written=(y,)):
+        pointwise(GELU_ERF, x, [None], y)
+    with emulated(written=(dx,)):
+        pointwise_backward(GELU_ERF, dy, x, [None], dx, [None])
+    exact = x.double()
+    integral = 0.5 * torch.special.erfc(-(0.5**0.5) * exact)
+    product = exact * torch.exp(-0.5 * exact.square()) / (2 * torch.pi) ** 0.5
+    # The slope is a sum: near its root the terms count. In 16 bits subnormals are rounded too.
+    for actual, value, terms in (
+        (y, exact * integral, (exact * integral).abs()),
+        (dx, integral + product, integral + product.abs()),
+    ):
+        number = torch.finfo(dtype)
+        allowed = (number.eps / 2 + 2**-19) * terms + number.smallest_normal * number.eps
+        assert ((actual.double() - value).abs() <= allowed).all()
+
+
 # -- tables -------------------------------------------------------------------
 
 # Rows and columns: one element, odd ones, tails, several blocks a row, many rows.
@@ -248,8 +277,11 @@ SHAPES = ((1, 1), (1, 24), (7, 9), (5, 64), (2, 4104), (70, 8), (37, 272))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-# Every activation in bf16.
-ACTIVATION_CASES = tuple(Case((activation(name),), 3, 40, spread=2.0) for name in ACTIVATIONS)
+# Every activation in bf16, and the erf GELU, whose formula depends on the dtype, in the others.
+ACTIVATION_CASES = (
+    *(Case((activation(name),), 3, 40, spread=2.0) for name in ACTIVATIONS),
+    *(Case(GELU_ERF, 3, 40, dtype, spread=2.0) for dtype in (torch.float32, torch.float16)),
+)
 
 # SwiGLU, and GELU behind a bias that is not added again, in every dtype and shape.
 DTYPE_CASES = tuple(

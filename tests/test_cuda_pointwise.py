@@ -57,6 +57,11 @@ def test_gate_and_linear_part_may_be_interleaved(case: Case) -> None:
     cases.check(case, emulated)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_the_erf_gelu_is_exact_far_below_zero(dtype: torch.dtype) -> None:
+    cases.check_erf_gelu(dtype, emulated)
+
+
 # -- bits ---------------------------------------------------------------------
 
 
@@ -171,8 +176,10 @@ def test_special_values_come_out_as_in_torch_or_nearer_to_the_truth(name: str) -
     )
     for key in ("output", "dx"):
         a, p, e = (results[key].double() for results in (actual, plain, exact))
-        assert torch.equal(a.isnan(), p.isnan()), key
-        assert torch.equal(a.isinf(), p.isinf()), key
+        # NaN and infinity as in torch, or as in fp64: erf of a vector on a CPU has NaN at infinity.
+        for is_special in (torch.isnan, torch.isinf):
+            differs = is_special(a) != is_special(p)
+            assert torch.equal(is_special(a)[differs], is_special(e)[differs]), key
         # Values that torch rounds to bf16 once are off by 2^-9 of themselves at most; and below
         # 2^-120 nothing counts.
         allowed = 2 * (p - e).abs() + 2**-8 * e.abs() + 2**-120

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.chain import Stage
+from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.functional.lazy import LazyTensor
 from fuser.op import (
@@ -123,10 +124,45 @@ class Activation(BasicOperation):
         return write_grad_input(dx, ctx), ()
 
 
-class GELU(Activation):
-    """Tanh-approximated Gaussian error linear unit (Hendrycks and Gimpel, 2016).
+class _TwoForms(Activation):
+    """Base class of GELU and GEGLU: a function of the library's, or its erf form."""
 
-    ``0.5 x (1 + tanh(0.79788456 (x + 0.044715 x^3)))``
+    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        if approximate not in ("tanh", "none"):
+            raise InputError(
+                f"{type(self).__name__} got approximate={approximate!r}; it is 'tanh', the default "
+                "as in te.ops, or 'none' for the erf form, the default of torch.nn.GELU."
+            )
+        if approximate == "none":
+            self.function = Stage(f"{self.function.name}_erf")
+
+    @property
+    def approximate(self) -> str:
+        """``"tanh"`` or ``"none"``, as it was given."""
+        return "none" if self.function.name.endswith("_erf") else "tanh"
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class GELU(_TwoForms):
+    """Gaussian error linear unit (Hendrycks and Gimpel, 2016), ``x Phi(x)``, in one of two forms.
+
+    Parameters
+    ----------
+    approximate
+        ``"tanh"``: ``0.5 x (1 + tanh(0.79788456 (x + 0.044715 x^3)))``, as ``te.ops.GELU``. A plan
+        calls its kernel ``gelu``. ``"none"``: ``0.5 x (1 + erf(x / sqrt(2)))``, as
+        ``torch.nn.GELU()`` and most checkpoints of BERT, ViT and Whisper. A plan calls its kernel
+        ``gelu_erf``. The two differ by up to 4.7e-4.
+    cache_quantized_input
+        As in :class:`Activation`.
+
+    Raises
+    ------
+    InputError
+        If ``approximate`` is anything else.
     """
 
     function = Stage("gelu")
@@ -162,8 +198,14 @@ class GLU(Activation):
     function = Stage("glu")
 
 
-class GEGLU(Activation):
-    """``gelu(a) b`` (Shazeer, 2020)."""
+class GEGLU(_TwoForms):
+    """``gelu(a) b`` (Shazeer, 2020).
+
+    Parameters
+    ----------
+    approximate, cache_quantized_input
+        As in :class:`GELU`; the kernels are ``geglu`` and ``geglu_erf``.
+    """
 
     function = Stage("geglu")
 

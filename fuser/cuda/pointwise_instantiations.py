@@ -17,6 +17,7 @@ from fuser.cuda.pointwise import (
 )
 
 GELU = (Stage("gelu"),)
+GELU_ERF = (Stage("gelu_erf"),)
 SWIGLU = (Stage("swiglu"),)
 BIAS_SWIGLU = (Stage("bias"), Stage("swiglu"))
 BIAS_GELU = (Stage("bias"), Stage("gelu"))
@@ -87,6 +88,7 @@ def instantiations() -> tuple[Kernel, ...]:
         add((Stage(name, (1.0,) * STAGES[name].scalars),), bf16)
     for dtype in ELEMENTS:
         add(GELU, dtype, vectors=(True, False))
+        add(GELU_ERF, dtype)
         add(SWIGLU, dtype, vectors=(True, False))
         add(BIAS_GELU, dtype, vectors=(True, False), wanted=(0,), saved=1)
     add(BIAS_SWIGLU, bf16, vectors=(True, False), wanted=(0,))

@@ -94,5 +94,5 @@ class ForwardLinearBiasActivation(FusedOperation):
 
 
 def _is_gelu_epilogue(activation: Activation, device: str) -> bool:
-    # On the CPU torch's fused call is the erf GELU, and slower than two calls.
-    return isinstance(activation, GELU) and device == "cuda"
+    # The call is the tanh form on CUDA; on a CPU it is the erf form, and slower than two calls.
+    return isinstance(activation, GELU) and activation.approximate == "tanh" and device == "cuda"

@@ -53,9 +53,12 @@ _silu_backward = torch.ops.aten.silu_backward.default._op
 _sigmoid_backward = torch.ops.aten.sigmoid_backward.default._op
 _threshold_backward = torch.ops.aten.threshold_backward.default._op
 
-_GELU = _Function(
-    functools.partial(F.gelu, approximate="tanh"),
-    functools.partial(_gelu_backward, approximate="tanh"),
+_GELU, _GELU_ERF = (
+    _Function(
+        functools.partial(F.gelu, approximate=form),
+        functools.partial(_gelu_backward, approximate=form),
+    )
+    for form in ("tanh", "none")
 )
 _QGELU = _qgelu(QGELU_ALPHA)
 _RELU = _Function(torch.relu, lambda dy, x: _threshold_backward(dy, x, 0))
@@ -112,6 +115,7 @@ def _soft_clipped_srelu(beta: float) -> _Function:
 # name -> the function, given the scalars
 _UNARY: dict[str, Callable[..., _Function]] = {
     "gelu": lambda: _GELU,
+    "gelu_erf": lambda: _GELU_ERF,
     "qgelu": lambda: _QGELU,
     "relu": lambda: _RELU,
     "srelu": lambda: _SRELU,
@@ -123,6 +127,7 @@ _UNARY: dict[str, Callable[..., _Function]] = {
 _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
     "glu": lambda: (_SIGMOID, _IDENTITY),
     "geglu": lambda: (_GELU, _IDENTITY),
+    "geglu_erf": lambda: (_GELU_ERF, _IDENTITY),
     "qgeglu": lambda: (_QGELU, _IDENTITY),
     "reglu": lambda: (_RELU, _IDENTITY),
     "sreglu": lambda: (_SRELU, _IDENTITY),
@@ -135,7 +140,7 @@ _GATED: dict[str, Callable[..., tuple[_Function, _Function]]] = {
 }
 
 # Functions that torch runs in one kernel in any dtype, computing in fp32.
-NATIVE = {"gelu": _GELU, "relu": _RELU, "silu": _SILU}
+NATIVE = {"gelu": _GELU, "gelu_erf": _GELU_ERF, "relu": _RELU, "silu": _SILU}
 
 
 def activation(stage: Stage, x: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,11 @@ def test_large_chains_are_as_exact_as_torch(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_the_erf_gelu_is_exact_far_below_zero(dtype: torch.dtype) -> None:
+    cases.check_erf_gelu(dtype, device="cuda")
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_approximations_hold_over_the_whole_range(name: str, dtype: torch.dtype) -> None:
     """Where the emulator has the host's exp and a true quotient, the GPU approximates both."""

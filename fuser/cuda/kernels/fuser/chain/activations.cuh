@@ -236,6 +236,68 @@ struct GeluFunction : Smooth {
     }
 };
 
+// The standard normal distribution at x: its density, and its integral up to -|x|.
+struct Normal {
+    float tail;
+    float density;
+};
+
+// tail = exp(-x^2 / 2) t P(t) with t = 1 / (1 + p |x|), which is Hastings' form of erfc (Abramowitz
+// and Stegun, 7.1.26). p and P have the smallest relative error for |x| < 14.5: 2^-20.0, and 2^-25.1
+// for fp32. 0.5 (1 + erf(x / sqrt(2))) would lose all digits far below 0. MUFU: 2.
+template <class T>
+__device__ __forceinline__ Normal normal_at(float x) {
+    constexpr float kDensity = 0.39894228f;  // 1 / sqrt(2 pi)
+    constexpr float kHalfLog2E = 0.72134752f;
+    if constexpr (sizeof(T) == 2) {
+        const float t = reciprocal(fmaf(minus_magnitude(x), -0.36f, 1.0f));
+        float p = 4.6782482e-2f;
+        p = fmaf(p, t, -1.7882656e-1f);
+        p = fmaf(p, t, 1.7967756e-1f);
+        p = fmaf(p, t, 2.7426681e-2f);
+        p = fmaf(p, t, 1.3940005e-1f);
+        p = fmaf(p, t, 1.4183038e-1f);
+        p = fmaf(p, t, 1.4370897e-1f);
+        const float e = exp2f(__fmul_rn(x, __fmul_rn(x, -kHalfLog2E)));
+        return {__fmul_rn(__fmul_rn(t, e), p), __fmul_rn(kDensity, e)};
+    }
+    // Both are 0 further out, where the square would overflow.
+    const float below = fmaxf(minus_magnitude(x), -15.0f);
+    const float t = reciprocal(fmaf(below, -0.26f, 1.0f));
+    float p = 3.0229690e-2f;
+    p = fmaf(p, t, -1.5149158e-1f);
+    p = fmaf(p, t, 2.4872755e-1f);
+    p = fmaf(p, t, -1.4778315e-1f);
+    p = fmaf(p, t, 1.5875469e-1f);
+    p = fmaf(p, t, 5.1966459e-2f);
+    p = fmaf(p, t, 1.0278828e-1f);
+    p = fmaf(p, t, 1.0305102e-1f);
+    p = fmaf(p, t, 1.0375702e-1f);
+    // What the square loses counts |x|^2 / 2 times in the exponential.
+    const float square = __fmul_rn(below, below);
+    const float lost = fmaf(below, below, -square);
+    const float rounded = expf(__fmul_rn(-0.5f, square));
+    const float e = fmaf(__fmul_rn(-0.5f, lost), rounded, rounded);
+    return {__fmul_rn(__fmul_rn(t, e), p), __fmul_rn(kDensity, e)};
+}
+
+// x Phi(x) = 0.5 x (1 + erf(x / sqrt(2))), with the slope Phi(x) + x phi(x). In 16 bits `value`
+// takes 18 instructions, of which 6 are for P. MUFU: 2, 2.
+template <class T>
+struct GeluErfFunction : Smooth {
+    __device__ __forceinline__ static float integral(float x, Normal normal) {
+        return x < 0.0f ? normal.tail : __fsub_rn(1.0f, normal.tail);
+    }
+    __device__ __forceinline__ static float value(float x, const float*) {
+        return __fmul_rn(x, integral(x, normal_at<T>(x)));
+    }
+    __device__ __forceinline__ static Point at(float x, const float*) {
+        const Normal normal = normal_at<T>(x);
+        const float phi = integral(x, normal);
+        return {__fmul_rn(x, phi), fmaf(x, normal.density, phi)};
+    }
+};
+
 // MUFU: 2, 2.
 template <class T>
 struct QgeluFunction : Smooth {
@@ -347,6 +409,8 @@ struct Gated {
 template <class T>
 using GELU = Unary<GeluFunction<T>>;
 template <class T>
+using GELUErf = Unary<GeluErfFunction<T>>;
+template <class T>
 using QGELU = Unary<QgeluFunction<T>>;
 template <class T>
 using ReLU = Unary<ReluFunction>;
@@ -361,6 +425,8 @@ template <class T>
 using GLU = Gated<SigmoidFunction<T>, IdentityFunction>;
 template <class T>
 using GEGLU = Gated<GeluFunction<T>, IdentityFunction>;
+template <class T>
+using GEGLUErf = Gated<GeluErfFunction<T>, IdentityFunction>;
 template <class T>
 using QGEGLU = Gated<QgeluFunction<T>, IdentityFunction>;
 template <class T>
