@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from pipeline_kernels import on_kernels
 
 import fuser
 from fuser import recipe as recipes
+from fuser.op import BasicOperation, modules_and_ops
 from fuser.precision.contexts import AutocastState, current_recipe
 from fuser.precision.delayed_scaling import holding_steps, noting_uses
 from fuser.runtime.graphs import _check_module, _Graphed, _Memory, _Spec
@@ -87,6 +89,44 @@ def test_held_steps_do_not_end_and_leave_no_amax_to_the_next_one() -> None:
         assert torch.equal(state.amax_history[1:], history)
     step()
     assert not torch.equal(states[0].amax_history[1:], before[0][1])
+
+
+def step_under(recipe: recipes.Recipe, model: torch.nn.Module, x: torch.Tensor) -> None:
+    with fuser.autocast(recipe=recipe):
+        y = model(x)
+    torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
+
+
+@pytest.mark.parametrize("steps_before", range(5))
+def test_a_context_notes_states_that_one_inside_it_notes_too(
+    steps_before: int,
+) -> None:
+    """The second step of a layout is recorded, and the recording notes states for itself."""
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    model = fuser.Sequential(fuser.Linear(32, 32, dtype=torch.bfloat16), fuser.GELU())
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    with on_kernels():
+        for _ in range(steps_before):
+            step_under(recipe, model, x)
+        with noting_uses() as outer, noting_uses() as inner:
+            step_under(recipe, model, x)
+    assert set(outer) == set(inner) == {model[0].basic_ops[0]._delayed["forward"]}
+
+
+def hidden_and_open() -> torch.nn.Sequential:
+    """A layer, which hides its ops, and a pipeline, whose ops are submodules."""
+    layer = fuser.modules.LayerNormLinear(8, 8, params_dtype=torch.float32)
+    return torch.nn.Sequential(layer, linear())
+
+
+def test_ops_of_layers_are_among_the_ops_of_a_model() -> None:
+    model = hidden_and_open()
+    paths = {path: op for path, op in modules_and_ops(model) if isinstance(op, BasicOperation)}
+    assert list(paths) == [
+        *("0.ops.0", "0.ops.1.basic_ops.0", "0.ops.1.basic_ops.1"),
+        *("1.0.basic_ops.0", "1.0.basic_ops.1"),
+    ]
+    assert paths["0.ops.1.basic_ops.0"]._parameters["weight"] is model[0].weight
 
 
 # -- calls ----------------------------------------------------------------------

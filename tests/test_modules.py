@@ -17,6 +17,8 @@ from fuser import modules
 from fuser import recipe as recipes
 from fuser.communication import PlannedGroup
 from fuser.modules import arguments
+from fuser.op import modules_and_ops
+from fuser.tensors.master_weight import MasterWeight
 
 
 def x_of(*shape: int) -> torch.Tensor:
@@ -372,3 +374,16 @@ def test_a_factory_gets_the_layers_name() -> None:
         block(x_of(32, 64))
     names = ("mlp.fc1", "mlp.fc2", "head", "fc1", "fc2")
     assert roles == {("linear", name) for name in names}
+
+
+def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
+    model = torch.nn.Sequential(
+        fuser.modules.LayerNormMLP(64, 128), fuser.Sequential(fuser.Linear(64, 64))
+    )
+    fuser.distributed.gather_quantized(model, fuser.recipe.Float8CurrentScaling())
+    weights = {
+        path for path, parameter in model.named_parameters() if isinstance(parameter, MasterWeight)
+    }
+    assert weights == {"0.fc1_weight", "0.fc2_weight", "1.0.basic_ops.0.weight"}
+    linears = [op for _, op in modules_and_ops(model) if isinstance(op, fuser.BasicLinear)]
+    assert [type(op._parameters["weight"]) for op in linears] == [MasterWeight] * 3

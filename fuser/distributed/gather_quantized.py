@@ -7,7 +7,7 @@ import torch
 from fuser.basic_ops import BasicLinear, GroupedLinear
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import GROUP_TILE
-from fuser.op import BasicOperation
+from fuser.op import HiddenOps, modules_and_ops
 from fuser.precision.contexts import ParameterInit, weight_quantizer
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import DelayedScaling, Recipe
@@ -29,8 +29,9 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
     Parameters
     ----------
     module
-        Its ``BasicLinear`` ops, also those of composites, get another ``weight``, which shares
-        memory with the old one; so do ``GroupedLinear`` ops, of which each expert has a weight.
+        Its ``BasicLinear`` ops, also those of composites and of layers, get another ``weight``,
+        which shares memory with the old one; so do ``GroupedLinear`` ops, of which each expert has
+        a weight.
     recipe
         Its quantizer of weights is used. Not ``DelayedScaling``: its scales are an op's state.
 
@@ -63,22 +64,25 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
             'weight, which is not gathered; "dequantized" reads what is.'
         )
     made: dict[int, torch.nn.Parameter] = {}
-    places: list[tuple[BasicOperation, str, int]] = []
-    for path, op in module.named_modules():
+    owners: list[torch.nn.Module] = []
+    for path, op in modules_and_ops(module):
+        if isinstance(op, HiddenOps):
+            owners.append(op)
         if not isinstance(op, (BasicLinear, GroupedLinear)):
             continue
+        owners.append(op)
         for name in (op.parameter_names or ())[: op.main_grad_count]:
             weight = getattr(op, name)
             if id(weight) not in made:
                 made[id(weight)] = _master(weight, recipe, path, name)
-            places.append((op, name, id(weight)))
     if not made:
         raise InputError(
             f"gather_quantized got a {type(module).__name__} without a BasicLinear or "
             "GroupedLinear."
         )
-    for op, name, key in places:
-        setattr(op, name, made[key])
+    for owner in owners:
+        for name, parameter in owner._parameters.items():
+            owner._parameters[name] = made.get(id(parameter), parameter)
     return module
 
 

@@ -76,7 +76,7 @@ class _Style:
                 )
             raise InputError(f"{name} takes {KINDS[name]}; got a {kind}. {hint}")
         if isinstance(module, Layer):
-            module._hand_parameters_to_ops()
+            module.hand_parameters_to_ops()
         for op in _basic_ops(module):
             if any(op.placement_of(key)[0] is not None for key in op._parameters):
                 raise InputError(

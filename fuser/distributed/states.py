@@ -10,8 +10,7 @@ from torch.nn import Parameter
 from fuser.basic_ops import GroupedLinear, MoeDispatch
 from fuser.communication import ranks_of
 from fuser.errors import InputError
-from fuser.modules.layer import Layer
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, modules_and_ops
 from fuser.recipe import DelayedScaling
 from fuser.tensors import QuantizedTensor
 
@@ -140,11 +139,4 @@ def init_delayed_scaling(module: torch.nn.Module, recipe: DelayedScaling) -> tor
 
 def _ops_of(module: torch.nn.Module) -> list[BasicOperation]:
     """The basic ops of a model, also those of layers."""
-    found: list[BasicOperation] = []
-    for each in module.modules():
-        if isinstance(each, Layer):
-            each._hand_parameters_to_ops()
-            found += [op for _, op in each._basic_ops()]
-        elif isinstance(each, BasicOperation):
-            found.append(each)
-    return found
+    return [op for _, op in modules_and_ops(module) if isinstance(op, BasicOperation)]

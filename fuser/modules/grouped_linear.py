@@ -131,12 +131,12 @@ class GroupedLinear(Layer):
         training: bool = True,
     ) -> FusionPlan:
         """The plan of a call with such arguments."""
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         return self.ops.plan(inp, self._sizes(m_splits), training=training)
 
     def backward_dw(self) -> None:
         """As ``backward_dw`` of the op: compute weight gradients that a backward has left."""
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         self._op.backward_dw()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
@@ -152,7 +152,7 @@ class GroupedLinear(Layer):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; separate parameters become views of one buffer again, by the op."""
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         self._op._apply(lambda tensor: tensor)
         return result
 

@@ -12,7 +12,7 @@ from fuser import basic_ops, fused_ops
 from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError
-from fuser.op import BasicOperation, FusedOperation, FusibleOperation
+from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
 from fuser.sequential import Sequential
 from fuser.tensors import QuantizedTensor
@@ -21,7 +21,7 @@ Place = tuple[BasicOperation, str]
 InitMethod = Callable[[torch.Tensor], Any]
 
 
-class Layer(torch.nn.Module):
+class Layer(HiddenOps):
     """A pipeline under one name: ``ops`` holds it, and parameters are the layer's own.
 
     The ops are not submodules. Each call gives them the layer's parameters, so
@@ -93,7 +93,7 @@ class Layer(torch.nn.Module):
         StateError
             If parameters on meta have an ``init_method``.
         """
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         if not self._has_run and self._init_methods and self._is_on_meta():
             raise StateError(
                 f"{type(self).__name__} is on meta and has an init_method: call to_empty(device=) "
@@ -109,12 +109,12 @@ class Layer(torch.nn.Module):
 
     def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
         """The plan of a call with such an input, as from ``Sequential.plan``."""
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         return self.ops.plan(input, training=training)
 
     def reset_parameters(self) -> None:
         """Initialise the parameters as the ops do. Parameters on meta are allocated first."""
-        self._hand_parameters_to_ops()
+        self.hand_parameters_to_ops()
         for _, op in self._basic_ops():
             if op._parameters:
                 op.reset_parameters()  # type: ignore[operator]
@@ -145,7 +145,8 @@ class Layer(torch.nn.Module):
     def _is_on_meta(self) -> bool:
         return any(p is not None and p.is_meta for p in self._parameters.values())
 
-    def _hand_parameters_to_ops(self) -> None:
+    def hand_parameters_to_ops(self) -> None:
+        """Give the ops the parameters of the layer, as each call does."""
         own = self._parameters
         try:
             for name, (op, name_in_op) in self._places.items():

@@ -12,6 +12,7 @@ from fuser.op.parameters import (
     default_device,
     default_dtype,
 )
+from fuser.op.walk import HiddenOps, modules_and_ops
 
 __all__ = [
     "BasicOperation",
@@ -19,6 +20,7 @@ __all__ = [
     "FusedOperation",
     "FusibleOperation",
     "Grads",
+    "HiddenOps",
     "MAX_RECIPES",
     "METHODS",
     "OperationContext",
@@ -29,6 +31,7 @@ __all__ = [
     "default_device",
     "default_dtype",
     "keyword_names",
+    "modules_and_ops",
     "pipeline_arguments",
     "quantizes_values",
     "write_grad_input",

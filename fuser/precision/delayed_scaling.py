@@ -43,9 +43,9 @@ def evaluation() -> Iterator[None]:
 
 
 class _Uses(threading.local):
-    """The states that this thread adds to the current step, in order, if something notes them."""
+    """The lists to which this thread adds the states of the current step, one a context."""
 
-    noted: list[DelayedScales] | None = None
+    noted: tuple[list[DelayedScales], ...] = ()
 
 
 _uses = _Uses()
@@ -53,10 +53,15 @@ _uses = _Uses()
 
 @contextlib.contextmanager
 def noting_uses() -> Iterator[list[DelayedScales]]:
-    """Context that returns a list, and adds the states that a forward inside records in."""
-    outer, _uses.noted = _uses.noted, []
+    """Context that returns a list, and adds the states that a forward inside records in.
+
+    Also those that a context inside it notes.
+    """
+    used: list[DelayedScales] = []
+    outer = _uses.noted
+    _uses.noted = (*outer, used)
     try:
-        yield _uses.noted
+        yield used
     finally:
         _uses.noted = outer
 
@@ -82,8 +87,8 @@ def delayed_quantizers(
 
 def note_uses(states: Sequence[DelayedScales]) -> None:
     """Add states to the current step: the forward that runs now records amaxes in them."""
-    if _uses.noted is not None:
-        _uses.noted.extend(states)
+    for noted in _uses.noted:
+        noted.extend(states)
     _, region, group = current_state()
     if region is None or _held is not None:
         return

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from fuser.errors import InputError, InputTypeError, StateError
-from fuser.op import BasicOperation
+from fuser.op import BasicOperation, modules_and_ops
 from fuser.precision.contexts import AutocastState, autocast, current_recipe, current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
@@ -174,7 +174,7 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
             raise StateError(
                 f"{name} has hooks, which a CUDA graph does not call: register them afterwards."
             )
-    for path, op in _modules_and_ops(module):
+    for path, op in modules_and_ops(module):
         if not getattr(op, "is_capturable", True):
             why = "process groups; a CUDA graph does not repeat its communication"
             if getattr(op, "delay_wgrad_compute", False):
@@ -200,15 +200,6 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
                 f"{name} got or holds a tensor of shape {tuple(tensor.shape)} on {tensor.device}; "
                 "a CUDA graph reads memory of the GPU."
             )
-
-
-def _modules_and_ops(module: Module) -> Iterator[tuple[str, Any]]:
-    """The submodules with their paths, and the ops of layers, which are not submodules."""
-    for path, each in module.named_modules():
-        yield path, each
-        ops_of_layer = getattr(each, "_basic_ops", None)
-        for name, op in () if ops_of_layer is None else ops_of_layer():
-            yield f"{path}.{name}".strip("."), op
 
 
 # -- capture --------------------------------------------------------------------
@@ -288,7 +279,7 @@ def _states(modules: Sequence[Module]) -> dict[DelayedScales, tuple[torch.Tensor
     return {
         state: (state.scale.clone(), state.amax_history.clone())
         for module in modules
-        for op in module.modules()
+        for _, op in modules_and_ops(module)
         if isinstance(op, BasicOperation)
         for state in op._delayed.values()
         if state.scale.numel()
