@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -682,3 +684,17 @@ def test_two_inputs_that_differ_only_under_no_grad_share_a_plan() -> None:
     for requires_grad in (True, False):
         pipeline.plan(torch.empty(2, 8, requires_grad=requires_grad), training=False)
     assert pipeline.planned_count == 1
+
+
+def test_networkx_is_imported_by_the_first_plan() -> None:
+    code = """
+import sys
+import torch, fuser
+assert "networkx" not in sys.modules
+model = fuser.Sequential(fuser.Linear(8, 8), fuser.GELU())
+assert "networkx" not in sys.modules
+model(torch.randn(2, 8))
+assert "networkx" in sys.modules
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from fuser.op import FusedOperation
 from fuser.plan.plan import Refusal, Step
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Of two covers with equal modelled time, the one with fewer steps needs less host time.
 STEP_COST = 1e-9
@@ -53,6 +55,8 @@ def cheapest_cover(
     chooses the pairs; a stretch between two pairs costs its best forward plus
     its best backward.
     """
+    import networkx as nx  # at the first plan: half of the modules that fuser imports
+
     sides = (_gap_graph(count, forward), _gap_graph(count, backward))
     pairs: dict[tuple[int, int], tuple[Candidate, Candidate]] = {}
     for pair in joint:
@@ -91,6 +95,8 @@ def cheapest_cover(
 
 def _gap_graph(count: int, candidates: Iterable[Candidate]) -> nx.DiGraph:
     """The digraph of gaps, with the cheapest candidate of each window as an edge."""
+    import networkx as nx
+
     graph = nx.DiGraph()
     graph.add_nodes_from(range(count + 1))
     for candidate in candidates:
@@ -107,6 +113,8 @@ def _weight(*candidates: Candidate) -> float:
 
 def unchosen(candidates: Sequence[Candidate], cover: Sequence[Candidate]) -> list[Refusal]:
     """A refusal for each fused candidate that the cover does not use, with its extra cost."""
+    import networkx as nx
+
     count = cover[-1].stop if cover else 0
     graph = _gap_graph(count, candidates)
     before = nx.single_source_dijkstra_path_length(graph, 0)

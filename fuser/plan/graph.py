@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import networkx as nx
 import torch
 
 from fuser.errors import InputError
@@ -14,6 +14,9 @@ from fuser.op import BasicOperation
 from fuser.plan.dtypes import compute_dtypes
 from fuser.plan.parameter_slots import find_slots
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Node = Hashable
 Memory = Hashable
@@ -223,6 +226,8 @@ class OpGraph:
         self.key = key
         slots = [find_slots(op, _named(self.ops, i)) for i, op in enumerate(self.ops)]
         self.params = [[held[name] for held, name in row] for row in slots]
+        import networkx as nx  # at the first plan: half of the modules that fuser imports
+
         values, gradients = nx.DiGraph(), nx.DiGraph()
         values.add_nodes_from(range(len(self.ops)))
         gradients.add_nodes_from(range(len(self.ops)))
