@@ -165,6 +165,7 @@ CHAINS = {
     "interleaved": Case(INTERLEAVED),
     "bias_gelu": Case(BIAS_GELU, wanted=(0,), saved=1),
 }
+ERF = Case((activation("gelu_erf"),))
 TWO_HALVES = Case(BIAS_SWIGLU, wanted=(0,))
 
 

@@ -56,6 +56,12 @@ def test_odd_shapes_give_them_in_every_dtype(
 
 
 @EVERY_SIDE
+@EVERY_STORE
+def test_the_erf_gelu_goes_into_every_store(store: Store, backward: bool) -> None:
+    check(sized(cases.ERF, store), store, EMULATOR, backward=backward)
+
+
+@EVERY_SIDE
 def test_rows_that_no_column_store_can_align_are_still_read_by_vectors(backward: bool) -> None:
     case = replace(CHAINS["swiglu"], rows=37, columns=72)
     assert made(case, EMULATOR, backward).producer.is_aligned

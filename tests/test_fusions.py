@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,12 +167,25 @@ def test_a_fusion_never_changes_the_callers_tensors(window: Window) -> None:
 
 
 def test_an_activation_after_a_linear_is_the_same_with_and_without_gradients() -> None:
-    for activation in (fuser.GELU(), fuser.ReLU()):
+    for activation in (fuser.GELU(), fuser.GELU("none"), fuser.ReLU()):
         model = randomize(fuser.Sequential(fuser.Linear(32, 32), activation))
         x = random_tensor((8, 32), torch.float32, 1)
         expected = model(x)
         with torch.no_grad():
             assert torch.equal(model(x), expected)
+
+
+def test_no_gemm_has_the_erf_gelu_as_its_epilogue() -> None:
+    """cuBLASLt's epilogue is the tanh form."""
+    x = torch.ones(4, 8)
+    for form, kernels in (("tanh", ["addmm+gelu"]), ("none", ["addmm", "gelu_erf"])):
+        ops = (fuser.BasicLinear(8, 8), fuser.Bias(8), fuser.GELU(form))
+        key = fuser.OperationFuser(ops).plan(x, training=False).key
+        on_cuda = dataclasses.replace(key, device="cuda")
+        rows = fuser.fused_ops.ForwardLinearBiasActivation.kernels(
+            *ops, side="forward", key=on_cuda
+        )
+        assert [name for name, _ in rows] == kernels
 
 
 @every_window

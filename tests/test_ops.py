@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
+import re
 from typing import Any
 
 import pytest
@@ -314,6 +316,45 @@ def test_cache_quantized_input_leaves_the_output_and_rounds_the_backward(make: A
     cached = run_module(make(cache_quantized_input=True), leaf(x))
     assert torch.equal(cached["output 0"], plain["output 0"])
     assert torch.equal(cached["gradient of x"], of_rounded["gradient of x"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gelu_without_approximation_is_torchs_default_and_the_default_is_not(
+    dtype: torch.dtype,
+) -> None:
+    x = random_tensor((64, 64), dtype, 1)
+    expected = torch.nn.GELU()(x.double())
+    rounding = 4 * torch.finfo(dtype).eps * x.abs().max()
+    for erf in (fuser.GELU("none"), fuser.GELU(approximate="none")):
+        assert (erf(x).double() - expected).abs().max() <= rounding
+    tanh = torch.nn.GELU("tanh")(x.double())
+    assert (tanh - expected).abs().max() > 4e-4
+    for default in (fuser.GELU(), fuser.GELU("tanh")):
+        assert (default(x).double() - tanh).abs().max() <= rounding
+    mlp = fuser.modules.LayerNormMLP(64, 64, activation_params={"approximate": "none"})
+    assert mlp.ops[2].approximate == "none"
+
+
+@pytest.mark.parametrize("cls", [fuser.GELU, fuser.GEGLU])
+def test_the_form_of_a_gelu_is_in_its_text_its_copies_and_its_plan(cls: Any) -> None:
+    name = cls.__name__
+    for form, kernel in (("tanh", name.lower()), ("none", f"{name.lower()}_erf")):
+        op = cls(form)
+        for copied in (op, copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+            assert repr(copied) == f"{name}(approximate={form!r})"
+        plan = str(fuser.Sequential(op).plan(torch.ones(4, 8, requires_grad=True)))
+        assert f" {kernel} " in plan
+        assert f" {kernel}_backward " in plan
+    with pytest.raises(AttributeError):
+        op.approximate = "tanh"
+
+
+@pytest.mark.parametrize("cls", [fuser.GELU, fuser.GEGLU])
+@pytest.mark.parametrize("approximate", ["erf", None, True, ["none"], "Tanh"])
+def test_another_form_of_gelu_is_refused_in_a_sentence(cls: Any, approximate: Any) -> None:
+    sentence = f"{cls.__name__} got approximate={approximate!r}; it is 'tanh', the default"
+    with pytest.raises(fuser.InputError, match=re.escape(sentence)):
+        cls(approximate)
 
 
 def test_arguments_of_other_libraries_are_accepted() -> None:

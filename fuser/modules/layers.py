@@ -167,9 +167,9 @@ class LayerNormMLP(Layer):
     eps, bias, normalization, zero_centered_gamma, params_dtype, dtype, device, options
         As in :class:`LayerNormLinear`.
     activation
-        The lower-case name of an activation op, such as ``"gelu"`` or ``"swiglu"``.
+        The lower-case name of an activation op, such as ``"gelu"``, the tanh form, or ``"swiglu"``.
     activation_params
-        Keyword arguments of that op.
+        Keyword arguments of that op: ``{"approximate": "none"}`` for the erf form of GELU or GEGLU.
     init_method, output_layer_init_method
         Called with the weight of the first and of the second linear.
     name

@@ -15,7 +15,9 @@ ALL_STORES = pytest.mark.parametrize(
     "store", [*STORES, cases.NVFP4_TRANSFORMED, cases.ROW_ALONE], ids=str
 )
 EVERY_CHAIN = pytest.mark.parametrize(
-    "case", [*CHAINS.values(), cases.TWO_HALVES], ids=[*CHAINS, "bias_swiglu"]
+    "case",
+    [*CHAINS.values(), cases.ERF, cases.TWO_HALVES],
+    ids=[*CHAINS, "gelu_erf", "bias_swiglu"],
 )
 EVERY_SIDE = pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -168,6 +168,21 @@ def test_gelu_is_a_gemm_epilogue_without_gradients(dtype: torch.dtype) -> None:
     assert (y - with_grad).abs().max() <= 4 * torch.finfo(dtype).eps * scale
 
 
+@every_dtype
+def test_the_erf_gelu_is_no_gemm_epilogue_and_is_torchs(dtype: torch.dtype) -> None:
+    linear = fuser.Linear(64, 64, device="cuda", dtype=dtype)
+    x = oracles.random_tensor((32, 64), dtype, 1).to("cuda")
+    model = fuser.Sequential(linear, fuser.GELU("none"))
+    with torch.no_grad():
+        y = model(x)
+        exact = linear(x).double()
+    assert "addmm+gelu" not in str(model.plan(x, training=False))
+    expected = torch.nn.functional.gelu(exact)
+    # The tanh form would be off by 4.7e-4, which 16 bits do not show.
+    allowed = 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert (y.double() - expected).abs().max() <= allowed
+
+
 def test_a_step_in_steady_state_never_waits_for_the_device() -> None:
     model = block(torch.bfloat16)
     x = torch.randn(32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -227,6 +227,21 @@ ARITHMETIC = (
         select="gelu",
     ),
     Mutant(
+        "the erf GELU in fp32 forgets what its square loses",
+        "cuda/kernels/fuser/chain/activations.cuh",
+        "fmaf(__fmul_rn(-0.5f, lost), rounded, rounded)",
+        "rounded",
+        "test_cuda_pointwise.py::test_the_erf_gelu_is_exact_far_below_zero",
+    ),
+    Mutant(
+        "the slope of the erf GELU has no density",
+        "cuda/kernels/fuser/chain/activations.cuh",
+        "fmaf(x, normal.density, phi)",
+        "phi",
+        "test_cuda_pointwise.py::test_every_activation_is_as_exact_as_torchs",
+        select="gelu_erf",
+    ),
+    Mutant(
         "a clamped linear part passes a gradient on where it is clamped",
         "cuda/kernels/fuser/chain/activations.cuh",
         "fabsf(x) <= scalars[0] ? 1.0f : 0.0f",

@@ -281,6 +281,20 @@ FUSED_OPS = (
         "test_fusion_refusals.py::test_refuses_with_a_reason_that_names_the_values_and_runs_unfused",
     ),
     Mutant(
+        "a GEMM has the erf GELU as its epilogue, which is the tanh form",
+        "fused_ops/forward_linear_bias_activation.py",
+        'activation.approximate == "tanh" and ',
+        "",
+        "test_fusions.py::test_no_gemm_has_the_erf_gelu_as_its_epilogue",
+    ),
+    Mutant(
+        "GELU takes any word for its form",
+        "basic_ops/activation.py",
+        'if approximate not in ("tanh", "none"):',
+        "if not isinstance(approximate, str):",
+        "test_ops.py::test_another_form_of_gelu_is_refused_in_a_sentence",
+    ),
+    Mutant(
         "on a CPU a GELU is a GEMM's epilogue, which is another GELU",
         "fused_ops/forward_linear_bias_activation.py",
         'activation.approximate == "tanh" and device == "cuda"',
