@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pointwise_cases import FORMULAS
@@ -195,6 +197,21 @@ def check_padding(place: Place, columns: int, dtype: torch.dtype, shift: int = 0
 EMPTY = [3, 140]
 
 
+# Some groups have an amax below this epsilon, from which their scale does not follow then.
+EVERY_SCALING = pytest.mark.parametrize(
+    "scaling", [{"eps": 1.0}, {"pow2": True}, {"eps": 1.0, "pow2": True}], ids=str
+)
+
+
+def of_two_sizes(values: torch.Tensor) -> torch.Tensor:
+    """The rows, of which those of the third and fourth group are 16 times smaller."""
+    groups = torch.tensor(PADDED_SPLITS)
+    is_small = (torch.arange(len(groups)) // 2 % 2 == 1).repeat_interleave(groups)
+    rows = torch.where(is_small, 1 / 16, 1.0).to(values.dtype)
+    values[: len(rows)] *= rows[:, None]
+    return values
+
+
 def rows_of(place: Place, values: torch.Tensor, between: int | None) -> Producer:
     """The producer of ``values``, which reads them in order or by index.
 
@@ -251,10 +268,14 @@ def check_grouped_fp8(
     to: DType,
     is_delayed: bool,
     between: int | None = None,
+    **scaling: Any,
 ) -> None:
-    """Each group has the bytes and the scale of a tensor of its own."""
+    """Each group has the bytes and the scale of a tensor of its own.
+
+    ``scaling``: the options ``eps`` and ``pow2`` of current scaling.
+    """
     ends, padded_ends, tiles = padded_groups(place)
-    values = matrix(PADDED_ROWS, columns, dtype, 2)
+    values = of_two_sizes(matrix(PADDED_ROWS, columns, dtype, 2))
     values[int(ends[-1]) :] = float("nan")
     groups, m = len(PADDED_SPLITS), 128 * len(tiles)
     source = grouped.padded_rows(rows_of(place, values, between), tiles)
@@ -268,7 +289,7 @@ def check_grouped_fp8(
             grouped_fp8.quantize(source, to, tiles, scale=scales, recorded=recorded, **outputs)
         else:
             grouped_fp8.quantize(source, to, tiles, recorded=recorded)
-            grouped_fp8.quantize(source, to, tiles, amax_value=recorded, **outputs)
+            grouped_fp8.quantize(source, to, tiles, amax_value=recorded, **outputs, **scaling)
     start = end = 0
     for g, size in enumerate(PADDED_SPLITS):
         start, end = end, end + size
@@ -281,7 +302,7 @@ def check_grouped_fp8(
             scale = scales[g : g + 1].cpu()
             data, _, inverse, amax = fp8_reference.quantize_delayed(group, scale, to)
         else:
-            data, _, inverse = fp8_reference.quantize_current(group, to)
+            data, _, inverse = fp8_reference.quantize_current(group, to, **scaling)
             amax = group.abs().max().float()
         assert data is not None
         place_of = slice(first, first + size)
@@ -317,12 +338,19 @@ def check_dequantize(
 
 
 def check_grouped_blocks(
-    place: Place, dtype: torch.dtype, block_dim: int, between: int | None = None
+    place: Place,
+    dtype: torch.dtype,
+    block_dim: int,
+    between: int | None = None,
+    **scaling: Any,
 ) -> None:
-    """Blocks of 128 do not reach over a group's end: the bytes are those of each group alone."""
+    """Blocks of 128 do not reach over a group's end: the bytes are those of each group alone.
+
+    ``scaling``: the options ``eps`` and ``pow2``.
+    """
     _, padded_ends, tiles = padded_groups(place)
     columns, m = 136, 128 * len(tiles)
-    values = matrix(PADDED_ROWS, columns, dtype, 3)
+    values = of_two_sizes(matrix(PADDED_ROWS, columns, dtype, 3))
     source = grouped.padded_rows(rows_of(place, values, between), tiles)
     row, col = place.empty((m, columns)), place.empty((columns, m))
     shapes = [fp8_block_scale_shape(m, columns, c, block_dim) for c in (False, True)]
@@ -336,13 +364,14 @@ def check_grouped_blocks(
             row_scale_inv=row_scale_inv,
             col=col,
             col_scale_inv=col_scale_inv,
+            **scaling,
         )
     start = end = 0
     for g, size in enumerate(PADDED_SPLITS):
         start, end = end, end + size
         first = int(padded_ends[g]) - -(-size // 128) * 128
         if size:
-            made = block_reference.quantize(values[start:end], E4M3, block_dim=block_dim)
+            made = block_reference.quantize(values[start:end], E4M3, block_dim=block_dim, **scaling)
             data, scales, data_t, scales_t = made
             rows, tile = slice(first, first + size), slice(first // 128, int(padded_ends[g]) // 128)
             assert_same(row[rows], data, f"row of group {g}")

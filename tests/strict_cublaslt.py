@@ -17,11 +17,25 @@ NARROW = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class StrictProduct:
-    """One product, with the limits it has on Hopper; ``calls`` gets a line for each run."""
+def layouts(operands: Sequence[Any]) -> list[Any]:
+    """What the descriptors of a product say of its operands."""
+    *matrices, bias = operands
+    described = [t if t is None else (t.shape, t.stride(), t.dtype) for t in matrices]
+    return [*described, None if bias is None else bias.dtype]
 
-    def __init__(self, calls: list[str], modes: tuple[int, ...], is_split: bool) -> None:
+
+class StrictProduct:
+    """One product, with the limits it has on Hopper; ``calls`` gets a line for each run.
+
+    Like the product of the library it has descriptors of the operands that it was made for, and
+    takes no others.
+    """
+
+    def __init__(
+        self, calls: list[str], operands: Sequence[Any], modes: tuple[int, ...], is_split: bool
+    ) -> None:
         self.calls, self.modes, self.is_split = calls, modes, is_split
+        self.layouts = layouts(operands)
 
     def run(
         self,
@@ -30,6 +44,7 @@ class StrictProduct:
         scale_b: torch.Tensor | None,
         alpha: float,
     ) -> None:
+        assert layouts(operands) == self.layouts
         out, a, b, addend, bias = operands
         (m, k), n = a.shape, b.shape[1]
         assert b.shape[0] == k
@@ -103,7 +118,7 @@ def strict_cublaslt() -> Iterator[list[str]]:
             return None
         if not modes and bias is not None and bias.dtype is not out.dtype:
             return None
-        return StrictProduct(calls, modes or (), is_split)
+        return StrictProduct(calls, operands, modes or (), is_split)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cublaslt, "library", object)

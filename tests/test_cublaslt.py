@@ -91,6 +91,70 @@ def test_torch_adds_a_bias_that_is_no_vector(step: int, calls: list[str]) -> Non
     assert calls == []
 
 
+def apart(matrix: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that are 128 elements apart."""
+    return matrix.new_zeros(matrix.shape[0], 128)[:, : matrix.shape[1]].copy_(matrix)
+
+
+def products_of(dtype: torch.dtype) -> list[cublaslt.Operands]:
+    """A product of 48 x 32 and 32 x 64, and others that differ from it in one field alone."""
+    out, addend = torch.zeros(48, 64, dtype=dtype), values(48, 64, seed=1, dtype=dtype)
+    a, b = values(48, 32, seed=2, dtype=dtype), values(32, 64, seed=3, dtype=dtype)
+    one = cublaslt.Operands(out, a, b, addend, values(64, seed=4, dtype=dtype))
+    columns = {"out": out[:, :32], "b": b[:, :32], "addend": addend[:, :32]}
+    return [
+        one,
+        one._replace(a=a.t().contiguous().t()),
+        one._replace(b=b.t().contiguous().t()),
+        one._replace(a=apart(a)),
+        one._replace(b=apart(b)),
+        one._replace(out=apart(out)),
+        one._replace(addend=apart(addend)),
+        one._replace(addend=None),
+        one._replace(bias=None),
+        one._replace(out=out.float(), addend=None, bias=None),
+        one._replace(out=out[:32], a=a[:32], addend=addend[:32]),
+        one._replace(bias=one.bias[:32], **{n: t.contiguous() for n, t in columns.items()}),
+        one._replace(a=a[:, :16].contiguous(), b=b[:16]),
+    ]
+
+
+def test_products_are_known_by_all_that_their_descriptors_say(calls: list[str]) -> None:
+    """Each of them after all others, against fp64."""
+    every = [operands for dtype in (BF16, torch.float16) for operands in products_of(dtype)]
+    for operands in (*every, *reversed(every)):
+        out, a, b, addend, bias = operands
+        assert cublaslt.serves(operands)
+        exact = a.double() @ b.double()
+        for added in (addend, bias):
+            exact = exact if added is None else exact + added.double()
+        assert torch.equal(cublaslt.multiply(operands), exact.to(out.dtype))
+    assert len(calls) == 2 * len(every)
+    assert len(cublaslt._products.found) == len(every)
+
+
+def test_quantized_products_are_known_by_modes_formats_and_accumulators(calls: list[str]) -> None:
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    a, b = values(48, 32, seed=1).to(e4m3), values(64, 32, seed=2).to(e4m3).t()
+    one, row = torch.tensor(0.5), cublaslt.Scales.ROWS
+    rows = (torch.rand(48), torch.rand(64))
+    both = [(a, b), (a.to(e5m2), b), (a, b.to(e5m2))]
+    scaled: list[tuple[cublaslt.Modes, Any]] = [
+        ((cublaslt.Scales.TENSOR,) * 2, (one, one)),
+        ((row, row), rows),
+    ]
+    every = list(itertools.product(both, scaled, (False, True), (BF16, torch.float32)))
+    for (x, w), (modes, scales), is_split, dtype in (*every, *reversed(every)):
+        operands = cublaslt.Operands(torch.empty(48, 64, dtype=dtype), x, w)
+        how: Any = {"modes": modes, "is_split": is_split}
+        assert cublaslt.serves(operands, **how)
+        found = cublaslt.multiply(operands, scales=scales, **how)
+        left, right = x.double() * scales[0].view(-1, 1), w.double() * scales[1].view(1, -1)
+        torch.testing.assert_close(found.double(), left @ right, rtol=2**-8, atol=1e-6)
+    assert len(calls) == 2 * len(every)
+    assert len(cublaslt._products.found) == len(every)
+
+
 def test_selective_checkpointing_may_keep_a_product(calls: list[str]) -> None:
     """And then the forward is repeated without it."""
     linear = fuser.BasicLinear(32, 32, dtype=BF16, device="cpu")

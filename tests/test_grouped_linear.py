@@ -143,6 +143,25 @@ def test_equals_a_loop_of_linears(
         assert name not in found or not found[name][count:].any()
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("layout", [{}, {"single_grouped_bias": True}], ids=str)
+def test_the_gradient_of_scales_is_summed_in_fp32(
+    layout: dict[str, bool], dtype: torch.dtype
+) -> None:
+    """Of 512 products of 16 bits, which are exact in fp32; scales in fp32 get it unrounded."""
+    wide, splits = 512, SPLITS["sum below the rows"]
+    op = fuser.GroupedLinear(G, K, wide, dtype=dtype, device="cpu", scale_bias=True, **layout)
+    oracles.randomize(op)
+    dy, scales = values(T, wide, seed=2, dtype=dtype), values(T, seed=3).requires_grad_()
+    op(values(T, K, seed=1, dtype=dtype), torch.tensor(splits), scales).backward(dy)
+    of_rows = stacked(op, "bias").double().repeat_interleave(torch.tensor(splits), 0)
+    products = dy[: sum(splits)].double() * of_rows
+    error = (scales.grad[: sum(splits)].double() - products.sum(-1)).abs()
+    assert scales.grad.dtype is FP32
+    assert (error <= 2**-20 * products.abs().sum(-1)).all()
+    assert not scales.grad[sum(splits) :].any()
+
+
 RECIPES = dict(formats.RECIPES)
 RECIPES["nvfp4"] = functools.partial(recipes.NVFP4BlockScaling, disable_stochastic_rounding=True)
 
@@ -424,6 +443,26 @@ def test_delayed_gradients_without_main_grad_go_into_grad_and_call_hooks() -> No
     plainly.backward_dw()  # nothing to do
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate_into_main_grad": True}], ids=str)
+def test_gradients_that_are_left_come_in_the_order_of_their_backwards(
+    options: dict[str, bool],
+) -> None:
+    """And each comes once: two backwards of other values, against fp64."""
+    op, x = made(bias=False, delay_wgrad_compute=True, **options), values(T, K, seed=1)
+    for parameter in op.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    attribute, total = "main_grad" if options else "grad", torch.zeros(G, N, K).double()
+    gradients = [values(T, N, seed=seed) for seed in (2, 3, 4)]
+    for dy in gradients:
+        op(x, torch.tensor(SPLITS["first empty"])).backward(dy)
+    for dy in gradients:
+        op.backward_dw()
+        total += expected(op, x, dy, SPLITS["first empty"])["dw"]
+        assert torch.allclose(stacked(op, "weight", attribute).double(), total, atol=1e-3)
+    with pytest.raises(StateError, match="no backward has left"):
+        op.backward_dw()
+
+
 def leaving(**options: Any) -> tuple[fuser.GroupedLinear, fuser.GroupedLinear]:
     """An op that leaves weight gradients to ``backward_dw``, and one like it that does not."""
     op = made(delay_wgrad_compute=True, **options)
@@ -559,6 +598,23 @@ def test_a_weight_that_changes_before_the_backward_is_noticed(name: str) -> None
         op.weight2.mul_(3)
     with pytest.raises(RuntimeError, match=r"in.?place"):
         y.backward(values(T, N, seed=2))
+
+
+@pytest.mark.parametrize("changed", ["weight0", "weight2", "bias0", "bias3"])
+@pytest.mark.parametrize("name", ["made", "moved", "copied"])
+def test_every_parameter_that_a_backward_reads_is_watched(name: str, changed: str) -> None:
+    """Weights, and biases, which the gradient of scales reads; their versions may differ."""
+    op = changed_in_place()[name](made(scale_bias=True))
+    with torch.no_grad():
+        op.weight1.add_(0)
+        op.bias1.add_(0)
+    leaves = [values(T, K, seed=1).requires_grad_(), values(T, seed=3).requires_grad_()]
+    y = op(leaves[0], torch.tensor(SPLITS["even"]), leaves[1])
+    with torch.no_grad():
+        getattr(op, changed).mul_(3)
+    with pytest.raises(RuntimeError, match=r"in.?place"):
+        y.backward(values(T, N, seed=2))
+    assert all(tensor.grad is None for tensor in (*leaves, *op.parameters()))
 
 
 def test_parameters_stay_where_others_see_them() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -243,6 +243,113 @@ def test_what_is_frozen_gets_no_gradient(make: Callable[[], Any], frozen: str) -
         assert one is None or torch.equal(one, other)
 
 
+KINDS = ("x", "0.weight", "0.bias", "2.weight", "2.bias", "of up", "of h", "of down")
+"""Leaves of an MLP with scaled biases: the last three are scales."""
+
+
+def leaves_of(model: fuser.Sequential, frozen: Collection[str]) -> dict[str, torch.Tensor]:
+    """The leaves by name, which begin with those of KINDS; some of them frozen."""
+    given = tensors(model[0]._dtype)
+    generator = torch.Generator().manual_seed(2)
+    leaves: dict[str, torch.Tensor] = {"x": given["x"], "of h": given["scales"].float()}
+    for name in ("of up", "of down") if model[0].scale_bias else ():
+        leaves[name] = torch.rand(T, generator=generator)
+    leaves |= dict(model.named_parameters())
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(not name.startswith(tuple(frozen)))
+    return leaves
+
+
+def step_of(model: fuser.Sequential, leaves: dict[str, torch.Tensor], recipe: Any) -> None:
+    sizes, dy = torch.tensor(SPLITS), tensors(model[0]._dtype)["dy"]
+    extras = [[sizes, leaves[name]] if name in leaves else [sizes] for name in ("of up", "of down")]
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(leaves["x"], *extras[0], leaves["of h"], *extras[1])
+    if y.requires_grad:
+        y.backward(dy)
+
+
+def gradients_in_fp64(
+    model: fuser.Sequential, leaves: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The gradients of all leaves, by torch's autograd and a loop over the groups."""
+    count, function = sum(SPLITS), model[1].function
+    wide = {n: leaf.detach().double().requires_grad_() for n, leaf in leaves.items()}
+    formula = FORMULAS[function.name](function.scalars, function.interleave)
+    ones, parts = torch.ones(T).double(), []
+    scales = [wide.get(name, ones) for name in ("of up", "of h", "of down")]
+    groups = zip(*(each[:count].split(SPLITS) for each in (wide["x"], *scales)), strict=True)
+    for g, (x, of_up, of_h, of_down) in enumerate(groups):
+        up, down = ([wide[f"{i}.{what}{g}"] for what in ("weight", "bias")] for i in (0, 2))
+        h = formula(x @ up[0].t() + of_up[:, None] * up[1]) * of_h[:, None]
+        parts.append(h @ down[0].t() + of_down[:, None] * down[1])
+    dy = tensors(model[0]._dtype)["dy"][:count].double()
+    grads = torch.autograd.grad(torch.cat(parts), list(wide.values()), dy)
+    return dict(zip(wide, grads, strict=True))
+
+
+def assert_near(
+    leaves: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], bound: float
+) -> None:
+    """Each leaf that requires a gradient has that, and no other one has any."""
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == leaf.requires_grad, name
+        if leaf.grad is not None:
+            error = (leaf.grad.double() - exact[name]).norm()
+            assert error <= bound * exact[name].norm(), (name, error / exact[name].norm())
+
+
+@pytest.mark.parametrize("scale_bias", [False, True], ids=["bias", "scaled bias"])
+@pytest.mark.parametrize("name", ["SwiGLU", "SReLU"])
+def test_in_fp32_every_set_of_leaves_gets_its_gradients(name: str, scale_bias: bool) -> None:
+    """Against fp64, whichever leaves are frozen."""
+    kinds = KINDS if scale_bias else [kind for kind in KINDS if kind not in ("of up", "of down")]
+    model = mlp(ACTIVATIONS[name](), FP32, bias=True, scale_bias=scale_bias)
+    exact = gradients_in_fp64(model, leaves_of(model, ()))
+    for count in range(len(kinds)):
+        for frozen in itertools.combinations(kinds, count):
+            model.zero_grad(set_to_none=True)
+            leaves = leaves_of(model, frozen)
+            step_of(model, leaves, None)
+            assert_near(leaves, exact, 1e-5)
+
+
+def assert_leaves_alone(
+    model: fuser.Sequential, recipe: recipes.Recipe, *, and_others: bool
+) -> None:
+    """Each kind of leaves alone gets its gradients; and the others get theirs without it."""
+    kinds = [kind for kind in KINDS if model[0].scale_bias or kind not in ("of up", "of down")]
+    exact = gradients_in_fp64(model, leaves_of(model, ()))
+    bound = 0.4 if recipe.nvfp4() else 0.15
+    for kind in kinds:
+        alone = [other for other in kinds if other != kind]
+        for frozen in (alone, [kind]) if and_others else (alone,):
+            model.zero_grad(set_to_none=True)
+            leaves = leaves_of(model, frozen)
+            step_of(model, leaves, recipe)
+            assert_near(leaves, exact, bound)
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("scale_bias", [False, True], ids=["bias", "scaled bias"])
+@pytest.mark.parametrize("make", PADDED.values(), ids=PADDED)
+def test_under_a_recipe_leaves_get_their_gradients_whatever_is_frozen(
+    make: Callable[[], Any], scale_bias: bool
+) -> None:
+    if make is recipes.DelayedScaling:
+        pytest.skip("the scales of the first step are 1")
+    model = mlp(bias=True, scale_bias=scale_bias)
+    assert is_fused(copy.deepcopy(model), make()) or scale_bias
+    assert_leaves_alone(model, make(), and_others=True)
+
+
+@pytest.mark.usefixtures("groups_at_once")
+def test_leaves_alone_get_their_gradients_from_kernels() -> None:
+    """Of biases alone no gradient is quantized, so that no kernel leaves sums beside one."""
+    with on_kernels():
+        assert_leaves_alone(mlp(bias=True), recipes.MXFP8BlockScaling(), and_others=False)
+
+
 def test_an_evaluation_saves_nothing() -> None:
     model, given, sizes = mlp(), tensors(), torch.tensor(SPLITS)
     with torch.no_grad():
@@ -349,6 +456,20 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed() -> None:
             getattr(model[place], name).add_(1)
         with pytest.raises((StateError, RuntimeError), match=r"changed in place|modified by an in"):
             y.backward(given["dy"])
+
+
+@pytest.mark.parametrize("name", ["weight0", "weight3", "bias0", "bias2"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_scaled_bias_is_watched_beside_the_weights(place: int, name: str) -> None:
+    """Also where each parameter counts its own changes, as after a move."""
+    model = copy.deepcopy(mlp(bias=True, scale_bias=True)).to("cpu")
+    leaves, sizes = leaves_of(model, ()), torch.tensor(SPLITS)
+    y = model(leaves["x"], sizes, leaves["of up"], leaves["of h"], sizes, leaves["of down"])
+    with torch.no_grad():
+        getattr(model[place], name).add_(1)
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an in"):
+        y.backward(tensors()["dy"])
+    assert all(leaf.grad is None for leaf in leaves.values())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -539,13 +660,18 @@ def test_sums_of_a_gradient_that_a_format_pads(exact_sums: Sums) -> None:
 # -- microbatches -----------------------------------------------------------------------
 
 
-def microbatches(model: fuser.Sequential, recipe: Any, firsts: list[bool | None]) -> list[Any]:
-    """Output and accumulated gradients of microbatches with these flags."""
+def microbatches(
+    model: fuser.Sequential,
+    recipe: Any,
+    firsts: list[bool | None],
+    places: tuple[int, ...] = (0, 2),
+) -> list[Any]:
+    """Output and accumulated gradients of microbatches whose linears get these flags."""
     found, sizes = [], torch.tensor(SPLITS)
     for seed, first in enumerate(firsts):
         given = tensors()
         x = (given["x"] * (seed + 1)).requires_grad_()
-        kwargs = {op: {"is_first_microbatch": first} for op in (model[0], model[2])}
+        kwargs = {model[place]: {"is_first_microbatch": first} for place in places}
         with fuser.autocast(recipe=recipe):
             y = model(x, sizes, given["scales"], sizes, op_kwargs=kwargs)
         y.backward(given["dy"])
@@ -578,6 +704,20 @@ def test_weights_of_the_first_microbatch_are_kept(
         # A changed weight is quantized again, whatever the flag says.
         assert_equal(microbatches(model, make(), [False]), microbatches(plain, make(), [None]))
         assert next(iter(model[0]._kept_weight.values()))[1] is not kept
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, UNFUSED], ids=["fused", "unfused"])
+@pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+@pytest.mark.parametrize("place", [0, 2], ids=["first", "second"])
+def test_one_linear_alone_may_keep_its_weights(
+    place: int, make: Callable[[], Any], fusions: Any, request: pytest.FixtureRequest
+) -> None:
+    for is_at_once in (False, True):
+        if is_at_once:
+            request.getfixturevalue("groups_at_once")
+        model, plain = (mlp(fusions=fusions) for _ in range(2))
+        found = microbatches(model, make(), [True, False, False, None, False], (place,))
+        assert_equal(found, microbatches(plain, make(), [None] * 5))
 
 
 def test_kept_weights_serve_a_backward_after_an_evaluation(groups_at_once: None) -> None:

@@ -5,12 +5,14 @@ On a CPU the loop runs; here both run, with torch's product of groups in bf16.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from pipeline_kernels import on_kernels
 from test_grouped_linear import (
     BF16,
     FP16,
@@ -21,6 +23,7 @@ from test_grouped_linear import (
     K,
     N,
     T,
+    assert_close,
     made,
     poisoned,
     run,
@@ -30,6 +33,7 @@ from test_grouped_linear import G as GROUPS
 
 import fuser
 from fuser import recipe as recipes
+from fuser.errors import InputError
 from fuser.gemm import grouped
 from fuser.recipe import BACKWARD_OVERRIDES
 
@@ -92,6 +96,47 @@ def test_bits_are_those_of_the_loop(
             assert torch.equal(found[name], value), name
 
 
+def in_e4m3(values: torch.Tensor, dims: tuple[int, ...], params: recipes.QParams) -> torch.Tensor:
+    """Values in fp64 as E4M3 has them, with one scale for all along ``dims``; by torch alone."""
+    amax = values.float().abs().amax(dims, keepdim=True)
+    scale = 448 / amax.clamp(min=params.amax_epsilon)
+    scale = torch.exp2(torch.floor(torch.log2(scale))) if params.power_2_scale else scale
+    return (values.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
+
+
+@pytest.mark.parametrize("has_powers", [False, True], ids=["any scale", "powers of two"])
+@pytest.mark.parametrize("role", ["fwd_inp", "fwd_weight", "bwd_grad"])
+@pytest.mark.parametrize("how", ["one by one", "at once", "kernels"])
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_the_parameters_of_each_role_hold_for_each_group(
+    name: str, how: str, role: str, has_powers: bool, at_once: Callable[[], None]
+) -> None:
+    """Of a role, an epsilon far above all amaxes, so that most of its bits are lost."""
+    params = {each: recipes.QParams() for each in ("fwd_inp", "fwd_weight", "bwd_grad")}
+    params[role] = recipes.QParams(power_2_scale=has_powers, amax_epsilon=3000.0)
+    recipe = RECIPES[name](
+        fp8_format=recipes.Format.E4M3, **{f"fp8_quant_{k}": v for k, v in params.items()}
+    )
+    op, splits = made(BF16, bias=False), SPLITS["first empty"]
+    x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
+    if how != "one by one":
+        at_once()
+    with on_kernels() if how == "kernels" else contextlib.nullcontext():
+        found = run(op, x, dy, splits, recipe=recipe)
+    whole, start = (0, 1), 0
+    row, column = (whole, whole) if name == "current" else ((1,), (0,))
+    for g, size in enumerate(splits):
+        rows, start = slice(start, start + size), start + size
+        if not size:
+            continue
+        weight = in_e4m3(getattr(op, f"weight{g}").detach(), whole, params["fwd_weight"])
+        x_row, x_column = (in_e4m3(x[rows], dims, params["fwd_inp"]) for dims in (row, column))
+        dy_row, dy_column = (in_e4m3(dy[rows], dims, params["bwd_grad"]) for dims in (row, column))
+        exact = {"y": x_row @ weight.t(), "dx": dy_row @ weight, "dw": dy_column.t() @ x_column}
+        own = {"y": found["y"][rows], "dx": found["dx"][rows], "dw": found["dw"][g]}
+        assert_close(own, exact, 2**-7)  # dequantized to bf16, and rounded to it
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @EVERY_RECIPE
@@ -138,6 +183,27 @@ def test_what_is_frozen_gets_no_gradient(
     for g in range(GROUPS):
         weight = getattr(op, f"weight{g}")
         assert (weight.grad is None) == (not weight.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((30, 3, 0, 0), "sum to 33, more than the 6 rows of the input: 30, 3, 0, 0"),
+        ((6, 0, 0, 1), "sum to 7, more than the 6 rows"),
+        ((6, -1, 0, 1), "must not be negative; got 6, -1, 0, 1"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [None, *PADDED.values()], ids=["none", *PADDED])
+def test_sizes_on_the_host_that_do_not_fit_are_refused_where_none_is_read(
+    recipe: Any, sizes: tuple[int, ...], words: str, at_once: Callable[[], None]
+) -> None:
+    at_once()
+    op, x = made(BF16), values(6, K, seed=1, dtype=BF16)
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
+        for _ in range(2):
+            with pytest.raises(InputError, match=words):
+                op(x, torch.tensor(sizes))
+            assert op(x, torch.tensor([3, 0, 1, 2])).isfinite().all()
 
 
 @pytest.mark.parametrize("is_at_once", [False, True], ids=["one by one", "at once"])

@@ -41,11 +41,13 @@ def delayed() -> list[Float8Quantizer]:
 QUANTIZERS = {
     "current": lambda: Float8CurrentScalingQuantizer(),
     "current, E5M2, powers of two": lambda: Float8CurrentScalingQuantizer(
-        DType.kFloat8E5M2, force_pow_2_scales=True, amax_epsilon=0.5
+        DType.kFloat8E5M2, force_pow_2_scales=True
     ),
+    "current, epsilon": lambda: Float8CurrentScalingQuantizer(amax_epsilon=30.0),  # of some groups
     "delayed": delayed,
     "1x128": lambda: Float8BlockQuantizer(block_scaling_dim=1),
     "128x128": lambda: Float8BlockQuantizer(block_scaling_dim=2),
+    "1x128, epsilon": lambda: Float8BlockQuantizer(block_scaling_dim=1, amax_epsilon=5.0),
     "MXFP8": lambda: MXFP8Quantizer(),
     "NVFP4": lambda: NVFP4Quantizer(),
     "NVFP4, 16x16": lambda: NVFP4Quantizer(with_2d_quantization=True),

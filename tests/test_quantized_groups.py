@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ from test_grouped_linear import assert_close, run
 from test_grouped_linear import values as random_values
 
 import fuser
+from fuser import gemm
 from fuser import recipe as recipes
 from fuser.cuda import grouped_gemm
 from fuser.cuda import launch as launching
@@ -88,6 +91,51 @@ def test_a_step_equals_the_dequantized_one(
     assert_close(found, {key: value.double() for key, value in again.items()}, 6e-3)
     assert not found["y"][sum(splits) :].any()
     assert not found["dx"][sum(splits) :].any()
+
+
+SPLITS_OF_GEMMS = list(itertools.product((False, True), repeat=3))
+
+
+def with_accumulators(is_split: tuple[bool, ...]) -> recipes.Float8CurrentScaling:
+    """A recipe whose forward, dgrad and wgrad have these split accumulators."""
+    names = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+    params = [recipes.MMParams(use_split_accumulator=split) for split in is_split]
+    return recipes.Float8CurrentScaling(**dict(zip(names, params, strict=True)))
+
+
+@pytest.mark.parametrize("is_split", SPLITS_OF_GEMMS, ids=str)
+def test_each_product_has_the_accumulator_that_the_recipe_gives_it(
+    is_split: tuple[bool, ...], launched: list[str]
+) -> None:
+    op = fuser.GroupedLinear(4, 64, 32, dtype=BF16, device="cpu")
+    x, dy = (random_values(10, size, seed=size, dtype=BF16) for size in (64, 32))
+    given: dict[str, Any] = {"x": x, "dy": dy, "splits": (7, 0, 2, 1)}
+    run(op, **given, recipe=with_accumulators(is_split))
+    assert ["kRows" in symbol for symbol in launched] == [True, True, False]
+    assert ["kFast" not in symbol for symbol in launched] == list(is_split)
+    assert ["kSplit" in symbol for symbol in launched] == list(is_split)
+
+
+@pytest.mark.parametrize("is_split", SPLITS_OF_GEMMS, ids=str)
+def test_each_product_of_the_loop_has_it_too(
+    is_split: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[str, set[bool]] = {}
+
+    def noted(name: str, product: Any, *args: Any, is_split: bool) -> Any:
+        found.setdefault(name, set()).add(is_split)
+        return product(*args, is_split=is_split)
+
+    for name in ("quantized_linear", "quantized_dgrad", "quantized_wgrad"):
+        monkeypatch.setattr(gemm, name, functools.partial(noted, name, getattr(gemm, name)))
+    op = fuser.GroupedLinear(4, 64, 32, dtype=BF16, device="cpu")
+    x, dy = (random_values(10, size, seed=size, dtype=BF16) for size in (64, 32))
+    run(op, x=x, dy=dy, splits=(7, 0, 2, 1), recipe=with_accumulators(is_split))
+    assert found == {
+        "quantized_linear": {is_split[0]},
+        "quantized_dgrad": {is_split[1]},
+        "quantized_wgrad": {is_split[2]},
+    }
 
 
 @pytest.mark.parametrize(("n", "k"), [(144, 264), (136, 272)])

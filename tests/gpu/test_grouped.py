@@ -84,6 +84,16 @@ def test_a_group_in_fp8_has_a_scale_of_its_own(
 
 
 @cases.EVERY_DTYPE
+@cases.EVERY_SCALING
+def test_a_small_amax_of_a_group_counts_as_epsilon_and_scales_may_be_powers_of_two(
+    dtype: torch.dtype, scaling: dict[str, Any]
+) -> None:
+    cases.check_grouped_fp8(GPU, 136, dtype, DType.kFloat8E4M3, False, **scaling)
+    for block_dim in (1, 2):
+        cases.check_grouped_blocks(GPU, dtype, block_dim, **scaling)
+
+
+@cases.EVERY_DTYPE
 @pytest.mark.parametrize("columns", [64, 37])
 @pytest.mark.parametrize("between", [8, 1])
 @pytest.mark.parametrize("choices", [1, 2, 7])

@@ -8,6 +8,7 @@ with the sources.
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
 from mutants.grouped_gemm import GROUPED_GEMM
+from mutants.grouped_linears import GROUPED_LINEARS
 from mutants.groups import GROUPS
 from mutants.kernels import ARITHMETIC, BARRIERS, EDGES
 from mutants.launching import LAUNCH_CACHE
@@ -40,6 +41,7 @@ AREAS: dict[str, tuple[Mutant, ...]] = {
     "extensions of users": EXTENDING,
     "router and permutation by expert": EXPERTS,
     "groups of rows": GROUPS,
+    "grouped linears": GROUPED_LINEARS,
     "grouped products": GROUPED_GEMM,
     "communication over ranks": PARALLEL,
     "kernels: barriers": BARRIERS,

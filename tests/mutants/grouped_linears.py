@@ -1,0 +1,236 @@
+"""Mistakes in grouped linears and the grouped MLP: what is frozen, watched, left and accumulated.
+
+And in what cuBLASLt's products are known by.
+"""
+
+from mutants.mutant import Mutant
+
+LINEAR = "basic_ops/grouped_linear.py"
+PARAMETERS = "basic_ops/grouped_parameters.py"
+PRODUCTS = "basic_ops/grouped_products.py"
+WGRAD = "basic_ops/grouped_wgrad.py"
+FORMATS = "tensors/group_formats.py"
+MLP = "fused_ops/grouped_mlp.py"
+CUBLASLT = "cuda/cublaslt.py"
+STORE = "cuda/kernels/fuser/store/grouped_fp8.cuh"
+WATCHED = "test_grouped_linear.py::test_every_parameter_that_a_backward_reads_is_watched"
+IN_ORDER = (
+    "test_grouped_linear.py::test_gradients_that_are_left_come_in_the_order_of_their_backwards"
+)
+FP32_SUMS = "test_grouped_linear.py::test_the_gradient_of_scales_is_summed_in_fp32"
+ACCUMULATORS = (
+    "test_quantized_groups.py::test_each_product_has_the_accumulator_that_the_recipe_gives_it"
+)
+OF_LOOP = "test_quantized_groups.py::test_each_product_of_the_loop_has_it_too"
+ROLES = "test_grouped_products.py::test_the_parameters_of_each_role_hold_for_each_group"
+SIZES = (
+    "test_grouped_products.py"
+    "::test_sizes_on_the_host_that_do_not_fit_are_refused_where_none_is_read"
+)
+ALONE = "test_grouped_mlp.py::test_one_linear_alone_may_keep_its_weights"
+EVERY_SET = "test_grouped_mlp.py::test_in_fp32_every_set_of_leaves_gets_its_gradients"
+FROZEN = "test_grouped_mlp.py::test_under_a_recipe_leaves_get_their_gradients_whatever_is_frozen"
+FROM_KERNELS = "test_grouped_mlp.py::test_leaves_alone_get_their_gradients_from_kernels"
+KNOWN = "test_cublaslt.py::test_products_are_known_by_all_that_their_descriptors_say"
+KNOWN_MODES = (
+    "test_cublaslt.py::test_quantized_products_are_known_by_modes_formats_and_accumulators"
+)
+SMALL = (
+    "test_cuda_grouped.py"
+    "::test_a_small_amax_of_a_group_counts_as_epsilon_and_scales_may_be_powers_of_two"
+)
+
+GROUPED_LINEARS = (
+    Mutant(
+        "the versions of biases replace those of the weights",
+        PARAMETERS,
+        'noted = ctx.versions.tensors if "versions" in ctx.__dict__ else []',
+        "noted: list[Any] = []",
+        WATCHED,
+    ),
+    Mutant(
+        "only the first parameter's version is compared",
+        "basic_ops/shared_memory.py",
+        "        if found != self.versions:\n",
+        "        if found[0] != self.versions[0]:\n",
+        WATCHED,
+    ),
+    Mutant(
+        "the second linear's parameters are not watched",
+        MLP,
+        "        down.check_versions(basic_op_ctxs[2])\n",
+        "",
+        "test_grouped_mlp.py::test_a_scaled_bias_is_watched_beside_the_weights",
+    ),
+    Mutant(
+        "wgrad of groups has the accumulator of dgrad",
+        PRODUCTS,
+        "        is_split = self.is_split[2]\n",
+        "        is_split = self.is_split[1]\n",
+        ACCUMULATORS,
+    ),
+    Mutant(
+        "dgrad of groups has the accumulator of the forward",
+        PRODUCTS,
+        '{"is_split": self.is_split[1],',
+        '{"is_split": self.is_split[0],',
+        ACCUMULATORS,
+    ),
+    Mutant(
+        "wgrad of one group after the other has the accumulator of dgrad",
+        PRODUCTS,
+        "    is_split = ctx.split_accumulators[2]\n",
+        "    is_split = ctx.split_accumulators[1]\n",
+        OF_LOOP,
+    ),
+    Mutant(
+        "the newest gradients are computed and the oldest are dropped",
+        WGRAD,
+        "            self._delayed_wgrads[0]()\n",
+        "            self._delayed_wgrads[-1]()\n",
+        IN_ORDER,
+    ),
+    Mutant(
+        "the newest gradients are computed first",
+        WGRAD,
+        "            self._delayed_wgrads[0]()\n        self._delayed_wgrads.popleft()\n",
+        "            self._delayed_wgrads[-1]()\n        self._delayed_wgrads.pop()\n",
+        IN_ORDER,
+    ),
+    Mutant(
+        "sizes on a CPU are not checked where all groups are one launch",
+        "gemm/grouped.py",
+        'if split_sizes.device.type == "cpu" or is_read:',
+        "if is_read:",
+        SIZES,
+    ),
+    Mutant(
+        "a sum of sizes with a negative one passes",
+        "gemm/grouped.py",
+        "        if any(size < 0 for size in sizes):\n",
+        "        if False:\n",
+        SIZES,
+    ),
+    Mutant(
+        "products of the gradient of scales are rounded to 16 bits",
+        LINEAR,
+        "(dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)",
+        "(dy * reference.of_rows(groups.ends, bias, dy.shape[0])).float().sum(-1)",
+        FP32_SUMS,
+    ),
+    Mutant(
+        "the gradient of scales passes through 16 bits",
+        LINEAR,
+        "reference.zero_tail(groups.ends, products).to(scales.dtype)",
+        "reference.zero_tail(groups.ends, products).to(dy.dtype).to(scales.dtype)",
+        FP32_SUMS,
+    ),
+    Mutant(
+        "the second linear's kept weight is released with the flag of the first",
+        MLP,
+        "of_down, wants_dh, is_own=firsts[2] is None",
+        "of_down, wants_dh, is_own=firsts[0] is None",
+        ALONE,
+    ),
+    Mutant(
+        "the first linear's kept weight is released with the flag of the second",
+        MLP,
+        "of_up, wants_dx, is_own=firsts[0] is None",
+        "of_up, wants_dx, is_own=firsts[2] is None",
+        ALONE,
+    ),
+    Mutant(
+        "scales of frozen biases get no gradient",
+        MLP,
+        "(wants_biases and not sums_beside) or saved.up_bias is not None",
+        "wants_biases and not sums_beside",
+        FROZEN,
+    ),
+    Mutant(
+        "scales of frozen biases get none without a recipe either",
+        MLP,
+        "            elif reads_dz or not (wants_up or wants_dx):\n",
+        "            elif wants_biases:\n",
+        EVERY_SET,
+    ),
+    Mutant(
+        "biases alone are left to a kernel that does not run",
+        MLP,
+        "wants_biases and (wants_up or wants_dx) and not up.scale_bias",
+        "wants_biases and not up.scale_bias",
+        FROM_KERNELS,
+    ),
+    Mutant(
+        "sums of unscaled rows are the gradients of scaled biases",
+        MLP,
+        "wants_biases and (wants_up or wants_dx) and not up.scale_bias",
+        "wants_biases and (wants_up or wants_dx)",
+        FROZEN,
+    ),
+    Mutant(
+        "an epsilon of the recipe does not reach groups",
+        FORMATS,
+        "            amax_epsilon=first.amax_epsilon,\n",
+        "",
+        ROLES,
+        select="current",
+    ),
+    Mutant(
+        "powers of two of the recipe do not reach groups",
+        FORMATS,
+        "            force_pow_2_scales=first.force_pow_2_scales,\n",
+        "",
+        ROLES,
+        select="current",
+    ),
+    Mutant(
+        "the kernel of groups does not get the epsilon",
+        FORMATS,
+        "                eps=self.amax_epsilon,\n                **outputs,\n",
+        "                **outputs,\n",
+        ROLES,
+        select="current-kernels",
+    ),
+    Mutant(
+        "the kernel of groups ignores the epsilon",
+        STORE,
+        "eps, kFloatMax);",
+        "0u, kFloatMax);",
+        SMALL,
+    ),
+    Mutant(
+        "the kernel of groups makes no powers of two",
+        STORE,
+        "E::kMax, pow2,",
+        "E::kMax, 0,",
+        SMALL,
+    ),
+    Mutant(
+        "products with addends of other strides are taken for the same",
+        CUBLASLT,
+        "        None if addend is None else addend.stride(),\n",
+        "        addend is not None,\n",
+        KNOWN,
+    ),
+    Mutant(
+        "products into rows of other strides are taken for the same",
+        CUBLASLT,
+        "        out.stride(),\n",
+        "",
+        KNOWN,
+    ),
+    Mutant(
+        "products with and without a bias are taken for the same",
+        CUBLASLT,
+        "        None if bias is None else bias.dtype,\n",
+        "",
+        KNOWN,
+    ),
+    Mutant(
+        "products with other accumulators are taken for the same",
+        CUBLASLT,
+        "        modes,\n        is_split,\n    )\n    try:\n",
+        "        modes,\n    )\n    try:\n",
+        KNOWN_MODES,
+    ),
+)
