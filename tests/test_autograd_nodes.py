@@ -291,6 +291,7 @@ def compare_cut(program: Program, setting: Setting, recipe: Recipe | None) -> No
     (outputs, grads, kinds), (cut_outputs, cut_grads, cut_kinds) = found
     assert kinds == cut_kinds
     for name, y in outputs.items():
+        assert type(y) is type(cut_outputs[name]), name
         assert torch.equal(y, cut_outputs[name]), name
     for name, grad in grads.items():
         # A node that no output of the loss needs does not run, and gives None in place of zeros.

@@ -20,9 +20,9 @@ class Quantize(BasicOperation):
     ----------
     forward, backward
         Whether to quantize the values, and whether to quantize their gradients.
-        Under a ``backward_override`` gradients are not quantized. The gradient
-        of a pipeline's input has the quantized values in an unquantized tensor,
-        because autograd adds the next gradient to it in place.
+        Under a ``backward_override`` gradients are not quantized. A gradient that
+        leaves the pipeline has the quantized values in a plain tensor, because
+        autograd adds the next gradient to it in place.
     """
 
     parameter_names = ()

@@ -118,6 +118,7 @@ def _gaps(planned: Planned, key: PlanKey, graph: OpGraph) -> Iterable[Gap]:
         if op.is_external
         for place in (ops[0], ops[-1] + 1)
     }
+    others.add(0)  # nothing is before it: its gradient goes to the caller
     main, extras = _converted(graph)
     readers: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for reader, row in enumerate(graph.sources):

@@ -30,7 +30,8 @@ from fuser.runtime.diagnose import (
 )
 from fuser.source import SourceCode
 from fuser.specs import PlanKey, QuantSpec
-from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.tensors import Quantizer
+from fuser.wrapper_tensor import WrapperTensor
 
 _NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -95,6 +96,7 @@ class PlanCodegen:
         self.windows: dict[str, list[tuple[int, ...]]] = {}
         names: dict[str, Any] = {
             "filled": _filled,
+            "tensor": torch.Tensor,
             "total": _total,
             "plain": _plain,
             "marked": _marked,
@@ -286,7 +288,7 @@ class PlanCodegen:
                         self._add_plain_backward(number, op, indices[0], is_last)
                     else:
                         self._add_backward(number, op, indices, is_last)
-                self._add_results(covered)
+                self._add_results(steps)
             with src.block(f"except {_CHECKED_ERRORS} as error:"):
                 self._add_result_check("backward", steps)
                 src.add("raise")
@@ -350,18 +352,23 @@ class PlanCodegen:
             if reader in indices and place not in self.returned
         ]
 
-    def _add_results(self, covered: set[int]) -> None:
-        """Return a gradient for each argument of the node: run, input, parameters, extra inputs."""
+    def _add_results(self, steps: PlannedOps) -> None:
+        """Return a gradient for each argument of the node: run, input, parameters, extra inputs.
+
+        Those that leave the pipeline are plain tensors, whatever op computed them: autograd adds
+        the next gradient of a tensor to the first in place, which would round a quantized one.
+        """
         src = self.src
-        # The caller's gradients are unquantized: autograd adds the next one to a leaf's in
-        # place, and a quantized leaf gradient would round the sum at every microbatch.
-        grad = "{}" if self.key.recipe is None else "plain({})"
+        covered = {i for _, indices in steps for i in indices}
+        external = {i for op, indices in steps if op.is_external for i in indices}
+        grad = "{0} if type({0}) is tensor else plain({0})"
         wants_dx = self.key.ops[0].input_requires_grad
         # The op before a part of a pipeline takes the gradient as it is.
         dx = "dx" if self.neighbours.before is not None else grad.format("dx")
         results = ["None", dx if wants_dx else "None"]
         for i, count in enumerate(self.param_counts):
-            results += [f"*(p{i} or ())"] if i in covered else ["None"] * count
+            row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"
+            results += [f"*{row}"] if i in covered else ["None"] * count
         taken = sorted(
             (source.caller_index, i, k)
             for i, row in enumerate(self.sources)
@@ -626,7 +633,7 @@ def _marked(tensor: torch.Tensor, wants_grad: bool) -> torch.Tensor:
 
 
 def _plain(grad: torch.Tensor | None) -> torch.Tensor | None:
-    return grad.dequantize() if isinstance(grad, QuantizedTensor) else grad
+    return grad.dequantize() if isinstance(grad, WrapperTensor) else grad
 
 
 def _total(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:

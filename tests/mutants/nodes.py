@@ -3,6 +3,7 @@
 from mutants.mutant import Mutant
 
 BITS = "test_autograd_nodes.py::test_cuts_change_no_bits"
+LEAVING = "test_gradient_types.py::test_gradients_of_leaves_are_plain"
 WAITS = "test_autograd_nodes.py::test_a_pipeline_is_one_node_unless_gradients_are_needed_early"
 
 NODES = (
@@ -13,6 +14,37 @@ NODES = (
         'dx = grad.format("dx")',
         BITS,
         select="MXFP8",
+    ),
+    Mutant(
+        "the start of a pipeline is taken for a cut",
+        "plan/cuts.py",
+        "others.add(0)",
+        "others.discard(0)",
+        LEAVING,
+        select="quantize and MXFP8",
+    ),
+    Mutant(
+        "the gradient of an input leaves as the op before a cut would take it",
+        "runtime/codegen.py",
+        'grad = "{0} if type({0}) is tensor else plain({0})"',
+        'grad = "{0}"',
+        LEAVING,
+        select="user and MXFP8",
+    ),
+    Mutant(
+        "the gradient of a parameter is what a user's op returns",
+        "runtime/codegen.py",
+        'row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"',
+        'row = f"(p{i} or ())"',
+        LEAVING,
+        select="user and MXFP8",
+    ),
+    Mutant(
+        "a view of a quantized gradient counts as plain",
+        "runtime/codegen.py",
+        "return grad.dequantize() if isinstance(grad, WrapperTensor) else grad",
+        "return grad.dequantize() if hasattr(grad, 'format') else grad",
+        "test_gradient_types.py::test_a_quantized_gradient_of_a_caller_does_not_pass_through",
     ),
     Mutant(
         "the op after a cut quantizes no gradient for the op before it",
