@@ -63,7 +63,7 @@ class PlanCodegen:
     ``forward`` returns the main output and the extra outputs, None for those that
     went to an op and not to the caller. In training it also returns the contexts, all
     tensors to save, the end of each op's tensors among them, and shape and dtype of
-    every extra output.
+    every extra output, and of the main one if the caller gets others too.
 
     Names: ``x`` is the main input or output, and ``dx`` its gradient. For op i:
     ``c{i}`` is the context, ``s{i}`` its saved tensors, ``n{i}`` their end among all
@@ -180,6 +180,8 @@ class PlanCodegen:
             src.add(f"{self._each('c{i}.to_save = ')}None")
             saved, ends = self._each("*s{i}, ", self.saving), self._each("n{i}, ", self.saving)
             specs = "".join(f"spec{i}_{k}, " for i, k in self.places)
+            if self.returned:  # the main output may then have no gradient
+                specs += "(x.shape, x.dtype), "
             results = (produced, self._each("c{i}, "), saved, ends, specs)
             src.add(f"return x, {', '.join(f'({each})' for each in results)}")
 

@@ -80,13 +80,6 @@ class CuttablePlan(CompiledPlan):
         self._sources = sources
         self._to_caller = returned
         self._param_counts = param_counts
-        # The op that reads each tensor of a call: the input, parameters, and extra inputs.
-        given = {s.caller_index: i for i, row in enumerate(sources) for s in row}
-        self._readers = [
-            0,
-            *(i for i, count in enumerate(param_counts) for _ in range(count)),
-            *(i for n, i in sorted((n, i) for n, i in given.items() if n is not None)),
-        ]
         self._watched = self._largest(cuts.at())
         self._found: dict[Any, tuple[int, ...]] = {}
         self._made: dict[tuple[int, ...], CutPlan] = {}
@@ -134,7 +127,7 @@ class CuttablePlan(CompiledPlan):
         """The ops before which to cut a call with such tensors: input, parameters, extra inputs."""
         joined: tuple[tuple[int, int], ...] = ()
         if len(set(map(id, tensors))) < len(tensors):
-            places = zip(tensors, self._readers, strict=True)
+            places = zip(tensors, self.readers, strict=True)
             joined = joined_stretches((t, op) for t, op in places if t.requires_grad)
         found = self._found.get((sizes, joined))
         if found is None:

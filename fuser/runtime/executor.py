@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from fuser.communication import WeakGroup, finished
 from fuser.errors import StateError
-from fuser.op import BasicOperation, FusibleOperation
+from fuser.op import BasicOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import Source
 from fuser.plan.parameter_slots import find_slots
 from fuser.plan.plan import FusionPlan
@@ -37,6 +37,7 @@ from fuser.runtime.diagnose import (
     refuse_output,
     refuse_transform,
 )
+from fuser.runtime.gradient_paths import accumulating_leaf, of_reached, readers
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses, is_recordable
 from fuser.source import compiled
@@ -82,6 +83,7 @@ class CompiledPlan:
         # The ops that read a gradient which this backward makes: also the one before a cut.
         before = () if neighbours.before is None else neighbours.before[:1]
         self.grad_readers = [*before, *ops]
+        self.readers = readers(sources, param_counts)
         # Every extra output; which of them go to the caller, and which need no gradient.
         self.places = [(i, k) for i, op in enumerate(ops) for k in range(op.num_extra_outputs)]
         self.returned = [n for n, place in enumerate(self.places) if place in returned]
@@ -247,22 +249,6 @@ def _main_grad_positions(op: BasicOperation, key: OpKey, first: int) -> tuple[in
     return tuple(first + i if is_wanted else None for i, is_wanted in enumerate(wanted))
 
 
-def _accumulating_leaf(edge: tuple[Any, int]) -> torch.Tensor | None:
-    """The leaf whose gradient this backward accumulates at ``edge``; None if it does not.
-
-    None if the gradient flows on, is computed for a caller of ``torch.autograd.grad``, or is not
-    needed: ``backward(inputs=...)`` may leave it out.
-    """
-    node, _ = edge
-    leaf: torch.Tensor | None = getattr(node, "variable", None)
-    if leaf is None:
-        return None
-    try:
-        return leaf if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
-        return None
-
-
 def _for_caller(output: torch.Tensor, input_: torch.Tensor) -> torch.Tensor:
     """An output that was reshaped here as no view: the caller may write to it."""
     base = output._base
@@ -290,6 +276,7 @@ class _PipelineFunction(torch.autograd.Function):
         results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs, layout)
         output, produced, op_ctxs, saved, ends, specs = results
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
+        ctx.materialize_grads = False  # as set_materialize_grads
         conditions, kept = UNQUANTIZED, None
         states: Sequence[DelayedScales] = ()
         if contexts.is_autocast_used:
@@ -331,9 +318,21 @@ class _PipelineFunction(torch.autograd.Function):
                 "derivative of their own. Compute this part with plain torch modules if you need "
                 "second derivatives."
             )
+        run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
+        if _is_autocast() and autocast_dtype(run.key.device) is not run.key.autocast_dtype:
+            # Backward runs in the dtypes of the forward, as torch documents for autocast.
+            with torch._C._DisableAutocast():
+                return _PipelineFunction.backward(ctx, *grad_outputs)
         if not _PLAIN.issuperset(map(type, grad_outputs)):
             grad_outputs = tuple(map(finished, grad_outputs))
-        run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
+            if grad_outputs[0] is None:
+                return of_reached(
+                    lambda dy: _PipelineFunction.backward(ctx, dy, *grad_outputs[1:]),
+                    grad_outputs[1:],
+                    [run.places[n][0] for n in run.returned],
+                    specs,
+                    run.readers,
+                )
         grad_extras: list[torch.Tensor | None] | None = None
         if specs:
             grad_extras = [None] * len(run.places)
@@ -345,7 +344,7 @@ class _PipelineFunction(torch.autograd.Function):
             if found != kept:
                 refuse_other_kinds(run.ops, run.saving, ends, kept, found)
         owners = {
-            i: tuple([p and _accumulating_leaf(ctx.next_functions[p]) for p in positions])
+            i: tuple([p and accumulating_leaf(ctx.next_functions[p]) for p in positions])
             for i, positions in run.accumulating
         }
         # From here on only the generated code holds them, unless the graph is retained.
@@ -395,6 +394,7 @@ _PLAIN = frozenset([torch.Tensor])
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
 # is allowed here.
 _is_grad_enabled = torch.is_grad_enabled
+_is_autocast = torch._C._is_any_autocast_enabled
 _is_profiled = torch._C._autograd._profiler_enabled
 _is_functorch_active = torch._C._are_functorch_transforms_active
 _apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply

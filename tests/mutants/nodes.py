@@ -4,6 +4,7 @@ from mutants.mutant import Mutant
 
 BITS = "test_autograd_nodes.py::test_cuts_change_no_bits"
 LEAVING = "test_gradient_types.py::test_gradients_of_leaves_are_plain"
+REACHED = "test_gradient_paths.py::test_parameters_that_a_loss_does_not_reach_get_no_gradient"
 WAITS = "test_autograd_nodes.py::test_a_pipeline_is_one_node_unless_gradients_are_needed_early"
 
 NODES = (
@@ -59,6 +60,46 @@ NODES = (
         "reader = self._op(index) if inside else self.neighbours.after",
         "reader = self._op(index) if inside else None",
         "test_autograd_nodes.py::test_a_quantized_tensor_passes_a_cut",
+    ),
+    Mutant(
+        "ops after the last extra output that a loss needs are reached",
+        "runtime/gradient_paths.py",
+        "kept = (grad if op <= last else None",
+        "kept = (grad if True else None",
+        REACHED,
+        select="2 and False and one",
+    ),
+    Mutant(
+        "the op that makes the last extra output that a loss needs is not reached",
+        "runtime/gradient_paths.py",
+        "kept = (grad if op <= last else None",
+        "kept = (grad if op < last - 1 else None",
+        REACHED,
+        select="2 and False and one",
+    ),
+    Mutant(
+        "the first extra output with a gradient decides which ops are reached",
+        "runtime/gradient_paths.py",
+        "last = max(reached)",
+        "last = min(reached)",
+        REACHED,
+        select="2 and False and one",
+    ),
+    Mutant(
+        "autograd fills in zeros for a gradient that does not arrive",
+        "runtime/executor.py",
+        "ctx.materialize_grads = False",
+        "ctx.materialize_grads = True",
+        REACHED,
+        select="2 and False and one",
+    ),
+    Mutant(
+        "a backward follows the autocast around it",
+        "runtime/executor.py",
+        "if _is_autocast() and autocast_dtype(run.key.device) is not run.key.autocast_dtype:",
+        "if False:",
+        "test_gradient_paths.py::test_a_backward_inside_autocast_has_the_precision_of_its_forward",
+        select="one node",
     ),
     Mutant(
         "a cut divides a step of backward",

@@ -1,0 +1,63 @@
+"""The ways of gradients through a pipeline's autograd node: from its outputs, and to its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd.graph import Node
+
+from fuser.plan.graph import Source
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def readers(sources: Sequence[tuple[Source, ...]], param_counts: Sequence[int]) -> list[int]:
+    """The op that reads each tensor of a call: the input, the parameters, and the extra inputs."""
+    given = {s.caller_index: i for i, row in enumerate(sources) for s in row}
+    return [
+        0,
+        *(i for i, count in enumerate(param_counts) for _ in range(count)),
+        *(i for n, i in sorted((n, i) for n, i in given.items() if n is not None)),
+    ]
+
+
+def of_reached(
+    backward: Callable[[torch.Tensor], Gradients],
+    grad_extras: Sequence[torch.Tensor | None],
+    producers: Sequence[int],
+    specs: Sequence[tuple[torch.Size, torch.dtype]],
+    readers: Sequence[int],
+) -> Gradients:
+    """The gradients of a node whose main output has none: as in torch, None where none arrives.
+
+    A loss may need extra outputs alone, which ``producers`` make. Ops after the last one that it
+    needs are not reached. The steps of a plan run all ops, so ``backward`` gets zeros for the main
+    output, whose shape and dtype are the last of ``specs``, and the gradients of what later ops
+    read are dropped.
+    """
+    reached = [op for op, grad in zip(producers, grad_extras, strict=True) if grad is not None]
+    if not reached:
+        return (None,) * (1 + len(readers))
+    shape, dtype = specs[-1]
+    device = next(grad.device for grad in grad_extras if grad is not None)
+    first, *grads = backward(torch.zeros(shape, dtype=dtype, device=device))
+    last = max(reached)
+    kept = (grad if op <= last else None for op, grad in zip(readers, grads, strict=True))
+    return (first, *kept)
+
+
+def accumulating_leaf(edge: tuple[Node | None, int]) -> torch.Tensor | None:
+    """The leaf whose gradient this backward accumulates at ``edge``; None if it does not.
+
+    None if the gradient flows on, is computed for a caller of ``torch.autograd.grad``, or is not
+    needed: ``backward(inputs=...)`` may leave it out.
+    """
+    node, _ = edge
+    leaf: torch.Tensor | None = getattr(node, "variable", None)
+    if leaf is None or node is None:
+        return None
+    try:
+        return leaf if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
+        return None
