@@ -513,7 +513,7 @@ STATE = (
     ),
     Mutant(
         "main_grad gets the gradient of a backward that leaves the weight out",
-        "runtime/executor.py",
+        "runtime/gradient_paths.py",
         "return leaf if torch._C._will_engine_execute_node(node) else None",
         "return leaf",
         "test_state.py::test_a_backward_that_leaves_the_weight_out_leaves_main_grad_alone",
