@@ -148,7 +148,7 @@ def check_dequantize(
 def check_update(
     place: Place, sizes: list[tuple[int, int]], *, margin: int, algorithm: str
 ) -> None:
-    """States of ``(length, count)``, with amaxes of every kind."""
+    """States of ``(length, count)``, with amaxes of every kind, in the history and beside it."""
     generator = torch.Generator().manual_seed(len(sizes))
     values = torch.tensor([0.0, 2.0**-149, 2.0**-140, 1e-3, 1.0, 448.0, 3e38, torch.inf, torch.nan])
     kinds = torch.tensor([4.0, 1.0, 1.0, 4.0, 4.0, 4.0, 2.0, 0.3, 0.3])
@@ -158,11 +158,25 @@ def check_update(
         history = values[which[1:]].view(length, count)
         scale = torch.rand(count, generator=generator)
         largest = torch.tensor([448.0, 57344.0]).repeat(count)[:count]
-        states.append((history, scale, largest))
-    there = [[part.clone().to(place.device) for part in state] for state in states]
+        states.append((history, scale, largest, None))
+        # Of ranks: other amaxes than those of row 0, and -1, with which nothing changes.
+        which = torch.multinomial(kinds, count + 1, True, generator=generator)[1:]
+        amaxes = torch.where(torch.rand(count, generator=generator) < 0.3, -1.0, values[which])
+        states.append((history.clone(), scale.clone(), largest, amaxes))
+    there = [
+        [part if part is None else part.clone().to(place.device) for part in state]
+        for state in states
+    ]
     with place.launching():
         fp8_scaling.update_delayed(*zip(*there, strict=True), margin=margin, algorithm=algorithm)
-    for (history, scale, largest), (got_history, got_scale, _) in zip(states, there, strict=True):
-        reference.update_delayed(history, scale, largest, margin=margin, algorithm=algorithm)
+    options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
+    for state, (got_history, got_scale, *_) in zip(states, there, strict=True):
+        history, scale, _, amaxes = state
+        before = history.clone(), scale.clone()
+        reference.update_delayed(*state, **options)
+        if amaxes is not None:
+            stays = amaxes == -1
+            assert_same(history[:, stays], before[0][:, stays], "amax_history that stays")
+            assert_same(scale[stays], before[1][stays], "scale that stays")
         assert_same(got_scale, scale, "scale")
         assert_same(got_history, history, "amax_history")

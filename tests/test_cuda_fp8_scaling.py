@@ -121,7 +121,7 @@ def test_a_launcher_refuses_tensors_that_it_does_not_support(
     ("histories", "algorithm", "words"),
     [
         ([torch.zeros(4, 1)], "median", "got amax algorithm 'median'"),
-        ([torch.zeros(4, 1)] * 2, "max", "got 2 amax histories, 1 scales and 1 maxima"),
+        ([torch.zeros(4, 1)] * 2, "max", "got 2 amax histories, 1 scales, 1 maxima and 1 amaxes"),
         ([torch.zeros(4, 2)], "max", r"a scale contiguous, .*shape \(2,\)"),
         ([torch.zeros(1, 4).t()[:, :1][::2]], "max", "an amax history contiguous"),
     ],

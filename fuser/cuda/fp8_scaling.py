@@ -38,7 +38,7 @@ from fuser.formats import DType, ceil_div
 THREADS = 256
 STREAM_BLOCK = THREADS * 4 * 8
 
-# States in one launch of the update. Each takes 32 bytes of the arguments, which may have 4 KB.
+# States in one launch of the update. Each takes 40 bytes of the arguments, which may have 4 KB.
 UPDATE_SIZES = (4, 96)
 
 
@@ -209,6 +209,7 @@ def update_delayed(
     amax_histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     max_fp8: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None] | None = None,
     *,
     margin: int = 0,
     algorithm: str = "max",
@@ -223,6 +224,8 @@ def update_delayed(
         Read and written; fp32 ``[n]`` each.
     max_fp8
         Read; fp32 ``[n]`` each, the largest value of each tensor's format.
+    amaxes
+        Read; fp32 ``[n]`` each, or None, as in the reference. None: none for any state.
     margin, algorithm
         As in the reference.
 
@@ -236,26 +239,28 @@ def update_delayed(
         raise InputError(
             f"Delayed scaling got amax algorithm {algorithm!r}; it is 'max' or 'most_recent'."
         )
-    counts = {len(amax_histories), len(scales), len(max_fp8)}
+    newest = [None] * len(scales) if amaxes is None else amaxes
+    counts = {len(amax_histories), len(scales), len(max_fp8), len(newest)}
     if len(counts) != 1:
         raise InputError(
-            f"Delayed scaling got {len(amax_histories)} amax histories, {len(scales)} scales and "
-            f"{len(max_fp8)} maxima."
+            f"Delayed scaling got {len(amax_histories)} amax histories, {len(scales)} scales, "
+            f"{len(max_fp8)} maxima and {len(newest)} amaxes."
         )
-    states = list(zip(amax_histories, scales, max_fp8, strict=True))
-    for history, scale, largest in states:
+    states = list(zip(amax_histories, scales, max_fp8, newest, strict=True))
+    for history, scale, largest, amax_of_step in states:
         what = "update_delayed"
         length, count = check_matrix(what, history)
         check_buffer(what, "an amax history", history, torch.float32, (length, count))
         check_buffer(what, "a scale", scale, torch.float32, (count,))
         check_buffer(what, "a maximum", largest, torch.float32, (count,))
+        check_buffer(what, "an amax", amax_of_step, torch.float32, (count,))
     states = [state for state in states if state[0].numel()]
     for first in range(0, len(states), UPDATE_SIZES[-1]):
         some = states[first : first + UPDATE_SIZES[-1]]
         size = next(size for size in UPDATE_SIZES if size >= len(some))
         fields = [part for state in some for part in (*state, *map(int32, state[0].shape))]
-        fields += [None, None, None, int32(0), int32(0)] * (size - len(some))
-        widest = max(scale.numel() for _, scale, _ in some)
+        fields += [None, None, None, None, int32(0), int32(0)] * (size - len(some))
+        widest = max(state[1].numel() for state in some)
         _update(size)(
             Launch((widest, len(some)), (THREADS,)),
             Struct(tuple(fields)),

@@ -18,6 +18,7 @@ def update_delayed(
     amax_histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
     max_fp8: Sequence[torch.Tensor],
+    amaxes: Sequence[torch.Tensor | None] | None = None,
     *,
     margin: int = 0,
     algorithm: str = "max",
@@ -27,18 +28,19 @@ def update_delayed(
 
     ``cache``, of the caller, keeps recorded launches over these tensors.
     """
+    newest = [None] * len(scales) if amaxes is None else amaxes
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
         try:
             constant_launches(
                 {} if cache is None else cache,
-                (margin, algorithm),
-                (*amax_histories, *scales, *max_fp8),
-                lambda: kernels.update_delayed(amax_histories, scales, max_fp8, **options),
+                (margin, algorithm, tuple(one is None for one in newest)),
+                (*amax_histories, *scales, *max_fp8, *(one for one in newest if one is not None)),
+                lambda: kernels.update_delayed(amax_histories, scales, max_fp8, newest, **options),
             )
         except KernelUnavailable:
             pass
         else:
             return
-    for state in zip(amax_histories, scales, max_fp8, strict=True):
+    for state in zip(amax_histories, scales, max_fp8, newest, strict=True):
         reference.update_delayed(*state, **options)

@@ -88,6 +88,7 @@ def update_delayed(
     amax_history: torch.Tensor,
     scale: torch.Tensor,
     max_fp8: torch.Tensor | float,
+    amaxes: torch.Tensor | None = None,
     *,
     margin: int = 0,
     algorithm: str = "max",
@@ -108,6 +109,9 @@ def update_delayed(
         fp32 ``[n]``.
     max_fp8
         Largest value of the format: ``[n]``, or one number for all.
+    amaxes
+        fp32 ``[n]``, the newest amaxes, in place of row 0; -1 for a tensor whose step has not
+        ended: its scale and history stay as they are. None: those of row 0.
     algorithm
         ``"max"`` or ``"most_recent"``.
 
@@ -120,14 +124,22 @@ def update_delayed(
         raise InputError(
             f"Delayed scaling got amax algorithm {algorithm!r}; it is 'max' or 'most_recent'."
         )
-    newest = amax_history[0]
-    largest = amax_history.amax(0) if algorithm == "max" else newest
+    history, newest = amax_history, amax_history[0]
+    is_over = None if amaxes is None else amaxes != -1
+    if amaxes is not None:
+        newest = amaxes
+        history = torch.cat([amaxes.unsqueeze(0), amax_history[1:]])
+    largest = history.amax(0) if algorithm == "max" else newest
     numerator = torch.zeros_like(scale).add_(max_fp8).mul_(2.0**-margin)
     fresh = numerator.div_(largest).clamp_(max=FLOAT32_MAX)
-    scale.copy_(torch.where((largest > 0) & (largest < math.inf), fresh, scale))
-    rolled = amax_history.roll(-1, 0)
+    is_used = (largest > 0) & (largest < math.inf)
+    rolled = history.roll(-1, 0)
     rolled[0].zero_()
-    amax_history.copy_(torch.where(newest != 0, rolled, amax_history))
+    moves = newest != 0
+    if is_over is not None:
+        is_used, moves = is_used & is_over, moves & is_over
+    scale.copy_(torch.where(is_used, fresh, scale))
+    amax_history.copy_(torch.where(moves, rolled, amax_history))
 
 
 def _cast_both(

@@ -163,8 +163,11 @@ struct DelayedState {
     float* amax_history;  // [length, count]; row 0 is the newest
     float* scale;  // [count]
     const float* max_fp8;  // [count]
+    const float* amaxes;  // [count], in place of row 0; kNotOver: the tensor stays as it is
     int length, count;
 };
+
+constexpr unsigned kNotOver = 0xbf800000u;  // -1
 
 template <int kStates>
 struct DelayedStates {
@@ -181,13 +184,17 @@ __global__ void __launch_bounds__(kThreads)
         return;
     }
     unsigned* history = reinterpret_cast<unsigned*>(state.amax_history) + tensor;
-    const unsigned newest = history[0];
+    const unsigned newest =
+        state.amaxes == nullptr ? history[0] : __float_as_uint(state.amaxes[tensor]);
+    if (newest == kNotOver) {
+        return;
+    }
 
     // ---- the largest amax, as bits: a NaN is above all ----
     __shared__ unsigned of_warps[kThreads / 32];
     unsigned largest = newest;
     if (!most_recent) {
-        for (int i = threadIdx.x; i < length; i += kThreads) {
+        for (int i = 1 + threadIdx.x; i < length; i += kThreads) {
             largest = max(largest, history[static_cast<long long>(i) * state.count]);
         }
     }
