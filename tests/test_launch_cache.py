@@ -343,6 +343,22 @@ def test_cached_updates_of_delayed_scales_depend_on_margin_and_algorithm() -> No
     assert all(sequence.is_complete for sequence in cache.values())
 
 
+def test_a_cached_update_depends_on_which_states_with_amaxes_of_other_ranks_it_has() -> None:
+    cache: dict[Any, Any] = {}
+    histories = [torch.zeros(3, 1) for _ in range(2)]
+    scales, largest = [torch.ones(1) for _ in range(2)], [torch.tensor([448.0])] * 2
+    amax = torch.tensor([4.0])
+    with emulated():
+        for amaxes in [(amax, None), (None, amax), None] * 4:
+            for history in histories:
+                history.copy_(torch.tensor([[2.0], [0.0], [1.0]]))
+            update_delayed(histories, scales, largest, amaxes, cache=cache)
+            newest = [2.0 if each is None else 4.0 for each in amaxes or (None, None)]
+            assert [448 / scale.item() for scale in scales] == newest
+            for history, expected in zip(histories, newest, strict=True):
+                assert history.flatten().tolist() == [0.0, 1.0, expected]
+
+
 def test_a_cached_update_of_other_states_is_recorded_anew_and_few_are_kept() -> None:
     cache: dict[Any, Any] = {}
     with emulated():

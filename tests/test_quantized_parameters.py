@@ -25,6 +25,7 @@ from test_quantized_tensors import (
 
 import fuser
 from fuser import recipe as recipes
+from fuser.precision import contexts
 
 
 def values(seed: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -696,13 +697,16 @@ def test_a_view_keeps_the_bytes_of_its_parent_alone(quantizer: Any) -> None:
 
 
 @pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)
-def test_no_quantizer_that_anything_holds_has_a_group_or_a_recipe(make: Any) -> None:
+def test_no_quantizer_that_anything_holds_has_a_group_or_a_recipe(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = fuser.Sequential(fuser.Linear(64, 32), fuser.GELU(), fuser.Linear(32, 32))
     if make is not recipes.DelayedScaling:
         with fuser.quantized_model_init(recipe=make()):
             model = fuser.Sequential(fuser.Linear(64, 32), fuser.GELU(), fuser.Linear(32, 32))
     x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
     saved: list[torch.Tensor] = []
+    monkeypatch.setattr(contexts, "resolved", lambda name, group: group)  # as a process group
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.append(tensor)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +53,8 @@ class WeakGroup:
     def __init__(self, group: Any) -> None:
         self._ref = weakref.ref(group)
 
-    def __call__(self, op: str) -> Any:
-        """The group, for the backward of ``op``.
+    def __call__(self, op: str | Callable[[], str]) -> Any:
+        """The group, for the backward of ``op``: its name, or a function that returns it.
 
         Raises
         ------
@@ -60,12 +62,14 @@ class WeakGroup:
             If the group has been destroyed since.
         """
         group = self._ref()
-        if group is None or not is_initialized():
-            raise StateError(
-                f"The backward of {op} communicates over the process group of its forward, which "
-                "has been destroyed since."
-            )
-        return group
+        if group is not None and is_initialized():
+            with contextlib.suppress(StateError):
+                return resolved("", group)
+        name = op if isinstance(op, str) else op()
+        raise StateError(
+            f"The backward of {name} communicates over the process group of its forward, which has "
+            "been destroyed since."
+        )
 
 
 def is_initialized() -> bool:
@@ -81,7 +85,8 @@ def resolved(op: str, group: Any | None) -> Any:
     Raises
     ------
     StateError
-        If torch.distributed is not initialised, or the group is a :class:`PlannedGroup`.
+        If torch.distributed is not initialised, the group has been destroyed, or it is a
+        :class:`PlannedGroup`.
     InputError
         If ``group`` is no process group, if this rank is not a member of it, or if a mesh has more
         than one dimension.
@@ -110,7 +115,13 @@ def resolved(op: str, group: Any | None) -> Any:
             f"{op} got {group!r} as its process group; it takes a group of "
             "torch.distributed.new_group, or a device mesh of one dimension."
         )
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+    try:
+        is_member = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
+    except ValueError:
+        raise StateError(
+            f"{op} communicates over a process group that has been destroyed ({group!r})."
+        ) from None
+    if not is_member:
         raise InputError(
             f"{op} got a process group of which rank {dist.get_rank()} is not a member "
             f"({group!r}); every rank that makes or calls the op must be in its group."

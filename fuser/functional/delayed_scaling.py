@@ -28,14 +28,14 @@ def update_delayed(
 
     ``cache``, of the caller, keeps recorded launches over these tensors.
     """
-    newest = [None] * len(scales) if amaxes is None else amaxes
+    newest = amaxes or [None] * len(scales)
     options: dict[str, Any] = {"margin": margin, "algorithm": algorithm}
     if scales and kernels_support(scales[0]):
         try:
             constant_launches(
                 {} if cache is None else cache,
-                (margin, algorithm, tuple(one is None for one in newest)),
-                (*amax_histories, *scales, *max_fp8, *(one for one in newest if one is not None)),
+                (margin, algorithm, *map(id, newest)),
+                (*amax_histories, *scales, *max_fp8, *filter(torch.is_tensor, amaxes or ())),
                 lambda: kernels.update_delayed(amax_histories, scales, max_fp8, newest, **options),
             )
         except KernelUnavailable:

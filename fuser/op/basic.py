@@ -16,6 +16,7 @@ from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
 from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation, Grads
 from fuser.op.parameters import default_device
+from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.quantizer_for import make_quantizer, role_format
@@ -96,6 +97,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         # For code outside this library: the recipe of the last forward, and quantizers it got.
         self._last_recipe: Recipe | None = None
         self._quantizer_views: dict[tuple[str, int], Any] = {}
+        note_op(self)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -576,6 +578,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         # A checkpoint of plain modules has no extra state, and needs none.
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        note_op(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # A factory may be a closure, which cannot be pickled. A copy calls it again.

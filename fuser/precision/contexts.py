@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fuser.communication import resolved
 from fuser.errors import InputTypeError
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -121,14 +122,25 @@ class autocast(contextlib.ContextDecorator):
     recipe
         :func:`default_recipe` if None.
     amax_reduction_group
-        The ranks over which delayed scaling takes the maximum of its amaxes,
-        once a step; None for all ranks. Every rank of the group must then train.
+        The ranks over which delayed scaling takes the maximum of its amaxes, once a
+        step: a process group, or a device mesh of one dimension; None for all ranks.
+        Every rank of the group must then train the same model: each step quantizes in
+        at least one op on every rank, and ends with as many backwards. Ops may differ,
+        such as experts without tokens, if all ranks have made the same ops in the
+        same order; the amaxes of an op are those of the ranks that ran it.
 
     Raises
     ------
     InputTypeError
         If ``enabled`` is not a bool, or ``recipe`` not a recipe, or if a generator
         or a coroutine is decorated, because its body runs after its call.
+    InputError
+        If ``amax_reduction_group`` is no process group, or this rank is not in it. On
+        every rank, at the end of a step, if ranks ran different ops and have not made
+        the same ones.
+    StateError
+        If ``amax_reduction_group`` has been destroyed. At the end of a step, if not all
+        ranks take part in the reduction.
     """
 
     def __init__(
@@ -140,6 +152,8 @@ class autocast(contextlib.ContextDecorator):
     ) -> None:
         _check_arguments("autocast", enabled, recipe)
         self.calibrating = calibrating
+        if amax_reduction_group is not None:
+            amax_reduction_group = resolved("autocast", amax_reduction_group)
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or default_recipe()) if enabled else None
 

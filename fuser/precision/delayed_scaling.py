@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from fuser.errors import InputError
+from fuser.communication import is_initialized, resolved
+from fuser.errors import InputError, StateError
 from fuser.formats import DType
-from fuser.functional.amax import reduce_amaxes
 from fuser.functional.delayed_scaling import update_delayed
+from fuser.precision.amax_reduction import Identity, names_of, reduction_over
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
@@ -104,7 +105,7 @@ def reduces_amaxes_over(group: Any) -> bool:
     All ranks of it then have one scale.
     """
     recipe, _, over = current_state()
-    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and _has_ranks()):
+    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
     if over is None:
         return True
@@ -118,7 +119,7 @@ def mixes_amaxes_of(group: Any) -> bool:
     Two or more of its ranks then have one scale.
     """
     recipe, _, over = current_state()
-    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and _has_ranks()):
+    if not (isinstance(recipe, DelayedScaling) and recipe.reduce_amax and is_initialized()):
         return False
     ranks = torch.distributed.get_process_group_ranks
     shared = set(ranks(group)) if over is None else set(ranks(group)) & set(ranks(over))
@@ -145,10 +146,6 @@ is_evaluating = _is_evaluating.get
 """Whether the forward that runs now records no amax."""
 
 
-class _Identity:
-    """Identifies an op's states, old and new, so that a step can keep past scales for them."""
-
-
 class DelayedScales:
     """Delayed scaling's state for the tensors that one op quantizes in forward or in backward.
 
@@ -167,7 +164,8 @@ class DelayedScales:
         self._of_parameters: dict[int, Float8Quantizer] = {}
         # The recorded updates of this state with others.
         self._updates: dict[Any, Any] = {}
-        self._identity = _Identity()
+        self._identity = Identity()
+        self._identity.state = weakref.ref(self)
         # Steps that used the current scales and whose forward may be recomputed.
         self._regions: weakref.WeakSet[AmaxStep] = weakref.WeakSet()
 
@@ -303,16 +301,20 @@ class DelayedScales:
     def end_step(states: Mapping[DelayedScales, Any]) -> None:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
-        The states are in the order of their first use, which is the same on every
-        rank. A state that was loaded or copied and not used since has recorded
-        nothing.
+        A state that was loaded or copied and not used since has recorded nothing. Over
+        ranks, the steps of states that only another rank has used end too.
         """
         states = {state: group for state, group in states.items() if state._recipe is not None}
+        amaxes = None
+        if is_initialized() and (by_group := _by_group(states)):
+            amaxes = dict.fromkeys(states)
+            for group, some in by_group:
+                for state in some:
+                    del amaxes[state]
+                amaxes |= reduction_over(group).reduce(some, group)
+            states = amaxes
         for state in states:
             state._leave_past_scale()
-        reduced = [state for state in states if state._is_reduced()] if _has_ranks() else []
-        for some in _alike(reduced, lambda state: (id(states[state]), state.scale.device)):
-            _max_over_ranks([state.amax_history[0] for state in some], states[some[0]])
         for some in _alike(states, lambda state: (state._recipe, state.scale.device)):
             recipe = some[0]._recipe
             assert recipe is not None  # such a state is left out above
@@ -320,13 +322,11 @@ class DelayedScales:
                 [state.amax_history for state in some],
                 [state.scale for state in some],
                 [state._max for state in some],
+                None if amaxes is None else [amaxes[state] for state in some],
                 margin=recipe.margin,
                 algorithm=recipe.amax_compute_algo,
                 cache=some[0]._updates,
             )
-
-    def _is_reduced(self) -> bool:
-        return self._recipe is not None and self._recipe.reduce_amax
 
     def succeed(self, previous: DelayedScales) -> None:
         """Replace an op's state from before a checkpoint was loaded.
@@ -335,6 +335,7 @@ class DelayedScales:
         """
         previous._leave_past_scale()
         self._identity = previous._identity
+        self._identity.state = weakref.ref(self)
 
     # -- packing into a plain tensor ------------------------------------------------
 
@@ -454,10 +455,16 @@ def _alike(
     return list(groups.values())
 
 
-def _has_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _max_over_ranks(amaxes: list[torch.Tensor], group: Any) -> None:
-    if amaxes and torch.distributed.get_world_size(group) > 1:
-        reduce_amaxes(amaxes, group)
+def _by_group(states: Mapping[DelayedScales, Any]) -> list[tuple[Any, list[DelayedScales]]]:
+    """The states whose amaxes are reduced, by their group of two ranks or more."""
+    reduced = [state for state in states if state._recipe and state._recipe.reduce_amax]
+    by_group: dict[Any, list[DelayedScales]] = {}
+    for some in _alike(reduced, lambda state: id(states[state])):
+        try:
+            group = resolved("Delayed scaling", states[some[0]])
+        except StateError as error:
+            raise StateError(f"{error} It reduces amaxes of {names_of(some)}.") from None
+        if torch.distributed.get_world_size(group) > 1:
+            by_group.setdefault(group, []).extend(some)
+    # By name: ranks that use groups in different orders would wait for each other.
+    return sorted(by_group.items(), key=lambda item: item[0].group_name)

@@ -112,6 +112,10 @@ class CompiledPlan:
             if i in writer.constant_ops or any(map(op.num_quantizers, modes))
         ]
 
+    def described(self) -> str:
+        """The ops of a pipeline under delayed scaling, for errors."""
+        return f"{', '.join(type(op).__name__ for op in self.ops)} under delayed scaling"
+
     def forward(self, input_: Any, extra_inputs: Any, kwargs: Any) -> Any:
         """The first call of the generated forward: it checks the output, and stores shapes.
 
@@ -376,7 +380,7 @@ class _PipelineFunction(torch.autograd.Function):
                 )
             group = conditions.group
             if group is not None:
-                group = group("a pipeline under delayed scaling") if states else None
+                group = group(run.described) if states else None
             for state in states:
                 record_until_backward_ends(state, group)
             if conditions.region is not None and conditions.region.recorded:

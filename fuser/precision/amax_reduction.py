@@ -1,0 +1,331 @@
+"""Amaxes of delayed scaling over ranks: one list of states on all ranks, one reduction a step.
+
+Every rank of a group sends the amaxes of the same states, in the same places, so all messages have
+one size. A state that recorded nothing on a rank in a step is absent there, -1: its step ends with
+the amaxes of the ranks that used it. Ranks add states to the list together. They know an op by its
+number among the ops of their processes, so ranks that run different ops have made the same ones.
+
+A rank that used a state without a place says so in the reduction. If all ranks say it, they add
+their states at once. Otherwise they do so in the next step, which also ends this one of the new
+states: the other ranks read the flag a step late, because on a GPU they would wait for the device.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import NamedTuple, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from fuser.errors import InputError, StateError
+from fuser.formats import DType
+from fuser.recipe import DelayedScaling
+
+Result = TypeVar("Result")
+StateT = TypeVar("StateT", bound="State")
+
+
+class Identity:
+    """Identifies an op's states, old and new, so that a step and other ranks know them."""
+
+    state: weakref.ref[State]
+    """The newest."""
+
+
+class State(Protocol):
+    """What a reduction needs of ``DelayedScales``."""
+
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    _identity: Identity
+    _recipe: DelayedScaling | None
+
+    def prepare(
+        self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
+    ) -> None: ...
+
+
+class Quantizing(Protocol):
+    """What a reduction needs of a basic op."""
+
+    @property
+    def _delayed(self) -> Mapping[str, State]: ...
+
+    def num_quantizers(self, mode: str) -> int: ...
+
+    def extra_repr(self) -> str: ...
+
+    def _delayed_state(
+        self, mode: str, recipe: DelayedScaling, device: torch.device | None = None
+    ) -> tuple[State, list[DType], torch.device]: ...
+
+
+# The ops of this process that exist, in the order in which they were made.
+_ops: weakref.WeakValueDictionary[int, Quantizing] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def note_op(op: Quantizing) -> None:
+    """Add a new op: ranks know it by its number among those that exist."""
+    _ops[next(_numbers)] = op
+
+
+def _described(op: Quantizing) -> str:
+    return f"{type(op).__name__}({op.extra_repr()})"
+
+
+def names_of(states: Sequence[State]) -> str:
+    """The ops of states, for errors."""
+    owners = [op for op in list(_ops.values()) if not set(op._delayed.values()).isdisjoint(states)]
+    return ", ".join(map(_described, owners)) or "ops that no longer exist"
+
+
+class _Place(NamedTuple):
+    """The place of a state in the list."""
+
+    recipe: DelayedScaling
+    size: int
+
+
+Used = dict[tuple[int, str], DelayedScaling]
+"""The recipes of states, by the number of the op and the mode of the state."""
+
+
+class _Step(NamedTuple):
+    """What a rank tells the others before they add states to the list."""
+
+    used: Used
+    ops: list[str]
+    gone: list[int]
+    """The places in the list whose states no longer exist."""
+
+
+class AmaxReduction:
+    """The list of the states whose amaxes the ranks of one group reduce."""
+
+    def __init__(self) -> None:
+        self._places: dict[Identity, _Place] = {}
+        # What is sent: two flags, and the amaxes of each state, which are views of it.
+        self._message = torch.empty(0, device="cpu")
+        self._amaxes: dict[Identity, torch.Tensor] = {}
+        # The message of a rank that used no state; and of one that used one without a place.
+        self._blank: tuple[torch.Tensor, ...] = ()
+        self._flags: _Flags | None = None
+        # States without a place, of the last step, and states whose op no longer exists.
+        self._late: list[State] = []
+        self._without_op: weakref.WeakSet[Identity] = weakref.WeakSet()
+
+    def reduce(
+        self, states: Sequence[StateT], group: dist.ProcessGroup
+    ) -> list[tuple[StateT, torch.Tensor]]:
+        """End a step in which this rank used ``states``.
+
+        Returns the states that have a place, with their amaxes over the ranks, -1 for a state that
+        no rank used.
+
+        Raises
+        ------
+        InputError
+            On every rank, if they used different ops, and have not made the same ones.
+        StateError
+            If another rank does not take part.
+        """
+        # A state that was replaced, by loading a checkpoint, has no later step.
+        given: Sequence[State] = (*self._late, *states)
+        used = [s for s in dict.fromkeys(given) if s._identity.state() is s]
+        device = next((s.scale.device for s in states if s.scale.is_cuda), states[0].scale.device)
+        flags, self._late, self._flags = self._flags, [], None
+        if flags is not None and flags.are_some_late():
+            self._add(used, device, group)
+        late = self._exchange(used, device, group)
+        if late and self._flags is not None and self._flags.are_all_late():
+            self._add(used, device, group)
+            late = self._exchange(used, device, group)
+        self._late = late
+        newest = [(identity.state(), amaxes) for identity, amaxes in self._amaxes.items()]
+        ended = [(s, amaxes.to(s.scale.device)) for s, amaxes in newest if s is not None]
+        return cast("list[tuple[StateT, torch.Tensor]]", ended)
+
+    def _without_place(self, states: Sequence[State]) -> list[State]:
+        """Those that are not in the list, or in it with another recipe."""
+        late = []
+        for state in states:
+            place = self._places.get(state._identity)
+            if place is None or (
+                place.recipe is not state._recipe and place.recipe != state._recipe
+            ):
+                late.append(state)
+        return [state for state in late if state._identity not in self._without_op]
+
+    def _exchange(
+        self, states: Sequence[State], device: torch.device, group: dist.ProcessGroup
+    ) -> list[State]:
+        """Reduce the amaxes of states; returns those without a place, which are not sent."""
+        late = self._without_place(states)
+        if self._message.device != device or not self._blank:
+            self._lay_out(device)
+        self._message.copy_(self._blank[bool(late)])
+        sent = [s for s in states if s._identity in self._amaxes and s not in late]
+        if sent:
+            amaxes = [s.amax_history[0] for s in sent]
+            torch._foreach_copy_([self._amaxes[s._identity] for s in sent], amaxes)
+        message = self._message
+        _communicate(group, lambda: dist.all_reduce(message, dist.ReduceOp.MAX, group=group))
+        self._flags = _Flags.of(message)
+        return late
+
+    def _lay_out(self, device: torch.device) -> None:
+        sizes = [place.size for place in self._places.values()]
+        with torch.inference_mode(False):  # it outlives an inference region
+            flags, absent = torch.eye(2, device=device), torch.full((sum(sizes),), -1.0).to(device)
+            self._blank = (torch.cat([flags[1], absent]), torch.cat([flags[0], absent]))
+            self._message = torch.empty_like(self._blank[0])
+            parts = torch.split(self._message[2:], sizes)
+        self._amaxes = dict(zip(self._places, parts, strict=True))
+
+    def _add(self, states: Sequence[State], device: torch.device, group: dist.ProcessGroup) -> None:
+        """Add the states that any rank has used to the list, on every rank."""
+        gc.collect()  # an op counts as long as it exists, which must not depend on the collector
+        ops = [op for op in list(_ops.values()) if any(map(op.num_quantizers, _MODES))]
+        numbers = {
+            state._identity: (number, mode)
+            for number, op in enumerate(ops)
+            for mode, state in op._delayed.items()
+        }
+        own: Used = {}
+        for state in states:
+            if state._identity not in numbers:
+                self._without_op.add(state._identity)
+            elif state._recipe is not None:
+                own[numbers[state._identity]] = state._recipe
+        gone = [n for n, identity in enumerate(self._places) if identity.state() is None]
+        described = [_described(op) for op in ops]
+        used, gone = _agreed(_Step(own, described, gone), group)
+        for identity in [list(self._places)[n] for n in gone]:
+            del self._places[identity]
+        for (number, mode), recipe in sorted(used.items(), key=lambda item: item[0]):
+            op = ops[number]
+            missing, dtypes, _ = op._delayed_state(mode, recipe, device)
+            if missing._recipe != recipe:
+                missing.prepare(recipe, dtypes, device)
+            self._places[missing._identity] = _Place(recipe, missing.scale.numel())
+        self._lay_out(device)
+
+
+_MODES = ("forward", "backward")
+_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, AmaxReduction] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def reduction_over(group: dist.ProcessGroup) -> AmaxReduction:
+    """The reduction of a group."""
+    return _reductions.setdefault(group, AmaxReduction())
+
+
+class _Flags:
+    """Whether the ranks of a reduction had states without a place."""
+
+    def __init__(self, flags: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        self._flags = flags
+        self._event = event
+
+    @classmethod
+    def of(cls, message: torch.Tensor) -> _Flags | None:
+        """Those of a reduced message; nothing waits for the device until they are read."""
+        if not message.is_cuda:
+            return cls(message[:2].clone(), None)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        flags = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
+        flags.copy_(message[:2], non_blocking=True)
+        return cls(flags, torch.cuda.current_stream().record_event())
+
+    def _read(self) -> list[float]:
+        if self._event is not None:
+            self._event.synchronize()
+        flags: list[float] = self._flags.tolist()
+        return flags
+
+    def are_some_late(self) -> bool:
+        return self._read()[0] == 1
+
+    def are_all_late(self) -> bool:
+        return self._read()[1] != 1
+
+
+# -- agreement ----------------------------------------------------------------------
+
+
+def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
+    """The states that any rank used, and the places in the list that no rank needs.
+
+    Raises
+    ------
+    InputError
+        On every rank, if their ops do not tell which states are the same.
+    """
+    prefix = own.ops[: max((number + 1 for number, _ in own.used), default=0)]
+    text = repr((sorted(own.used.items(), key=lambda item: item[0]), prefix, own.gone))
+    digests = _gathered(hashlib.sha256(text.encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return own.used, own.gone
+    steps = _gathered(own, group)
+    ranks = dist.get_process_group_ranks(group)
+    for number, ops in enumerate(zip_longest(*(step.ops for step in steps), fillvalue="none")):
+        if len(set(ops)) > 1:
+            each = ", ".join(f"{op} on rank {rank}" for rank, op in zip(ranks, ops, strict=True))
+            raise InputError(
+                f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran different ops, "
+                "and cannot tell which of them are the same, because the ranks have also made "
+                f"different ops: number {number} of those that quantize is {each}. Make the same "
+                "ops in the same order on every rank, also copies of a model; or reduce over other "
+                "ranks, by autocast(amax_reduction_group=...), or over none, by "
+                "DelayedScaling(reduce_amax=False)."
+            )
+    used: Used = {}
+    for step in steps:
+        for (number, mode), recipe in step.used.items():
+            if used.setdefault((number, mode), recipe) != recipe:
+                each = "; ".join(
+                    f"rank {rank} has {other.used.get((number, mode), 'not run it')}"
+                    for rank, other in zip(ranks, steps, strict=True)
+                )
+                raise InputError(
+                    f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran "
+                    f"{own.ops[number]} under different recipes: {each}."
+                )
+    return used, sorted(set.intersection(*(set(step.gone) for step in steps)))
+
+
+def _gathered(own: Result, group: dist.ProcessGroup) -> list[Result]:
+    """The objects of all ranks."""
+    objects: list[Result] = [own] * dist.get_world_size(group)
+    _communicate(group, lambda: dist.all_gather_object(objects, own, group=group))
+    return objects
+
+
+def _communicate(group: dist.ProcessGroup, collective: Callable[[], object]) -> None:
+    """Run a collective.
+
+    Raises
+    ------
+    StateError
+        If another rank does not take part.
+    """
+    try:
+        collective()
+    except RuntimeError as error:
+        raise StateError(
+            "Delayed scaling reduces amaxes at the end of a step over the ranks "
+            f"{dist.get_process_group_ranks(group)}, and not all of them took part: {error}. On "
+            "every rank of the group, each step must quantize in at least one op and end with the "
+            "same number of backwards; a rank that raised an error takes no part either. "
+            "DelayedScaling(reduce_amax=False) reduces nothing."
+        ) from error
