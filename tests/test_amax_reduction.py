@@ -177,11 +177,14 @@ def groups_in_other_orders(rank: int) -> Any:
     again = dist.new_group(list(range(RANKS)))
     ops = linears(3)
     runs = [(both, ops[0], 1.0 + rank), (alone, ops[1], 3.0 + rank), (again, ops[2], 5.0 + rank)]
+    loss = torch.zeros(())
     with fuser.autocast(recipe=RECIPE):
         for group, op, amax in runs[:: (1, -1)[rank]]:
             with fuser.autocast(recipe=RECIPE, amax_reduction_group=group):
-                op(torch.full((16, 32), amax, requires_grad=True))
-    return [scales_of(op)["forward"][0] for op in ops]
+                y = op(torch.full((16, 32), amax, requires_grad=True))
+                loss = loss + 2 * amax * y.sum()
+    loss.backward()
+    return [[scales_of(op)[mode][0] for op in ops] for mode in MAXIMA]
 
 
 def models_that_are_freed(rank: int) -> Any:
@@ -372,8 +375,10 @@ def test_a_rank_that_waits_for_another_gets_a_sentence(results: dict[str, list[A
 def test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order(
     results: dict[str, list[Any]],
 ) -> None:
-    for rank, found in enumerate(results["groups_in_other_orders"]):
-        assert found == pytest.approx([448 / 2, 448 / (3 + rank), 448 / 6])
+    for rank, (forward, backward) in enumerate(results["groups_in_other_orders"]):
+        amaxes = (2, 3 + rank, 6)
+        assert forward == pytest.approx([MAXIMA["forward"] / amax for amax in amaxes])
+        assert backward == pytest.approx([MAXIMA["backward"] / (2 * amax) for amax in amaxes])
 
 
 def test_states_of_a_model_that_is_freed_are_no_longer_reduced(

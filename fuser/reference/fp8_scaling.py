@@ -124,22 +124,16 @@ def update_delayed(
         raise InputError(
             f"Delayed scaling got amax algorithm {algorithm!r}; it is 'max' or 'most_recent'."
         )
-    history, newest = amax_history, amax_history[0]
-    is_over = None if amaxes is None else amaxes != -1
-    if amaxes is not None:
-        newest = amaxes
-        history = torch.cat([amaxes.unsqueeze(0), amax_history[1:]])
+    newest = amax_history[0] if amaxes is None else amaxes
+    is_over = newest != -1
+    history = torch.cat([newest.unsqueeze(0), amax_history[1:]])
     largest = history.amax(0) if algorithm == "max" else newest
     numerator = torch.zeros_like(scale).add_(max_fp8).mul_(2.0**-margin)
     fresh = numerator.div_(largest).clamp_(max=FLOAT32_MAX)
-    is_used = (largest > 0) & (largest < math.inf)
+    scale.copy_(torch.where(is_over & (largest > 0) & (largest < math.inf), fresh, scale))
     rolled = history.roll(-1, 0)
     rolled[0].zero_()
-    moves = newest != 0
-    if is_over is not None:
-        is_used, moves = is_used & is_over, moves & is_over
-    scale.copy_(torch.where(is_used, fresh, scale))
-    amax_history.copy_(torch.where(moves, rolled, amax_history))
+    amax_history.copy_(torch.where(is_over & (newest != 0), rolled, amax_history))
 
 
 def _cast_both(

@@ -401,7 +401,7 @@ NUMBER_FORMATS = (
     Mutant(
         "delayed scaling's scale of a tensor with an infinity is zero",
         "reference/fp8_scaling.py",
-        "scale.copy_(torch.where((largest > 0) & (largest < math.inf), fresh, scale))",
+        "scale.copy_(torch.where(is_over & (largest > 0) & (largest < math.inf), fresh, scale))",
         "scale.copy_(torch.where(largest > 0, fresh, scale))",
         "test_scales.py test_delayed_scaling_reference.py",
         select="delayed or amax",

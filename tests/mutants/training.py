@@ -103,7 +103,7 @@ DELAYED_SCALING = (
     Mutant(
         "the history rolls the wrong way",
         "reference/fp8_scaling.py",
-        "rolled = amax_history.roll(-1, 0)",
+        "rolled = history.roll(-1, 0)",
         "rolled = amax_history.roll(1, 0)",
         "test_delayed_scaling_reference.py",
         select="newest_amax_goes or definition",
@@ -111,7 +111,7 @@ DELAYED_SCALING = (
     Mutant(
         "the newest amax counts alone",
         "reference/fp8_scaling.py",
-        'amax_history.amax(0) if algorithm == "max" else newest',
+        'history.amax(0) if algorithm == "max" else newest',
         "newest",
         "test_delayed_scaling_reference.py::test_delayed_scales_follow_the_loop_of_their_definition",
     ),
@@ -125,7 +125,7 @@ DELAYED_SCALING = (
     Mutant(
         "the history of a tensor that was not used rolls too",
         "reference/fp8_scaling.py",
-        "amax_history.copy_(torch.where(newest != 0, rolled, amax_history))",
+        "amax_history.copy_(torch.where(is_over & (newest != 0), rolled, amax_history))",
         "amax_history.copy_(rolled)",
         "test_delayed_scaling_reference.py::test_delayed_scales_follow_the_loop_of_their_definition",
     ),
@@ -277,9 +277,9 @@ DELAYED_SCALING = (
     Mutant(
         "amaxes of two groups are reduced over one of them",
         "precision/delayed_scaling.py",
-        "_alike(reduced, lambda state: (id(states[state]), state.scale.device))",
-        "_alike(reduced, lambda state: state.scale.device)",
-        "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",
+        "_alike(reduced, lambda state: id(states[state]))",
+        "_alike(reduced, lambda state: None)",
+        "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
     Mutant(
         "a shorter history forgets one amax too many",
@@ -309,7 +309,7 @@ DELAYED_SCALING = (
         "precision/delayed_scaling.py",
         "_running_backward().states[state] = group",
         "_running_backward().states[state] = None",
-        "test_amax_reduction.py::test_every_amax_is_reduced_over_the_group_of_its_autocast",
+        "test_amax_reduction.py::test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
     ),
     Mutant(
         "an autocast inside another ends the step",
