@@ -21,7 +21,11 @@ COMPARE_FLAGS ?=
 # make mutants MUTANTS_FLAGS="--only kernels --jobs 1"
 MUTANTS_FLAGS ?=
 
-.PHONY: demo demo-sharded compare mutants test test-fast lint format clean
+# make test-cuda-build CUDA_TORCH=torch==2.14.1; by default the release of `make test`
+CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
+CUDA_VENV ?= .venv-cuda
+
+.PHONY: demo demo-sharded compare mutants test test-fast test-cuda-build lint format clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -44,6 +48,19 @@ test: lint
 test-fast: $(VENV)/.ready
 	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files -m "not slow" tests --ignore tests/gpu
 
+# With a torch that is built for CUDA, as `pip install torch` brings it; no GPU needed.
+test-cuda-build: $(CUDA_VENV)/.ready
+	$(CUDA_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" tests --ignore tests/gpu
+
+$(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	grep -v ^torch== constraints.txt > $(CUDA_VENV)/constraints.txt
+	$(CUDA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(CUDA_VENV)/constraints.txt "$(CUDA_TORCH)" -e ".[test]" -e ./forecast
+	$(CUDA_VENV)/bin/python -c "import sys, torch; torch.version.cuda or sys.exit(f'pip has installed \
+	torch {torch.__version__}, which is not built for CUDA; CUDA_TORCH= names another release.')"
+	touch $@
+
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -59,4 +76,4 @@ $(VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -121,7 +121,7 @@ def strict_cublaslt() -> Iterator[list[str]]:
         return StrictProduct(calls, operands, modes or (), is_split)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cublaslt, "library", object)
+        patch.setattr(cublaslt, "library", lambda device_type: object())
         patch.setattr(cublaslt, "_made", product)
         patch.setattr(cublaslt, "_products", cublaslt._Products())
         yield calls

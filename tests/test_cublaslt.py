@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import oracles
 import pytest
@@ -20,6 +22,7 @@ from fuser import gemm
 from fuser import recipe as recipes
 from fuser.cuda import cublaslt
 from fuser.errors import StateError
+from fuser.gemm import native
 
 BF16 = torch.bfloat16
 
@@ -278,7 +281,7 @@ def test_a_quantized_block_adds_residuals_and_gradients_in_its_products(
     name = model[1].members[0].quantizer_format(recipe, "input").name
     assert f"dgrad {row.get(name, name)} addmm (native)" in plan.backward[-1].kernel
     with stand_in_for_hopper() as cores, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cublaslt, "library", lambda: None)
+        patch.setattr(cublaslt, "library", lambda device_type: None)
         expected = step(block(256, 512), recipe, 144)
         assert len(cores.calls) == 6
     close(found, expected, 2**-7)
@@ -292,7 +295,7 @@ def test_sizes_that_cublaslt_does_not_take_are_added_by_torch(
     found = step(block(40, 72), recipe, rows)
     assert calls == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cublaslt, "library", lambda: None)
+        patch.setattr(cublaslt, "library", lambda device_type: None)
         expected = step(block(40, 72), recipe, rows)
     close(found, expected, 2**-7)
 
@@ -312,7 +315,7 @@ def test_blocks_are_not_padded_where_cublaslt_multiplies(
 
     found = gradients()
     assert calls
-    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    monkeypatch.setattr(cublaslt, "library", lambda device_type: None)
     close(list(found), list(gradients()), 2**-7)
 
 
@@ -369,7 +372,7 @@ def test_a_residual_in_fp32_under_autocast_is_added_in_the_product(
     assert [step.fusion for step in plan.forward] == ["ForwardLinearBiasAdd"]
     assert calls[0].endswith("+")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cublaslt, "library", lambda: None)
+        patch.setattr(cublaslt, "library", lambda device_type: None)
         other = made()
         close(found, step(other), 2**-7)
         (plan,) = other.plans
@@ -377,7 +380,7 @@ def test_a_residual_in_fp32_under_autocast_is_added_in_the_product(
 
 
 def test_without_the_library_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    monkeypatch.setattr(cublaslt, "library", lambda device_type: None)
     linear, add = fuser.BasicLinear(64, 64, dtype=BF16), fuser.AddExtraInput()
     with stand_in_for_hopper():
         sentence = refusal([linear, add], "ForwardLinearBiasAdd", NATIVE["current"])
@@ -394,3 +397,81 @@ def test_a_scale_is_a_factor_of_the_product(hopper: StrictTensorCores, calls: li
     y.backward(values(144, 384, seed=2))
     assert backward.kernel == ("quantize grad_output, dgrad FP8 mm (native), wgrad FP8 mm (native)")
     assert len(calls) == 2
+
+
+# -- a build of torch for CUDA, and no GPU -------------------------------------------
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch as ``pip install torch`` brings it to a laptop: it has loaded cuBLASLt, for no GPU."""
+    opened = ctypes.CDLL
+
+    def opens(name: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(name).startswith("libcublasLt.so"):
+            return mock.MagicMock(name=name)
+        return opened(name, *args, **kwargs)
+
+    caches = (cublaslt._loaded, native.torch_cuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", opens)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def residual(dtype: torch.dtype = torch.float32) -> fuser.Sequential:
+    """The residual is added by the linear's GEMM, and the scale is its factor."""
+    torch.manual_seed(0)
+    kept = fuser.MakeExtraOutput()
+    kept.set_extra_output_channel(0, "residual", output_to_caller=False)
+    added = fuser.AddExtraInput()
+    added.set_extra_input_channel(0, "residual")
+    options: dict[str, Any] = {"device": "cpu", "dtype": dtype}
+    return fuser.Sequential(
+        kept,
+        fuser.Linear(64, 64, **options),
+        added,
+        fuser.Linear(64, 64, bias=False, **options),
+        fuser.ConstantScale(0.5),
+    )
+
+
+def plain_residual(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
+    (first, bias), (second,) = (model[i].parameters() for i in (1, 3))
+    return 0.5 * ((x @ first.t() + bias + x) @ second.t())
+
+
+def test_a_cuda_build_without_a_gpu_takes_tensors_without_memory(cuda_build: None) -> None:
+    assert cublaslt._loaded() is not None  # as in such a build
+    model = residual().eval()
+    x = values(8, 64, seed=1, dtype=torch.float32)
+    batch = values(3, 8, 64, seed=2, dtype=torch.float32)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,)).module()
+        torch.testing.assert_close(exported(x), plain_residual(model, x))
+        mapped = torch.func.vmap(model)(batch)
+        torch.testing.assert_close(mapped, plain_residual(model, batch))
+
+
+@pytest.mark.parametrize("recipe", [None, recipes.Float8CurrentScaling()], ids=["plain", "current"])
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_a_cuda_build_without_a_gpu_plans_and_computes_as_a_cpu_build(
+    recipe: Any, request: pytest.FixtureRequest
+) -> None:
+    def run() -> tuple[Any, ...]:
+        model, x = residual(BF16), values(8, 64, seed=1).requires_grad_()
+        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+            y = model(x)
+            plan = model.plan(x)
+        return str(plan), y, *torch.autograd.grad(y.sum(), (x, *model.parameters()))
+
+    plan, *expected = run()
+    request.getfixturevalue("cuda_build")
+    other, *actual = run()
+    assert other == plan
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -52,7 +52,7 @@ def addend_refusal(linear: BasicLinear, side: str, key: PlanKey) -> str | None:
     row = native_row(role, "weight", key, linear.quantizer_format)
     if row is None:
         return EMULATED_GEMM
-    if cublaslt.library() is None:
+    if cublaslt.library(key.device) is None:
         return f"{row.name} takes no addend: torch has it, and no cuBLASLt could be loaded."
     return None
 
@@ -86,7 +86,7 @@ def adds_in_gemm(linear: BasicLinear, key: PlanKey) -> bool:
     ``key`` begins with the linear.
     """
     is_narrow = linear._compute_dtype(key) in (torch.float16, torch.bfloat16)
-    has_library = key.arch is not None and cublaslt.library() is not None
+    has_library = cublaslt.library(key.device) is not None
     return is_narrow and has_library and addend_refusal(linear, "forward", key) is None
 
 

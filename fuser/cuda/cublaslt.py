@@ -67,9 +67,16 @@ class _Algorithm(ctypes.Structure):
     )
 
 
+def library(device_type: str) -> Any | None:
+    """cuBLASLt as torch has loaded it, for tensors of this device type; None if it has none.
+
+    A build of torch for CUDA loads the library on a machine without a GPU too.
+    """
+    return _loaded() if device_type == "cuda" else None
+
+
 @functools.cache
-def library() -> Any | None:
-    """cuBLASLt as torch has loaded it; None if it has not."""
+def _loaded() -> Any | None:
     mode = getattr(os, "RTLD_NOLOAD", None)
     if mode is None or torch.version.cuda is None:
         return None
@@ -128,7 +135,7 @@ Modes = tuple[Scales, Scales]
 def serves(operands: Operands, *, modes: Modes | None = None, is_split: bool = True) -> bool:
     """Whether :func:`multiply` takes these arguments; it depends on their layouts alone."""
     out, a, b, addend, bias = operands
-    if library() is None or 0 in (*a.shape, *b.shape):
+    if library(out.device.type) is None or 0 in (*a.shape, *b.shape):
         return False
     if out.shape != (a.shape[0], b.shape[1]):
         return False
@@ -249,7 +256,7 @@ def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Produc
 
 def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
     """A new product of these layouts; None if cuBLASLt has none."""
-    if not operands.a.is_cuda:
+    if library(operands.a.device.type) is None:
         return None
     made = _Product(operands, modes, is_split)
     return made if made.is_found else None
@@ -448,7 +455,7 @@ def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
 
 
 def _library() -> Any:
-    found = library()
+    found = _loaded()
     assert found is not None
     return found
 

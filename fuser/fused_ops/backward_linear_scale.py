@@ -35,7 +35,7 @@ class BackwardLinearScale(FusedOperation):
         names = linear.kernels(side, key.window(0, 1))
         gemms = [(name, 2 * (i + 1 == len(names))) for i, name in enumerate(names)]
         is_quantized = key.recipe is not None and key.recipe.quantizes_backward
-        if is_quantized and cublaslt.library() is None:
+        if is_quantized and cublaslt.library(key.device) is None:
             return tuple(step for gemm in gemms for step in (("mul scale_inv", 0), gemm))
         return tuple(gemms)
 

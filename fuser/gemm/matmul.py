@@ -255,7 +255,7 @@ def _add_product(
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``scale * a @ b (+ bias) + addend``; torch copies the addend before it adds to it."""
-    if cublaslt.library() is not None:
+    if cublaslt.library(a.device.type) is not None:
         addend, a, b = (_in_memory(matrix) for matrix in (addend, a, b))
         out = torch.empty(addend.shape, dtype=addend.dtype, device=addend.device)
         operands = cublaslt.Operands(out, a, b, addend, bias)

@@ -159,7 +159,7 @@ def by_cublaslt(
     addend: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """``out``, with ``scale * a @ b.T (+ bias) (+ addend)`` in it; None if cuBLASLt cannot."""
-    if cublaslt.library() is None or out.dim() != 2:
+    if cublaslt.library(out.device.type) is None or out.dim() != 2:
         return None
     x, w = (operand.data.view(operand.format.element.torch_dtype) for operand in (a, b))
     modes = SCALES[a.format.name], SCALES[b.format.name]

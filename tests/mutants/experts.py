@@ -250,6 +250,13 @@ EXPERTS = (
         RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",
     ),
     Mutant(
+        "cuBLASLt multiplies on the CPU where torch is built for CUDA",
+        "cuda/cublaslt.py",
+        'return _loaded() if device_type == "cuda" else None',
+        "return _loaded()",
+        "test_cublaslt.py::test_a_cuda_build_without_a_gpu_takes_tensors_without_memory",
+    ),
+    Mutant(
         "cuBLASLt gets rows that are in one another",
         "cuda/cublaslt.py",
         "return down >= columns or rows == 1",
