@@ -62,7 +62,14 @@ from fuser.compatibility import (
     interleave_glu_tensor,
     is_bf16_available,
 )
-from fuser.errors import FuserError, InputError, InputTypeError, StateError
+from fuser.errors import (
+    EmulationWarning,
+    FuserError,
+    FuserWarning,
+    InputError,
+    InputTypeError,
+    StateError,
+)
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
@@ -116,6 +123,7 @@ __all__ = [
     "ConstantScale",
     "DType",
     "Dropout",
+    "EmulationWarning",
     "FUSIONS",
     "Float8BlockQuantizer",
     "Float8BlockwiseQTensor",
@@ -128,6 +136,7 @@ __all__ = [
     "Float8TensorStorage",
     "FusedOperation",
     "FuserError",
+    "FuserWarning",
     "FusibleOperation",
     "FusionPlan",
     "GEGLU",

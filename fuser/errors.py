@@ -1,4 +1,4 @@
-"""Errors of fuser: every message is a sentence that contains the values concerned."""
+"""Errors and warnings of fuser: each message is a sentence with the values concerned."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ class StateError(FuserError, RuntimeError):
 
 class KernelUnavailable(StateError):
     """A kernel is not available on this machine; PyTorch can compute the same."""
+
+
+class FuserWarning(UserWarning):
+    """Category of the warnings of fuser, but for deprecated names."""
+
+
+class EmulationWarning(FuserWarning):
+    """Category of the warning that the products of a recipe are emulated on a device."""

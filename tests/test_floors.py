@@ -227,6 +227,20 @@ def test_every_file_says_its_subject_first() -> None:
     assert silent == []
 
 
+def test_every_warning_has_a_category_that_a_suite_can_name() -> None:
+    """Else ``-W error`` cannot leave out the warnings of fuser without those of other libraries."""
+    categories = {}
+    for path, text in sources().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn"):
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "category"]
+                category = [*node.args[1:2], *named]
+                categories[f"{path}:{node.lineno}"] = ast.unparse(category[0]) if category else ""
+    assert "EmulationWarning" in categories.values()
+    own = ("EmulationWarning", "FuserWarning", "DeprecationWarning")
+    assert {place: name for place, name in categories.items() if name not in own} == {}
+
+
 # -- the rules themselves -------------------------------------------------------
 
 

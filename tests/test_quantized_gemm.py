@@ -604,8 +604,24 @@ def test_the_warning_comes_once_for_a_recipe(monkeypatch: pytest.MonkeyPatch) ->
         for override in (None, "dequantized"):
             with fuser.autocast(recipe=recipes.MXFP8BlockScaling(backward_override=override)):
                 fuser.BasicLinear(64, 64)(torch.zeros(32, 64))
-    (message,) = (str(warning.message) for warning in caught)
-    assert message.startswith("MXFP8BlockScaling is emulated on a CPU")
+    (warning,) = caught
+    assert str(warning.message).startswith("MXFP8BlockScaling is emulated on a CPU")
+    assert warning.category is fuser.EmulationWarning
+
+
+def test_a_suite_that_makes_errors_of_warnings_can_name_that_of_emulation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fuser.precision.availability._warned", set())
+    model, x = fuser.Sequential(fuser.Linear(64, 64)), torch.zeros(32, 64)
+    with warnings.catch_warnings(), fuser.autocast(recipe=recipes.MXFP8BlockScaling()):
+        warnings.simplefilter("error")
+        with pytest.raises(fuser.EmulationWarning):
+            model(x)
+        warnings.filterwarnings("ignore", category=fuser.EmulationWarning)
+        assert torch.equal(model(x), model(x))
+    assert issubclass(fuser.EmulationWarning, fuser.FuserWarning)
+    assert issubclass(fuser.FuserWarning, UserWarning)
 
 
 @pytest.mark.parametrize(

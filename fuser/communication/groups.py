@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fuser.errors import InputError, StateError
+from fuser.errors import FuserWarning, InputError, StateError
 
 
 class GroupRef:
@@ -155,6 +155,7 @@ def _warn_of_ranks_without_groups() -> None:
             "An op that communicates was made before torch.distributed was initialised, and "
             f"WORLD_SIZE is {ranks}: every process computes the whole op, and nothing is "
             "communicated. Call torch.distributed.init_process_group before the model is made.",
+            FuserWarning,
             stacklevel=3,
         )
 

@@ -19,7 +19,7 @@ import torch
 
 from fuser.chain import headers_in
 from fuser.cuda.sources import own_options, shown, source_text
-from fuser.errors import KernelUnavailable, StateError
+from fuser.errors import FuserWarning, KernelUnavailable, StateError
 
 KERNELS = Path(str(importlib.resources.files("fuser.cuda"))) / "kernels"
 """The folder of the ``.cu`` files; their headers are in ``fuser/*/*.cuh`` below it."""
@@ -162,7 +162,8 @@ def disable_kernels(failure: Obstacle) -> None:
     global compile_failure
     if compile_failure is None:
         compile_failure = failure
-        warnings.warn(f"{failure} From here on torch does the work of kernels.", stacklevel=2)
+        sentence = f"{failure} From here on torch does the work of kernels."
+        warnings.warn(sentence, FuserWarning, stacklevel=2)
 
 
 def _cupy_packages() -> tuple[str, ...]:

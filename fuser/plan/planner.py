@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuser.errors import StateError
+from fuser.errors import FuserWarning, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
@@ -220,6 +220,7 @@ class _Search:
             warnings.warn(
                 f"Fusion {fusion.__name__} is not used: asked about ops {span(window)}, it "
                 f"raised {type(error).__name__}: {error}",
+                FuserWarning,
                 stacklevel=2,
             )
         if reason is None and sum(covered for _, covered in kernels) != len(window):

@@ -8,6 +8,7 @@ from types import FrameType
 
 import torch
 
+from fuser.errors import EmulationWarning
 from fuser.gemm.matmul import architecture
 from fuser.gemm.native import native_gemm
 from fuser.precision.quantizer_for import role_format
@@ -55,7 +56,7 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
     sentence = emulation(recipe, arch)
     if sentence is not None:
         _warned.add(place)
-        warnings.warn(sentence, stacklevel=_callers_level())
+        warnings.warn(sentence, EmulationWarning, stacklevel=_callers_level())
 
 
 def _callers_level() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
+from fuser.errors import FuserWarning
 from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state
 
 _autograd = torch._C._autograd
@@ -146,7 +147,7 @@ def _known_codes() -> _Codes | None:
             f"fuser does not know the activation checkpointing of torch {torch.__version__} "
             f"({error!r}): recomputed pipelines run without a recipe, unless fuser.autocast is "
             "entered inside the checkpointed function.",
-            RuntimeWarning,
+            FuserWarning,
             stacklevel=2,
         )
         return None

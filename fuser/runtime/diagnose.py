@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fuser.errors import FuserError, StateError
+from fuser.errors import FuserError, FuserWarning, StateError
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.specs import TensorSpec
 from fuser.tensors import Float8Quantizer
@@ -69,6 +69,7 @@ def note_extra_outputs(
             f"plans count it like the input, {entering[1]} of shape {tuple(entering[0])}. Give "
             f"{name} a method extra_output_specs(spec, extras), which returns a TensorSpec(shape, "
             "dtype) for each extra output.",
+            FuserWarning,
             stacklevel=2,
         )
 

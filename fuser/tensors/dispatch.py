@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fuser.errors import StateError
+from fuser.errors import FuserWarning, StateError
 from fuser.formats import GROUP_TILE, ceil_div, round_up
 from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
@@ -356,6 +356,7 @@ def _warn_of_loading(target: QuantizedTensor, source: QuantizedTensor) -> None:
         warnings.warn(
             "A checkpoint of another recipe is loaded: its values, rounded in {}, are rounded "
             "again in {}. Load a checkpoint of unquantized values to round once.".format(*formats),
+            FuserWarning,
             stacklevel=2,
         )
 

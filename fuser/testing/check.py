@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import Quantize
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import EmulationWarning, InputError, InputTypeError
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.dtypes import allow_float64
@@ -211,7 +211,7 @@ def _with_overrides(
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* is emulated")
+        warnings.filterwarnings("ignore", category=EmulationWarning)
         yield
 
 
