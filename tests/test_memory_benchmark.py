@@ -22,8 +22,10 @@ import memory
 import memory_meter
 
 TINY = ["--layers", "1", "--tokens", "32", "--width", "32", "--hidden", "64"]
-# Blocks enough that what they hold outweighs the temporary copies that one of them makes.
-SEVERAL_BLOCKS = memory.Sizes(layers=20, tokens=256, width=64, hidden=256)
+# Blocks enough that what they hold outweighs the temporary copies that one of them makes, by more
+# than the memory of products, which depends on the CPU: with 20 blocks NVFP4 was 1.4% below bf16
+# where oneDNN has instructions for bf16, 0.3% where it has none, and above it on a third CPU.
+SEVERAL_BLOCKS = memory.Sizes(layers=32, tokens=256, width=64, hidden=256)
 
 
 @functools.cache
@@ -175,7 +177,7 @@ def test_dequantized_holds_less_than_high_precision(name: str, is_quantized: boo
 def test_with_quantized_parameters_a_step_needs_less_than_in_bf16(
     name: str, override: str | None
 ) -> None:
-    assert row(memory.Case(name, override, True)).peak < row(memory.Case()).peak
+    assert row(memory.Case(name, override, True)).peak < 0.95 * row(memory.Case()).peak
 
 
 def test_high_precision_holds_what_bf16_holds() -> None:

@@ -5,14 +5,15 @@ Kernels and cuBLASLt read memory, and a quantized tensor has none with its value
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import every_format as formats
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from pipeline_kernels import on_kernels
 from strict_cublaslt import strict_cublaslt
 from test_quantized_gemm import stand_in_for_hopper
@@ -21,7 +22,7 @@ import fuser
 from fuser import recipe as recipes
 from fuser.precision.quantizer_for import make_quantizer
 
-BF16 = torch.bfloat16
+BF16, FP64 = torch.bfloat16, torch.float64
 STACKED = {name: cls for name, cls in formats.STATELESS.items() if name != "rowwise"}
 WIDTH, ROWS = 128, 32
 
@@ -38,15 +39,48 @@ def block(*inner: torch.nn.Module) -> fuser.Sequential:
     return fuser.Sequential(fork, fuser.RMSNorm(WIDTH, dtype=BF16), *inner, join)
 
 
-MODELS: dict[str, Callable[[], fuser.Sequential]] = {
-    "gelu": lambda: block(linear(WIDTH, 256), fuser.GELU(), linear(256, WIDTH)),
-    "swiglu": lambda: block(
-        linear(WIDTH, 512, bias=False), fuser.SwiGLU(), linear(256, WIDTH, bias=False)
+def gelu_block(x: torch.Tensor, gain: torch.Tensor, *linears: torch.Tensor) -> torch.Tensor:
+    up, up_bias, down, down_bias = linears
+    h = oracles.gelu(F.linear(oracles.rmsnorm()(x, gain), up, up_bias))
+    return x + F.linear(h, down, down_bias)
+
+
+def swiglu_block(
+    x: torch.Tensor, gain: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    h = oracles.gated(oracles.silu)(F.linear(oracles.rmsnorm()(x, gain), up))
+    return x + F.linear(h, down)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline, and its formula in plain torch: of the input, then the parameters."""
+
+    make: Callable[[], fuser.Sequential]
+    formula: oracles.Formula
+
+
+MODELS = {
+    "gelu": Model(lambda: block(linear(WIDTH, 256), fuser.GELU(), linear(256, WIDTH)), gelu_block),
+    "swiglu": Model(
+        lambda: block(
+            linear(WIDTH, 512, bias=False), fuser.SwiGLU(), linear(256, WIDTH, bias=False)
+        ),
+        swiglu_block,
     ),
-    "scale": lambda: block(linear(WIDTH, WIDTH), fuser.ConstantScale(0.5)),
-    "linear": lambda: fuser.Sequential(linear(WIDTH, 256)),
-    "dropout": lambda: fuser.Sequential(fuser.Dropout(0.0), linear(WIDTH, 256), fuser.ReLU()),
-    "layer norm": lambda: fuser.Sequential(fuser.LayerNorm(WIDTH, dtype=BF16), linear(WIDTH, 256)),
+    "scale": Model(
+        lambda: block(linear(WIDTH, WIDTH), fuser.ConstantScale(0.5)),
+        lambda x, gain, w, b: x + 0.5 * F.linear(oracles.rmsnorm()(x, gain), w, b),
+    ),
+    "linear": Model(lambda: fuser.Sequential(linear(WIDTH, 256)), F.linear),
+    "dropout": Model(
+        lambda: fuser.Sequential(fuser.Dropout(0.0), linear(WIDTH, 256), fuser.ReLU()),
+        lambda x, w, b: torch.relu(F.linear(x, w, b)),
+    ),
+    "layer norm": Model(
+        lambda: fuser.Sequential(fuser.LayerNorm(WIDTH, dtype=BF16), linear(WIDTH, 256)),
+        lambda x, gain, shift, w, b: F.linear(oracles.layernorm()(x, gain, shift), w, b),
+    ),
 }
 
 
@@ -54,6 +88,11 @@ MODELS: dict[str, Callable[[], fuser.Sequential]] = {
 def as_on_a_gpu() -> Iterator[None]:
     with on_kernels(), strict_cublaslt():
         yield
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    is_quantized = isinstance(tensor, fuser.QuantizedTensor)
+    return tensor.detach().dequantize() if is_quantized else tensor.detach().clone()
 
 
 def step(model: Any, x: torch.Tensor, context: Any) -> list[torch.Tensor]:
@@ -64,24 +103,32 @@ def step(model: Any, x: torch.Tensor, context: Any) -> list[torch.Tensor]:
     return [y.detach(), *grads] if x.grad is None else [y.detach(), x.grad, *grads]
 
 
+def assert_computes_as_its_values(
+    name: str, model: Any, x: torch.Tensor, *, is_cast: bool = False
+) -> None:
+    """The outputs and gradients of a model are as close to fp64, of the values of its operands, as
+    plain torch."""
+    formula = MODELS[name].formula
+    tensors = {"x": values_of(x)}
+    tensors |= {name: values_of(parameter) for name, parameter in model.named_parameters()}
+    results = oracles.run_module(model, x, autocast=BF16 if is_cast else None)
+    run_plain = oracles.run_autocast_formula if is_cast else oracles.run_formula
+    plain, exact = run_plain(formula, tensors, BF16), oracles.run_formula(formula, tensors, FP64)
+    if not x.requires_grad:
+        plain["gradient of x"] = exact["gradient of x"] = None
+    oracles.assert_no_worse_than_torch(oracles.Draw(results, plain, exact, BF16))
+
+
 @pytest.mark.parametrize("is_cast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("recipe", formats.RECIPES.values(), ids=formats.RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_weights_compute_as_their_values(name: str, recipe: Any, is_cast: bool) -> None:
     with fuser.quantized_model_init(recipe=recipe()):
-        model = MODELS[name]()
-    plain = MODELS[name]()
+        model = MODELS[name].make()
     if is_cast:
-        model, plain = model.float(), plain.float()
-    with torch.no_grad():
-        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
-            own.copy_(other.dequantize() if isinstance(other, fuser.QuantizedTensor) else other)
-    found = []
-    for m in (model, plain):
-        x = oracles.random_tensor((ROWS, WIDTH), BF16, 1).requires_grad_()
-        found.append(step(m, x, torch.autocast("cpu", BF16, enabled=is_cast)))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+        model = model.float()
+    x = oracles.random_tensor((ROWS, WIDTH), BF16, 1).requires_grad_()
+    assert_computes_as_its_values(name, model, x, is_cast=is_cast)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -93,13 +140,8 @@ def test_a_quantized_input_computes_as_its_values(
     quantizer = make_quantizer(recipe(), "input")
     x = quantizer(oracles.random_tensor((ROWS, WIDTH), BF16, 1))
     torch.manual_seed(0)
-    model = MODELS[name]()
-    found = []
-    for given in (x.detach(), x.dequantize()):
-        model.zero_grad()
-        found.append(step(model, given.requires_grad_(requires_grad), contextlib.nullcontext()))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    model = MODELS[name].make()
+    assert_computes_as_its_values(name, model, x.detach().requires_grad_(requires_grad))
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "scale"])
@@ -109,7 +151,7 @@ def test_native_products_add_a_quantized_residual(recipe: str, name: str) -> Non
         oracles.random_tensor((ROWS, WIDTH), BF16, 1)
     )
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = MODELS[name].make()
     found = []
     for given in (x.detach(), x.dequantize()):
         model.zero_grad()
@@ -129,4 +171,6 @@ def test_each_expert_of_a_stack_has_its_values_and_multiplies_as_they_do(recipe:
     x = oracles.random_tensor((ROWS, WIDTH), BF16, 1)
     for expert, values in zip(op.weight.detach(), whole, strict=True):
         assert torch.equal(expert.dequantize(), values)
-        assert torch.equal(torch.nn.functional.linear(x, expert), x @ values.t())
+        product = F.linear(x, expert)
+        plain, exact = F.linear(x, values), F.linear(x.double(), values.double())
+        oracles.assert_no_worse_than_torch(oracles.Draw({"y": product}, {"y": plain}, {"y": exact}))
