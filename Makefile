@@ -25,7 +25,8 @@ MUTANTS_FLAGS ?=
 CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
 CUDA_VENV ?= .venv-cuda
 
-.PHONY: demo demo-sharded compare mutants test test-fast test-cuda-build lint format clean
+.PHONY: demo demo-sharded compare mutants test test-fast test-cuda-build test-elsewhere lint format \
+	clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/train_$(MODEL).py $(RECIPE_FLAGS) $(DEMO_FLAGS)
@@ -60,6 +61,11 @@ $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(CUDA_VENV)/bin/python -c "import sys, torch; torch.version.cuda or sys.exit(f'pip has installed \
 	torch {torch.__version__}, which is not built for CUDA; CUDA_TORCH= names another release.')"
 	touch $@
+
+# As on another machine: CONTRIBUTING.md, "What a test may expect of torch".
+test-elsewhere: $(VENV)/.ready
+	FUSER_TEST_OTHER_SUMS=1 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 \
+		$(BIN)/python -m pytest -n auto --dist worksteal tests --ignore tests/gpu
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ import pytest
 # Set before torch is imported, and inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import other_sums  # noqa: F401  torch adds in other orders if the environment says so
 import torch
 from slow_files import ALLOWED_SECONDS, SLOW_FILES, unlisted
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import other_sums  # noqa: F401  ranks add as the tests' process does
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ import torch.multiprocessing
 
 RANKS = 2
 BACKEND = os.environ.get("FUSER_TEST_BACKEND", "gloo")
-SECONDS = 60
-"""After this time a rank that waits for another fails."""
+SECONDS = 180
+"""After this time a rank that waits for another fails; machines may be busy."""
 NOT_RUN = "Not run: an earlier case failed, and ranks may be in different places."
 
 Case = Callable[..., Any]

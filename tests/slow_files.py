@@ -63,6 +63,7 @@ SLOW_FILES = frozenset(
         "test_mutants.py",
         "test_operand_flow.py",
         "test_ops.py",
+        "test_other_machines.py",
         "test_padding.py",
         "test_parallel_ops.py",
         "test_planner.py",

@@ -29,7 +29,9 @@ def test_a_run_with_a_slow_file_that_is_not_listed_fails_and_names_it(
     listed = (TESTS / "slow_files.py").read_text()
     listed = listed.replace(f"ALLOWED_SECONDS = {ALLOWED_SECONDS}", "ALLOWED_SECONDS = 0.0")
     slow = "def test_x():\n    assert sum(range(10**6))\n"
-    pytester.makepyfile(slow_files=listed, test_new=slow, **{min(SLOW_FILES)[:-3]: slow})
+    pytester.makepyfile(
+        slow_files=listed, other_sums="", test_new=slow, **{min(SLOW_FILES)[:-3]: slow}
+    )
     run = pytester.runpytest_subprocess("--check-slow-files")
     assert run.ret == pytest.ExitCode.TESTS_FAILED
     run.assert_outcomes(passed=2)

@@ -1,0 +1,104 @@
+"""Torch on a CPU as it may be on another machine: ``FUSER_TEST_OTHER_SUMS=1 pytest``.
+
+Which kernel torch takes for a product, and in which order it adds, depends on the instructions of
+the CPU and the number of threads, and on shapes, strides and addresses of the operands. Here the
+order of every product, sum and mean follows from shapes, strides and addresses alone: two calls
+with equal ones give equal bits, as on every machine, and two calls with others do not. A sum that
+is exact, of small integers say, has the same bits in every order.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VARIABLE = "FUSER_TEST_OTHER_SUMS"
+# Torch's CPU allocator aligns to it; a view may begin anywhere.
+ALIGNMENT = 64
+# Two orders of an fp32 sum differ by less than a rounding to 16 bits, which they seldom move.
+# This many times the difference is still far below it, and moves some.
+AMPLIFICATION = 256.0
+NARROW = (torch.float16, torch.bfloat16)
+# The place of the first factor among the arguments of each product.
+PRODUCTS = {"mm": 0, "bmm": 0, "dot": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+WRITTEN_PRODUCTS = {"mm.out": 0, "bmm.out": 0, "addmm.out": 1, "addmm_": 1, "baddbmm_": 1}
+SUMS = ("sum.dim_IntList", "mean.dim")
+
+Call = Callable[..., Any]
+
+
+def order(size: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """A permutation that follows from the layouts of these tensors."""
+    layouts = tuple((*t.shape, *t.stride(), t.data_ptr() % ALIGNMENT) for t in tensors)
+    generator = torch.Generator("cpu").manual_seed(hash(layouts) % 2**63)
+    return torch.randperm(size, generator=generator, device="cpu")
+
+
+def product(first: int, writes: bool, kernel: Call, *args: Any, **kwargs: Any) -> Any:
+    """``kernel`` with the terms of its sums in another order; ``args[first]`` is a factor."""
+    a, b = args[first : first + 2]
+    b_dim = max(b.dim() - 2, 0)
+    size = a.shape[-1]
+    if size < 2 or size != b.shape[b_dim] or not a.is_floating_point():
+        return kernel(*args, **kwargs)
+    places = order(size, a, b)
+    factors = a.index_select(-1, places), b.index_select(b_dim, places)
+    moved = (*args[:first], *factors, *args[first + 2 :])
+    if writes or a.dtype not in NARROW:
+        return kernel(*moved, **kwargs)
+
+    return amplified(kernel, args, moved, kwargs).to(a.dtype)
+
+
+def total(kernel: Call, x: torch.Tensor, dims: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``kernel`` with the terms of its sums in another order."""
+    moved = x
+    if x.is_floating_point():
+        for dim in dims or range(x.dim()):
+            if x.shape[dim] > 1:
+                moved = moved.index_select(dim, order(x.shape[dim], x))
+    if x.dtype not in NARROW or kwargs.get("dtype"):
+        return kernel(moved, dims, *args, **kwargs)
+    return amplified(kernel, (x, dims, *args), (moved, dims, *args), kwargs).to(x.dtype)
+
+
+def amplified(kernel: Call, args: tuple[Any, ...], moved: tuple[Any, ...], kwargs: Any) -> Any:
+    """``kernel`` in fp32, with many times the difference between two orders."""
+
+    def in_fp32(args: tuple[Any, ...]) -> torch.Tensor:
+        wide = (arg.float() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        result: torch.Tensor = kernel(*wide, **kwargs)
+        return result
+
+    return in_fp32(args).lerp(in_fp32(moved), AMPLIFICATION)
+
+
+def install() -> None:
+    """Put these in the place of torch's kernels, until the process ends."""
+    warnings.filterwarnings("ignore", message="Warning only once for all operators")
+    for name, first in PRODUCTS.items():
+        _replace(name, functools.partial(product, first, False))
+    for name, first in WRITTEN_PRODUCTS.items():
+        _replace(name, functools.partial(product, first, True))
+    for name in SUMS:
+        _replace(name, total)
+
+
+def _replace(name: str, function: Callable[..., Any]) -> None:
+    kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
+
+    def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(functools.partial(kernel.call_boxed, keys), *args, **kwargs)
+
+    LIBRARY.impl(name, replaced, "CPU", with_keyset=True)
+
+
+LIBRARY = torch.library.Library("aten", "IMPL")
+
+if os.environ.get(VARIABLE):
+    install()
