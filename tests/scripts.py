@@ -48,5 +48,5 @@ def torchrun(script: Path, arguments: Sequence[str]) -> subprocess.CompletedProc
     paths = os.pathsep.join([str(EXAMPLES), *sys.path])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )

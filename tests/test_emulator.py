@@ -302,8 +302,8 @@ def test_a_thousand_threads_take_many_steps_quickly() -> None:
     run("steps", Launch((1,), (1024,)), y, int32(50), written=(y,))
     seconds = time.perf_counter() - start
     assert torch.equal(y, (torch.arange(1024, dtype=torch.int32) + 50) % 1024)
-    # Three times 102400 steps; 0.1 s on an idle machine.
-    assert seconds < 5
+    # Three times 102400 steps; 0.1 s on an idle machine, and minutes if each looked at all threads.
+    assert seconds < 30
 
 
 # -- fuser/core/hardware.cuh -----------------------------------------------------------

@@ -103,7 +103,7 @@ def test_the_others_end_with_an_error_and_the_last_checkpoint_loads(
     for process in processes:
         process.start()
     for process in processes:
-        process.join(120)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0, DIED]
     error, seconds = torch.load(tmp_path / "survivor.pt")
     assert "Error" in error, error
