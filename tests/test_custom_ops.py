@@ -112,12 +112,20 @@ def test_a_custom_op_may_return_its_gradients_in_any_iterable(as_row: Any) -> No
 
 def test_a_custom_op_without_parameters_may_return_none_for_their_gradients() -> None:
     class Negated(Opaque):
+        def op_forward(self, ctx, input_, **_):
+            return -input_
+
         def op_backward(self, ctx, grad_output):
-            return grad_output, None
+            return -grad_output, None
 
     x = tensor_of(FP32)
-    fuser.Sequential(fuser.GELU(), Negated(), fuser.ConstantScale(2.0))(x).sum().backward()
-    assert x.grad is not None
+    y = fuser.Sequential(fuser.GELU(), Negated(), fuser.ConstantScale(2.0))(x)
+    y.sum().backward()
+    exact = leaf(x, torch.float64)
+    truth = -2 * torch.nn.functional.gelu(exact, approximate="tanh")
+    truth.sum().backward()
+    torch.testing.assert_close(y, truth.float())
+    torch.testing.assert_close(x.grad, exact.grad.float())
 
 
 def test_a_custom_op_that_drops_the_gradient_on_the_way_is_named() -> None:

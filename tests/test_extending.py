@@ -523,14 +523,20 @@ def test_a_stage_that_cannot_be_is_refused(
 
 
 def test_a_module_that_registers_its_stage_is_imported_twice(stages: Path) -> None:
-    register(
-        "tanh",
-        struct="mine::Tanh",
-        header=stages / "tanh.cuh",
-        forward=torch.tanh,
-        backward=lambda dy, x: dy,
-    )
-    assert STAGES["tanh"].backward is not None
+    """The functions of the second import replace those of the first."""
+    x = torch.randn(4, 16, requires_grad=True)
+    for factor in (2.0, 3.0):
+        register(
+            "tanh",
+            struct="mine::Tanh",
+            header=stages / "tanh.cuh",
+            forward=lambda x, factor=factor: factor * x,
+            backward=lambda dy, x, factor=factor: dy / factor,
+        )
+        y = Tanh()(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(y, factor * x)
+        assert torch.equal(dx, torch.ones_like(x) / factor)
 
 
 def test_a_kernel_and_a_stage_need_no_file_of_the_repository(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from test_grouped_linear import (
     made,
     poisoned,
     run,
+    stacked,
     values,
 )
 from test_grouped_linear import G as GROUPS
@@ -252,13 +254,32 @@ def test_overrides_save_what_they_say(override: str, at_once: Callable[[], None]
             assert not tensor._has("columnwise")
 
 
-def test_other_recipes_run_group_by_group(at_once: Callable[[], None]) -> None:
+def test_other_recipes_run_group_by_group(
+    at_once: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once()
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)  # no product of all groups
     op = made(BF16)
     x, dy = values(T, K, seed=1, dtype=BF16), values(T, N, seed=2, dtype=BF16)
-    recipe = recipes.Float8RowwiseScaling()
-    found = run(op, x, dy, SPLITS["even"], recipe=recipe)
-    assert all(t.isfinite().all() for t in found.values())
+    results = run(op, x, dy, SPLITS["even"], recipe=recipes.Float8RowwiseScaling())
+    weight, bias = stacked(op, "weight"), stacked(op, "bias").double()
+    ends = list(itertools.accumulate(SPLITS["even"], initial=0))
+    for g, (start, end) in enumerate(itertools.pairwise(ends)):
+        rows = slice(start, end)
+        exact = {
+            "y": rowwise_fp8(x[rows]) @ rowwise_fp8(weight[g]).t() + bias[g],
+            "dx": rowwise_fp8(dy[rows]) @ rowwise_fp8(weight[g].t()).t(),
+            "dw": rowwise_fp8(dy[rows].t()) @ rowwise_fp8(x[rows].t()).t(),
+            "db": dy[rows].double().sum(0),
+        }
+        of_group = {name: t[rows] if name in ("y", "dx") else t[g] for name, t in results.items()}
+        assert_close(of_group, exact, 0.01)
+
+
+def rowwise_fp8(matrix: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix in E4M3 with a scale for each row, in fp64."""
+    scale = 448 / matrix.float().abs().amax(1, keepdim=True)
+    return (matrix.float() * scale).to(torch.float8_e4m3fn).double() / scale.double()
 
 
 @pytest.mark.parametrize("make", RECIPES.values(), ids=RECIPES)

@@ -158,11 +158,16 @@ def test_a_cached_launch_returns_the_same_view_of_its_allocation(noted: list[Any
     def run(x: torch.Tensor) -> dict[str, torch.Tensor]:
         out = torch.empty(x.shape)
         KERNEL(GRID, x, out)
-        return {"out": out[:1]}
+        return {"out": out[1:3, ::2]}
 
     for _ in range(4):
         x = torch.ones(4, 8)
-        assert cached_launches("part", (x,), lambda x=x: run(x))["out"].shape == (1, 8)
+        part = cached_launches("part", (x,), lambda x=x: run(x))["out"]
+        _, out = noted[-1][2]
+        expected = out[1:3, ::2]
+        assert part.data_ptr() == expected.data_ptr()
+        assert (part.shape, part.stride()) == (expected.shape, expected.stride())
+    assert len(noted) == 4
 
 
 def test_launches_over_tensor_subclasses_are_not_cached(noted: list[Any]) -> None:
