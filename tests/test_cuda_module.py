@@ -299,6 +299,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
 
     class Recorder(FakeRawModule):
         made: list[FakeRawModule] = []  # noqa: RUF012
+        module = types.SimpleNamespace(ptr=1)
 
     class Device:
         def __init__(self, index: int) -> None:
@@ -320,6 +321,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(module, "missing_requirement", lambda: None)
     monkeypatch.setattr(module, "compile_failure", None)
+    monkeypatch.setattr(module, "_loaded", [])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     caches = (module.function, module.kernel, module._compiled)
     for cached in caches:
@@ -585,3 +587,36 @@ def test_the_probe_refuses_tensors_that_it_does_not_support(
 ) -> None:
     with pytest.raises(InputError, match=words):
         probe(x, y, 1.0)
+
+
+def test_a_process_that_ends_after_an_error_unloads_no_kernel(
+    fake_cupy: type[FakeRawModule],
+) -> None:
+    """CuPy would print an ignored exception for each module, as the driver then refuses."""
+    module.kernel("probe", "fuser_probe", 0)
+    (loaded,) = module._loaded
+    assert loaded is fake_cupy.module  # type: ignore[attr-defined]
+    loaded.ptr = 7
+    module.leave_loaded()
+    assert loaded.ptr == 0
+
+
+AT_THE_END = """
+from fuser.cuda import module
+
+class Module:  # as CuPy's
+    ptr = 1
+    def __del__(self):
+        if self.ptr:
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+module._loaded.append(Module())
+raise SystemExit("an error")
+"""
+
+
+def test_the_end_of_a_process_prints_its_own_error_alone() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=300
+    )
+    assert ended.stderr.strip().splitlines() == ["an error"]

@@ -463,6 +463,25 @@ def test_gradients_that_are_left_come_in_the_order_of_their_backwards(
         op.backward_dw()
 
 
+def test_delayed_gradients_are_asked_for_before_the_first_call() -> None:
+    op, delayed = made(), made()
+    delayed.delay_wgrad_compute = True
+    x, dy = values(T, K, seed=1), values(T, N, seed=2)
+    exact = run(op, x, dy, SPLITS["even"])["dw"]
+    with pytest.raises(StateError, match="delay_wgrad_compute was set to True after the first"):
+        op.delay_wgrad_compute = True
+    assert torch.equal(run(op, x, dy, SPLITS["even"])["dw"], exact), "the next call works"
+    copied = copy.deepcopy(op)
+    copied.delay_wgrad_compute = True
+    for other in (delayed, copied):
+        for parameter in other.parameters():
+            parameter.grad = None
+        other(x, torch.tensor(SPLITS["even"])).backward(dy)
+        assert other.weight0.grad is None
+        other.backward_dw()
+        assert torch.equal(stacked(other, "weight", "grad"), exact)
+
+
 def leaving(**options: Any) -> tuple[fuser.GroupedLinear, fuser.GroupedLinear]:
     """An op that leaves weight gradients to ``backward_dw``, and one like it that does not."""
     op = made(delay_wgrad_compute=True, **options)

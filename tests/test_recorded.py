@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,7 +23,6 @@ import fuser
 from fuser import recipe as recipes
 from fuser.cuda import launch, sequence
 from fuser.runtime import recorded
-from fuser.runtime.known_parameters import ParameterLayout
 from fuser.runtime.recorded import RecordedPasses
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
@@ -533,7 +534,8 @@ def test_a_recorded_backward_frees_what_it_has_read(
         alive.append(sum(ref() is not None for ref in saved))
         return mm(*args)
 
-    for names in (which._written.__globals__ for which in played):
+    written = [function for which in played for function in which._written.values()]
+    for names in (function.__globals__ for function in written):
         names |= {name: product for name, value in names.items() if value is mm}
     monkeypatch.setattr(recorded, "_played", watched)
     step(model, torch.randn(64, 32, dtype=BF16))
@@ -581,28 +583,103 @@ def test_a_method_that_is_set_on_an_op_runs_at_each_call(played: list[Any]) -> N
     assert len(calls) == 4
 
 
-def test_a_profiled_step_runs_the_ops(played: list[Any]) -> None:
-    model = MODELS["gelu"][0]()
-    x = torch.randn(64, 32, dtype=BF16)
-    expected = [step(model, x) for _ in range(4)][-1]
-    count = len(played)
-    with torch.profiler.profile() as profiler:
-        found = step(model, x)
-    assert_equal(found, expected)
-    assert len(played) == count
-    assert any(event.name.startswith("fuser forward") for event in profiler.events())
+@pytest.mark.parametrize("name", ["none", "current None", "delayed"])
+def test_a_profiled_step_is_what_runs_without_a_profiler(name: str, played: list[Any]) -> None:
+    """The trace has the same work, in ranges of the same names as that of a first step."""
+    model, other, recipe = MODELS["swiglu"][0](), MODELS["swiglu"][0](), RECIPES[name]
+    other.load_state_dict(model.state_dict())
+    inputs = [torch.randn(64, 32, dtype=BF16) for _ in range(DELAYED_STEPS)]
+    names = []
+    for i, x in enumerate(inputs):
+        is_profiled = i in (0, 1, DELAYED_STEPS - 1)
+        activities, count = [torch.profiler.ProfilerActivity.CPU], len(played)
+        with torch.profiler.profile(activities=activities) if is_profiled else under(None) as trace:
+            found = step(model, x, recipe)
+        assert i < DELAYED_STEPS - 1 or len(played) == count + 2, "forward and backward"
+        assert_equal(found, step(other, x, recipe))
+        if is_profiled:
+            names.append(sorted({e.name for e in trace.events() if e.name.startswith("fuser ")}))
+    assert names[0] == names[1] == names[2]
+    assert any(name.startswith("fuser forward") for name in names[0])
+    assert any(name.startswith("fuser backward") for name in names[0])
 
 
-def test_a_process_whose_shapes_never_repeat_keeps_few_layouts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(recorded, "MOST_LAYOUTS", 4)
-    passes, none = RecordedPasses([], None), ParameterLayout(())
-    for rows in range(1, 10):
-        assert passes.find([torch.randn(rows, 32)], 0, none) is None
-    assert len(passes._forwards) == 4
-    assert passes.find([torch.randn(9, 32)], 0, none) is not None
-    assert passes.find([torch.randn(1, 32)], 0, none) is None
+RETURNS_ITS_ARGUMENT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "to": lambda x: x[:2].to(x.dtype) + 1,
+    "float, read twice": lambda x: (rows := x.t().float()) + rows,
+    "flatten": lambda x: x[0].flatten() + 1,
+    "of an own tensor": lambda x: (x * 2).to(x.dtype) + 1,
+    "contiguous": lambda x: x[:2].expand_as(x[:2]).resolve_neg().contiguous() + 1,
+}
+
+
+@pytest.mark.parametrize("name", RETURNS_ITS_ARGUMENT)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_call_that_returns_its_own_argument_is_repeated(name: str, mode: Any) -> None:
+    function = RETURNS_ITS_ARGUMENT[name]
+    with mode():
+        x, other = torch.randn(4, 3), torch.randn(4, 3)
+        made, result, slotted = sequence.record([x], lambda: function(x), with_calls=True)
+        made.result = slotted(result)
+        made.drop_names()
+        assert made.is_complete
+        for _ in range(2):
+            assert torch.equal(made.play((other,)), function(other))
+
+
+WRITES_A_CONSTANT: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "copy_": lambda state, x: state.copy_(x * 2) + 1,
+    "out": lambda state, x: torch.add(x, 1, out=state) * 2,
+    "_foreach_maximum_": lambda state, x: (torch._foreach_maximum_([state], [x]), x + state)[1],
+    "not read again": lambda state, x: (state.copy_(x), x + 1)[1],
+}
+
+
+@pytest.mark.parametrize("name", WRITES_A_CONSTANT)
+def test_a_constant_that_is_written_in_place_is_written_again(name: str) -> None:
+    function = WRITES_A_CONSTANT[name]
+    states = torch.zeros(4, 3), torch.zeros(4, 3)
+    x, other = torch.randn(4, 3), torch.randn(4, 3)
+    made, result, slotted = sequence.record(
+        [x], lambda: function(states[0], x), constants=[states[0]], with_calls=True
+    )
+    made.result = slotted(result)
+    made.drop_names()
+    assert made.is_complete
+    assert torch.equal(result, function(states[1], x))
+    for tensor in (other, x + 1, other):
+        assert torch.equal(made.play((tensor,)), function(states[1], tensor))
+        assert torch.equal(*states)
+
+
+FREED = """
+import gc, sys, weakref
+import torch, fuser
+from fuser.cuda import launch
+
+class Here(launch.LaunchBackend):
+    device_type = "cpu"
+    def refusal(self): return None
+
+launch.backend = Here()
+torch.set_default_device("cpu")
+gc.disable()
+model = fuser.Sequential(fuser.Linear(32, 32, bias=False), fuser.Reshape((-1, 32)))
+for _ in range(int(sys.argv[1])):
+    model(torch.ones(8, 32, requires_grad=True)).sum().backward()
+run = next(iter(next(iter(model._current_grouping().pipelines()))._plans.values()))
+assert len(run.recorded._forwards) == (sys.argv[1] > "1")
+refs = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+del model, run
+assert all(ref() is None for ref in refs), [ref() for ref in refs]
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("calls", [1, 2, 4], ids=["run", "recorded", "repeated"])
+def test_a_model_is_freed_with_its_last_reference(calls: int) -> None:
+    """In a process of its own: the first recorded call of one imported torch._dynamo."""
+    subprocess.run([sys.executable, "-c", FREED, str(calls)], check=True, timeout=300)
 
 
 def test_a_write_through_a_view_of_a_whole_tensor_is_repeated() -> None:

@@ -35,6 +35,28 @@ class GroupedWeightGradients(BasicOperation):
         self._wgrad_hooks: list[Callable[[], Any]] = []
 
     @property
+    def delay_wgrad_compute(self) -> bool:
+        """Whether weight gradients are left to :meth:`backward_dw`.
+
+        Raises
+        ------
+        StateError
+            If it is set to another value after the first call or plan.
+        """
+        is_delayed: bool = self.__dict__["delay_wgrad_compute"]
+        return is_delayed
+
+    @delay_wgrad_compute.setter
+    def delay_wgrad_compute(self, value: bool) -> None:
+        if self._captured and value != self.delay_wgrad_compute:
+            raise StateError(
+                f"{type(self).__name__}.delay_wgrad_compute was set to {value} after the first "
+                f"call or plan, which is made for {self.delay_wgrad_compute}. Set it before the "
+                "first call, or on a copy of the op (copy.deepcopy), which has no plan."
+            )
+        self.__dict__["delay_wgrad_compute"] = value
+
+    @property
     def accumulates_into_main_grad(self) -> bool:  # type: ignore[override]
         """Whether gradients go elsewhere than to autograd: backward then gets the weights."""
         return self._accumulate_into_main_grad or self.delay_wgrad_compute

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from fuser.cuda import launch
-from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
+from fuser.cuda.sequence import LaunchSequence, layout_of, record
 
 # A process uses few layouts; a process whose shapes never repeat must not fill the memory.
 MOST_SEQUENCES = 4096
@@ -47,8 +47,8 @@ def cached_launches(
     for tensor in tensors:
         if tensor is None:
             key.append(None)
-        elif type(tensor) in PLAIN and not tensor.is_neg():
-            key += layout_of(tensor)
+        elif (layout_of_one := layout_of(tensor)) is not None:
+            key += layout_of_one
         else:
             return function()
     backend, layout = launch.backend, tuple(key)

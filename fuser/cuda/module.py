@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import importlib.metadata
@@ -326,7 +327,23 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
             raise StateError(f"{what}:\n{error}") from error
         disable_kernels(_compile_obstacle(what, error))
         raise KernelUnavailable(f"{what}:\n{error}") from error
+    _loaded.append(module.module)
     return module
+
+
+_loaded: list[Any] = []
+"""The ``cupy.cuda.function.Module`` of each compiled source on its device."""
+
+
+@atexit.register
+def leave_loaded() -> None:
+    """Leave the unloading of kernels to the end of the process.
+
+    CuPy unloads a module when its object goes. After an error on the GPU the driver refuses that,
+    and Python would print one ignored exception for each module, below the error that counts.
+    """
+    for module in _loaded:
+        module.ptr = 0
 
 
 def _compile_obstacle(what: str, error: Exception) -> Obstacle:

@@ -7,6 +7,7 @@ of torch each time; only the addresses differ. :func:`record` observes one call 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -32,14 +33,23 @@ PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 ZEROS_ALIGNMENT = 16
 
 
-def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Everything about a plain tensor that a launch depends on, except its address."""
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Everything about a tensor that a launch depends on, except its address.
+
+    None if its memory does not hold its values: it is of another class, lazily negated, one of
+    torch's zero tensors, or its memory was freed.
+    """
+    if type(tensor) not in PLAIN or tensor.is_neg():
+        return None
+    address = tensor.data_ptr()
+    if not address and tensor.numel():
+        return None
     return (
         tensor.dtype,
         tensor.shape,
         tensor.stride(),
         tensor.get_device(),
-        tensor.data_ptr() & 15,
+        address & 15,
     )
 
 
@@ -85,7 +95,13 @@ class TorchCall(NamedTuple):
     returns_tuple: bool
 
 
-Action = Allocation | KernelLaunch | TorchCall
+class Step(NamedTuple):
+    """The begin of a range of torch's profiler, such as a step of a plan; None is its end."""
+
+    title: str | None
+
+
+Action = Allocation | KernelLaunch | TorchCall | Step
 
 
 class LaunchSequence:
@@ -117,8 +133,11 @@ class LaunchSequence:
         self.result: Any = None
         self.refusal: str | None = None
         """Why the actions cannot be repeated; None if they can."""
-        # The generated function of the inputs, and the index of the GPU that it runs on.
-        self._written: Callable[[Sequence[torch.Tensor | None]], Any] | None = None
+        self.last_use = 0
+        """The number of the call that used it last, of those that its owner counts."""
+        # The generated functions of the inputs, without ranges of the profiler and with them, and
+        # the index of the GPU that they run on.
+        self._written: dict[bool, Callable[[Sequence[torch.Tensor | None]], Any]] = {}
         self._device: int | None = None
 
     @property
@@ -134,17 +153,18 @@ class LaunchSequence:
     @property
     def is_written(self) -> bool:
         """Whether its code has been generated, at its first repetition."""
-        return self._written is not None
+        return bool(self._written)
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Repeat the actions over other inputs of the same layout; the result has new tensors."""
-        if self._written is None:
-            self._write(inputs)
-        assert self._written is not None
+        is_profiled = _is_profiled()
+        written = self._written.get(is_profiled)
+        if written is None:
+            written = self._written[is_profiled] = self._write(inputs, in_ranges=is_profiled)
         if self._device is None or self._device == torch._C._cuda_getDevice():
-            return self._written(inputs)
+            return written(inputs)
         with torch.cuda.device(self._device):
-            return self._written(inputs)
+            return written(inputs)
 
     def drop_names(self, kept: Any = (), output: Any = ()) -> None:
         """Leave out views of whole tensors, so that the tensors themselves are read.
@@ -173,9 +193,11 @@ class LaunchSequence:
 
     # -- generated code -------------------------------------------------------
 
-    def _write(self, inputs: Sequence[torch.Tensor | None]) -> None:
+    def _write(
+        self, inputs: Sequence[torch.Tensor | None], *, in_ranges: bool
+    ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """Generate straight-line Python, with all constants inserted."""
-        actions = self._needed()
+        actions = [one for one in self._needed() if in_ranges or type(one) is not Step]
         is_driver = type(launch.backend) is launch.LaunchBackend
         if is_driver:
             tensors = (*inputs, *self.constants)
@@ -184,10 +206,10 @@ class LaunchSequence:
                 src = self._source(actions, _DriverCode(self._device, actions, self.result))
         else:
             src = self._source(actions, _BackendCode())
-        self._written = src.functions("launches")["play"]
+        return src.functions("launches")["play"]
 
     def _source(self, actions: list[Action], code: _DriverCode | _BackendCode) -> SourceCode:
-        src = SourceCode(**code.names)
+        src = SourceCode(**code.names, in_range=torch.profiler.record_function)
         kept = set(_places(self.result))
         kept.update(range(0 if not self.owns_inputs else self.count, self.made_from))
         freed = _last_uses(actions, kept)
@@ -199,16 +221,22 @@ class LaunchSequence:
             if self.owns_inputs:
                 src.add("inputs.clear()")
             code.begin(src)
+            step = contextlib.ExitStack()
             for number, action in enumerate(actions):
                 if type(action) is Allocation:
                     code.allocate(src, action)
                 elif type(action) is KernelLaunch:
                     code.launch(src, number, action)
-                else:
-                    assert type(action) is TorchCall
+                elif type(action) is TorchCall:
                     _call(src, number, action)
+                elif type(action) is Step:
+                    step.close()
+                    if action.title is not None:
+                        step.enter_context(src.block(f"with in_range({action.title!r}):"))
+                        src.add("pass")
                 if number in freed:
                     src.add(f"{''.join(f't{place} = ' for place in freed[number])}None")
+            step.close()
             src.add(f"return {_expression(src, self.result)}")
         return src
 
@@ -224,7 +252,7 @@ class LaunchSequence:
                 if action.function.is_view and read.isdisjoint(action.places):
                     continue
                 read.update(_places((action.args, action.kwargs)))
-            else:
+            elif type(action) is KernelLaunch:
                 read.update(_places(action.args))
             kept.append(action)
         return kept[::-1]
@@ -323,7 +351,8 @@ class _BackendCode:
 def _call(src: SourceCode, number: int, action: TorchCall) -> None:
     """Write a call of torch, by the fastest of its names."""
     function, args, kwargs, places, returns_tuple = action
-    results = [f"t{place}" if place is not None else "_" for place in places]
+    known = {None, *_places((args, kwargs))}  # an argument that is returned keeps its name
+    results = [f"t{place}" if place not in known else "_" for place in places]
     target = f"{''.join(f'{result}, ' for result in results)}" if returns_tuple else results[0]
     given = [_expression(src, arg) for arg in args]
     method = _METHODS.get(function)
@@ -449,7 +478,21 @@ def record(
     return sequence, result, recorder.slotted
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Unwrapped:
+    """The dispatch of a mode, for torch does not wrap a method that is inherited.
+
+    The first call of torch's wrapper imports torch._dynamo. That takes a second, and keeps the
+    frames of the call, and so the user's model, until the garbage collector runs.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatched(func, types, args, kwargs or {})
+
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+
+class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes the calls of torch and every launch."""
 
     def __init__(
@@ -472,10 +515,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor is not None:
                 self._put(tensor, place)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "profiler":
+            is_begin = type(args[0]) is str
+            self.sequence.actions.append(Step(args[0] if is_begin else None))
+            return func(*args, **kwargs)
         if self.with_calls and any(issubclass(kind, WrapperTensor) for kind in types):
             with self:  # the operations on its buffers are recorded
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
@@ -519,7 +563,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)))
         )
         base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
-        if base is not None and places[0] is not None:
+        if base is not None and places[0] not in (None, base):
             self.sequence.names[places[0]] = base
 
     def _is_within(self, made: torch.Tensor, args: Any, kwargs: Any) -> bool:
@@ -574,6 +618,7 @@ def _are_alike(one: Any, other: Any) -> bool:
     )
 
 
+_is_profiled = torch._C._autograd._profiler_enabled
 _aten = torch.ops.aten
 _ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
 _ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))

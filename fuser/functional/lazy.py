@@ -11,6 +11,7 @@ import torch
 
 from fuser.cuda.arguments import Producer
 from fuser.cuda.launch import kernels_support
+from fuser.cuda.sequence import PLAIN
 from fuser.errors import KernelUnavailable
 
 Result = TypeVar("Result")
@@ -164,9 +165,15 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def as_stored(x: torch.Tensor) -> torch.Tensor:
     """``x`` if its memory holds its values, which a kernel reads; else a copy.
 
-    torch negates lazily: the imaginary part of a conjugate is a view with a negation bit.
+    torch negates lazily: the imaginary part of a conjugate is a view with a negation bit. Zero
+    gradients, of complex formulas and of forward-mode derivatives, may have no memory.
     """
-    return x.resolve_neg() if x.is_neg() else x
+    if x.is_neg():
+        return x.resolve_neg()
+    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_meta:
+        return x
+    is_zeros = not x.data_ptr() and x.numel() and x.untyped_storage().nbytes()  # it was not freed
+    return x.clone() if is_zeros else x
 
 
 def matrix_of(x: torch.Tensor | LazyTensor) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Executor: runs the generated code of a plan as one autograd node.
 
 ``CompiledPlan.source`` is the code (``runtime/codegen.py``). While torch's profiler is active,
-every step runs in a range with the plan's name for it; ``torch.autograd.profiler.emit_nvtx()``
-turns these into NVTX ranges.
+every step runs in a range with the plan's name for it, in recorded passes too;
+``torch.autograd.profiler.emit_nvtx()`` turns these into NVTX ranges.
 """
 
 from __future__ import annotations
@@ -181,20 +181,23 @@ class CompiledPlan:
         if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
-        if _is_profiled():
-            return self.in_ranges[0](input_, extra_inputs, kwargs)
         if self.recorded is not None and layout is not None and not kwargs:
             tensors = (input_, *others)
             found = self.recorded.find(tensors, len(extra_inputs), layout)
             if found is not None:
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
-                return found.run(tensors, self.forward, input_, extra_inputs, kwargs)
+                return found.run(tensors, self.in_ranges[0], input_, extra_inputs, kwargs)
+        if _is_profiled():
+            return self.in_ranges[0](input_, extra_inputs, kwargs)
         return self.forward(input_, extra_inputs, kwargs)
 
     @functools.cached_property
     def in_ranges(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """``forward`` and ``backward`` with every step in a range of torch's profiler."""
+        """``forward`` and ``backward`` with every step in a range of torch's profiler.
+
+        Recordings are made of these, so that their steps have ranges too.
+        """
         ranged = {name: _in_range(title, self._names[name]) for name, title in self._titles.items()}
         functions = compiled(self.source, "plan", self._names | ranged)
         return functions["forward"], functions.get("backward")
@@ -355,8 +358,6 @@ class _PipelineFunction(torch.autograd.Function):
         held = [saved] if ends is not None else list(saved)
         del saved
         ctx.maybe_clear_saved_tensors()
-        is_profiled = _is_profiled()
-        backward = run.in_ranges[1] if is_profiled else run.backward
         result: tuple[torch.Tensor | None, ...]
         try:
             # The gradient of a sum is one number with zero strides, which every GEMM
@@ -364,15 +365,15 @@ class _PipelineFunction(torch.autograd.Function):
             if ends is None:
                 recorded, versions = op_ctxs
                 result = recorded.backward(
-                    backward,
+                    run.in_ranges[1],
                     held,
                     versions,
                     grad_outputs[0].contiguous(),
                     grad_extras,
                     owners,
-                    is_observed=is_profiled,
                 )
             else:
+                backward = run.in_ranges[1] if _is_profiled() else run.backward
                 for i, weights in owners.items():
                     op_ctxs[i].main_grad_owners = weights
                 result = backward(

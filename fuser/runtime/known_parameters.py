@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from fuser.cuda.sequence import PLAIN, layout_of
+from fuser.cuda.sequence import layout_of
 from fuser.tensors.master_weight import recipe_of_gathering
 
 try:
@@ -94,18 +94,20 @@ class KnownParameters:
         return key, layout
 
     def _layout(self, params: Parameters) -> ParameterLayout | None:
-        if any(type(p) not in PLAIN or p.is_neg() for p in params):
+        layouts = list(map(layout_of, params))
+        if None in layouts:
             return None
         places = list(map(id, params))
         ties = tuple(map(places.index, places)) if len(set(places)) < len(places) else None
         runs = _runs(list(map(_follows, params, params[1:])))
         are_parameters = all(type(p) is Parameter for p in params)
-        facts = (ties, runs, are_parameters, *map(layout_of, params))
-        found = self._layouts.get(facts)
+        facts = (ties, runs, are_parameters, *layouts)
+        found = self._layouts.pop(facts, None)
         if found is None:
-            while len(self._layouts) >= MOST_LAYOUTS:
+            while len(self._layouts) >= MOST_LAYOUTS:  # the one that was not used for longest
                 self._layouts.pop(next(iter(self._layouts)), None)
-            found = self._layouts[facts] = ParameterLayout(runs, are_parameters=are_parameters)
+            found = ParameterLayout(runs, are_parameters=are_parameters)
+        self._layouts[facts] = found
         return found
 
 

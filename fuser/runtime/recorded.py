@@ -7,10 +7,11 @@ recorded (:mod:`fuser.cuda.sequence`), and later calls only allocate, launch and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -18,7 +19,7 @@ from torch.nn import Parameter
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
 from fuser.cuda import launch
-from fuser.cuda.sequence import PLAIN, LaunchSequence, layout_of, record
+from fuser.cuda.sequence import PLAIN, LaunchSequence, record
 from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
 from fuser.precision.delayed_scaling import (
@@ -32,6 +33,9 @@ from fuser.recipe import DelayedScaling
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
+
+# As many layouts without a recording are remembered.
+MOST_SEEN = 4 * MOST_LAYOUTS
 
 Tensors = Sequence[torch.Tensor | None]
 # By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
@@ -66,7 +70,7 @@ class RecordedPasses:
         self._recipe = recipe
         modes = ("forward", "backward") if recipe is not None else ()
         self._quantizing = [op for op in ops if any(map(op.num_quantizers, modes))]
-        self._forwards: dict[Any, RecordedForward | None] = {}
+        self._forwards: _Recordings[RecordedForward] = _Recordings()
         self._readers: dict[int, Callable[[Tensors], Any]] = {}
 
     def find(
@@ -81,62 +85,104 @@ class RecordedPasses:
             return None
         reader = self._readers.get(extra_count)
         if reader is None:
-            reader = self._readers[extra_count] = _reader(self._ops, 1 + extra_count)
+            reader = self._readers[extra_count] = _reader(1 + extra_count, self._ops)
         first_extra = len(tensors) - extra_count
         others = (tensors[0], *tensors[first_extra:])
-        try:
-            layout = reader(others)
-        except RuntimeError:  # a tensor without memory of its own
-            return None
+        layout = reader(others)
         if layout is None:
             return None
         places = list(map(id, others))
         may_be_parameter = Parameter in map(type, others) or not parameters.are_parameters
         if may_be_parameter and not set(places).isdisjoint(map(id, tensors[1:first_extra])):
             return None  # a parameter is given as an input too
+        ties = None
         if len(set(places)) < len(places):  # one tensor is given twice, such as split sizes
-            layout = (layout, tuple(map(places.index, places)))
-        layout = (layout, parameters)
+            ties = tuple(map(places.index, places))
         quantizers: list[list[Float8Quantizer]] = []
+        is_evaluated = None
         if self._recipe is not None:
             states = [op._delayed for op in self._quantizing]
-            given = delayed_quantizers(self._recipe, states)
-            if given is None:
+            current = delayed_quantizers(self._recipe, states)
+            if current is None:
                 return None
-            quantizers = given
-            layout = (layout, is_evaluating(), *map(id, quantizers))
-        found = self._forwards.get(layout, self)
-        if found is self:
-            while len(self._forwards) >= MOST_LAYOUTS:
-                self._forwards.pop(next(iter(self._forwards)), None)
-            self._forwards[layout] = None
-            return None
+            quantizers, is_evaluated = current, is_evaluating()
+        layout = (layout, ties, parameters, is_evaluated, *map(id, quantizers))
+        call = next(self._forwards.calls)
+        found = self._forwards.get(layout)
         if found is None:
+            if not self._forwards.has_room(layout, call, is_first=False):
+                return None
             found = self._forwards[layout] = RecordedForward(quantizers, parameters)
-        assert isinstance(found, RecordedForward)
+        found.last_use = call
         return found if found.refusal is None else None
 
 
-def _reader(ops: Sequence[BasicOperation], count: int) -> Callable[[Tensors], Any]:
-    """A function of tensors that returns everything that their forward depends on.
+class _Used(Protocol):
+    last_use: int
 
-    It returns None for tensors whose memory does not hold their values.
+
+Used = TypeVar("Used", bound=_Used)
+
+
+class _Recordings(dict[Any, Used]):
+    """Recordings by their layouts: at most ``MOST_LAYOUTS``, of those that recur soonest.
+
+    If more layouts come in turn, the first keep their places and are repeated. A layout that recurs
+    sooner takes the place of the one that was not used for longest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = itertools.count(1)
+        """Numbers the calls."""
+        self._seen: dict[Any, int] = {}  # the last calls of the latest layouts without a recording
+
+    def has_room(self, layout: Any, call: int, *, is_first: bool) -> bool:
+        """Whether to record a layout now, in the place of another if there is no other.
+
+        Not if ``call`` is the first with the layout, unless ``is_first`` and a place is free.
+        """
+        before = self._seen.pop(layout, 0)
+        while len(self._seen) >= MOST_SEEN:
+            self._seen.pop(next(iter(self._seen)), None)
+        self._seen[layout] = call
+        if len(self) < MOST_LAYOUTS:
+            return is_first or before > 0
+        oldest = min(list(self.items()), key=lambda pair: pair[1].last_use)
+        if oldest[1].last_use >= before:
+            return False
+        self.pop(oldest[0], None)
+        return True
+
+
+def _reader(count: int, ops: Sequence[BasicOperation] = ()) -> Callable[[Tensors], Any]:
+    """A function of tensors that returns everything that launches over them depend on.
+
+    With ``ops``, also the numbers of changes of their attributes. It returns None if the memory of
+    a tensor does not hold its values, or was freed.
     """
     names = [f"t{i}" for i in range(count)]
     src = SourceCode(launch=launch, PLAIN=PLAIN)
     states = [src.bind(f"state{i}", op.__dict__) for i, op in enumerate(ops)]
     with src.block("def read(tensors):"):
         src.add(f"{''.join(f'{name}, ' for name in names)}= tensors")
-        for t in names:
-            src.add(f"if type({t}) not in PLAIN or {t}.is_neg(): return None")
+        with src.block("try:"):
+            for t in names:
+                src.add(
+                    f"if type({t}) not in PLAIN or {t}.is_neg(): return None",
+                    f"if not (at_{t} := {t}.data_ptr()) and {t}.numel(): return None",
+                )
+        with src.block("except RuntimeError:  # a tensor without memory of its own"):
+            src.add("return None")
         with src.block("return ("):
             src.add("id(launch.backend),", *(f"{state}.get('_changes')," for state in states))
             for t in names:
-                src.add(
-                    f"{t}.dtype, {t}.shape, {t}.stride(), {t}.get_device(), {t}.data_ptr() & 15,"
-                )
+                src.add(f"{t}.dtype, {t}.shape, {t}.stride(), {t}.get_device(), at_{t} & 15,")
         src.add(")")
     return src.functions("layout")["read"]
+
+
+_reader_of = functools.cache(_reader)
 
 
 def _are_distinct(tensors: Tensors) -> bool:
@@ -172,6 +218,8 @@ class _Recording(NamedTuple):
     contexts: list[tuple[type[OperationContext], dict[str, Any]]]
     saved: list[_Saved | int | None]
     """How to make each saved tensor from those that the sequence returns."""
+    inputs: tuple[int, ...]
+    """Of those that the sequence returns, the inputs: ``.data`` may give them another layout."""
     ends: tuple[int, ...]
     specs: tuple[Any, ...]
     """Shape and dtype of every extra output."""
@@ -201,7 +249,9 @@ class RecordedForward:
         ]
         # Set once, when complete: another thread may record or run it at the same time.
         self._recording: _Recording | None = None
-        self._backwards: dict[Any, LaunchSequence] = {}
+        self.last_use = 0
+        """The number of the call that used it last, of those of its plan."""
+        self._backwards: _Recordings[LaunchSequence] = _Recordings()
 
     def run(self, tensors: Tensors, forward: Forward, *args: Any) -> tuple[Any, ...]:
         """The results of ``forward(*args)``, which reads ``tensors``.
@@ -233,7 +283,7 @@ class RecordedForward:
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), [])
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), (), [])
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if rest:
@@ -262,6 +312,10 @@ class RecordedForward:
         sequence.drop_names(
             sequence.result[:2] if any(sequence.result[1]) else (), sequence.result[0]
         )
+        if rest:
+            places = [slot.place for slot in sequence.result[2]]
+            of_inputs = tuple(i for i, place in enumerate(places) if place < sequence.count)
+            recording = recording._replace(inputs=of_inputs)
         self._recording = recording
         if not rest:
             return results
@@ -277,8 +331,6 @@ class RecordedForward:
         dx: torch.Tensor,
         grad_extras: list[torch.Tensor | None] | None,
         owners: Owners,
-        *,
-        is_observed: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients that ``backward`` computes from the saved tensors; empties ``saved``.
 
@@ -294,22 +346,26 @@ class RecordedForward:
             The gradients of the output and of the extra outputs.
         owners
             By op, the weights whose ``main_grad`` it adds their gradients to.
-        is_observed
-            Something watches the steps, so that they must run.
         """
         grads: list[Any] = [dx]
         others: tuple[Any, ...] = ()
         if grad_extras is not None or owners:
             more, others = _other_tensors(grad_extras or (), owners)
             grads += more
-        is_observed = is_observed or launch.recording.listener is not None
-        is_observed = is_observed or not all(map(_has_its_values, grads))
-        found = None
-        if not is_observed:
+        recording = self._recording
+        assert recording is not None
+        found = layout = None
+        if launch.recording.listener is None:
+            tensors = [*grads, *[saved[i] for i in recording.inputs]]
+            layout = _reader_of(len(tensors))(tensors)
+            del tensors
+        if layout is not None:
             autocast = _is_autocast() and autocast_dtype(dx.device.type)
-            layout = (id(launch.backend), autocast, others, *map(layout_of, grads))
+            layout = (layout, autocast, others)
+            call = next(self._backwards.calls)
             found = self._backwards.get(layout)
         if found is not None and found.is_complete:
+            found.last_use = call
             for each in versions.values():
                 each.check()
             saved += grads
@@ -319,8 +375,6 @@ class RecordedForward:
                 if weight is not None:
                     note_accumulation(weight)
             return result
-        recording = self._recording
-        assert recording is not None
         contexts = [_context(*each) for each in recording.contexts]
         for i, each in versions.items():
             contexts[i].versions = each  # type: ignore[attr-defined]
@@ -330,7 +384,8 @@ class RecordedForward:
         held = [tuple(_tensor(each, saved) for each in recording.saved)]
         saved.clear()
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
-        if is_observed or found is not None or not _are_distinct(inputs):
+        is_new = layout is not None and found is None and _are_distinct(inputs)
+        if not is_new or not self._backwards.has_room(layout, call, is_first=True):
             del inputs
             return backward(*args)
         sequence, result, slotted = record(
@@ -342,8 +397,7 @@ class RecordedForward:
         )
         sequence.result = slotted(result)
         sequence.drop_names()
-        while len(self._backwards) >= MOST_LAYOUTS:
-            self._backwards.pop(next(iter(self._backwards)), None)
+        sequence.last_use = call
         self._backwards[layout] = sequence
         return result
 
@@ -389,11 +443,6 @@ def _other_tensors(
         if owner is not None:
             tensors.append(buffer)
     return tensors, tuple(key)
-
-
-def _has_its_values(tensor: torch.Tensor | None) -> bool:
-    """Whether the memory of a tensor holds its values."""
-    return type(tensor) in PLAIN and not tensor.is_neg()  # type: ignore[union-attr]
 
 
 def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
