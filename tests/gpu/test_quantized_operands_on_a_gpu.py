@@ -1,54 +1,51 @@
-"""Quantized weights, inputs and residuals where no recipe is active: the bits of their values."""
+"""Quantized weights, inputs and residuals where no recipe is active compute as their values."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import every_format as formats
 import oracles
 import pytest
 import torch
-from test_quantized_operands import BF16, MODELS, ROWS, STACKED, WIDTH, step
+from test_quantized_operands import (
+    BF16,
+    FP64,
+    MODELS,
+    ROWS,
+    STACKED,
+    WIDTH,
+    assert_computes_as_its_values,
+    values_of,
+)
 
 import fuser
 from fuser.precision.quantizer_for import make_quantizer
-
-
-def assert_alike(found: list[list[torch.Tensor]]) -> None:
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("recipe", formats.RECIPES.values(), ids=formats.RECIPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_weights_compute_as_their_values(name: str, recipe: Any) -> None:
     with fuser.quantized_model_init(recipe=recipe()):
-        model = MODELS[name]().cuda()
-    plain = MODELS[name]().cuda()
-    with torch.no_grad():
-        for own, other in zip(plain.parameters(), model.parameters(), strict=True):
-            own.copy_(other.dequantize() if isinstance(other, fuser.QuantizedTensor) else other)
+        model = MODELS[name].make().cuda()
     x = oracles.random_tensor((ROWS, WIDTH), BF16, 1).cuda()
-    found = []
-    for m in (model, plain):
-        steps = [step(m, x.clone().requires_grad_(), contextlib.nullcontext()) for _ in range(3)]
-        found.append(steps[0][:2] + steps[-1][:2])  # the last may be a repeated recording
-        with torch.no_grad():
-            found[-1].append(m(x))
-    assert_alike(found)
+    for _ in range(3):  # the last may be a repeated recording
+        assert_computes_as_its_values(name, model, x.clone().requires_grad_())
+    with torch.no_grad():
+        tensors = [x, *map(values_of, model.parameters())]
+        plain, exact = (
+            {"y": MODELS[name].formula(*(tensor.to(dtype) for tensor in tensors))}
+            for dtype in (BF16, FP64)
+        )
+        oracles.assert_no_worse_than_torch(oracles.Draw({"y": model(x)}, plain, exact))
 
 
 @pytest.mark.parametrize("recipe", formats.STATELESS.values(), ids=formats.STATELESS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantized_input_computes_as_its_values(name: str, recipe: Any) -> None:
     x = make_quantizer(recipe(), "input")(oracles.random_tensor((ROWS, WIDTH), BF16, 1).cuda())
-    model = MODELS[name]().cuda()
-    found = []
-    for given in (x.detach(), x.dequantize()):
-        model.zero_grad()
-        found.append(step(model, given.requires_grad_(), contextlib.nullcontext()))
-    assert_alike(found)
+    model = MODELS[name].make().cuda()
+    assert_computes_as_its_values(name, model, x.detach().requires_grad_())
 
 
 @pytest.mark.parametrize("recipe", STACKED.values(), ids=STACKED)
