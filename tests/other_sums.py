@@ -81,24 +81,27 @@ def amplified(kernel: Call, args: tuple[Any, ...], moved: tuple[Any, ...], kwarg
 def install() -> None:
     """Put these in the place of torch's kernels, until the process ends."""
     warnings.filterwarnings("ignore", message="Warning only once for all operators")
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
     for name, first in PRODUCTS.items():
-        _replace(name, functools.partial(product, first, False))
+        _replace(library, name, functools.partial(product, first, False))
     for name, first in WRITTEN_PRODUCTS.items():
-        _replace(name, functools.partial(product, first, True))
+        _replace(library, name, functools.partial(product, first, True))
     for name in SUMS:
-        _replace(name, total)
+        _replace(library, name, total)
 
 
-def _replace(name: str, function: Callable[..., Any]) -> None:
+def _replace(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
         return function(functools.partial(kernel.call_boxed, keys), *args, **kwargs)
 
-    LIBRARY.impl(name, replaced, "CPU", with_keyset=True)
+    library.impl(name, replaced, "CPU", with_keyset=True)
 
 
-LIBRARY = torch.library.Library("aten", "IMPL")
+# What a library has registered ends with it.
+_libraries: list[torch.library.Library] = []
 
 if os.environ.get(VARIABLE):
     install()
