@@ -1,4 +1,7 @@
-"""Graphed callables without a GPU: what is refused before a capture, and steps that are held."""
+"""Graphed callables without a GPU: what is refused before a capture, and steps that are held.
+
+Captures and replays are in test_graph_replays.py and test_graph_captures.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,8 @@ from pipeline_kernels import on_kernels
 import fuser
 from fuser import recipe as recipes
 from fuser.op import BasicOperation, modules_and_ops
-from fuser.precision.contexts import AutocastState, current_recipe
 from fuser.precision.delayed_scaling import holding_steps, noting_uses
-from fuser.runtime.graphs import _check_module, _Graphed, _Memory, _Spec
+from fuser.runtime.graphs import _check_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
 
@@ -127,135 +129,3 @@ def test_ops_of_layers_are_among_the_ops_of_a_model() -> None:
         *("1.0.basic_ops.0", "1.0.basic_ops.1"),
     ]
     assert paths["0.ops.1.basic_ops.0"]._parameters["weight"] is model[0].weight
-
-
-# -- calls ----------------------------------------------------------------------
-
-
-class Replayed(torch.nn.Module):
-    """A module whose forward stands for the replay of a graph."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.recipe = current_recipe()
-        return 2 * x
-
-
-def graphed(recipe: Any) -> Replayed:
-    module = Replayed()
-    context = fuser.autocast(recipe is not None, recipe=recipe)
-    spec = _Spec.of(torch.ones(2, 8))
-    _Graphed(0, context, True, (spec,), (), (), _Memory()).bind(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        ((), "was captured with 1 tensors, and got 0"),
-        ((torch.ones(1, 8),), r"is torch.float32 \(1, 8\) on cpu; it was captured as"),
-        ((torch.ones(2, 8, dtype=torch.float16),), "is torch.float16"),
-        ((torch.ones(2, 8, requires_grad=True),), "needs a gradient, and the sample did not"),
-        ((1.0,), "is a float; a graph takes tensors"),
-    ],
-)
-def test_a_graphed_module_refuses_other_arguments(args: Any, sentence: str) -> None:
-    module = graphed(None)
-    with pytest.raises((ValueError, TypeError), match=sentence):
-        module(*args)
-    assert torch.equal(module(torch.ones(2, 8)), torch.full((2, 8), 2.0))
-
-
-def test_a_graphed_module_runs_under_its_recipe_and_refuses_another() -> None:
-    recipe = recipes.Float8CurrentScaling()
-    module, x = graphed(recipe), torch.ones(2, 8)
-    module(x)
-    assert module.recipe == recipe
-    with fuser.autocast(recipe=recipes.Float8CurrentScaling()):  # an equal one
-        module(x)
-    others = (fuser.autocast(recipe=recipes.DelayedScaling()), fuser.autocast(enabled=False))
-    for other in others:
-        with other, pytest.raises(RuntimeError, match="a graph cannot change its recipe"):
-            module(x)
-    with fuser.autocast(recipe=recipe), pytest.raises(RuntimeError, match="under no recipe"):
-        graphed(None)(x)
-
-
-class Lending(torch.nn.Module):
-    """Two modules of one pool: a replay writes everywhere in the memory of the pool."""
-
-    def __init__(self, memory: _Memory, pool: torch.Tensor, place: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-        self.pool, self.place = pool, place
-        spec = _Spec.of(torch.ones(3))
-        self.graphed = _Graphed(0, fuser.autocast(False), True, (spec,), (), (), memory)
-        self.graphed.bind(self)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.pool.fill_(float("nan"))  # temporary tensors of the graph
-        return x
-
-    def backward(self, grad: float, x: torch.Tensor) -> None:
-        self.graphed._before_backward(AutocastState(), (x,), x)
-        for place, leaf in ((self.place, self.weight), (self.place + 1, x)):
-            made = self.pool[place].fill_(grad)
-            if leaf.grad is None:
-                leaf.grad = made  # as torch does
-            else:
-                leaf.grad += made
-
-
-def test_gradients_in_memory_of_the_graphs_are_moved_before_a_replay_overwrites_them() -> None:
-    memory, pool = _Memory(), torch.zeros(4, 3)
-    modules = [Lending(memory, pool, place) for place in (0, 2)]
-    inputs = [torch.ones(3, requires_grad=True) for _ in modules]
-    for step in range(3):
-        for grad in (1.0, 2.0, 4.0):  # microbatches
-            for module, x in zip(modules, inputs, strict=True):
-                with torch.no_grad():
-                    module(x)
-            for module, x in zip(modules[::-1], inputs[::-1], strict=True):
-                with torch.no_grad():
-                    module.backward(grad, x)
-        for leaf in (*(module.weight for module in modules), *inputs):
-            assert leaf.grad is not None
-            assert leaf.grad.tolist() == [7.0] * 3
-            if step:
-                leaf.grad.zero_()
-            else:
-                leaf.grad = None
-    assert not memory._lent
-
-
-def test_in_another_mode_the_module_itself_runs() -> None:
-    module = graphed(recipes.Float8CurrentScaling())
-    module.eval()
-    assert module(torch.ones(5, 3)).shape == (5, 3)
-    assert module.recipe is None
-
-
-def test_an_output_ends_the_steps_in_its_backward() -> None:
-    model = linear()
-    recipe = recipes.DelayedScaling()
-    with fuser.autocast(recipe=recipe):
-        model(torch.ones(2, 8))
-        y = model(torch.ones(2, 8, requires_grad=True))
-    y.sum().backward()
-    op = model[0].basic_ops[0]
-    forward, backward = op._delayed["forward"], op._delayed["backward"]
-    spec = _Spec.of(torch.ones(2, 8))
-    one = _Graphed(
-        0, fuser.autocast(recipe=recipe), True, (spec,), (forward,), (backward,), _Memory()
-    )
-    module = Replayed()
-    one.bind(module)
-    forward.amax_history[0] = 7.0
-    backward.amax_history[0] = 3.0
-    with fuser.autocast(recipe=recipe):
-        y = module(torch.ones(2, 8, requires_grad=False)).requires_grad_()
-    assert forward.amax_history[-1].tolist() == [7.0, 7.0]
-    assert backward.amax_history[-1].tolist() != [3.0]
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda grad: one._before_backward(AutocastState(recipe), (), grad))
-    x.sum().backward()
-    assert backward.amax_history[-1].tolist() == [3.0]

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.basic_ops.linear_operands import quantized
 from fuser.precision.contexts import recomputed_state
+from fuser.precision.delayed_scaling import holds_steps
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.sharding import Gathered, gathered_by
 
@@ -52,12 +53,13 @@ def kept_weights(
     ``kept`` has one entry: the first weight, with everything on which the quantized form depends,
     and that form. Weights that have changed since are quantized again, whatever the caller says,
     and so are those whose form is not ``is_complete``. Weights that ``fully_shard`` gathers are
-    quantized again after each gathering, which writes to them and is not counted by torch.
+    quantized again after each gathering, which writes to them and is not counted by torch. The
+    capture of a graph keeps nothing: its replays would read what other microbatches have kept.
     """
     # The local tensor of a DTensor is a new one at each call (runtime/local_parts.py).
     wholes = [getattr(w, "whole_parameter", w) for w in weights]
     gathered = gathered_by(wholes)
-    if any(one.group._reshard_after_forward for one in gathered):
+    if holds_steps() or any(one.group._reshard_after_forward for one in gathered):
         return make(), None
     versions = tuple(None if w.is_inference() else w._version for w in wholes)
     places = (*(w.data_ptr() for w in weights), *map(id, wholes[1:]))

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Variable
@@ -142,8 +142,22 @@ def holding_steps() -> Iterator[list[DelayedScales]]:
         _held = outer
 
 
+def holds_steps() -> bool:
+    """Whether steps are held: a graph is captured, and nothing that runs is a step of training."""
+    return _held is not None
+
+
 is_evaluating = _is_evaluating.get
 """Whether the forward that runs now records no amax."""
+
+
+class StateMemory(NamedTuple):
+    """The memory of a state under a recipe, and the quantizers that read and write it."""
+
+    recipe: DelayedScaling
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    quantizers: list[Float8Quantizer]
 
 
 class DelayedScales:
@@ -336,6 +350,42 @@ class DelayedScales:
         previous._leave_past_scale()
         self._identity = previous._identity
         self._identity.state = weakref.ref(self)
+
+    # -- memory that a CUDA graph reads and writes --------------------------------
+
+    def memory(self) -> StateMemory:
+        """The memory of this state, which holds it as long as the result lives."""
+        assert self._recipe is not None  # it was used
+        return StateMemory(self._recipe, self.scale, self.amax_history, self._quantizers)
+
+    def is_in(self, memory: StateMemory) -> bool:
+        """Whether this state is in ``memory``, and so under the same recipe."""
+        return self._quantizers is memory.quantizers
+
+    def move_into(self, memory: StateMemory) -> None:
+        """Continue in ``memory``, of a state under the same recipe; the numbers stay the same."""
+        if not self.is_in(memory):
+            memory.scale.copy_(self.scale)
+            memory.amax_history.copy_(self.amax_history)
+            _, self.scale, self.amax_history, self._quantizers = memory
+            self._of_parameters = {}
+
+    def leave(self, memory: StateMemory) -> None:
+        """Leave ``memory`` to the state that replaces this one, whose steps are over."""
+        if self.is_in(memory):
+            self.scale, self.amax_history = self.scale.clone(), self.amax_history.clone()
+            self._recipe = None
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that gives this state the memory and the numbers back that it has now."""
+        attributes, numbers = dict(vars(self)), (self.scale.clone(), self.amax_history.clone())
+
+        def restore() -> None:
+            vars(self).update(attributes)
+            self.scale.copy_(numbers[0])
+            self.amax_history.copy_(numbers[1])
+
+        return restore
 
     # -- packing into a plain tensor ------------------------------------------------
 

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import Node
 
 from fuser.plan.graph import Source
+from fuser.precision.delayed_scaling import holds_steps
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -51,7 +52,7 @@ def accumulating_leaf(edge: tuple[Node | None, int]) -> torch.Tensor | None:
     """The leaf whose gradient this backward accumulates at ``edge``; None if it does not.
 
     None if the gradient flows on, is computed for a caller of ``torch.autograd.grad``, or is not
-    needed: ``backward(inputs=...)`` may leave it out.
+    needed: ``backward(inputs=...)`` may leave it out. In the capture of a graph, every leaf.
     """
     node, _ = edge
     leaf: torch.Tensor | None = getattr(node, "variable", None)
@@ -60,4 +61,4 @@ def accumulating_leaf(edge: tuple[Node | None, int]) -> torch.Tensor | None:
     try:
         return leaf if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
-        return None
+        return leaf if holds_steps() else None

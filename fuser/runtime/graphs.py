@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.weak import TensorWeakRef
 
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation, modules_and_ops
-from fuser.precision.contexts import AutocastState, autocast, current_recipe, current_state
-from fuser.precision.delayed_scaling import (
-    DelayedScales,
-    end_with_backward,
-    holding_steps,
-    note_uses,
-    noting_uses,
-    record_until_backward_ends,
-)
+from fuser.precision.contexts import autocast, current_recipe
+from fuser.precision.delayed_scaling import holding_steps
 from fuser.recipe import Recipe
+from fuser.runtime.captured import accumulating_weights
+from fuser.runtime.graph_memory import memory_of
+from fuser.runtime.graphed import Graph, GraphedForward
 from fuser.tensors.sharding import is_distributed
 
 Module = torch.nn.Module
@@ -45,12 +39,25 @@ def make_graphed_callables(
     """Capture forward and backward of modules in CUDA graphs, which later calls replay.
 
     A replay launches the whole forward, or backward, of a module at once, so a small step takes as
-    long as its kernels. The conventions are those of :func:`torch.cuda.make_graphed_callables`,
-    which captures: a module's ``forward`` is replaced in place, the sample arguments become the
-    memory that a graph reads, and outputs are overwritten by the next call of a module that was
-    captured with theirs: clone what must stay. Gradients of leaves that are still there at that
-    call are moved to memory of their own. A module in another mode (``train``, ``eval``) than at
-    the capture runs without a graph.
+    long as its kernels. As with :func:`torch.cuda.make_graphed_callables`, a module's ``forward``
+    is replaced in place, the sample arguments become the memory that a graph reads, and outputs are
+    overwritten by the next call of a module that was captured with theirs: clone what must stay.
+    Gradients of leaves that are still there at that call are moved to memory of their own.
+
+    The capture runs the modules and leaves no trace of that: scales, amaxes, buffers, ``main_grad``
+    and random numbers are as before, also after an error. Replays add to ``main_grad``.
+
+    A call in another mode than the capture runs the module itself, as if there were no graph: in
+    training or evaluation, with or without gradients, under torch's autocast or not, and within the
+    capture of another graph. So does a call after a change that its graph does not see, with a
+    warning that names it: of parameters, buffers and their memory, of submodules, their modes and
+    hooks, and of attributes of ops. Attributes of other modules are not compared. A copy of a
+    graphed module has no graph. Loaded values are used by the graph, scales of delayed scaling too;
+    with ``assign=True`` the parameters are others, and the module runs without its graph.
+
+    A forward has one backward, with the parameters of the forward, before the module is called
+    again; modules that were captured together run backward in the opposite order. All else is
+    refused. An output that no loss needs has a gradient of zeros.
 
     Parameters
     ----------
@@ -61,15 +68,14 @@ def make_graphed_callables(
         The tensors of a call, with the shapes, dtypes and ``requires_grad`` of all later calls: a
         tuple, or for several modules one for each. Values do not matter.
     num_warmup_iters
-        How often each module runs before the capture.
+        How often each module runs before the capture, once more than that, with gradients of zeros.
     allow_unused_input
         Whether an input or parameter may get no gradient.
     enabled, recipe, amax_reduction_group
         As of :class:`fuser.autocast`: the modules run under it in the capture, so their graphs are
         quantized. By default under the recipe of the autocast around this call. Delayed scaling's
-        scales are read and its steps end as without a graph; the runs before the capture leave no
-        amax. NVFP4's stochastic rounding takes its seed from the host, so that all replays of a
-        graph round with the same random bits.
+        scales are read and its steps end as without a graph. NVFP4's stochastic rounding takes its
+        seed from the host, so that all replays of a graph round with the same random bits.
     pool
         Memory of another graph to share, from :func:`torch.cuda.graph_pool_handle`.
 
@@ -84,8 +90,9 @@ def make_graphed_callables(
         If the arguments do not fit each other. A call of a graphed module raises it for tensors
         unlike the sample's.
     StateError
-        If there is no GPU; if a module has hooks, or waits for the GPU in its forward or backward,
-        as a capture cannot; if a graphed module is called under another recipe.
+        If there is no GPU; if a module or a tensor has hooks, or if the module waits for the GPU in
+        its forward or backward, as a capture cannot. Later, if a graphed module is called under
+        another recipe, or if a backward needs what was overwritten.
     """
     is_one = not isinstance(modules, (tuple, list))
     chosen: tuple[Any, ...] = (modules,) if is_one else tuple(modules)  # type: ignore[arg-type]
@@ -97,24 +104,25 @@ def make_graphed_callables(
     for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
         _check_module(number, module, given)
 
-    memory = _Memory() if pool is None else _memory_of_pool.setdefault(pool, _Memory())
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    memory = memory_of(pool)
     context = autocast(enabled, recipe=recipe, amax_reduction_group=amax_reduction_group)
+    graphs = []
+    for number, (module, given) in enumerate(zip(chosen, args, strict=True)):
+        name = f"Graphed module {number} ({type(module).__name__})"
+        graphs.append(Graph(name, module, given, context, memory, pool))
     # An older graph that garbage collection frees inside a capture breaks that capture.
     gc.collect()
-    kept = _states(chosen)
-    try:
-        with holding_steps() as steps, context:
-            graphed = [
-                _probed(number, module, given, context, memory, steps, allow_unused_input)
-                for number, (module, given) in enumerate(zip(chosen, args, strict=True))
-            ]
-            torch.cuda.make_graphed_callables(
-                chosen, args, num_warmup_iters, allow_unused_input, pool
-            )
-    finally:
-        _restore(kept, chosen)
-    for module, one in zip(chosen, graphed, strict=True):
-        one.bind(module)
+    with _leaving_no_trace(chosen, args), holding_steps() as steps, context:
+        for graph, module in zip(graphs, chosen, strict=True):
+            with _other_main_grads([module]):
+                _warm_up(graph, num_warmup_iters, allow_unused_input)
+        for graph in graphs:
+            graph.capture_forward()
+        for graph in reversed(graphs):
+            graph.capture_backward(steps)
+    for module, graph in zip(chosen, graphs, strict=True):
+        GraphedForward.put_on(module, graph)
     return chosen[0] if is_one else chosen
 
 
@@ -188,6 +196,18 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
                     "read on the host"
                 )
             raise StateError(f"{name} has the op {path or type(op).__name__!r} with {why}.")
+    for buffer_name, buffer in module.named_buffers():
+        if buffer.requires_grad:
+            raise StateError(
+                f"{name} has the buffer {buffer_name!r}, which requires a gradient; a graph "
+                "computes gradients of arguments and parameters."
+            )
+    for weight in accumulating_weights(module):
+        if hasattr(weight, "__fsdp_param__"):
+            raise StateError(
+                f"{name} has a weight of shape {tuple(weight.shape)} with another main_grad in "
+                "each backward; a CUDA graph adds to one."
+            )
     tensors = [*pytree.tree_leaves(args), *module.parameters(), *module.buffers()]
     for tensor in tensors:
         if is_distributed(tensor):
@@ -195,58 +215,45 @@ def _check_module(number: int, module: Module, args: tuple[Any, ...]) -> None:
                 f"{name} got or holds a DTensor of shape {tuple(tensor.shape)}; a CUDA graph reads "
                 "plain tensors."
             )
-        if not tensor.is_cuda:
+        if tensor._backward_hooks:
+            raise StateError(
+                f"{name} got or holds a tensor of shape {tuple(tensor.shape)} with hooks, which "
+                "would run in the capture and after each replay: register them afterwards."
+            )
+        if not _is_on_gpu(tensor):
             raise InputError(
                 f"{name} got or holds a tensor of shape {tuple(tensor.shape)} on {tensor.device}; "
                 "a CUDA graph reads memory of the GPU."
             )
 
 
+_is_on_gpu = operator.attrgetter("is_cuda")
+
+
 # -- capture --------------------------------------------------------------------
 
+_new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
 
-def _probed(
-    number: int,
-    module: Module,
-    args: tuple[Any, ...],
-    context: autocast,
-    memory: _Memory,
-    steps: list[DelayedScales],
-    allow_unused_input: bool,
-) -> _Graphed:
-    """Run a module as the capture will, and note what a replay must do beside the graph."""
-    step = functools.partial(_step, module, args, allow_unused_input)
-    step()  # compiles kernels and makes parameters
-    steps.clear()
+
+def _warm_up(graph: Graph, count: int, allow_unused_input: bool) -> None:
+    """Run a module as the capture will, on a stream of its own."""
     torch.cuda.synchronize()
-    try:
-        with noting_uses() as used, _refusing_to_wait():
-            step()
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        raise StateError(
-            f"Module {number} ({type(module).__name__}) cannot be captured in a CUDA graph: its "
-            f"forward or backward waits for the GPU, {_place(error)}. A graph has no values while "
-            "it is captured; keep such decisions on the GPU or outside the module."
-        ) from error
-    specs = tuple(_Spec.of(tensor) for tensor in pytree.tree_leaves(args))
-    forward, backward = dict.fromkeys(used), dict.fromkeys(steps)
-    states = tuple(forward), tuple(backward)
-    steps.clear()
-    return _Graphed(number, context, module.training, specs, *states, memory)
-
-
-def _step(module: Module, args: tuple[Any, ...], allow_unused_input: bool) -> None:
-    """One forward and, if anything needs a gradient, backward."""
-    outputs = [t for t in pytree.tree_leaves(module(*args)) if isinstance(t, torch.Tensor)]
-    outputs = [output for output in outputs if output.requires_grad]
-    inputs = [*pytree.tree_leaves(args), *module.parameters()]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if outputs and wanted:
-        torch.autograd.grad(
-            outputs, wanted, list(map(torch.empty_like, outputs)), allow_unused=allow_unused_input
-        )
+    with torch.cuda.stream(_new_stream()):
+        for _ in range(max(count, 1)):  # compiles kernels and makes parameters
+            graph.step(allow_unused_input=allow_unused_input)
+        torch.cuda.synchronize()
+        try:
+            with _refusing_to_wait():
+                graph.step(allow_unused_input=allow_unused_input)
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            raise StateError(
+                f"{graph.name} cannot be captured in a CUDA graph: its forward or backward waits "
+                f"for the GPU, {_place(error)}. A graph has no values while it is captured; keep "
+                "such decisions on the GPU or outside the module."
+            ) from error
+    torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
@@ -274,168 +281,55 @@ def _place(error: BaseException) -> str:
     return place
 
 
-def _states(modules: Sequence[Module]) -> dict[DelayedScales, tuple[torch.Tensor, torch.Tensor]]:
-    """Copies of scales and histories of all states in the modules."""
-    return {
-        state: (state.scale.clone(), state.amax_history.clone())
-        for module in modules
-        for _, op in modules_and_ops(module)
-        if isinstance(op, BasicOperation)
-        for state in op._delayed.values()
-        if state.scale.numel()
-    }
+@contextlib.contextmanager
+def _leaving_no_trace(
+    modules: Sequence[Module], args: tuple[tuple[Any, ...], ...]
+) -> Iterator[None]:
+    """Context after which nothing is left of what ran in it, also if it ends by an error.
 
-
-def _restore(
-    kept: dict[DelayedScales, tuple[torch.Tensor, torch.Tensor]], modules: Sequence[Module]
-) -> None:
-    """Give all states in the modules what they had; a new state what it begins with."""
-    for state in _states(modules):
-        before = kept.get(state)
-        if before is None or before[1].shape != state.amax_history.shape:
-            state.scale.fill_(1)
-            state.amax_history.zero_()
-        else:
-            state.scale.copy_(before[0])
-            state.amax_history.copy_(before[1])
-
-
-# -- calls ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """The properties that later arguments must have in common with the sample's."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def __str__(self) -> str:
-        grad = " with a gradient" if self.requires_grad else ""
-        return f"{self.dtype} {self.shape} on {self.device}{grad}"
-
-
-class _Memory:
-    """The memory of the graphs of one pool, which torch lends to leaves as their gradients.
-
-    A leaf without a gradient gets the graph's own memory. The next forward of any graph of the pool
-    may write there, so before that, gradients that are still in use get memory of their own.
+    States of delayed scaling, buffers, attributes of parameters and random numbers are as before.
     """
+    ops = [op for module in modules for _, op in modules_and_ops(module)]
+    states = [(op, dict(op._delayed)) for op in ops if isinstance(op, BasicOperation)]
+    numbers = [state.snapshot() for _, of_op in states for state in of_op.values()]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    weights = [weight for module in modules for weight in accumulating_weights(module)]
+    attributes = [(weight, dict(vars(weight))) for weight in weights]
+    cached = torch.is_autocast_cache_enabled()
+    tensors = [*pytree.tree_leaves(args), *(p for module in modules for p in module.parameters())]
+    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    torch.set_autocast_cache_enabled(False)  # a graph casts weights that change
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for weight, before in attributes:
+            vars(weight).clear()
+            vars(weight).update(before)
+        for op, of_op in states:
+            vars(op)["_delayed"] = of_op  # no change of an attribute for recorded passes
+        torch.cuda.synchronize()  # an error may have left work on another stream
+        with torch.no_grad():
+            for restore in numbers:
+                restore()
+            for buffer, values in buffers:
+                buffer.copy_(values)
 
-    def __init__(self) -> None:
-        self._lent: list[Callable[[], torch.Tensor | None]] = []
 
-    def lend(self, leaves: Iterable[torch.Tensor]) -> None:
-        """Note the leaves to which a backward gives its memory: those without a gradient."""
-        self._lent += [TensorWeakRef(leaf) for leaf in leaves if leaf.grad is None]
-
-    def take_back(self) -> None:
-        """Move the gradients that are in this memory, of leaves that are still in use."""
-        lent, self._lent = self._lent, []
-        for ref in lent:
-            leaf = ref()
-            if leaf is not None and leaf.grad is not None:
-                leaf.grad = leaf.grad.clone()
-
-
-# By the pools that callers share between captures.
-_memory_of_pool: dict[Any, _Memory] = {}
-
-
-@dataclass
-class _Graphed:
-    """A graphed module: its checks, and what its replays do outside of the graph."""
-
-    number: int
-    context: autocast
-    training: bool
-    specs: tuple[_Spec, ...]
-    forward_states: tuple[DelayedScales, ...]
-    backward_states: tuple[DelayedScales, ...]
-    memory: _Memory
-    replay: Callable[..., Any] = field(init=False)
-    parameters: tuple[torch.nn.Parameter, ...] = field(init=False)
-
-    def bind(self, module: Module) -> None:
-        """Put the checks before the ``forward`` that torch has set on the module."""
-        self.replay = module.forward
-        self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if module.training != self.training:
-                return self.replay(*args, **kwargs)  # torch runs the module itself
-            if kwargs:
-                raise InputError(
-                    f"Graphed module {self.number} takes the positional arguments of its sample; "
-                    f"got {', '.join(kwargs)}."
-                )
-            self._check(args)
-            with self._autocast():
-                return self._replay(args)
-
-        module.forward = forward
-
-    def _check(self, args: tuple[Any, ...]) -> None:
-        given = pytree.tree_leaves(args)
-        if len(given) != len(self.specs):
-            raise InputError(
-                f"Graphed module {self.number} was captured with {len(self.specs)} tensors, and "
-                f"got {len(given)}."
-            )
-        is_differentiated = torch.is_grad_enabled()
-        for place, (tensor, spec) in enumerate(zip(given, self.specs, strict=True)):
-            if not isinstance(tensor, torch.Tensor):
-                raise InputTypeError(
-                    f"Argument {place} of graphed module {self.number} is a "
-                    f"{type(tensor).__name__}; a graph takes tensors."
-                )
-            if (tensor.shape, tensor.dtype, tensor.device) != (spec.shape, spec.dtype, spec.device):
-                raise InputError(
-                    f"Argument {place} of graphed module {self.number} is {_Spec.of(tensor)}; it "
-                    f"was captured as {spec}. Other shapes need a capture of their own."
-                )
-            if is_differentiated and tensor.requires_grad and not spec.requires_grad:
-                raise InputError(
-                    f"Argument {place} of graphed module {self.number} needs a gradient, and the "
-                    "sample did not: its graph computes none."
-                )
-
-    def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The autocast of the capture, unless the call is already under such a one."""
-        current, captured = current_recipe(), self.context.recipe
-        if current == captured:
-            return contextlib.nullcontext()
-        if current is None and current_state().region is None:
-            return autocast(recipe=captured, amax_reduction_group=self.context.amax_reduction_group)
-        raise StateError(
-            f"Graphed module {self.number} was captured under {captured or 'no recipe'}, and is "
-            f"called under {current or 'no recipe'}: a graph cannot change its recipe."
-        )
-
-    def _replay(self, args: tuple[Any, ...]) -> Any:
-        if self.forward_states:
-            note_uses(self.forward_states)
-        self.memory.take_back()
-        outputs = self.replay(*args)
-        hook = functools.partial(self._before_backward, current_state(), args)
-        for output in pytree.tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(hook)  # type: ignore[no-untyped-call]
-        return outputs
-
-    def _before_backward(
-        self, conditions: AutocastState, args: tuple[Any, ...], _: torch.Tensor
-    ) -> None:
-        """Make the backward end delayed scaling's steps, and note which gradients it may lend."""
-        for state in self.backward_states:
-            record_until_backward_ends(state, conditions.group)
-        if conditions.region is not None and conditions.region.recorded:
-            end_with_backward(conditions.region)
-        leaves = [*self.parameters, *pytree.tree_leaves(args)]
-        self.memory.lend(leaf for leaf in leaves if leaf.is_leaf and leaf.requires_grad)
+@contextlib.contextmanager
+def _other_main_grads(modules: Sequence[Module]) -> Iterator[None]:
+    """Context in which gradients are added to other buffers than each weight's ``main_grad``."""
+    weights = {
+        weight: weight.main_grad
+        for module in modules
+        for weight in accumulating_weights(module)
+        if hasattr(weight, "main_grad")
+    }
+    try:
+        for weight, main_grad in weights.items():
+            weight.main_grad = torch.zeros_like(main_grad)
+        yield
+    finally:
+        for weight, main_grad in weights.items():
+            weight.main_grad = main_grad

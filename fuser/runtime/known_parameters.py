@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,11 +86,10 @@ class KnownParameters:
         if layout is None or TensorGuards is None:
             self.state = (None, None, (), None, key, layout)
             return key, layout
-        # None: sizes and strides are those of the tensors.
-        guard = TensorGuards(*params, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        is_same = tensor_guard(params)
         heads = [first for first, _ in layout.runs]
         addresses = [p.data_ptr() for p in params]
-        self.state = (guard.check, addresses, heads, ends_of_memory(params, heads), key, layout)
+        self.state = (is_same, addresses, heads, ends_of_memory(params, heads), key, layout)
         return key, layout
 
     def _layout(self, params: Parameters) -> ParameterLayout | None:
@@ -109,6 +108,25 @@ class KnownParameters:
             found = ParameterLayout(runs, are_parameters=are_parameters)
         self._layouts[facts] = found
         return found
+
+
+def tensor_guard(tensors: Parameters) -> Callable[..., bool]:
+    """A function of as many tensors: whether it finds what it compares as in ``tensors``.
+
+    That is class, dtype, device, sizes, strides, ``requires_grad`` and lazy negation.
+    """
+    if TensorGuards is None:
+        facts = list(map(_facts_of, tensors))
+        return lambda *others: list(map(_facts_of, others)) == facts
+    # None: sizes and strides are those of the tensors.
+    guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    is_same: Callable[..., bool] = guard.check
+    return is_same
+
+
+def _facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    layout = (tensor.device, tensor.shape, tensor.stride())
+    return (type(tensor), tensor.dtype, *layout, tensor.requires_grad, tensor.is_neg())
 
 
 def ends_of_memory(params: Parameters, places: Sequence[int]) -> list[int]:

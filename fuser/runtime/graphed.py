@@ -1,0 +1,466 @@
+"""A module whose forward and backward are CUDA graphs: their capture and their replays."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fuser.basic_ops.main_grad import stand_in_gradient
+from fuser.basic_ops.shared_memory import Versions
+from fuser.errors import FuserWarning, InputError, InputTypeError, StateError
+from fuser.op import autocast_dtype
+from fuser.precision.contexts import autocast, current_recipe, current_state
+from fuser.precision.delayed_scaling import (
+    DelayedScales,
+    end_with_backward,
+    holds_steps,
+    note_uses,
+    noting_uses,
+    record_until_backward_ends,
+)
+from fuser.runtime.captured import Captured, CapturedStates, accumulating_weights
+from fuser.runtime.gradient_paths import accumulating_leaf
+from fuser.runtime.graph_memory import GraphMemory, SavedForward
+
+Module = torch.nn.Module
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The properties that later arguments must have in common with the sample's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = " with a gradient" if self.requires_grad else ""
+        return f"{self.dtype} {self.shape} on {self.device}{grad}"
+
+
+class Graph:
+    """The graphs of a module's forward and backward, and the memory that they read and write.
+
+    Parameters
+    ----------
+    name
+        That of the module, for messages.
+    module, args
+        The module, and the tensors of the capture, which become the memory of later arguments.
+    context
+        The autocast of the capture.
+    memory, pool
+        Where the graphs have their memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: Module,
+        args: tuple[Any, ...],
+        context: autocast,
+        memory: GraphMemory,
+        pool: Any,
+    ) -> None:
+        self.name = name
+        self._module = module
+        self._args = args
+        self._context = context
+        self._memory = memory
+        self._pool = pool
+        self._inputs: list[torch.Tensor] = pytree.tree_leaves(args)
+        self._specs = list(map(Spec.of, self._inputs))
+        tensors = [*self._inputs, *module.parameters()]
+        self._device_type = tensors[0].device.type if tensors else "cuda"
+        places = list(map(id, self._inputs))
+        self._first_places = list(map(places.index, places))
+        self._is_flat = all(isinstance(each, torch.Tensor) for each in args)
+        self._mode = _mode(module, self._device_type)
+        self._forward_graph = torch.cuda.CUDAGraph()
+        self._backward_graph: torch.cuda.CUDAGraph | None = None
+
+    # -- capture --------------------------------------------------------------
+
+    def step(self, *, allow_unused_input: bool) -> None:
+        """Run the module's forward and backward once, as they will be captured.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If an output is no tensor, or if a tensor gets no gradient and must get one.
+        """
+        outputs = pytree.tree_leaves(self._module(*self._args))
+        for place, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                raise InputTypeError(
+                    f"Output {place} of {self.name} is a {type(output).__name__}; a graph returns "
+                    "tensors."
+                )
+        grads = self._gradients(outputs, list(map(_zeros_like, outputs)))
+        added = list(map(id, accumulating_weights(self._module)))
+        has_backward = any(output.requires_grad for output in outputs)
+        for tensor, grad in zip(self._leaves(), grads, strict=True):
+            is_missing = tensor.requires_grad and grad is None and id(tensor) not in added
+            if is_missing and has_backward and not allow_unused_input:
+                raise InputError(
+                    f"An argument or parameter of {self.name}, of shape {tuple(tensor.shape)}, "
+                    "requires a gradient and gets none: freeze it, or call "
+                    "make_graphed_callables with allow_unused_input=True."
+                )
+
+    def capture_forward(self) -> None:
+        """Capture the forward. What it saves stays in use until the capture of the backward."""
+        self._forward_place = self._memory.next_place()
+        with torch.cuda.graph(self._forward_graph, pool=self._pool), noting_uses() as used:
+            results = self._module(*self._args)
+        self._outputs, self._structure = pytree.tree_flatten(results)
+        self._captured = Captured(self._module)
+        self._records = bool(used)  # in a module that enters autocast, without a recipe of its own
+        self._forward_states = CapturedStates(self._module, list(dict.fromkeys(used)))
+        self._backward_states = CapturedStates(self._module, [])
+
+    def capture_backward(self, steps: list[DelayedScales]) -> None:
+        """Capture the backward; ``steps`` are the states of gradients that end with a backward."""
+        outputs, leaves = self._outputs, self._leaves()
+        self._is_differentiable = [output.requires_grad for output in outputs]
+        if any(self._is_differentiable) and any(leaf.requires_grad for leaf in leaves):
+            self._backward_place = self._memory.next_place()
+            self._grad_outputs = list(map(_zeros_like, outputs))
+            self._backward_graph = torch.cuda.CUDAGraph()
+            steps.clear()
+            with torch.cuda.graph(self._backward_graph, pool=self._pool):
+                grads = self._gradients(outputs, self._grad_outputs)
+            self._backward_states = CapturedStates(self._module, list(dict.fromkeys(steps)))
+            self._note_gradients(leaves, grads)
+        self._outputs = [output.detach() for output in outputs]
+
+    def _note_gradients(self, leaves: Tensors, grads: Sequence[torch.Tensor | None]) -> None:
+        """Note which gradients the graph returns, and which it adds to a ``main_grad``."""
+        added = list(map(id, accumulating_weights(self._module)))
+        self._added = [place for place, leaf in enumerate(leaves) if id(leaf) in added]
+        # Of a weight that tells Megatron-LM of the sum, autograd gets another tensor at each call.
+        standing_in = [p for p in self._added if hasattr(leaves[p], "grad_added_to_main_grad")]
+        self._grads = {
+            place: grad
+            for place, grad in enumerate(grads)
+            if grad is not None and place not in standing_in
+        }
+        parameters = (p for p in self._grads if p >= len(self._inputs) and p not in self._added)
+        self._returned = next(parameters, None)
+        addresses = [grad.data_ptr() for grad in self._grads.values()]
+        self._shared = {
+            place for at, place in enumerate(self._grads) if addresses[at] in addresses[:at]
+        }
+
+    def _leaves(self) -> list[torch.Tensor]:
+        return [*self._inputs, *self._module.parameters()]
+
+    def _gradients(self, outputs: Tensors, grads: Tensors) -> list[torch.Tensor | None]:
+        """The gradient of each argument and parameter, None if it has none."""
+        leaves = self._leaves()
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad]
+        leaves_with_gradient = [leaf for leaf in leaves if leaf.requires_grad]
+        if not pairs or not leaves_with_gradient:
+            return [None] * len(leaves)
+        with torch.autocast(self._device_type, enabled=False):  # as torch asks of a backward
+            gradients = torch.autograd.grad(
+                [output for output, _ in pairs],
+                leaves_with_gradient,
+                [grad for _, grad in pairs],
+                allow_unused=True,
+            )
+        remaining = iter(gradients)
+        return [next(remaining) if leaf.requires_grad else None for leaf in leaves]
+
+    # -- calls ----------------------------------------------------------------
+
+    def is_for(self, module: Module) -> bool:
+        """Whether the module is in the mode of the capture, and no other graph is captured."""
+        is_captured = holds_steps() or torch.cuda.is_current_stream_capturing()
+        return not is_captured and _mode(module, self._device_type) == self._mode
+
+    def change(self) -> str | None:
+        """What of the module has changed since the capture; None if nothing has."""
+        return None if self._captured.is_unchanged() else self._captured.change()
+
+    def check(self, args: tuple[Any, ...]) -> list[Any]:
+        """The tensors of a call.
+
+        Raises
+        ------
+        InputError, InputTypeError
+            If they are unlike those of the capture.
+        """
+        given: list[Any] = list(args) if self._is_flat else pytree.tree_leaves(args)
+        if len(given) != len(self._specs):
+            raise InputError(
+                f"{self.name} was captured with {len(self._specs)} tensors, and got {len(given)}."
+            )
+        for place, (tensor, spec) in enumerate(zip(given, self._specs, strict=True)):
+            if not isinstance(tensor, torch.Tensor):
+                raise InputTypeError(
+                    f"Argument {place} of {self.name} is a {type(tensor).__name__}; a graph takes "
+                    "tensors."
+                )
+            if (tensor.shape, tensor.dtype, tensor.device) != (spec.shape, spec.dtype, spec.device):
+                raise InputError(
+                    f"Argument {place} of {self.name} is {Spec.of(tensor)}; it was captured as "
+                    f"{spec}. Other shapes need a capture of their own."
+                )
+            if tensor.requires_grad and not spec.requires_grad and torch.is_grad_enabled():
+                raise InputError(
+                    f"Argument {place} of {self.name} needs a gradient, and the sample did not: "
+                    "its graph computes none."
+                )
+            first = self._first_places[place]
+            if given[first] is not tensor and first != place:
+                raise InputError(
+                    f"Arguments {first} and {place} of {self.name} are two tensors of shape "
+                    f"{spec.shape}, and were one tensor at its capture: its graph reads one."
+                )
+        return given
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The autocast of the capture, unless the call is already under such a one."""
+        current, captured = current_recipe(), self._context.recipe
+        is_outside = current is None and current_state().region is None
+        if current == captured and not (is_outside and self._records):
+            return contextlib.nullcontext()
+        if is_outside:
+            group = self._context.amax_reduction_group
+            return autocast(captured is not None, recipe=captured, amax_reduction_group=group)
+        raise StateError(
+            f"{self.name} was captured under {captured or 'no recipe'}, and is called under "
+            f"{current or 'no recipe'}: a graph cannot change its recipe."
+        )
+
+    def states(self) -> tuple[list[DelayedScales], list[DelayedScales]] | None:
+        """The states in which forward and backward record; None if they cannot be the graph's."""
+        forward, backward = self._forward_states.current(), self._backward_states.current()
+        return None if forward is None or backward is None else (forward, backward)
+
+    def replay(
+        self, inputs: Tensors, states: tuple[list[DelayedScales], list[DelayedScales]]
+    ) -> Any:
+        """The results of the module for ``inputs``."""
+        forward_states, backward_states = states
+        if forward_states:
+            note_uses(forward_states)
+        if self._backward_graph is None:
+            with torch.no_grad():
+                outputs = self.replay_forward(inputs)
+        else:
+            parameters = self._captured.parameters()
+            outputs = _replayed(self, backward_states, len(inputs), *inputs, *parameters)
+        if self._structure.is_leaf():
+            return outputs[0]
+        return pytree.tree_unflatten(list(outputs), self._structure)
+
+    def replay_forward(self, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+        """The outputs, in the memory of the graph."""
+        self._memory.take_back()
+        for ours, given in zip(self._inputs, inputs, strict=True):
+            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
+                shares = ours.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+                ours.copy_(given.clone() if shares else given)
+        self._memory.replays(self._forward_place, self.name)
+        self._forward_graph.replay()
+        return tuple(output.detach() for output in self._outputs)
+
+    def save(self) -> SavedForward:
+        """Note that what the replayed forward has saved is wanted by a backward."""
+        return self._memory.saves(self._forward_place, self._backward_place)
+
+    def without_gradient(self, outputs: Tensors) -> list[torch.Tensor]:
+        """The outputs that needed no gradient in the capture."""
+        return list(itertools.compress(outputs, map(operator.not_, self._is_differentiable)))
+
+    def check_backward(self, saved: SavedForward) -> None:
+        """Refuse a backward without what its forward saved, or with other parameters.
+
+        Raises
+        ------
+        StateError
+        """
+        if saved.overwritten_by is not None:
+            raise StateError(
+                f"The backward of {self.name} comes too late: a replay of {saved.overwritten_by} "
+                "has overwritten what its forward saved. A forward has one backward, before its "
+                "module is called again, and modules that were captured together run backward in "
+                "the opposite order of their forwards."
+            )
+        if not self._captured.is_in_place():
+            raise StateError(
+                f"Between forward and backward of {self.name}, {self._captured.change()}; its "
+                "graph reads the memory of the forward."
+            )
+
+    def replay_backward(
+        self, grad_outputs: Tensors, edges: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of arguments and parameters, which autograd sends to ``edges``.
+
+        Raises
+        ------
+        StateError
+            If a gradient is asked for that the graph adds to a ``main_grad``.
+        """
+        leaves = {place: accumulating_leaf(edges[place]) for place in self._added}
+        if any(leaf is None for leaf in leaves.values()):
+            raise StateError(
+                f"{self.name} adds weight gradients to main_grad in its graph, and this backward "
+                "asks for them, as torch.autograd.grad does, or for other gradients alone. Call "
+                "backward() without inputs."
+            )
+        pairs = zip(self._grad_outputs, grad_outputs, strict=True)
+        for ours, given in itertools.compress(pairs, self._is_differentiable):
+            if ours.data_ptr() != given.data_ptr() or ours.stride() != given.stride():
+                ours.copy_(given)
+        assert self._backward_graph is not None
+        self._memory.replays(self._backward_place, self.name)
+        self._backward_graph.replay()
+        # The caller of torch.autograd.grad keeps gradients; of these, torch takes no leaf's.
+        grads: list[torch.Tensor | None] = [None] * len(edges)
+        is_kept = self._returned is None or accumulating_leaf(edges[self._returned]) is None
+        for place, ours in self._grads.items():
+            grads[place] = ours.clone() if is_kept or place in self._shared else ours.detach()
+        if not is_kept:
+            nodes = [
+                (getattr(edges[place][0], "variable", None), g) for place, g in self._grads.items()
+            ]
+            self._memory.lend((leaf, ours) for leaf, ours in nodes if leaf is not None)
+        for place, leaf in leaves.items():
+            grads[place] = stand_in_gradient(leaf) if grads[place] is None else grads[place]
+        return grads
+
+
+def _mode(module: Module, device_type: str) -> tuple[Any, ...]:
+    """The mode in which a module runs; a graph is for one."""
+    return (
+        module.training,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast_dtype(device_type),
+    )
+
+
+def _zeros_like(output: torch.Tensor) -> torch.Tensor:
+    """A first gradient of an output, plain and with values."""
+    return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+
+
+class _Replay(torch.autograd.Function):
+    """The autograd node of a graphed module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graph: Graph, states: list[DelayedScales], count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outputs = graph.replay_forward(tensors[:count])
+        ctx.mark_non_differentiable(*graph.without_gradient(outputs))
+        versions = Versions(tensors[count:], graph.name)
+        ctx.call = (graph, graph.save(), versions, states, current_state())
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
+        graph, saved, versions, states, conditions = ctx.call
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"{graph.name} cannot be differentiated twice, and this backward was asked for "
+                "with create_graph=True: its backward is a graph, which has no derivative."
+            )
+        graph.check_backward(saved)
+        versions.check()
+        grads = graph.replay_backward(grad_outputs, ctx.next_functions)
+        for state in states:
+            record_until_backward_ends(state, conditions.group)
+        if conditions.region is not None and conditions.region.recorded:
+            end_with_backward(conditions.region)
+        return (None, None, None, *grads)
+
+
+_replayed: Callable[..., Any] = _Replay.apply
+
+
+class GraphedForward:
+    """The ``forward`` of a graphed module: replays its graph, or runs the module itself.
+
+    A copy of the module, or one that was pickled, has no graph.
+
+    Parameters
+    ----------
+    module
+        The module that has this ``forward``.
+    plain
+        The ``forward`` that was set on the module before; None if it is that of its class.
+    graph
+        The graph; None for a copy.
+    """
+
+    def __init__(self, module: Module, plain: Any = None, graph: Graph | None = None) -> None:
+        self._module = module
+        self._plain = plain
+        self._graph = graph
+        self._told: set[str] = set()
+
+    @classmethod
+    def put_on(cls, module: Module, graph: Graph) -> None:
+        """Give a module this ``forward``; an earlier graph of the module is dropped."""
+        plain = module.__dict__.get("forward")
+        module.forward = cls(module, plain._plain if isinstance(plain, cls) else plain, graph)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self._graph
+        if graph is None or not graph.is_for(self._module):
+            return self._run(args, kwargs)
+        change = graph.change()
+        if change is None:
+            if kwargs:
+                raise InputError(
+                    f"{graph.name} takes the positional arguments of its sample; got "
+                    f"{', '.join(kwargs)}."
+                )
+            inputs = graph.check(args)
+        with graph.autocast():
+            if change is None:
+                states = graph.states()
+                if states is not None:
+                    return graph.replay(inputs, states)
+                change = "an op with quantized parameters has another state of delayed scaling"
+            if change not in self._told:
+                self._told.add(change)
+                warnings.warn(
+                    f"{graph.name} runs without its graph, because since the capture {change}. "
+                    "Capture it again, or undo the change.",
+                    FuserWarning,
+                    stacklevel=4,  # the caller of the module
+                )
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The results of the module itself."""
+        if self._plain is not None:
+            return self._plain(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
+        return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphedForward, (self._module, self._plain)
