@@ -7,7 +7,7 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 import fuser
 from fuser.basic_ops import BasicLinear
 from fuser.plan import cuts
-from fuser.plan.cuts import BUCKET_BYTES, FIRST_BYTES
+from fuser.plan.cuts import BUCKET_BYTES, FIRST_BYTES, Gap
 from fuser.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -256,6 +256,31 @@ def test_gradients_of_a_channel_are_added_in_the_order_of_one_node(
     assert_equal(*results)
 
 
+@pytest.mark.parametrize(("pattern", "last"), [("GLLALLL", 3), ("GLLALALL", 4)])
+def test_a_tensor_of_a_channel_is_freed_after_its_last_reader(
+    small_nodes: None, monkeypatch: pytest.MonkeyPatch, pattern: str, last: int
+) -> None:
+    """The second node makes it, and node ``last`` reads it last; nothing saves it."""
+    refs: list[Any] = []
+    alive: list[bool] = []
+    call = CompiledPlan.call
+
+    def noted(part: CompiledPlan, input_: Any, params: Any, extras: Any, *given: Any) -> Any:
+        alive.append(any(ref() is not None for ref in refs))
+        results: Any = call(part, input_, params, extras, *given)
+        if isinstance(results, tuple):
+            refs.append(weakref.ref(results[1]))
+        return results
+
+    monkeypatch.setattr(CompiledPlan, "call", noted)
+    model = channel_of_readers(pattern, output_to_caller=False)
+    with in_ddp():
+        model(torch.randn(4, MLP_WIDTH, requires_grad=True))
+    assert len(refs) == 1
+    assert len(alive) > last
+    assert alive == [2 < number <= last for number in range(1, len(alive) + 1)]
+
+
 @given(program=programs(), setting=run_settings)
 @settings(**deterministic, max_examples=150)
 def test_random_pipelines_have_equal_bits_with_cuts(program: Program, setting: Setting) -> None:
@@ -303,7 +328,7 @@ def test_a_pipeline_is_one_node_unless_gradients_are_needed_early() -> None:
     x = torch.randn(2, 512)
     assert node_count(model(x)) == 1
     handles = hook(model)
-    assert node_count(model(x)) == 2  # 1 MiB, and the rest
+    assert node_count(model(x)) == 8  # an eighth of all
     with torch.no_grad():
         assert model(x).grad_fn is None
     for handle in handles:
@@ -311,6 +336,8 @@ def test_a_pipeline_is_one_node_unless_gradients_are_needed_early() -> None:
     assert node_count(model(x)) == 1
     with in_ddp(3 * 2**20):
         assert node_count(model(x)) == 3  # 3, 3 and 2 MiB
+    with in_ddp(BUCKET_BYTES):
+        assert node_count(model(x)) == 2  # 1 MiB, and the rest
     with in_ddp(3 * 2**20, is_synchronized=False):
         assert node_count(model(x)) == 1
     assert node_count(model(x)) == 1
@@ -319,7 +346,7 @@ def test_a_pipeline_is_one_node_unless_gradients_are_needed_early() -> None:
 def test_a_hook_on_the_largest_parameter_of_a_node_is_enough() -> None:
     model = linears(8, 512)
     model[0].basic_ops[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    assert node_count(model(torch.randn(2, 512))) == 2
+    assert node_count(model(torch.randn(2, 512))) == 8
 
 
 def test_a_short_pipeline_is_never_cut() -> None:
@@ -353,6 +380,86 @@ def test_a_node_ends_after_as_many_bytes_as_a_bucket() -> None:
     held = [len([i for i in node.ops if plan.ops[i] == "BasicLinear"]) for node in plan.nodes]
     assert held == [1, 7, 7, 1]
     assert all(plan.ops[node.ops[0]] == "BasicLinear" for node in plan.nodes)
+
+
+def test_with_hooks_a_node_ends_after_an_eighth_of_the_gradients() -> None:
+    model = linears(16, 1024)  # 64 MiB
+    hook(model)
+    plan = model.plan(torch.randn(2, 1024))
+    held = [len([i for i in node.ops if plan.ops[i] == "BasicLinear"]) for node in plan.nodes]
+    assert held == [1, *[2] * 7, 1]
+
+
+MIB = 2**20
+
+
+def hand_made(op_bytes: Sequence[int], gaps: Iterable[Gap], microseconds: float = 1e6) -> cuts.Cuts:
+    """The cuts of ops with such bytes of gradients, whose backward takes so long."""
+    found = cuts.Cuts.__new__(cuts.Cuts)
+    found._bytes, found._microseconds = list(op_bytes), microseconds
+    found.gaps = {gap.op: gap for gap in gaps}
+    return found
+
+
+def anywhere(count: int) -> list[Gap]:
+    return [Gap(op, False, 0) for op in range(1, count)]
+
+
+def sizes_of_nodes(op_bytes: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The MiB of gradients of each node, in the order of backward."""
+    ends = (*chosen, len(op_bytes))
+    sizes = [sum(op_bytes[i:j]) / MIB for i, j in zip((0, *chosen), ends, strict=True)]
+    return [round(size) for size in reversed(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("op_bytes", "microseconds", "sizes"),
+    [
+        ([MIB] * 64, 1e6, [1, *[8] * 7, 7]),  # an eighth
+        ([20 * MIB] * 16, 1e6, [20, *[40] * 7, 20]),  # 25 MiB are less than an eighth
+        ([10 * MIB] * 16, 1e6, [10, *[20] * 7, 10]),
+        ([MIB] * 64, 800.0, [1, *[8] * 7, 7]),
+        ([MIB] * 64, 400.0, [1, 16, 16, 16, 15]),  # 100 us are a quarter
+        ([MIB] * 64, 300.0, [1, 22, 22, 19]),  # and a third: 21.3 MiB
+        ([MIB] * 64, 150.0, [1, 25, 25, 13]),  # 25 MiB whatever they take
+        ([MIB] * 16, 50.0, [1, 15]),
+        ([MIB // 2] * 8, 1e6, [1, 1, 1, 1]),  # 1 MiB at least
+        ([MIB // 2] * 8, 0.0, [1, 3]),
+    ],
+)
+def test_sizes_of_nodes_if_hooks_wait(
+    op_bytes: list[int], microseconds: float, sizes: list[int]
+) -> None:
+    found = hand_made(op_bytes, anywhere(len(op_bytes)), microseconds).at()
+    assert sizes_of_nodes(op_bytes, found) == sizes
+
+
+@pytest.mark.parametrize(
+    ("gaps", "chosen"),
+    [
+        # The node that ends before op 8 has 2 MiB at gap 6, and a better gap may be at 4 or 5.
+        ([Gap(6, True, 0), Gap(4, False, 0)], 4),
+        ([Gap(6, True, 0), Gap(5, False, 0), Gap(4, False, 0)], 5),
+        ([Gap(6, True, 0), Gap(3, False, 0)], 6),  # too far
+        ([Gap(6, False, 0), Gap(4, False, 0)], 6),
+        ([Gap(6, False, 1), Gap(4, True, 0)], 6),  # a quantized tensor counts more than a channel
+        ([Gap(6, True, 0), Gap(4, False, 3)], 4),
+        ([Gap(6, False, 2), Gap(5, False, 1), Gap(4, False, 0)], 4),  # the fewest channels
+        ([Gap(6, False, 2), Gap(5, False, 0), Gap(4, False, 0)], 5),
+        ([Gap(7, False, 0), Gap(6, True, 0)], 6),  # too near
+        ([Gap(5, True, 0), Gap(3, False, 0)], 3),  # 2 MiB from the first gap that is possible
+        ([Gap(5, True, 0), Gap(2, False, 0)], 5),
+    ],
+)
+def test_a_better_gap_nearby_is_chosen(gaps: list[Gap], chosen: int) -> None:
+    assert hand_made([MIB] * 8, gaps).at((2 * MIB, 100 * MIB)) == (chosen,)
+
+
+def test_a_node_at_the_start_has_gradients_of_its_own() -> None:
+    """1 MiB of them, as every node."""
+    assert hand_made([MIB, 0, MIB, MIB], anywhere(4)).at((MIB, MIB)) == (2, 3)
+    assert hand_made([MIB - 4, 0, MIB, MIB], anywhere(4)).at((MIB, MIB)) == (3,)
+    assert hand_made([0, 0, MIB, MIB], anywhere(4)).at((MIB, MIB)) == (3,)
 
 
 def test_no_cut_is_inside_a_step_of_forward_or_backward(small_nodes: None) -> None:
@@ -424,6 +531,21 @@ def test_the_first_gradient_comes_in_the_first_quarter_of_backward() -> None:
     assert steps[0] == "fuser backward 31 GELU"  # the plan's own numbers
     assert names.index("gradient") <= len(steps) / 4
     assert names.count("gradient") == 16
+
+
+def test_gradients_come_evenly_if_hooks_wait() -> None:
+    """As those of torch's own modules, and not in two portions."""
+    model = linears(8, 512)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(mark)
+    y = model(torch.randn(4, 512))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        y.sum().backward()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    names = [e.name for e in events if e.name.startswith(("gradient", "fuser backward"))]
+    linear, gradient = "BasicLinear", "gradient"
+    order = [gradient if name == gradient else name.split()[-1] for name in names]
+    assert order == ["GELU", linear, gradient] * 8
 
 
 def mark(parameter: torch.Tensor) -> None:
@@ -658,23 +780,29 @@ def test_the_plan_shows_nodes_and_the_reason_for_cuts(tmp_path: Path) -> None:
     model = linears(8, 512)
     x = torch.randn(4, 512)
     text = " ".join(str(model.plan(x)).split())
-    wanted = (
-        "1 autograd node; 2 inside DistributedDataParallel or with hooks of parameters, cut before"
-    )
-    assert f"{wanted} op 14" in text
+    assert (
+        "1 autograd node; 8 with hooks of parameters, cut before ops 2, 4, 6, 8, 10, 12 and 14; "
+        "inside DDP about one a bucket"
+    ) in text
     handles = hook(model)
     plan = model.plan(x)
     text = " ".join(str(plan).split())
     assert (
-        "runs as 2 autograd nodes, cut before op 14: hooks of parameters wait for gradients" in text
-    )
-    assert plan.to_dict()["nodes"][1]["ops"] == [14, 15]
+        "runs as 8 autograd nodes, cut before ops 2, 4, 6, 8, 10, 12 and 14: hooks of parameters "
+        "wait for gradients; a node gives an eighth of them or 25 MiB, unless that takes less than "
+        "100 us"
+    ) in text
+    assert plan.to_dict()["nodes"][7]["ops"] == [14, 15]
     plan.draw(tmp_path / "plan.svg")
     assert "autograd" in (tmp_path / "plan.svg").read_text()
     for handle in handles:
         handle.remove()
-    with in_ddp(2**20):
-        assert "DistributedDataParallel waits for gradients" in " ".join(str(model.plan(x)).split())
+    with in_ddp(BUCKET_BYTES):
+        text = " ".join(str(model.plan(x)).split())
+        assert (
+            "runs as 2 autograd nodes, cut before op 14: DistributedDataParallel waits for "
+            "gradients; a node gives those of a bucket"
+        ) in text
     assert "autograd node" not in str(model.plan(x, training=False))
 
 

@@ -11,6 +11,7 @@ import oracles
 import pytest
 import torch
 from pipeline_kernels import on_kernels
+from test_random_pipelines import Blend
 
 import fuser
 from fuser.plan import cuts
@@ -101,6 +102,19 @@ def test_an_extra_input_that_a_loss_does_not_reach_gets_no_gradient() -> None:
     assert second.grad is None
     assert torch.equal(x.grad, torch.ones(ROWS, WIDTH))
     assert torch.equal(first.grad, torch.ones(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_the_op_that_makes_a_needed_extra_output_is_reached(way: str) -> None:
+    """A user's op with ``y = x + e / 2`` and an extra output ``x - e``."""
+    model = fuser.Sequential(Blend(), fuser.Linear(WIDTH, WIDTH), fuser.Linear(WIDTH, WIDTH))
+    with running(way, model):
+        x, extra = (torch.ones(ROWS, WIDTH, requires_grad=True) for _ in range(2))
+        _, difference = model(x, extra)
+        difference.sum().backward()
+    assert torch.equal(x.grad, torch.ones(ROWS, WIDTH))
+    assert torch.equal(extra.grad, -torch.ones(ROWS, WIDTH))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class WithoutGradient(torch.autograd.Function):

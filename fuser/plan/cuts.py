@@ -8,6 +8,7 @@ same, and a quantized tensor between two steps passes the cut as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,8 +20,11 @@ FIRST_BYTES = 2**20
 """The least bytes of gradients of a node: the default size of the first bucket of torch's
 ``DistributedDataParallel``."""
 BUCKET_BYTES = 25 * 2**20
-"""The least bytes of gradients of a node that is not the first of a backward: a later bucket."""
-
+"""The bytes of gradients with which a node ends in any case: a later bucket."""
+SHARE = 1 / 8
+"""The share of a pipeline's gradients with which a node ends, if hooks wait for them."""
+NODE_MICROSECONDS = 100.0
+"""The least modelled time of such a share. A node costs 10 to 20 us on the host."""
 
 Sizes = tuple[int, int]
 """The bytes of the first node of a backward, and of every other."""
@@ -59,6 +63,7 @@ class Cuts:
         ]
         """The bytes of the gradients of each op's parameters."""
         self._bytes = [sum(row) for row in self.grad_bytes]
+        self._microseconds = sum(step.microseconds for step in planned.plan.backward)
         self.gaps = {gap.op: gap for gap in _gaps(planned, key, graph)}
 
     def at(
@@ -67,7 +72,7 @@ class Cuts:
         """The ops before which to cut, in their order.
 
         ``sizes`` are the least bytes of gradients of the first node of a backward, which has the
-        last ops, and of every other; None for ``FIRST_BYTES`` and ``BUCKET_BYTES``. Every node has
+        last ops, and of every other; None for ``FIRST_BYTES`` and :meth:`share`. Every node has
         ``FIRST_BYTES`` or more. Among the gaps within as many bytes again, those that no quantized
         tensor passes are preferred, then those that the fewest channels pass.
 
@@ -78,13 +83,21 @@ class Cuts:
             for op, gap in self.gaps.items()
             if not any(first < op <= last for first, last in joined)
         }
-        first, bytes_of_others = (FIRST_BYTES, BUCKET_BYTES) if sizes is None else sizes
+        first, bytes_of_others = (FIRST_BYTES, self.share()) if sizes is None else sizes
         wanted, stop = max(first, FIRST_BYTES), len(self._bytes)
         chosen: list[int] = []
         while (gap := self._before(stop, wanted, allowed)) is not None:
             chosen.append(gap.op)
             wanted, stop = max(bytes_of_others, FIRST_BYTES), gap.op
         return tuple(reversed(chosen))
+
+    def share(self) -> int:
+        """The bytes of gradients of a node if hooks wait for single ones.
+
+        A share of all, which has the same share of the modelled time, or ``BUCKET_BYTES``.
+        """
+        least = NODE_MICROSECONDS / self._microseconds if self._microseconds else 1.0
+        return min(BUCKET_BYTES, math.ceil(sum(self._bytes) * max(SHARE, least)))
 
     def _before(self, stop: int, wanted: int, allowed: Mapping[int, Gap]) -> Gap | None:
         """The gap before the node that ends before op ``stop``; None for the pipeline's start."""

@@ -255,8 +255,8 @@ class FusionPlan:
         else:
             one = len(self.nodes) - len(cuts)
             lines = [
-                f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} inside "
-                f"DistributedDataParallel or with hooks of parameters, {cut}"
+                f"{one} autograd node{'s' * (one > 1)}; {len(self.nodes)} with hooks of "
+                f"parameters, {cut}; inside DDP about one a bucket"
             ]
         quantized = listed([str(node.ops[0]) for node in cuts if node.takes_quantized])
         if quantized and self.waiting:

@@ -5,6 +5,9 @@ from mutants.mutant import Mutant
 BITS = "test_autograd_nodes.py::test_cuts_change_no_bits"
 LEAVING = "test_gradient_types.py::test_gradients_of_leaves_are_plain"
 REACHED = "test_gradient_paths.py::test_parameters_that_a_loss_does_not_reach_get_no_gradient"
+NEARBY = "test_autograd_nodes.py::test_a_better_gap_nearby_is_chosen"
+SHARES = "test_autograd_nodes.py::test_sizes_of_nodes_if_hooks_wait"
+FREED = "test_autograd_nodes.py::test_a_tensor_of_a_channel_is_freed_after_its_last_reader"
 WAITS = "test_autograd_nodes.py::test_a_pipeline_is_one_node_unless_gradients_are_needed_early"
 
 NODES = (
@@ -45,7 +48,8 @@ NODES = (
         "runtime/codegen.py",
         "return grad.dequantize() if isinstance(grad, WrapperTensor) else grad",
         "return grad.dequantize() if hasattr(grad, 'format') else grad",
-        "test_gradient_types.py::test_a_quantized_gradient_of_a_caller_does_not_pass_through",
+        "test_gradient_types.py::test_whatever_takes_a_gradient_gets_a_plain_tensor",
+        select="user",
     ),
     Mutant(
         "the op after a cut quantizes no gradient for the op before it",
@@ -73,9 +77,8 @@ NODES = (
         "the op that makes the last extra output that a loss needs is not reached",
         "runtime/gradient_paths.py",
         "kept = (grad if op <= last else None",
-        "kept = (grad if op < last - 1 else None",
-        REACHED,
-        select="2 and False and one",
+        "kept = (grad if op < last else None",
+        "test_gradient_paths.py::test_the_op_that_makes_a_needed_extra_output_is_reached",
     ),
     Mutant(
         "the first extra output with a gradient decides which ops are reached",
@@ -99,7 +102,7 @@ NODES = (
         "if _is_autocast() and autocast_dtype(run.key.device) is not run.key.autocast_dtype:",
         "if False:",
         "test_gradient_paths.py::test_a_backward_inside_autocast_has_the_precision_of_its_forward",
-        select="one node",
+        select="one",
     ),
     Mutant(
         "a cut divides a step of backward",
@@ -149,6 +152,90 @@ NODES = (
         "wanted, stop = max(bytes_of_others, FIRST_BYTES), gap.op",
         "break",
         WAITS,
+    ),
+    Mutant(
+        "a gap that a quantized tensor passes is taken though a better one is near",
+        "plan/cuts.py",
+        "best, limit = gap, held + wanted",
+        "best, limit = gap, held",
+        NEARBY,
+    ),
+    Mutant(
+        "a better gap may be as far as the pipeline's start",
+        "plan/cuts.py",
+        "or (best is not None and held > limit)",
+        "",
+        NEARBY,
+    ),
+    Mutant(
+        "the number of channels that pass a gap does not count",
+        "plan/cuts.py",
+        "elif gap[1:] < best[1:]:",
+        "elif gap[1:2] < best[1:2]:",
+        NEARBY,
+    ),
+    Mutant(
+        "of gaps that are equally good the furthest is taken",
+        "plan/cuts.py",
+        "elif gap[1:] < best[1:]:",
+        "elif gap[1:] <= best[1:]:",
+        NEARBY,
+    ),
+    Mutant(
+        "the node at the start of a pipeline may have no gradients",
+        "plan/cuts.py",
+        "if left - held < FIRST_BYTES or",
+        "if left - held < 0 or",
+        "test_autograd_nodes.py::test_a_node_at_the_start_has_gradients_of_its_own",
+    ),
+    Mutant(
+        "hooks wait for nodes as large as buckets",
+        "plan/cuts.py",
+        "(FIRST_BYTES, self.share()) if sizes is None",
+        "(FIRST_BYTES, BUCKET_BYTES) if sizes is None",
+        "test_autograd_nodes.py::test_gradients_come_evenly_if_hooks_wait",
+    ),
+    Mutant(
+        "a share of the gradients may have more than 25 MiB",
+        "plan/cuts.py",
+        "return min(BUCKET_BYTES, math.ceil(",
+        "return (math.ceil(",
+        SHARES,
+    ),
+    Mutant(
+        "a node may take less time than it costs",
+        "plan/cuts.py",
+        "max(SHARE, least)",
+        "SHARE",
+        SHARES,
+    ),
+    Mutant(
+        "DistributedDataParallel waits for shares, and not for its buckets",
+        "runtime/cut.py",
+        "found = IN_DDP, (FIRST_BYTES if ddp.bucket_bytes_cap_default else size, size)",
+        "found = IN_DDP, None if ddp.bucket_bytes_cap_default else (size, size)",
+        WAITS,
+    ),
+    Mutant(
+        "buckets of a size of the user's own begin with one of 1 MiB",
+        "runtime/cut.py",
+        "found = IN_DDP, (FIRST_BYTES if ddp.bucket_bytes_cap_default else size, size)",
+        "found = IN_DDP, (FIRST_BYTES, size)",
+        WAITS,
+    ),
+    Mutant(
+        "tensors of channels live until the call ends",
+        "runtime/cut.py",
+        "                del carried[place]\n",
+        "                pass\n",
+        FREED,
+    ),
+    Mutant(
+        "the last extra output of a node lives until the next one has some",
+        "runtime/cut.py",
+        "                del made, tensor\n",
+        "",
+        FREED,
     ),
     Mutant(
         "a forward in no_sync is cut",
