@@ -26,6 +26,21 @@ EXTENDING = (
         "test_extending.py::test_the_compiler_includes_headers_of_the_stages_in_a_symbol",
     ),
     Mutant(
+        "a stage that is registered twice keeps the functions of the first time",
+        "chain.py",
+        "    STAGES[name] = row\n",
+        "    STAGES.setdefault(name, row)\n",
+        "test_extending.py::test_a_module_that_registers_its_stage_is_imported_twice",
+    ),
+    Mutant(
+        "a gradient of a tensor that needs none must have its shape",
+        "runtime/diagnose.py",
+        "        if grad is not None and shape is not None:\n",
+        "        if grad is not None:\n",
+        "test_constant_quantizers.py::"
+        "test_a_gradient_of_a_tensor_that_needs_none_may_have_any_shape",
+    ),
+    Mutant(
         "a subclass with another forward is the stage that its base is",
         "plan/window.py",
         "    return all(owner <= _owner(cls, name) for",
