@@ -1,6 +1,18 @@
-"""Errors and warnings of fuser: each message is a sentence with the values concerned."""
+"""Errors and warnings of fuser: each message is a sentence with the values concerned.
+
+And the sentences about arguments that a function does not take, which name what to write instead.
+"""
 
 from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn, ParamSpec
+
+P = ParamSpec("P")
 
 
 class FuserError(Exception):
@@ -33,3 +45,113 @@ class FuserWarning(UserWarning):
 
 class EmulationWarning(FuserWarning):
     """Category of the warning that the products of a recipe are emulated on a device."""
+
+
+# -- arguments that a function does not take ---------------------------------------------
+
+_HINTS = {
+    ("autocast", "dtype"): "torch.autocast(device, dtype=...) chooses a dtype, and the two nest.",
+    ("Linear", "params_dtype"): "That is dtype here.",
+    ("", "elementwise_affine"): "A gain that is frozen, weight.requires_grad_(False), remains 1.",
+    ("", "recipe"): "Enter its context around the call: with fuser.autocast(recipe=...).",
+}
+"""What to write instead of an argument of another library, by name and argument; "" is any name."""
+
+
+def close_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` for which ``name`` may be a slip, also in upper and lower case."""
+    by_lower = {known.lower(): known for known in names}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.75)
+    return by_lower[found[0]] if found else None
+
+
+def hint_of(name: str, argument: str) -> str:
+    """What to write instead of an argument that ``name`` does not take; empty if unknown."""
+    hint = _HINTS.get((name, argument)) or _HINTS.get(("", argument), "")
+    module = getattr(sys.modules.get("fuser.modules"), name, None)
+    if module is not None and argument in inspect.signature(module).parameters:
+        hint = f"{hint} fuser.modules.{name} takes the arguments of te.{name}.".lstrip()
+    return hint
+
+
+def explains_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorator of an ``__init__``: a call with wrong arguments raises a sentence about them.
+
+    Only a call that fails costs more than one without this.
+    """
+
+    @functools.wraps(init)
+    def explained(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except TypeError:
+            made = type(args[0])
+            is_own = made.__init__ is explained
+            name = made.__name__ if is_own else init.__qualname__.partition(".")[0]
+            sentence = _wrong_arguments(name, init, args[1:], kwargs)
+            if sentence is None:  # the arguments are right, and the body raised
+                raise
+            raise InputTypeError(sentence) from None
+
+    return explained
+
+
+def refuse_unknown(
+    name: str, function: Callable[..., object], given: Mapping[str, object]
+) -> NoReturn:
+    """Refuse the keyword arguments that ``function`` takes for this alone."""
+    raise InputTypeError(_unknown(name, _names(function), next(iter(given))))
+
+
+def _names(function: Callable[..., object]) -> tuple[list[str], list[str]]:
+    """The arguments of a method that may go by place, and those that go by name alone."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    by_place, by_name = ([p.name for p in parameters if p.kind is kind] for kind in kinds)
+    return by_place, by_name
+
+
+def _unknown(name: str, names: tuple[list[str], list[str]], argument: str) -> str:
+    taken = [*names[0], *names[1]]
+    close = close_name(argument, taken)
+    hint = hint_of(name, argument) or (f"Did you mean {close}?" if close else "")
+    takes = ", ".join(taken) or "none"
+    return f"{name} takes no argument {argument!r}; it takes {takes}. {hint}".rstrip()
+
+
+def _wrong_arguments(
+    name: str,
+    function: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> str | None:
+    """A sentence about the arguments of a call of a method; None if the method takes them."""
+    by_place, by_name = names = _names(function)
+    parameters = inspect.signature(function).parameters
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    for argument in kwargs:
+        if argument not in (*by_place, *by_name):
+            return _unknown(name, names, argument)
+    surplus = () if takes_any else args[len(by_place) :]
+    if surplus:
+        free = [key for key in by_name if key not in kwargs]
+        takes = f"{len(by_place)} ({', '.join(by_place)})" if by_place else "none"
+        noun = "argument" if len(args) == 1 else "arguments"
+        sentence = f"{name} got {len(args)} {noun} without a name, and takes {takes}"
+        if len(surplus) > len(free):
+            return f"{sentence}. By name it takes {', '.join(by_name) or 'none'}."
+        values = [f"{value!r:.40}" for value in args]
+        named = map("=".join, zip(free, values[len(by_place) :], strict=False))
+        call = ", ".join([*values[: len(by_place)], *named])
+        return f"{sentence}; give others by name: {name}({call})."
+    placed = by_place[: len(args)]
+    for argument in placed:
+        if argument in kwargs:
+            return f"{name} got {argument} twice, by its place and as {argument}=."
+    missing = [
+        key
+        for key in (*by_place, *by_name)
+        if parameters[key].default is inspect.Parameter.empty and key not in (*placed, *kwargs)
+    ]
+    takes = ", ".join((*by_place, *by_name))
+    return f"{name} got no {' and no '.join(missing)}; it takes {takes}." if missing else None

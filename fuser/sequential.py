@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.modules.module import (
@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls
@@ -45,6 +45,7 @@ class Sequential(torch.nn.Sequential):
         The fusion classes that the planner may use, e.g. ``fuser.FUSIONS + (Mine,)``.
     """
 
+    @explains_arguments
     def __init__(
         self,
         *modules: torch.nn.Module | Mapping[str, torch.nn.Module],
@@ -114,6 +115,7 @@ class Sequential(torch.nn.Sequential):
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
+        **unknown: NoReturn,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run all modules.
 
@@ -138,8 +140,11 @@ class Sequential(torch.nn.Sequential):
             If the number of extra inputs is wrong, ``op_kwargs`` names no op here, or a channel
             has two producers, none, or one after its reader.
         InputTypeError
-            If ``op_kwargs`` is not a dict of dicts, or an op does not accept its arguments.
+            If ``op_kwargs`` is not a dict of dicts, or an op does not accept its arguments, or
+            there is any other keyword argument.
         """
+        if unknown:
+            refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
         modules, _, only, version = self._grouping
         if (
             only is not None
@@ -177,7 +182,9 @@ class Sequential(torch.nn.Sequential):
             if is_known and grouping.is_current():
                 return grouping
             name, previous = type(self).__name__, grouping if is_known else None
-            grouping = Grouping(modules, self.fusions, name=name, previous=previous)
+            grouping = Grouping(
+                modules, self.fusions, name=name, keys=self._modules, previous=previous
+            )
             # One assignment, so that another thread never sees a part of it.
             self._grouping = (modules, grouping, grouping.only, grouping.version)
             return grouping

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import math
 import warnings
@@ -172,8 +173,8 @@ CASES = (
         (X, x_of(3)),
     ),
     # feature sizes
-    Case("too few features", mlp, (x_of(3, 7),), ("BasicLinear(8, 12)", "(3, 7)", "must be 8")),
-    Case("transposed input", mlp, (x_of(8, 3),), ("BasicLinear(8, 12)", "(8, 3)")),
+    Case("too few features", mlp, (x_of(3, 7),), ("Linear(8, 12)", "(3, 7)", "must be 8", "op 0")),
+    Case("transposed input", mlp, (x_of(8, 3),), ("Linear(8, 12)", "(8, 3)", "module 0")),
     *(
         Case(
             f"wrong features at a {type(op).__name__} behind {type(before[-1]).__name__}",
@@ -183,7 +184,8 @@ CASES = (
             shows_at_run=isinstance(before[0], Silent),
         )
         for op, words in (
-            (fuser.Linear(8, 4), ("BasicLinear(8, 4)",)),
+            (fuser.Linear(8, 4), ("Linear(8, 4)",)),
+            (fuser.BasicLinear(8, 4), ("BasicLinear(8, 4)",)),
             (fuser.Bias(8), ("Bias(8)",)),
             (fuser.LayerNorm(8), ("LayerNorm((8,))",)),
             (fuser.RMSNorm(8), ("RMSNorm((8,))",)),
@@ -402,7 +404,7 @@ def test_a_model_whose_sizes_disagree_names_the_op() -> None:
     model = fuser.Sequential(fuser.Linear(8, 12), fuser.GELU(), fuser.Linear(13, 8))
     before = state_of(model)
     for call in (model, model.plan):
-        with pytest.raises(fuser.InputError, match=r"BasicLinear\(13, 8\).*\(3, 12\)"):
+        with pytest.raises(fuser.InputError, match=r"^Linear\(13, 8\).*\(3, 12\)"):
             call(X)
         assert_unchanged(model, before)
     model[2] = fuser.Linear(12, 8)
@@ -1077,6 +1079,212 @@ def test_bad_constructor_arguments_are_refused(
     assert torch.equal(torch.get_rng_state(), rng)
 
 
+RECIPE = fuser.recipe.MXFP8BlockScaling()
+OPS = [value for value in vars(fuser).values() if isinstance(value, type)]
+OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__name__ != "Identity"]
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda: fuser.Linear(4, 4, False),
+            "Linear got 3 arguments without a name, and takes 2 (in_features, out_features); give "
+            "others by name: Linear(4, 4, bias=False).",
+        ),
+        (
+            lambda: fuser.RMSNorm(64, 1e-6),
+            "RMSNorm got 2 arguments without a name, and takes 1 (normalized_shape); give others "
+            "by name: RMSNorm(64, eps=1e-06).",
+        ),
+        (
+            lambda: fuser.GroupedLinear(2, 4, 4, False, device="cpu"),
+            "GroupedLinear got 4 arguments without a name, and takes 3 (num_groups, in_features, "
+            "out_features); give others by name: GroupedLinear(2, 4, 4, bias=False).",
+        ),
+        (
+            lambda: fuser.Dropout(0.5, True),
+            "Dropout got 2 arguments without a name, and takes 1 (p). By name it takes none.",
+        ),
+        (
+            lambda: fuser.GELU(aproximate="none"),
+            "GELU takes no argument 'aproximate'; it takes approximate, cache_quantized_input. "
+            "Did you mean approximate?",
+        ),
+        (
+            lambda: fuser.SiLU(inplace=True),
+            "SiLU takes no argument 'inplace'; it takes cache_quantized_input.",
+        ),
+        (
+            lambda: fuser.RMSNorm(4, elementwise_affine=False),
+            "RMSNorm takes no argument 'elementwise_affine'; it takes normalized_shape, eps, "
+            "device, dtype, zero_centered_gamma, sm_margin. A gain that is frozen, "
+            "weight.requires_grad_(False), remains 1.",
+        ),
+        (
+            lambda: fuser.Linear(4, 4, params_dtype=torch.float32),
+            "Linear takes no argument 'params_dtype'; it takes in_features, out_features, bias, "
+            "device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, "
+            "rng_state_tracker_function, accumulate_into_main_grad. That is dtype here. "
+            "fuser.modules.Linear takes the arguments of te.Linear.",
+        ),
+        (lambda: fuser.Bias(), "Bias got no size; it takes size, device, dtype, tensor_parallel, "),
+        (
+            lambda: fuser.Linear(4, in_features=3, out_features=4),
+            "Linear got in_features twice, by its place and as in_features=.",
+        ),
+        (
+            lambda: fuser.autocast("cpu", dtype=torch.bfloat16),
+            "autocast takes no argument 'dtype'; it takes enabled, calibrating, recipe, "
+            "amax_reduction_group. torch.autocast(device, dtype=...) chooses a dtype, and the two "
+            "nest.",
+        ),
+        (
+            lambda: fuser.autocast(recip=RECIPE),
+            "autocast takes no argument 'recip'; it takes enabled, calibrating, recipe, "
+            "amax_reduction_group. Did you mean recipe?",
+        ),
+        *(
+            (call, f"{name}. Enter its context around the call: with fuser.autocast(recipe=...).")
+            for call, name in (
+                (
+                    lambda: fuser.Sequential(fuser.GELU(), recipe=RECIPE),
+                    "Sequential takes no argument 'recipe'; it takes fusions",
+                ),
+                (
+                    lambda: mlp()(X, recipe=RECIPE),
+                    "The call of a Sequential takes no argument 'recipe'; it takes input, "
+                    "op_kwargs",
+                ),
+                (
+                    lambda: fuser.Linear(8, 8, device="cpu")(X, recipe=RECIPE),
+                    "The call of a Linear takes no argument 'recipe'; it takes input, "
+                    "basic_op_kwargs",
+                ),
+                (
+                    lambda: fuser.GELU()(X, recipe=RECIPE),
+                    "Op 0 (GELU) takes no keyword argument 'recipe'; it takes none",
+                ),
+            )
+        ),
+    ],
+)
+def test_wrong_arguments_are_named_with_what_to_write(
+    call: Callable[[], Any], sentence: str
+) -> None:
+    with pytest.raises(fuser.InputTypeError) as caught:
+        call()
+    assert str(caught.value).startswith(sentence)
+    assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("cls", OPS, ids=lambda cls: cls.__name__)
+def test_every_op_names_an_argument_that_it_does_not_take(cls: type[Any]) -> None:
+    if inspect.isabstract(cls) or cls.__module__ == "fuser.op.fused":
+        pytest.skip("nobody makes one")
+    with pytest.raises(fuser.InputTypeError, match=rf"^{cls.__name__} takes no argument 'colour'"):
+        cls(colour=1)
+    assert "args" not in inspect.signature(cls).parameters
+
+
+def test_a_type_error_of_a_body_remains_and_classes_of_users_are_named() -> None:
+    with pytest.raises(TypeError, match="'<=' not supported") as caught:
+        fuser.Linear("8", 4)
+    assert type(caught.value) is TypeError
+
+    class Own(fuser.Linear):
+        def __init__(self, size: int) -> None:
+            super().__init__(size, size, False)
+
+    with pytest.raises(fuser.InputTypeError, match=r"^Linear got 3 arguments"):
+        Own(4)
+    with pytest.raises(TypeError, match=r"Own.__init__\(\) takes 2 positional") as caught:
+        Own(4, 5)
+    assert type(caught.value) is TypeError
+
+
+GATED = (fuser.Linear(8, 16), fuser.SwiGLU(), fuser.Linear(16, 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            lambda: fuser.Sequential(*GATED),
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 3 "
+            "(module 2); its input is the output of SwiGLU, op 2 (module 1), which halves the last "
+            "dimension, from 16 to 8.",
+        ),
+        (
+            lambda: fuser.Sequential({"up": GATED[0], "gate": GATED[1], "down": GATED[2]}),
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 3 "
+            "(module down); its input is the output of SwiGLU, op 2 (module gate), which halves "
+            "the last dimension, from 16 to 8.",
+        ),
+        (
+            lambda: fuser.Sequential(fuser.GELU(), torch.nn.Identity(), fuser.RMSNorm(8), GATED[2]),
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 2 "
+            "(module 3); its input is the output of RMSNorm, op 1 (module 2).",
+        ),
+        (
+            lambda: fuser.Sequential(GATED[2], fuser.GELU()),
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op 0 "
+            "(module 0), the first of its pipeline.",
+        ),
+        (
+            lambda: fuser.ops.OperationFuser([fuser.GELU(), GATED[2]]),
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16. It is op "
+            "1; its input is the output of GELU, op 0.",
+        ),
+        (
+            lambda: GATED[2],
+            "Linear(16, 8) got an input of shape (3, 8); its last dimension must be 16.",
+        ),
+    ],
+)
+def test_an_op_that_cannot_take_its_input_is_placed_between_its_neighbours(
+    model: Callable[[], Any], sentence: str
+) -> None:
+    for _ in range(2):
+        with pytest.raises(fuser.InputError) as caught:
+            model()(X)
+        assert str(caught.value) == sentence
+    running = oracles.randomize(fuser.Sequential(fuser.GELU(), fuser.Linear(8, 4)))
+    running(X)
+    running[1] = fuser.BasicLinear(8, 4)
+    with pytest.raises(fuser.InputError) as caught:
+        running(x_of(3, 7))
+    assert str(caught.value).endswith(
+        "It is op 1 (module 1); its input is the output of GELU, op 0 (module 0)."
+    )
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.parametrize(
+    ("make", "name", "shape", "words"),
+    [
+        (lambda: fuser.Linear(8, 8), "weight", (4, 8), "Linear(8, 8) has a weight of shape (4, 8)"),
+        (lambda: fuser.Linear(8, 8), "weight", (8, 4), "Linear(8, 8) has a weight of shape (8, 4)"),
+        (lambda: fuser.Linear(8, 8), "bias", (4,), "has a bias of shape (4,); it must be (8,)."),
+        (lambda: fuser.Bias(8), "bias", (4,), "Bias, whose output has 8 features, has a bias of"),
+        (lambda: fuser.RMSNorm(8), "weight", (4,), "RMSNorm((8,)) has a weight of shape (4,)"),
+        (lambda: fuser.LayerNorm(8), "bias", (4,), "LayerNorm((8,)) has a bias of shape (4,)"),
+    ],
+)
+def test_a_parameter_of_another_shape_is_named_and_no_op_after_it(
+    make: Callable[[], Any], name: str, shape: tuple[int, ...], words: str, is_running: bool
+) -> None:
+    model = oracles.randomize(fuser.Sequential(make(), fuser.GELU(), fuser.Bias(8)))
+    expected = model(X) if is_running else None
+    kept = getattr(model[0], name)
+    setattr(model[0], name, torch.nn.Parameter(torch.zeros(shape)))
+    with pytest.raises(fuser.InputError) as caught:
+        model(X)
+    assert_sentence(caught.value, (words, str(shape), f"it must be {tuple(kept.shape)}"))
+    setattr(model[0], name, kept)
+    assert expected is None or torch.equal(model(X), expected)
+
+
 def test_a_linear_without_bias_cannot_be_given_one() -> None:
     linear = oracles.randomize(fuser.Linear(8, 4, bias=False))
     expected = linear(X)
@@ -1207,5 +1415,17 @@ def test_names_of_te_that_are_elsewhere_or_absent_say_so() -> None:
         fuser.LayerNormMLP  # noqa: B018
     with pytest.raises(AttributeError, match="has no attention"):
         fuser.TransformerLayer  # noqa: B018
-    with pytest.raises(AttributeError, match=r"has no attribute 'Secuential'$"):
-        fuser.Secuential  # noqa: B018
+    for name, sentence in {
+        "Secuential": "'Secuential'. Did you mean fuser.Sequential?",
+        "RmsNorm": "'RmsNorm'. Did you mean fuser.RMSNorm?",
+        "moe_permute": "'moe_permute': it is fuser.moe.permute, and in a pipeline the op "
+        "fuser.MoeDispatch.",
+        "Colwise": "'Colwise': it is fuser.distributed.Colwise.",
+        "MXFP8BlockScaling": "'MXFP8BlockScaling': it is fuser.recipe.MXFP8BlockScaling.",
+        "math": "'math'",  # which a module of this library imports
+        "__wrapped__": "'__wrapped__'",
+        "Anything": "'Anything'",
+    }.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(fuser, name)
+        assert str(caught.value) == f"module 'fuser' has no attribute {sentence}"

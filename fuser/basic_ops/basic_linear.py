@@ -24,7 +24,14 @@ from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
 from fuser.communication import check_shard, resolved, start_all_gather
 from fuser.errors import InputError
-from fuser.op import Grads, OperationContext, cast, write_grad_input, write_output
+from fuser.op import (
+    Grads,
+    OperationContext,
+    cast,
+    check_parameter,
+    write_grad_input,
+    write_output,
+)
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -120,6 +127,9 @@ class BasicLinear(LinearWeight):
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
+        check_parameter(
+            self._sized(), "weight", self.weight, (self.local_out_features, self.local_in_features)
+        )
         self._check_features(spec.shape)
         shape = (*spec.shape[:-1], self.local_out_features)
         if self._parallel is not None:
@@ -530,6 +540,10 @@ class BasicLinear(LinearWeight):
             mode, ranks = self.mode_and_ranks or ("", 1)
             part = f" ({self.whole_in_features} over {ranks} ranks)" if mode == "row" else ""
             raise InputError(
-                f"BasicLinear({self.whole_in_features}, {self.out_features}) got an input of shape "
-                f"{tuple(shape)}; its last dimension must be {self.local_in_features}{part}."
+                f"{self._sized()} got an input of shape {tuple(shape)}; its last dimension must "
+                f"be {self.local_in_features}{part}."
             )
+
+    def _sized(self) -> str:
+        """The op with its sizes, for messages."""
+        return f"{self.part_of or 'BasicLinear'}({self.whole_in_features}, {self.out_features})"

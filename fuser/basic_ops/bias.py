@@ -16,6 +16,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_parameter,
     default_device,
     default_dtype,
     quantizes_values,
@@ -121,6 +122,8 @@ class Bias(BasicOperation):
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
+        name = f"{self.part_of or 'Bias'}, whose output has {self.size} features,"
+        check_parameter(name, "bias", self.bias, (self.local_size,))
         self._check_features(spec.shape)
         return TensorSpec(spec.shape, autocast or self.bias.dtype)
 

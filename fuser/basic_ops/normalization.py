@@ -16,6 +16,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_parameter,
     default_device,
     default_dtype,
     quantizes_values,
@@ -97,6 +98,9 @@ class _Normalization(BasicOperation):
     def output_spec(
         self, spec: TensorSpec, extras: Sequence[TensorSpec], autocast: torch.dtype | None
     ) -> TensorSpec:
+        for name in self.parameter_names:
+            owner = f"{type(self).__name__}({self.normalized_shape})"
+            check_parameter(owner, name, getattr(self, name), self.normalized_shape)
         self._check_shape(spec.shape)
         return TensorSpec(spec.shape, autocast or self.weight.dtype)
 

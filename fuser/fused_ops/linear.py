@@ -10,7 +10,7 @@ import torch
 from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
 from fuser.communication import divided, group_size, rank_in
 from fuser.errors import InputError
-from fuser.op import FusedOperation, FusibleOperation, check_parallel_mode
+from fuser.op import BasicOperation, FusedOperation, check_parallel_mode
 
 
 class Linear(FusedOperation):
@@ -66,12 +66,14 @@ class Linear(FusedOperation):
             accumulate_into_main_grad=accumulate_into_main_grad,
             **factory,
         )
-        ops: list[FusibleOperation] = [linear]
+        ops: list[BasicOperation] = [linear]
         if bias:
             is_shard = mode == "column"
             ops.append(
                 Bias(out_features, tensor_parallel=is_shard, tensor_parallel_group=group, **factory)
             )
+        for op in ops:
+            op.part_of = "Linear"
         super().__init__(ops)
         if is_row:
             linear.note_products(group)

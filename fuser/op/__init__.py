@@ -9,6 +9,7 @@ from fuser.op.output import cast, quantizes_values, write_grad_input, write_outp
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
     check_parallel_mode,
+    check_parameter,
     default_device,
     default_dtype,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "autocast_dtype",
     "cast",
     "check_parallel_mode",
+    "check_parameter",
     "default_device",
     "default_dtype",
     "keyword_names",

@@ -46,6 +46,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """A name for the op, which a custom recipe's factory gets; users may set it."""
     module_type: str = ""
     """The kind of op, which such a factory gets too."""
+    part_of: str = ""
+    """The class that a user named to get this op, for messages; empty if it is the op's own."""
     takes_scalars: bool = False
     """Whether the main input may have no dimensions; the op then gets it in shape [1]."""
     takes_floating_extras: bool = False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.graph_break import breaks_graph
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
@@ -160,12 +160,15 @@ class FusedOperation(FusibleOperation):
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
+        **unknown: NoReturn,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run the basic ops of this operation as a pipeline of their own.
 
         A basic op with hooks is called as a module. An extra input or output whose channel has no
         other end among these ops is an ordinary one of this call.
         """
+        if unknown:
+            refuse_unknown(f"The call of a {type(self).__name__}", FusedOperation.forward, unknown)
         grouping = self._own_grouping()
         keywords = None if basic_op_kwargs is None else grouping.keywords(basic_op_kwargs)
         result: torch.Tensor | tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fuser.errors import StateError
+from fuser.errors import StateError, explains_arguments
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
 from fuser.specs import PlanKey
@@ -94,6 +94,8 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         methods = (getattr(cls, name, None) for name in _RUNNING_METHODS)
         modules = {getattr(method, "__module__", None) or __name__ for method in methods}
         cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
+        if "__init__" in cls.__dict__ and cls.__module__.partition(".")[0] == "fuser":
+            cls.__init__ = explains_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)

@@ -9,6 +9,7 @@ from torch import overrides
 from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError
+from fuser.tensors.sharding import is_distributed
 
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -47,6 +48,22 @@ def default_dtype(dtype: torch.dtype | None) -> torch.dtype:
     if chosen not in COMPUTE_DTYPES:
         raise InputError(f"Parameters are float32, float16 or bfloat16; got {chosen}.")
     return chosen
+
+
+def check_parameter(op: str, name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a parameter that was replaced by one of another shape; ``op`` names its op.
+
+    A ``DTensor`` has the shape of the whole. Other libraries that shard leave flat or empty
+    tensors in the place of parameters outside of a forward.
+
+    Raises
+    ------
+    InputError
+    """
+    found = tuple(parameter.shape)
+    is_whole = len(found) == len(shape) and parameter.numel() and not is_distributed(parameter)
+    if found != shape and is_whole:
+        raise InputError(f"{op} has a {name} of shape {found}; it must be {shape}.")
 
 
 def check_parallel_mode(

@@ -155,11 +155,13 @@ class OpGraph:
         The dtype of torch's autocast, None if it is off.
     returned
         From :func:`returned_outputs`; None if no channel is open.
+    places
+        The place of each op in the user's model, for messages.
 
     Raises
     ------
     InputError
-        If an op cannot take its input.
+        If an op cannot take its input; it says where the op is, and what is before it.
     """
 
     def __init__(
@@ -170,6 +172,7 @@ class OpGraph:
         extra_specs: Sequence[TensorSpec],
         autocast: torch.dtype | None,
         returned: Collection[tuple[int, int]] | None = None,
+        places: Sequence[str] = (),
     ) -> None:
         self.ops = tuple(ops)
         self.sources = tuple(sources)
@@ -193,14 +196,30 @@ class OpGraph:
                     )
             try:
                 output = op.output_spec(spec, extras, autocast)
-            except InputError:
+            except InputError as error:
                 if shape_is_known and not any(self._is_assumed(source) for source in row):
+                    error.args = (f"{error}{self._whereabouts(places)}",)
                     raise
                 output = None
             shape_is_known = shape_is_known and output is not None
             self.extra_inputs.append(extras)
             self.extra_outputs.append(op.extra_output_specs(spec, extras))
             self.main_specs.append(output or spec)
+
+    def _whereabouts(self, places: Sequence[str]) -> str:
+        """A sentence about the op whose input is the last tensor so far; empty for an op alone."""
+        index = len(self.main_specs) - 1
+        if not places or len(self.ops) == 1:
+            return ""
+        if index == 0:
+            return f" It is {places[0]}, the first of its pipeline."
+        before = self.ops[index - 1]
+        name = before.part_of or type(before).__name__
+        text = f" It is {places[index]}; its input is the output of {name}, {places[index - 1]}"
+        was, now = (self.main_specs[i].shape[-1] for i in (index - 1, index))
+        if was == 2 * now and not before.part_of:
+            return f"{text}, which halves the last dimension, from {was} to {now}."
+        return f"{text}."
 
     def _is_assumed(self, source: Source) -> bool:
         """Whether an extra input comes from an op that does not tell what it is."""

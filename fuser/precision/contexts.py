@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from fuser.communication import resolved
-from fuser.errors import InputTypeError
+from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
 
@@ -132,8 +132,8 @@ class autocast(contextlib.ContextDecorator):
     Raises
     ------
     InputTypeError
-        If ``enabled`` is not a bool, or ``recipe`` not a recipe, or if a generator
-        or a coroutine is decorated, because its body runs after its call.
+        If ``enabled`` is not a bool, or ``recipe`` not a recipe, or there is any other argument,
+        or if a generator or a coroutine is decorated, because its body runs after its call.
     InputError
         If ``amax_reduction_group`` is no process group, or this rank is not in it. On
         every rank, at the end of a step, if ranks ran different ops and have not made
@@ -149,7 +149,10 @@ class autocast(contextlib.ContextDecorator):
         calibrating: bool = False,
         recipe: Recipe | None = None,
         amax_reduction_group: Any | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            refuse_unknown("autocast", autocast.__init__, unknown)
         _check_arguments("autocast", enabled, recipe)
         self.calibrating = calibrating
         if amax_reduction_group is not None:

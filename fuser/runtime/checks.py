@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, hint_of
 from fuser.op import (
     BasicOperation,
     default_device,
@@ -196,7 +196,8 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             raise InputTypeError(f"{name} gets {key!r} from its pipeline; a caller cannot give it.")
         if not isinstance(key, str) or (taken is not None and key not in taken):
             takes = "any that is a str" if taken is None else ", ".join(taken) or "none"
-            raise InputTypeError(f"{name} takes no keyword argument {key!r}; it takes {takes}.")
+            sentence = f"{name} takes no keyword argument {key!r}; it takes {takes}."
+            raise InputTypeError(f"{sentence} {hint_of('', key)}".rstrip())
 
 
 def wrong_extra_count(wanted: int, takers: Sequence[str], given: int) -> str:

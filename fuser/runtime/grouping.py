@@ -45,6 +45,8 @@ class Grouping:
         The fusion classes that the planner may use.
     name
         The class of the module that owns them, for messages.
+    keys
+        The names of the modules in their container, for messages; those of a composite have none.
     is_open
         Whether a channel may have an end outside; such ends are extra inputs and
         outputs of a call.
@@ -67,6 +69,7 @@ class Grouping:
         fusions: Sequence[type[FusedOperation]] = FUSIONS,
         *,
         name: str,
+        keys: Iterable[str] = (),
         is_open: bool = False,
         previous: Grouping | None = None,
     ) -> None:
@@ -77,6 +80,8 @@ class Grouping:
         self.name = name
         units = list(_units(self.modules))
         self.ops = tuple(op for unit, _ in units for op in basic_ops_of(unit))
+        owners = [key for key, m in zip(keys, self.modules, strict=False) for _ in basic_ops_of(m)]
+        self._places = [f"op {i} (module {key})" for i, key in enumerate(owners)]
         self._lone = [(op, why) for op, why in units if why and isinstance(op, FusibleOperation)]
         channels = {channel for op in self.ops for channel in op.channels} if is_open else ()
         self.sources = extra_input_sources(self.ops, channels)
@@ -125,6 +130,7 @@ class Grouping:
                 pipeline = pipelines.get((ops, fusions, channels))
                 if pipeline is None:
                     pipeline = OperationFuser(ops, fusions, open_channels=channels)
+                pipeline.places = self._places[start:stop]
                 yield PipelineGroup(pipeline, *self._ends(window, channels))
             window = range(stop, stop + len(basic_ops_of(unit)))
             if isinstance(unit, FusibleOperation):

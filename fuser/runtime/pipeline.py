@@ -85,6 +85,8 @@ class OperationFuser:
                     )
                 basic_ops.append(member)
         self.basic_ops = tuple(basic_ops)
+        self.places: Sequence[str] = tuple(f"op {i}" for i in range(len(basic_ops)))
+        """Where each op is, for messages; a container names its module too."""
         # Plans bind methods of the ops; an op's implementation may be replaced later.
         self.implementations = tuple(op.implementation() for op in basic_ops)
         self.open_channels = frozenset(open_channels)
@@ -186,6 +188,12 @@ class OperationFuser:
             return run.call(input_, params, extra_inputs, kwargs, layout)
         except RuntimeError:
             self.checks.device(input_, params, extra_inputs)
+            raise
+        except InputError as error:
+            try:  # a plan of these inputs says where the op is
+                self._graph(input_, extra_inputs, run.key.autocast_dtype)
+            except InputError as placed:
+                error.args = placed.args
             raise
 
     def _takes_scalar(self, input_: Any) -> bool:
@@ -394,6 +402,7 @@ class OperationFuser:
             [TensorSpec(tuple(t.shape), t.dtype) for t in extra_inputs],
             autocast,
             self.returned,
+            self.places,
         )
 
     def _op_keys(
