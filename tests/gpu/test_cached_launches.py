@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import every_format as formats
@@ -12,6 +12,7 @@ from launch_cache_cases import Pair, check, pairs
 from quantize_cases import GPU, Input, assert_same
 from streams import check_replay, check_two_streams
 
+import fuser
 from fuser.chain import Stage
 from fuser.cuda import launch
 from fuser.formats import DType
@@ -112,3 +113,63 @@ def test_cached_launches_run_on_the_tensors_device(quantizer: Quantizer) -> None
             assert got.device == x.device
             assert torch.equal(got.to("cuda:0"), wanted)
     assert torch.cuda.current_device() == 0
+
+
+def norm_and_gelu() -> fuser.Sequential:
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    return fuser.Sequential(fuser.RMSNorm(64, **options), fuser.GELU())
+
+
+def gradients(
+    model: fuser.Sequential, change: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Of a step in which the norm's weight is changed between forward and backward."""
+    x = torch.ones(128, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    y, weight = model(x), model[0].weight
+    if change is not None:
+        weight.data = change(weight.detach())
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    return [y.detach(), dx]
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda weight: weight.float(),
+    "strides": lambda weight: torch.stack([weight, weight + 7], 1)[:, 0],
+    "odd address": lambda weight: torch.cat([weight[:1], weight])[1:],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recorded_backward_reads_a_parameter_as_it_is_then(change: str) -> None:
+    model, other = norm_and_gelu(), norm_and_gelu()
+    for _ in range(4):
+        expected = gradients(model)
+    assert_equal(gradients(model, CHANGES[change]), expected)
+    assert_equal(gradients(other, CHANGES[change]), expected)  # nothing is recorded yet
+
+
+def test_zero_gradients_without_memory_are_zeros_in_recorded_passes() -> None:
+    model = norm_and_gelu()
+    for _ in range(4):
+        gradients(model)
+    x = torch.ones(128, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    y = model(x)
+    y.backward(torch._efficientzerotensor(y.shape, dtype=y.dtype, device="cuda"))
+    assert x.grad is not None
+    assert not x.grad.any()
+    zeros = torch._efficientzerotensor(x.shape, dtype=x.dtype, device="cuda")
+    assert_equal([model(zeros)], [model(torch.zeros_like(x))])
+
+
+def test_a_parameter_that_moved_to_the_cpu_is_refused_and_the_next_step_runs() -> None:
+    model = norm_and_gelu()
+    for _ in range(4):
+        expected = gradients(model)
+    with pytest.raises(fuser.InputError, match="kernels read and write CUDA tensors"):
+        gradients(model, lambda weight: weight.cpu())
+    model.cuda()
+    assert_equal(gradients(model), expected)
+
+
+def assert_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    assert all(map(torch.equal, some, others))
