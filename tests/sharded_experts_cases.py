@@ -439,3 +439,29 @@ def gradients_that_fully_shard_would_not_see_are_refused() -> None:
             assert "that fully_shard gathers" in sentence
             with torch.no_grad():
                 layers(x, torch.tensor([8, 8, 8, 8]))
+
+
+@case
+def weights_that_are_gathered_stay_in_the_memory_of_torch() -> None:
+    """A call joins weights in separate memory, and torch fills that of gathered ones again."""
+    for reshards in (True, False):
+        layers = linear("separate")
+        op = layers[0]
+        fully_shard(layers, reshard_after_forward=reshards)
+        x = oracles.random_tensor((32, 64), torch.float32, 1).requires_grad_()
+        for factor in (1.0, -2.0):
+            with torch.no_grad():
+                for parameter in layers.parameters():
+                    parameter.mul_(factor)
+            wholes = [parameter.full_tensor() for parameter in layers.parameters()]
+            layers.unshard()
+            places = [parameter.data_ptr() for parameter in layers.parameters()]
+            with torch.no_grad():
+                layers(x, torch.tensor([8, 8, 8, 8]))
+            layers.unshard()
+            assert all(p.is_contiguous() for p in op.parameters())
+            if not reshards:
+                assert [p.data_ptr() for p in layers.parameters()] == places
+            for parameter, whole in zip(layers.parameters(), wholes, strict=True):
+                assert torch.equal(parameter, whole)
+            layers.reshard()

@@ -465,7 +465,7 @@ def test_other_views_beside_a_tensor_are_not_recorded(
 def test_parameters_follow_one_another_only_in_one_memory() -> None:
     buffer = torch.randn(6, 8)
     alone = torch.randn(8)
-    known = KnownParameters()
+    known = KnownParameters(())
 
     def runs(*params: torch.Tensor) -> Any:
         _, layout = known.renew(params)

@@ -22,7 +22,7 @@ from fuser.basic_ops.grouped_quantized_weights import (
 )
 from fuser.basic_ops.kept_weight import kept_weights
 from fuser.basic_ops.linear_operands import quantized
-from fuser.basic_ops.shared_memory import Versions, pack, packed
+from fuser.basic_ops.shared_memory import Versions, are_packed, pack, packed
 from fuser.errors import InputError, StateError
 from fuser.op import OperationContext, cast
 from fuser.tensors import QuantizedTensor
@@ -45,6 +45,8 @@ class GroupParameters(QuantizedGroupWeights):
     _names: dict[str, tuple[str, ...]]  # of the weights, and of the biases
     # The quantized weights of the first microbatch (kept_weight.py).
     _kept_weight: WeakTensorKeyDictionary | None
+    # Ids of parameters that were moved into one buffer at a call: weights, and biases.
+    _arranged: tuple[tuple[int, ...], ...] = ()
 
     def _register(self, what: str, buffer: torch.Tensor) -> None:
         parts = [buffer] if self._is_one(what) else buffer
@@ -81,9 +83,32 @@ class GroupParameters(QuantizedGroupWeights):
         """As in torch; separate parameters become views of one buffer again."""
         self._kept_weight = None
         result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._pack()
+        return result
+
+    def _pack(self) -> None:
+        """Make separate parameters views of one buffer again, after they were replaced."""
         for parts in self._separate():
             pack(parts)
-        return result
+
+    def arrange_parameters(self) -> bool:
+        """As :meth:`_pack`, for parameters that the caller has replaced or moved.
+
+        Not while a CUDA graph is captured, which would replay the move; nor of parameters that
+        ``fully_shard`` gathers, whose memory it fills.
+        """
+        is_moved = False
+        for parts in self._separate():
+            is_capturing = parts[0].is_cuda and torch.cuda.is_current_stream_capturing()
+            if are_packed(parts) or is_capturing:
+                continue
+            if gathered_by(parts[:1]) or gathered_by(parts):  # most often all are, or none
+                continue
+            # Two ops with a weight in common would take it from each other at each call.
+            ids = tuple(map(id, parts))
+            is_moved |= pack(parts, from_slices=ids not in self._arranged)
+            self._arranged = (*self._arranged[-1:], ids)
+        return is_moved
 
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
         """The weights ``[G, N, K]`` or biases ``[G, N]`` as one tensor.
@@ -141,7 +166,11 @@ class GroupParameters(QuantizedGroupWeights):
             ctx.versions.check()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept_weight": None}
+        return {**super().__getstate__(), "_kept_weight": None, "_arranged": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pack()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._kept_weight = None  # torch refuses to swap a tensor that has weak references

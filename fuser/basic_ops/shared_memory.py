@@ -18,22 +18,29 @@ def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
     Its version counter is theirs.
     """
+    if not are_packed(parts):
+        return None
+    first = parts[0]
+    return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+
+
+def are_packed(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether ``parts`` are the slices of one buffer, in order."""
     first = parts[0]
     if not first.is_contiguous() or type(first) not in (torch.Tensor, torch.nn.Parameter):
-        return None
+        return False
     step = first.nbytes
     start = first.data_ptr()
     addresses = list(map(torch.Tensor.data_ptr, parts))
     if step and addresses != list(range(start, start + len(parts) * step, step)):
-        return None
+        return False
     if not all(map(torch.Tensor.is_contiguous, parts)) or any(map(torch.Tensor.is_neg, parts)):
-        return None
+        return False
     if set(map(_dtype, parts)) != {first.dtype}:
-        return None
+        return False
     last = first.storage_offset() + len(parts) * first.numel()
-    if last * first.element_size() > first.untyped_storage().nbytes():
-        return None  # neighbours by chance
-    return first.detach().as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    # Otherwise they are neighbours by chance.
+    return last * first.element_size() <= first.untyped_storage().nbytes()
 
 
 class Versions:
@@ -76,19 +83,44 @@ _version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
 
 
-def pack(parts: Sequence[Parameter]) -> None:
-    """Make parameters views of one buffer, if nothing else is in their memory."""
-    if packed(parts) is not None or not all(map(_has_own_memory, parts)):
-        return
-    buffer = torch.stack([part.detach() for part in parts])
-    for part, place in zip(parts, buffer, strict=True):
-        part.data = place
+def pack(parts: Sequence[Parameter], *, from_slices: bool = True) -> bool:
+    """Make parameters views of one buffer, if nothing else is in their memory.
+
+    They stay the same objects, with the same values. A parameter may also be in its place of
+    another such buffer, which has no other use: it was pickled with it, or others left it. Without
+    ``from_slices`` it stays there, as a weight that two ops have, each beside others.
+
+    Returns whether they were moved.
+    """
+    if are_packed(parts) or not _are_alike(parts):
+        return False
+    count = len(parts) if from_slices else 1
+    if not all(_may_move(part, place, count) for place, part in enumerate(parts)):
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        buffer = torch.stack([part.detach() for part in parts])
+        for part, place in zip(parts, buffer, strict=True):
+            part.data = place
+    return True
 
 
-def _has_own_memory(parameter: Parameter) -> bool:
-    """Whether nothing else is in the memory of a parameter, and no other process sees it."""
-    nbytes = parameter.numel() * parameter.element_size()
-    if nbytes != parameter.untyped_storage().nbytes() or parameter.is_inference():
+def _are_alike(parts: Sequence[Parameter]) -> bool:
+    """Whether tensors, no two of which are in one place, can be slices of one buffer."""
+    kinds = {(part.shape, part.dtype, part.device) for part in parts}
+    are_rows = all(part.is_contiguous() and not part.is_neg() for part in parts)
+    places = set(map(torch.Tensor.data_ptr, parts))
+    return len(kinds) == 1 and are_rows and len(places) == len(parts)
+
+
+def _may_move(parameter: Parameter, place: int, count: int) -> bool:
+    """Whether nothing else is in the memory of a parameter, and no other process sees it.
+
+    It may be slice ``place`` of ``count`` of its size.
+    """
+    held, offset = parameter.untyped_storage().nbytes(), parameter.storage_offset()
+    is_alone = held == parameter.nbytes
+    is_slice = held == count * parameter.nbytes and offset == place * parameter.numel()
+    if not (is_alone or is_slice) or parameter.is_inference():
         return False
     # On a GPU torch calls every tensor shared.
     is_on_cpu = parameter.device.type == "cpu"

@@ -204,6 +204,13 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         return None, None
 
+    def arrange_parameters(self) -> bool:
+        """Move parameters in memory to where passes read them at once; whether any was moved.
+
+        A pipeline asks after a parameter was replaced or moved. They stay the same objects.
+        """
+        return False
+
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         super().register_parameter(name, param)
         # torch's own order changes when a parameter is deleted and set again.

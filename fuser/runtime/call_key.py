@@ -28,6 +28,7 @@ class CallKeyReader:
     """
 
     def __init__(self, ops: Sequence[BasicOperation], num_extra_inputs: int) -> None:
+        self._ops = ops
         self._extras = [f"extras[{k}]" for k in range(num_extra_inputs)]
         rows = [find_slots(op, f"Op {i} ({type(op).__name__})") for i, op in enumerate(ops)]
         self.slots = [slot for row in rows for slot in row]
@@ -56,7 +57,7 @@ class CallKeyReader:
         numbers = {owner: f"owner{i}" for i, owner in enumerate(owners)}
         slots = "".join(f"{numbers[id(owner)]}[{name!r}], " for owner, name in self.slots)
         named = {numbers[place]: owner for place, owner in owners.items()}
-        src = SourceCode(**_ASKED, **named, known=KnownParameters())
+        src = SourceCode(**_ASKED, **named, known=KnownParameters(self._ops))
         with src.block("def read(x, extras, registered):"):
             src.add(
                 f"params = ({slots})",

@@ -9,6 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from fuser.cuda.sequence import layout_of
+from fuser.op import BasicOperation
 from fuser.tensors.master_weight import recipe_of_gathering
 
 try:
@@ -63,9 +64,15 @@ class KnownParameters:
     A parameter may be replaced, frozen, cast, resized or moved without notice. All of that changes
     what torch's guard compares (class, dtype, device, sizes, strides, ``requires_grad``, lazy
     negation), or an address. It takes 0.1 us a parameter; reading all facts takes 1.5.
+
+    Parameters
+    ----------
+    ops
+        The ops that have the parameters, and may move them when one has changed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ops: Sequence[BasicOperation]) -> None:
+        self._ops = ops
         # One attribute, so that another thread sees facts and checks that belong together: the
         # guard, addresses, first places of runs and the ends of their memory, key and layout.
         self.state: tuple[Any, ...] = (None, None, (), None, None, None)
@@ -81,6 +88,9 @@ class KnownParameters:
         )
         try:
             layout = self._layout(params)
+            if layout is not None:
+                are_moved = [op.arrange_parameters() for op in self._ops]
+                layout = self._layout(params) if any(are_moved) else layout
         except RuntimeError:  # a tensor without memory of its own
             layout = None
         if layout is None or TensorGuards is None:
