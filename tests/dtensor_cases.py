@@ -262,6 +262,29 @@ def every_kind_of_op_and_layer_is_that_of_one_rank() -> None:
 
 
 @case
+def a_parameter_that_is_frozen_stays_frozen_when_it_is_sharded() -> None:
+    """Every second one, and then the others, of every kind of op and layer, quantized too."""
+    for recipe in (None, MXFP8BlockScaling()):
+        for name, (make, style, _, _) in of_layers().items():
+            for first in (0, 1):
+                with fuser.quantized_model_init(enabled=recipe is not None, recipe=recipe):
+                    whole = make()
+                for place, parameter in enumerate(whole.parameters()):
+                    parameter.requires_grad_(place % 2 == first)
+                expected = {key: p.requires_grad for key, p in whole.named_parameters()}
+                parts = parallelize_module(whole, mesh(), style)
+                found = {key: p.requires_grad for key, p in parts.named_parameters()}
+                assert found == expected, (name, found)
+    layers = mlp()
+    for frozen in (layers[0].weight, layers[1].weight, layers[3].bias):
+        frozen.requires_grad_(False)
+    expected = {key: p.requires_grad for key, p in layers.named_parameters()}
+    layers = parallel(layers)
+    step(layers, own(inputs()))
+    assert {key: p.grad is not None for key, p in layers.named_parameters()} == expected
+
+
+@case
 def plans_of_the_whole_model_are_not_those_of_its_parts() -> None:
     torch.manual_seed(1)
     whole = fuser.Sequential(fuser.BasicLinear(HIDDEN, WIDTH), fuser.Bias(WIDTH))

@@ -29,6 +29,7 @@ import fuser
 from fuser import modules
 from fuser.communication import PlannedGroup, groups
 from fuser.plan.cost import COLLECTIVES
+from fuser.recipe import MXFP8BlockScaling
 from fuser.specs import Collective, TensorSpec
 
 TWO = PlannedGroup(2)
@@ -247,6 +248,31 @@ def test_a_plan_has_every_collective_with_its_bytes(of: Any) -> None:
     assert "all-gather MXFP8 E4M3 rowwise input (2 ranks: 132 B/token)" in mxfp8
     assert "all-gather MXFP8 E4M3 columnwise input (2 ranks: 132 B/token)" in mxfp8
     assert of("plans")[0]["link"] == 132
+
+
+def test_a_plan_sends_the_copy_of_an_input_that_an_overridden_backward_reads() -> None:
+    """The values of the rowwise copy; or the input in fp32, of which each rank sends its rows."""
+    group = PlannedGroup(2)
+    op = fuser.BasicLinear(
+        *(128, 128),
+        tensor_parallel_mode="column",
+        tensor_parallel_group=group,
+        sequence_parallel=True,
+        device="meta",
+    )
+    model = fuser.Sequential(op, fuser.GELU())
+    sent = {
+        None: "all-gather MXFP8 E4M3 columnwise input (2 ranks: 132 B/token)",
+        "dequantized": "all-gather MXFP8 E4M3 rowwise input (2 ranks: 132 B/token)",
+        "high_precision": "all-gather input (2 ranks: 512 B/token)",
+    }
+    for override, text in sent.items():
+        with fuser.autocast(recipe=MXFP8BlockScaling(backward_override=override)):
+            plan = str(model.plan(torch.empty(32, 128, device="meta").requires_grad_()))
+        forward, backward = plan.split("\n  backward ")
+        assert "all-gather MXFP8 E4M3 rowwise input (2 ranks: 132 B/token)" in forward
+        assert text in backward
+        assert backward.count("all-gather") == 1
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])
