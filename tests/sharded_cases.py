@@ -8,5 +8,5 @@ from sharded_models import CASES
 
 __all__ = ["CASES"]
 
-for subject in ("training", "gathering", "options", "values", "checkpoints"):
+for subject in ("training", "gathering", "staying", "options", "values", "checkpoints"):
     importlib.import_module(f"sharded_{subject}_cases")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ranks import device_type
 from sharded_models import (
-    ODD,
     RECIPES,
     SMALL,
     WIDTHS,
@@ -62,7 +61,7 @@ def unquantized_weights_are_gathered_quantized(name: str) -> None:
             expected = loss_of(reference, x, recipe)
             expected.backward()
             assert torch.equal(loss, expected)
-            if widths != (40, 50) and name not in ODD:
+            if widths != (40, 50):
                 assert all("data" in names and "values" not in names for names, _ in found)
             for one in (optimizer, other):
                 one.step()
@@ -234,7 +233,7 @@ def checkpoints_of_shards_are_loaded_with_their_bytes(name: str) -> None:
                 assert_same_bytes(found, own)
             assert found._sharding is not None
         for weight, layer in zip(unsharded(loaded), linears(reference), strict=True):
-            check_loaded(name, weight, layer.weight, is_exact=name not in ODD)
+            check_loaded(name, weight, layer.weight, is_exact=True)
     if rank() == 0:
         for found, layer in zip(linears(alone), linears(reference), strict=True):
             check_loaded(name, found.weight, layer.weight, is_exact=name in INDEPENDENT)

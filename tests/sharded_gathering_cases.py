@@ -12,6 +12,7 @@ from ranks import device_type
 from sharded_models import (
     RECIPES,
     SMALL,
+    WIDTHS,
     assert_same_bytes,
     case,
     each,
@@ -275,7 +276,7 @@ def weights_of_several_formats_are_gathered_together() -> None:
     for names, numbers in (
         (("current", "mxfp8", "nvfp4"), [2]),
         (("mxfp8", "nvfp4", "mxfp8"), [1]),
-        (("mxfp8", "rowwise", "blocks of 1x128"), []),
+        (("mxfp8", "rowwise", "blocks of 1x128"), [SMALL[1]]),
     ):
         layers = sharded(gathered_quantized(names), each_layer=False)
         for step in range(2):
@@ -347,3 +348,112 @@ def a_gathering_that_failed_leaves_no_old_weights() -> None:
         for layer in linears(layers):
             shard_of(layer.weight).mul_(3 + rank())
     assert_gathered(layers, names)
+
+
+@each("current", "mxfp8")
+def values_that_are_set_after_a_gathering_that_failed_are_gathered(name: str) -> None:
+    """By ``data``, which no version counts; in a forward, and between forward and backward."""
+    for sets_data in (True, False):
+        layers = sharded(gathered_quantized((name,) * 3), each_layer=False)
+        masters = [shard_of(layer.weight) for layer in linears(layers)]
+        loss_of(layers, inputs(layers, 1).requires_grad_(), RECIPES[name]())
+        said(StateError, lambda layers=layers, last=masters[-1]: _gather_without(layers, last))
+        for place, master in enumerate(masters):
+            values = torch.full_like(master._plain, 0.5 + place + rank())
+            if sets_data:
+                master.data = values
+                assert master._state.shard is None  # nothing of the old values is gathered
+            else:
+                master.copy_(values)
+        for place, layer in enumerate(linears(layers)):
+            whole = layer.weight.full_tensor()
+            assert torch.equal(whole[0], torch.full_like(whole[0], 0.5 + place))
+            assert torch.equal(whole[-1], torch.full_like(whole[-1], 0.5 + place + ranks() - 1))
+        assert_gathered(layers, (name,) * 3)
+
+
+def _gather_without(layers: Any, refused: Any) -> None:
+    """Gather the weights of a forward of which one fails, after the others were quantized."""
+    resharded(layers)
+    kept = type(refused).fsdp_pre_all_gather
+
+    def fails(
+        self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        if self is refused:
+            raise StateError("This weight is not gathered.")
+        return kept(self, mesh, outer_size, outer_stride, module, mp_policy)
+
+    type(refused).fsdp_pre_all_gather = fails
+    try:
+        loss_of(layers, inputs(layers, 1), None)
+    finally:
+        type(refused).fsdp_pre_all_gather = kept
+
+
+@each("current", "mxfp8", "nvfp4", "blocks of 128x128", "rowwise")
+def weights_are_quantized_from_the_dtype_of_the_policy(name: str) -> None:
+    """fp32 values that bf16 rounds over the edge between two scales, and between two bytes."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    layers = plain_model(WIDTHS.get(name, SMALL))
+    with torch.no_grad():
+        for layer in linears(layers):
+            layer.weight.add_(torch.randn_like(layer.weight) / 64)
+            # The amax of each row, column and block is just above a power of two times 448 / 256.
+            layer.weight.clamp_(-1.75 * (1 + 2**-12), 1.75 * (1 + 2**-12))
+            layer.weight[::8, ::8] = 1.75 * (1 + 2**-12)
+    for layer in linears(layers):
+        fuser.distributed.gather_quantized(layer, RECIPES[name]())
+    wholes = [layer.weight.detach()._plain.clone() for layer in linears(layers)]
+    sharded(layers, mp_policy=policy)
+    quantizer = make_quantizer(RECIPES[name](), "weight")
+    for weight, whole in zip(unsharded(layers), wholes, strict=True):
+        assert weight.dtype is torch.bfloat16
+        expected = quantizer(whole.bfloat16())
+        assert_same_bytes(weight, expected)
+        of_fp32 = quantizer(whole)
+        assert any(
+            not torch.equal(buffer, of_fp32.buffers()[key])
+            for key, buffer in expected.buffers().items()
+            if buffer is not None
+        )
+
+
+@case
+def a_weight_of_two_ops_is_one_weight_that_is_gathered_once() -> None:
+    """``gather_quantized`` keeps it one parameter, also if the paths to it differ."""
+    for kind in ("linears", "experts"):
+        torch.manual_seed(1)
+        if kind == "linears":
+            layers = fuser.Sequential(fuser.BasicLinear(64, 64), fuser.BasicLinear(64, 64))
+            names = ["weight"]
+        else:
+            layers = fuser.Sequential(
+                *(fuser.GroupedLinear(2, 64, 64, bias=False) for _ in range(2))
+            )
+            names = ["weight0", "weight1"]
+        for tied in names:
+            setattr(layers[1], tied, getattr(layers[0], tied))
+        getattr(layers[0], names[0]).requires_grad_(False)
+        fuser.distributed.gather_quantized(layers, RECIPES["mxfp8"]())
+        for tied in names:
+            assert getattr(layers[0], tied) is getattr(layers[1], tied)
+        flags = [p.requires_grad for p in layers.parameters()]
+        assert flags == [False, *[True] * (len(names) - 1)]
+        if kind == "experts":
+            continue
+        layers[0].weight.requires_grad_(True)
+        reference = fuser.Sequential(fuser.BasicLinear(64, 64), fuser.BasicLinear(64, 64))
+        reference[0].weight = reference[1].weight
+        with torch.no_grad():
+            reference[0].weight.copy_(layers[0].weight)
+        fully_shard(layers)
+        x = inputs(layers, 2)
+        with gathers() as found:
+            loss_of(layers, x, RECIPES["mxfp8"]()).backward()
+        assert len(found) == 1
+        loss_of(reference, x, RECIPES["mxfp8"]()).backward()
+        assert layers[0].weight is layers[1].weight
+        torch.testing.assert_close(
+            layers[0].weight.grad.full_tensor(), reference[0].weight.grad, rtol=1e-5, atol=1e-8
+        )

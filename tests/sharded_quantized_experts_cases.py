@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import device_type
 from sharded_checkpoints_cases import shared_folder
 from sharded_experts_cases import Chain
-from sharded_models import ODD, RECIPES, assert_same_bytes, gathers, rank, ranks, shard_of
+from sharded_models import RECIPES, assert_same_bytes, gathers, rank, ranks, shard_of
 from sharded_models import each as each_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -28,7 +28,7 @@ each = functools.partial(each_of, into=CASES)
 
 EXPERTS = 3
 SIZES = (9, 0, 23)
-EXACT = [name for name in RECIPES if name not in ODD | {"delayed"}]
+EXACT = [name for name in RECIPES if name != "delayed"]
 
 
 def width(name: str) -> int:
@@ -142,19 +142,46 @@ def overrides_of_the_backward_of_quantized_experts(name: str) -> None:
         train(sharded(experts(name)), experts(name), recipe, steps=2)
 
 
-@each("delayed", "rowwise")
+@each("mxfp8", "rowwise", "current")
+def a_rank_without_rows_gathers_as_the_others_do(name: str) -> None:
+    """Also if parameters stay gathered, and backward gathers what it reads."""
+    for reshards in (True, False):
+        layers = sharded(experts(name), reshard_after_forward=reshards)
+        reference, recipe = experts(name), RECIPES[name]()
+        for turn in range(2):
+            counts = SIZES if rank() == turn else (0, 0, 0)
+            found, expected = (
+                _gradient_of_rows(m, counts, seed=turn, recipe=recipe) for m in (layers, reference)
+            )
+            assert torch.equal(found, expected)
+
+
+def _gradient_of_rows(
+    layers: Any, counts: tuple[int, ...], *, seed: int, recipe: Any
+) -> torch.Tensor:
+    """The gradient of the input of a step with so many rows for each expert."""
+    rows, sizes = sum(counts), torch.tensor(counts)
+    x = oracles.random_tensor((rows, layers[0].in_features), torch.float32, seed).requires_grad_()
+    scales = oracles.random_tensor((rows,), torch.float32, seed + 1).requires_grad_()
+    with fuser.autocast(recipe=recipe):
+        y = layers(x, sizes, scales, sizes)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@each("delayed")
 def other_formats_of_quantized_experts_train(name: str) -> None:
-    """All ranks with the same data. A column's scale of rowwise scaling is that of all rows."""
+    """All ranks with the same data."""
     layers, reference = sharded(experts(name)), experts(name)
-    options = {"reduce_amax": False} if name == "delayed" else {}
-    recipes = [RECIPES[name](**options) for _ in range(2)]
+    recipes = [RECIPES[name](reduce_amax=False) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (layers, reference)]
     for step in range(3):
         losses = [
             loss_of(m, inputs_of(m, step), recipe)
             for m, recipe in zip((layers, reference), recipes, strict=True)
         ]
-        torch.testing.assert_close(*losses, rtol=1e-2 if name == "rowwise" else 0, atol=0)
+        torch.testing.assert_close(*losses, rtol=0, atol=0)
         for loss in losses:
             loss.backward()
         for optimizer in optimizers:
@@ -315,8 +342,7 @@ def check_checkpoints(name: str, make: Callable[..., Any]) -> None:
 def unquantized_experts_are_gathered_quantized(name: str) -> None:
     found = train_gathered(*[experts(name, plain=True) for _ in range(2)], RECIPES[name]())
     assert len(found) == 4 * EXPERTS
-    if name not in ODD:
-        assert all("values" not in names for names, _ in found)
+    assert all("values" not in names for names, _ in found)
 
 
 def train_gathered(layers: Any, reference: Any, recipe: Any) -> list[tuple[str, int]]:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ranks import device_type
 from sharded_models import (
     EXACT,
-    ODD,
     RECIPES,
     assert_same_bytes,
     case,
@@ -46,17 +45,16 @@ def gathered_bytes_are_those_of_the_unsharded_parameter(name: str) -> None:
         assert isinstance(layer.weight, DTensor)
         assert type(local) is type(own.weight.detach())
         assert local.shape[0] == own.weight.shape[0] // ranks()
-    odd = [expected_of_shards(layer.weight) for layer in linears(layers)]
-    for found, own, of_shards in zip(unsharded(layers), linears(reference), odd, strict=True):
+    for found, own in zip(unsharded(layers), linears(reference), strict=True):
         assert isinstance(found, torch.nn.Parameter)
-        assert_same_bytes(found, of_shards if name in ODD else own.weight)
+        assert_same_bytes(found, own.weight)
 
 
 @each()
 def shards_that_cut_blocks_are_gathered_as_values_and_quantized(name: str) -> None:
     layers = sharded(model(name, (40, 50)))
     expected = [expected_of_shards(layer.weight) for layer in linears(layers)]
-    is_whole = name in ("current", "delayed")  # one scale: no block is cut
+    is_whole = name in ("current", "delayed", "rowwise")  # no block is cut
     for weight, of_shards, own in zip(
         unsharded(layers), expected, linears(model(name, (40, 50))), strict=True
     ):
@@ -69,11 +67,10 @@ def rows_of_a_weight_without_columnwise_copy_cut_no_block(name: str) -> None:
     recipe = RECIPES[name](backward_override="dequantized")
     layers, own = (linear(recipe, 40, 50) for _ in range(2))
     sharded(layers)
-    assert shard_of(layers[0].weight)._sharding.is_exact == (name != "rowwise")
-    expected = expected_of_shards(layers[0].weight) if name == "rowwise" else own[0].weight
+    assert shard_of(layers[0].weight)._sharding.is_exact
     (weight,) = unsharded(layers)
     assert weight._columnwise_data is None
-    assert_same_bytes(weight, expected)
+    assert_same_bytes(weight, own[0].weight)
     resharded(layers)
     loss_of(layers, inputs(layers, 1).requires_grad_(), recipe).backward()
 

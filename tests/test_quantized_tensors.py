@@ -180,9 +180,14 @@ def test_update_usage_drops_and_refuses(quantizer: Any) -> None:
     assert torch.equal(tensor.dequantize(), before)
     with pytest.raises(fuser.StateError, match="neither a rowwise nor a columnwise copy"):
         tensor.update_usage(rowwise_usage=False)
-    if isinstance(tensor, fuser.Float8Tensor):
+    whole = quantizer(values())
+    is_2d_block = getattr(quantizer, "block_scaling_dim", None) == 2
+    if isinstance(tensor, fuser.Float8Tensor) or is_2d_block:
         tensor.update_usage(columnwise_usage=True)
-        assert torch.equal(tensor._transpose, tensor._data.t())
+        assert same_buffers(tensor, whole)
+        tensor.update_usage(rowwise_usage=False)
+        tensor.update_usage(rowwise_usage=True)
+        assert same_buffers(tensor, whole)
     else:
         with pytest.raises(fuser.StateError, match="cannot be made"):
             tensor.update_usage(columnwise_usage=True)

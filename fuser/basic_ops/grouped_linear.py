@@ -45,6 +45,7 @@ from fuser.op import (
 )
 from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
+from fuser.tensors.gathering import gather_noted_reads
 from fuser.tensors.sharding import is_distributed
 from fuser.tensors.stacks import matrices
 
@@ -382,6 +383,7 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         if ctx.is_loop:
             sizes = (self.num_groups, self.out_features, self.in_features)
             wanted = (wants_wgrad, wants_dgrad)
+            gather_noted_reads(self._parts("weight"))
             if "separate_weights" in ctx.__dict__:
                 saved[self.num_groups :] = kept_matrices(ctx)
             dx, make_wgrads = loop_backward(ctx, dy, saved, groups, out, sizes, wanted)

@@ -169,7 +169,7 @@ def keep_stack(
 def kept_matrices(ctx: OperationContext) -> list[Any]:
     """The matrices of the stack that :func:`keep_stack` kept, with the copy that is read."""
     usage, (stack,) = ctx.separate_weights
-    found: list[Any] = matrices(stack)
+    found: list[Any] = matrices(stack, usage)
     if usage is None:
         return found
     pairs = zip(found, ctx.weight_quantizers, strict=True)

@@ -39,7 +39,7 @@ def can_gather(quantizer: Quantizer, usage: str, rows: int, *, has_equal_scales:
 
 def makes_columns(quantizer: Quantizer) -> bool:
     """Whether the columnwise copy is made from the rowwise one, and so need not be sent."""
-    return quantizer.tensor_class._make_copy is not QuantizedTensor._make_copy
+    return _blank(quantizer, 1).derives_columnwise
 
 
 def start_quantized_gather(

@@ -96,13 +96,8 @@ class QuantizedTensor(WrapperTensor):
     _own_names: ClassVar[frozenset[str]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
-    # Whether whole blocks of rows have the same bytes in a part of the tensor as in the whole, if
-    # an amax of the whole tensor is known.
-    has_exact_shards: ClassVar[bool] = True
     # Whether each 128 rows have the scale or amax that a tensor of the format has once.
     has_scales_of_rows: ClassVar[bool] = False
-    # Whether the columnwise copy is made from the bytes of the rowwise one (derive_columnwise).
-    derives_columnwise: ClassVar[bool] = False
     # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
     # Writes of several tensors; set by tensors/writes.py.
@@ -200,11 +195,36 @@ class QuantizedTensor(WrapperTensor):
         """Whether each copy is the transpose of the other, in values and layout."""
         raise NotImplementedError
 
+    @property
+    def derives_columnwise(self) -> bool:
+        """Whether each copy is made from the bytes of the other (:meth:`derive`)."""
+        return False
+
+    def derive(
+        self, usage: str, source: dict[str, torch.Tensor | None], out: dict[str, torch.Tensor]
+    ) -> None:
+        """Write the buffers of the copy ``usage``, in ``out``, from those of the other one.
+
+        ``source`` and ``out`` have the layout of a tensor that is not a view.
+        """
+        raise NotImplementedError
+
     def _make_copy(self, usage: str) -> None:
-        raise StateError(
-            f"{type(self).__name__} has no {usage} copy, and in this format one cannot be made "
-            "from the other: quantize the original with both."
-        )
+        if not self.derives_columnwise:
+            raise StateError(
+                f"{type(self).__name__} has no {usage} copy, and in this format one cannot be made "
+                "from the other: quantize the original with both."
+            )
+        layout, source = self._layout(*self._matrix()), self.buffers()
+        other = self._names("columnwise" if usage == "rowwise" else "rowwise")
+        out: dict[str, torch.Tensor] = {}
+        for name, twin in zip(self._names(usage), other, strict=True):
+            like = source[twin]
+            assert like is not None
+            out[name] = torch.empty(layout[name], dtype=like.dtype, device=like.device)
+        self.derive(usage, source, out)
+        for name, buffer in out.items():
+            setattr(self, name, buffer)
 
     # -- contents -------------------------------------------------------------
 
@@ -308,6 +328,8 @@ class QuantizedTensor(WrapperTensor):
     def _present(self, usage: str | None = None) -> QuantizedTensor:
         """This tensor; of a gathered parameter, only the copies that are in memory now.
 
+        A backward makes the copy that it reads if the forward left it out.
+
         Raises
         ------
         StateError
@@ -319,6 +341,8 @@ class QuantizedTensor(WrapperTensor):
         held = {name: self._has(name) and self._is_in_memory(name) for name in names}
         is_there = any(held.values()) if usage is None else held[usage]
         if not (is_there or (usage and self.derives_columnwise and any(held.values()))):
+            if self._gathering.complete(usage or next(filter(self._has, names))):
+                return self._present(usage)
             copies = " and ".join(name for name in names if held[name]) or "no copy"
             raise StateError(
                 f"The {usage or 'rowwise or columnwise'} copy of a sharded parameter, a "
@@ -336,10 +360,6 @@ class QuantizedTensor(WrapperTensor):
     def _is_in_memory(self, usage: str) -> bool:
         data: torch.Tensor = getattr(self, self._names(usage)[0])
         return data.numel() == 0 or data.untyped_storage().nbytes() > 0
-
-    def derive_columnwise(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the columnwise data that belongs to the rowwise ``data`` into ``out``."""
-        raise NotImplementedError
 
     def _usage(self) -> Any:
         """The quantizer, with the usages of the copies that this tensor has."""

@@ -22,6 +22,7 @@ from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_
 from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
+from fuser.tensors.fp8 import transposed_bytes
 from fuser.tensors.quantizer import Quantizer
 
 
@@ -61,6 +62,23 @@ class Float8BlockwiseQTensor(BlockScaledTensor):
 
     def _is_transposable(self) -> bool:
         return self._quantizer.block_scaling_dim == 2
+
+    @property
+    def derives_columnwise(self) -> bool:
+        return self._is_transposable()
+
+    def derive(
+        self, usage: str, source: dict[str, torch.Tensor | None], out: dict[str, torch.Tensor]
+    ) -> None:
+        data_name, scale_name = self._names(usage)
+        others = self._names("columnwise" if usage == "rowwise" else "rowwise")
+        data, scale = (source[name] for name in others)
+        assert data is not None
+        assert scale is not None
+        transposed_bytes(data, out[data_name])
+        columns = ceil_div(data.shape[1], FP8_BLOCK)  # the rest is padding
+        target = out[scale_name].zero_()
+        target[:, : len(scale)].copy_(scale[:, :columns].t())
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()

@@ -332,11 +332,15 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
         type(source) is type(target)
         and source.shape == target.shape
         and source._usage().encoding() == target._usage().encoding()
-        and all(source._has(usage) or not target._has(usage) for usage in USAGES)
     )
+    missing = [u for u in USAGES if exchanges_bytes and target._has(u) and not source._has(u)]
+    exchanges_bytes = exchanges_bytes and (not missing or source.derives_columnwise)
     if exchanges_bytes and target._can_be_written_alone():
         if target._sharding is not None:
             target._sharding.has_new_bytes = True
+        if missing:  # a shard has one of two copies that are each other's transpose
+            source = source.compact()._alias()
+            source._make_copy(*missing)
         target._write(source, non_blocking)
         return target
     if isinstance(source, WrapperTensor):

@@ -46,7 +46,6 @@ class Float8Tensor(QuantizedTensor):
     rowwise_names = ("_rowwise_data",)
     columnwise_names = ("_columnwise_data",)
     has_independent_blocks = False  # one scale for the whole tensor
-    derives_columnwise = True
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _scale_inv: torch.Tensor
@@ -90,7 +89,7 @@ class Float8Tensor(QuantizedTensor):
                 raise StateError(
                     f"{self} has no bytes: they were cleared or given to another tensor."
                 )
-            data = _transposed(self._columnwise_data)
+            data = transposed_bytes(self._columnwise_data)
         return filled(
             torch.empty(data.shape, dtype=dtype, device=data.device),
             kernels.dequantize,
@@ -110,25 +109,25 @@ class Float8Tensor(QuantizedTensor):
     def _is_transposable(self) -> bool:
         return True
 
-    def _make_copy(self, usage: str) -> None:
-        if usage == "rowwise":
-            assert self._columnwise_data is not None
-            self._rowwise_data = _transposed(self._columnwise_data)
-        else:
-            assert self._rowwise_data is not None
-            self._columnwise_data = _transposed(self._rowwise_data)
+    @property
+    def derives_columnwise(self) -> bool:
+        return True
 
-    def derive_columnwise(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        made = _transposed(data, out)
-        if made is not out:
-            out.copy_(made)
+    def derive(
+        self, usage: str, source: dict[str, torch.Tensor | None], out: dict[str, torch.Tensor]
+    ) -> None:
+        names = ("_rowwise_data", "_columnwise_data")
+        target, origin = names if usage == "rowwise" else names[::-1]
+        data = source[origin]
+        assert data is not None
+        transposed_bytes(data, out[target])
 
 
-def _transposed(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def transposed_bytes(data: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The transpose of the bytes ``[M, K]``: ``[K, M]``, contiguous; in ``out`` if it is given."""
-    if out is None:
-        out = torch.empty(data.shape[::-1], dtype=data.dtype, device=data.device)
-    return filled(out, kernels.transpose, fp8.transpose, data.contiguous())
+    target = data.new_empty(data.shape[::-1]) if out is None else out
+    transposed = filled(target, kernels.transpose, fp8.transpose, data.contiguous())
+    return transposed if out is None or transposed is out else out.copy_(transposed)
 
 
 def _new_buffers(

@@ -1,9 +1,10 @@
 """Gathering of quantized parameters that ``fully_shard`` (FSDP2) has sharded.
 
 Before a forward or a backward, the bytes and scales of the copies that the pass reads are gathered
-from all ranks. The buffers of the whole parameter are made once; their memory is freed and
-allocated again by ``fully_shard``. So a copy that an op saved in forward, and that was not gathered
-there, is right in backward.
+from all ranks. If a parameter stays gathered from forward to backward, the backward adds the copy
+that it reads: it makes it of the other copy, or gathers it. The buffers of the whole parameter are
+made once; their memory is freed and allocated again by ``fully_shard``. So a copy that an op saved
+in forward, and that was not gathered there, is right in backward.
 
 If the rows of a rank cut blocks of the format, or are fewer on the last rank, the values of shards
 are gathered in their nominal dtype, and quantized after that.
@@ -12,6 +13,7 @@ are gathered in their nominal dtype, and quantized after that.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +23,13 @@ import torch
 from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.sharding import USAGES, Gathered, Sharding, caller, is_exact, size_of
+
+
+class _OfForward(NamedTuple):
+    """The shard of which a forward gathered the rowwise copy alone, and its version then."""
+
+    shard: QuantizedTensor
+    version: int | None
 
 
 @dataclass(eq=False)
@@ -36,7 +45,10 @@ class Gathering:
     buffers: dict[str, torch.Tensor | None]
     memory: dict[str, torch.Tensor]
     backward_reads: set[str]
+    group: weakref.ref[Any]  # torch's group of parameters
     freed: list[torch.Tensor] = field(default_factory=list)
+    of_forward: _OfForward | None = None
+    """Set if the backward of that forward gets the parameter as it is, and may read columns."""
 
     def __deepcopy__(self, memo: Any) -> Gathering:
         return self
@@ -50,6 +62,44 @@ class Gathering:
             storage.resize_(size)
         return buffer
 
+    def holds(self, names: Sequence[str]) -> bool:
+        """Whether the copy with these buffers is in memory."""
+        return self.memory[names[0]].untyped_storage().nbytes() > 0
+
+    def free(self, names: Sequence[str]) -> None:
+        """Free the memory of the copy with these buffers."""
+        for name in names:
+            self.memory[name].untyped_storage().resize_(0)
+
+    def complete(self, usage: str) -> bool:
+        """In backward, make the copy that the forward left out; False if there is none to make.
+
+        It is made of the other copy, or gathered. Of torch's group of parameters all copies that
+        backward reads are gathered together; all ranks read the first of them at the same place.
+
+        Raises
+        ------
+        StateError
+            If the shard was written since the forward.
+        """
+        if not (usage == "columnwise" and self.lacks_columns() and _is_in_backward()):
+            return False
+        _complete(self)
+        return True
+
+    def lacks_columns(self) -> bool:
+        """Whether this parameter has stayed gathered since a forward that left out this copy."""
+        if self.of_forward is None:
+            return False
+        shard = self.of_forward.shard
+        return self.holds(shard.rowwise_names) and not self.holds(shard.columnwise_names)
+
+    def waits_for_columns(self) -> bool:
+        """Whether an op said that its backward reads this copy, which is not made here."""
+        assert self.of_forward is not None
+        derives = self.of_forward.shard.derives_columnwise
+        return "columnwise" in self.backward_reads and not derives
+
 
 def note_backward_read(tensor: Any, usage: str | None) -> None:
     """Say which copy of a gathered parameter the backward of the forward that runs now reads.
@@ -61,6 +111,18 @@ def note_backward_read(tensor: Any, usage: str | None) -> None:
     if gathering is not None:
         is_hooked = _top_saved_tensor_hooks(False) is not None
         gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
+
+
+def gather_noted_reads(tensors: Sequence[Any]) -> None:
+    """At the start of a backward, of gathered parameters: make the copies that it reads.
+
+    For an op that may read none of them, as a grouped linear without rows: other ranks, which have
+    rows, gather. No effect on other tensors.
+    """
+    for tensor in tensors:
+        gathering: Gathering | None = getattr(tensor, "_gathering", None)
+        if gathering is not None and "columnwise" in gathering.backward_reads:
+            gathering.complete("columnwise")
 
 
 NOTHING = "nothing"
@@ -108,8 +170,12 @@ def fsdp_pre_all_gather(
     sharding, quantizer = self._sharding, self._quantizer
     copies = _copies_read(quantizer, sharding, group)
     ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
-    gathering = _gathering(self, param, outer_size, ranks)
+    gathering = _gathering(self, param, group, outer_size, ranks)
     gathering.shard, gathering.backward_reads = param._sharded_local_tensor, sharding.backward_reads
+    gathering.of_forward = None
+    if copies == USAGES[:1] and quantizer.columnwise and not group._reshard_after_forward:
+        version = None if self.is_inference() else self._version
+        gathering.of_forward = _OfForward(self, version)
     gathering.freed.clear()
     param.all_gather_outputs = []
     if ranks == 1:  # the framework gathers nothing then
@@ -200,16 +266,19 @@ def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, .
     ``group`` is the framework's group of parameters. Forward reads the rowwise copy. Backward
     reads what the ops said in their forward. If they said nothing, as ops of others do, it needs
     every copy; if they said that they read none, any copy will do. A parameter that stays gathered
-    from one pass to the next needs every copy.
+    after backward needs every copy, and one that stays gathered after forward is completed in
+    backward, unless that would gather its values twice.
     """
     copies = tuple(name for name in USAGES if getattr(quantizer, name))
     state = group._training_state.name
     if len(copies) == 1:
         return copies
-    if state == "FORWARD" and group._reshard_after_forward and not _is_in_backward():
+    # After a forward that failed, the state is still that of a forward, also for ``unshard()``.
+    if state == "FORWARD" and caller("FSDPState") is not None and not _is_in_backward():
         if not group._post_forward_indices:  # no backward is still to come
             sharding.backward_reads.clear()
-        return ("rowwise",)
+        if group._reshard_after_forward or sharding.is_exact:
+            return ("rowwise",)
     if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():
         reads = sharding.backward_reads
         read = tuple(name for name in copies if name in reads)
@@ -231,10 +300,11 @@ def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _gathering(shard: QuantizedTensor, param: Any, shape: torch.Size, ranks: int) -> Gathering:
+def _gathering(
+    shard: QuantizedTensor, param: Any, group: Any, shape: torch.Size, ranks: int
+) -> Gathering:
     """The buffers of the whole parameter: those of the gatherings before, or new ones."""
-    whole = getattr(param, "_unsharded_param", None)
-    made: Gathering | None = getattr(getattr(whole, "_local_tensor", whole), "_gathering", None)
+    made = _gathering_of(param)
     if made is not None:
         return made
     quantizer, held = shard._quantizer, shard.buffers()
@@ -251,13 +321,22 @@ def _gathering(shard: QuantizedTensor, param: Any, shape: torch.Size, ranks: int
             assert like is not None
             size = torch.Size(layout[name])
             numel = size.numel()
-            if shard.derives_columnwise and name in shard.rowwise_names:
+            if shard.derives_columnwise and name == shard.rowwise_names[0]:
                 # The last rank sends as many rows as the others, and they follow its own.
                 numel = max(numel, param.padded_sharded_param_size.numel() * ranks)
             flat = torch.empty(numel, dtype=like.dtype, device=param.device)
             memory[name], buffers[name] = flat, flat[: size.numel()].view(size)
             flat.untyped_storage().resize_(0)  # allocated later, on the stream that computes
-    return Gathering(shape, shard, buffers, memory, set())
+    return Gathering(shape, shard, buffers, memory, set(), weakref.ref(group))
+
+
+def _gathering_of(param: Any) -> Gathering | None:
+    """The gathering of the parameter of torch's ``FSDPParam``, after its first one."""
+    whole = getattr(param, "_unsharded_param", None)
+    gathering: Gathering | None = getattr(
+        getattr(whole, "_local_tensor", whole), "_gathering", None
+    )
+    return gathering
 
 
 def _parts(
@@ -347,8 +426,12 @@ def _check_scales(shard: QuantizedTensor, sharding: Sharding, scales: torch.Tens
     """Refuse different scales, if bytes were copied into this shard; costs a synchronization."""
     if not sharding.has_new_bytes:
         return
-    found = sorted({one for one in scales.flatten().tolist() if not math.isnan(one)})
-    if len(found) > 1:
+    by_rank = scales.view(len(scales), -1)
+    differs = (by_rank != by_rank[0]).any(0)
+    for column in by_rank[:, differs].t().tolist():
+        found = sorted({one for one in column if not math.isnan(one)})
+        if len(found) < 2:
+            continue
         raise StateError(
             f"The shards of a {type(shard).__name__} have the scales or amaxes "
             f"{', '.join(f'{one:.9g}' for one in found)}, and the whole tensor has one. Bytes of "
@@ -416,15 +499,75 @@ def _fill_from_parts(shard: QuantizedTensor, sent: _Sent, outputs: Sequence[torc
 def _derive(shard: QuantizedTensor, sent: _Sent) -> None:
     """Make the columnwise copy of the rowwise one, in a format where it can be, if it is read."""
     gathering = sent.gathering
-    if not shard.derives_columnwise or gathering.buffers["_rowwise_data"] is None:
+    if not shard.derives_columnwise or gathering.buffers[shard.rowwise_names[0]] is None:
         return
-    row, column = (shard._names(usage)[0] for usage in USAGES)
     if "columnwise" in sent.copies:
-        data = gathering.buffers[row]
-        assert data is not None
-        shard.derive_columnwise(data, gathering.allocated(column))
+        out = {name: gathering.allocated(name) for name in shard.columnwise_names}
+        shard.derive("columnwise", gathering.buffers, out)
     if "rowwise" not in sent.copies:
-        gathering.memory[row].untyped_storage().resize_(0)
+        gathering.free(shard.rowwise_names)
+
+
+# -- copies that a backward adds -------------------------------------------------------------
+
+
+def _complete(first: Gathering) -> None:
+    """Make the columnwise copy of ``first``, or gather it with all of its group that are read."""
+    group = first.group()
+    assert group is not None
+    assert first.of_forward is not None
+    completed = [first]
+    if first.of_forward.shard.derives_columnwise:
+        _derive(first.of_forward.shard, _Sent(USAGES, (), (), None, first))
+    else:
+        pairs = [(param, _gathering_of(param)) for param in group.fsdp_params]
+        lacking = [(p, g) for p, g in pairs if g is not None and g.lacks_columns()]
+        read = [(p, g) for p, g in lacking if g is first or g.waits_for_columns()]
+        _gather_columns(read)
+        completed = [gathering for _, gathering in read]
+    for gathering in completed:
+        assert gathering.of_forward is not None
+        # As for a parameter that is gathered for backward, whose module then frees it.
+        if group.reshard_after_backward and "rowwise" not in gathering.backward_reads:
+            gathering.free(gathering.of_forward.shard.rowwise_names)
+        gathering.of_forward = None
+
+
+def _gather_columns(gathered: Sequence[tuple[Any, Gathering]]) -> None:
+    """Gather the columnwise copies of parameters of one group, each with its ``FSDPParam``."""
+    sends: list[tuple[QuantizedTensor, _Sent]] = []
+    parts: list[torch.Tensor] = []
+    for param, gathering in gathered:
+        assert gathering.of_forward is not None
+        shard, version = gathering.of_forward
+        if version is not None and shard._version != version:
+            raise StateError(
+                f"A shard of a {type(shard).__name__} of shape {tuple(gathering.shape)} was "
+                "written between a forward and its backward, which gathers the columnwise copy "
+                "that belongs to the values of the forward. Write it after the backward, or give "
+                "fully_shard reshard_after_forward=True, with which backward reads new values."
+            )
+        own = _parts(shard, USAGES[1:], tuple(param.padded_sharded_param_size), is_even=True)
+        shapes = tuple(tuple(part.shape) for part in own.values())
+        sends.append((shard, _Sent(USAGES[1:], tuple(own), shapes, None, gathering)))
+        parts += own.values()
+    sharding = sends[0][0]._sharding
+    sent_bytes = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+    every = sent_bytes.new_empty(sharding.ranks, len(sent_bytes))
+    _all_gather(every.view(-1), sent_bytes, group=sharding.group)
+    pieces = torch.split(every, [part.nbytes for part in parts], dim=1)
+    outputs = [
+        piece.contiguous().view(part.dtype) for piece, part in zip(pieces, parts, strict=True)
+    ]
+    for shard, sent in sends:
+        count = len(sent.names)
+        _fill_from_parts(shard, sent, outputs[:count])
+        del outputs[:count]
+
+
+_all_gather = getattr(torch.distributed, "all_gather_single", None) or (
+    torch.distributed.all_gather_into_tensor
+)
 
 
 QuantizedTensor.fsdp_pre_all_gather = fsdp_pre_all_gather

@@ -34,7 +34,6 @@ class Float8RowwiseTensor(BlockScaledTensor):
     """
 
     has_independent_blocks = False  # a scale of the columnwise copy is of all rows
-    has_exact_shards = False
     _quantizer: Float8RowwiseQuantizer
 
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:

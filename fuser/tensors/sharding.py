@@ -282,9 +282,11 @@ def is_exact(
         return False
     if has_shared_scale and whole.derives_columnwise and quantizer.rowwise:
         return True
-    if shape[0] % ranks or not whole.has_exact_shards:
+    if shape[0] % ranks:
         return False
-    names = [n for usage in USAGES if getattr(quantizer, usage) for n in whole._names(usage)]
+    # A shard has the rowwise copy alone if the other is made from it.
+    kept = USAGES[:1] if whole.derives_columnwise and quantizer.rowwise else USAGES
+    names = [n for usage in kept if getattr(quantizer, usage) for n in whole._names(usage)]
     return all(rows // ranks % units[name][1] == 0 for name in names if name in units)
 
 

@@ -125,13 +125,16 @@ def is_stack(weights: Sequence[QuantizedTensor]) -> bool:
     return bool(quantizer.stacked_rows == rows)
 
 
-def matrices(stack: torch.Tensor) -> list[torch.Tensor]:
+def matrices(stack: torch.Tensor, usage: str | None = None) -> list[torch.Tensor]:
     """The matrices ``[N, K]`` of a tensor ``[G, N, K]``, in their own format; they share memory.
 
-    Of a gathered parameter they have the copies that are in memory now. A matrix whose rows cut
-    blocks of the format is a view that is dequantized when it is read.
+    Of a gathered parameter they have the copies that are in memory now; a backward makes sure of
+    ``usage``, if the stack has it. A matrix whose rows cut blocks of the format is a view that is
+    dequantized when it is read.
     """
-    return [_alone(each) for each in stack.detach()._present().unbind()]  # type: ignore[attr-defined]
+    assert isinstance(stack, QuantizedTensor)
+    present = stack._present(usage if usage is not None and stack._has(usage) else None)
+    return [_alone(matrix) for matrix in present.detach().unbind()]
 
 
 def _alone(matrix: torch.Tensor) -> torch.Tensor:
