@@ -547,6 +547,24 @@ def test_recomputation_keeps_the_input_alone_and_repeats_forward() -> None:
     )
 
 
+def test_recomputation_keeps_the_quantized_weights_of_one_layer() -> None:
+    """Those of the layer that is recomputed, of however many layers."""
+    sizes = {}
+    for layers in (40, 80):
+        model = replace(PRESETS["llama3-70b"], layers=layers)
+        for recompute in (False, True):
+            step = training_step(
+                model, node_mesh(model, 512), VALUES, tokens=1024, recompute=recompute
+            )
+            sizes[layers, recompute] = dict(step.memory)["quantized weights for backward"]
+    assert sizes[80, True] == sizes[40, True] > 0
+    assert sizes[80, False] == 2 * sizes[40, False] == 80 * sizes[80, True]
+    # A byte for each weight of a tensor parallel rank.
+    mesh = node_mesh(model, 512)
+    layer = plan_layer(model, mesh.tp, mesh.ep, 1024, VALUES.recipe)
+    assert sizes[80, True] == sum(product.weights for product in layer.products)
+
+
 def test_a_sequence_that_is_cut_is_refused() -> None:
     with pytest.raises(InputError, match=r"100 tokens on each of 1 GPUs .* sequences of 64"):
         training_step(TINY, Mesh(1, 1), BF16, tokens=100)

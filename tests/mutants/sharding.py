@@ -4,6 +4,7 @@ from mutants.mutant import Mutant
 
 TWO_RANKS = "test_sharded_parameters.py::test_on_two_ranks"
 EXPERTS = "test_sharded_experts.py::test_on_two_ranks"
+GROUPED_MEMORY = "test_grouped_memory.py"
 
 SHARDING = (
     Mutant(
@@ -97,8 +98,8 @@ SHARDING = (
     Mutant(
         "the rowwise bytes stay in memory after their transpose was made",
         "tensors/gathering.py",
-        '    if "rowwise" not in sent.copies:\n        gathering.memory[row]',
-        "    if False:\n        gathering.memory[row]",
+        '    if "rowwise" not in sent.copies:\n        gathering.free',
+        "    if False:\n        gathering.free",
         TWO_RANKS,
     ),
     Mutant(
@@ -128,9 +129,112 @@ SHARDING = (
     Mutant(
         "shards of uneven stacks of matrices are taken as exact",
         "tensors/sharding.py",
-        "if shape[0] % ranks or not",
-        "if rows % ranks or not",
+        "    if shape[0] % ranks:\n",
+        "    if rows % ranks:\n",
         TWO_RANKS,
         select="matrices_of and mxfp8",
+    ),
+    Mutant(
+        "a forward gathers both copies of a parameter that stays gathered",
+        "tensors/gathering.py",
+        "if group._reshard_after_forward or sharding.is_exact:",
+        "if group._reshard_after_forward:",
+        TWO_RANKS,
+        select="is_of_one_copy and mxfp8",
+    ),
+    Mutant(
+        "the columns that a backward gathers may be those of other values",
+        "tensors/gathering.py",
+        "if version is not None and shard._version != version:",
+        "if False:",
+        TWO_RANKS,
+        select="written_before",
+    ),
+    Mutant(
+        "a rank without rows does not gather what others read in backward",
+        "basic_ops/grouped_linear.py",
+        '            gather_noted_reads(self._parts("weight"))\n',
+        "",
+        EXPERTS,
+        select="without_rows and rowwise",
+    ),
+    Mutant(
+        "a copy that a backward added leaves the other one in memory",
+        "tensors/gathering.py",
+        "            gathering.free(gathering.of_forward.shard.rowwise_names)\n",
+        "            pass\n",
+        TWO_RANKS,
+        select="stays_is_in_memory",
+    ),
+    Mutant(
+        "a shard of a stack of matrices counts matrices",
+        "tensors/sharding.py",
+        "Sharding(group, values.shape[:-1].numel(), is_whole)",
+        "Sharding(group, values.shape[0], is_whole)",
+        EXPERTS,
+        select="counts_rows",
+    ),
+    Mutant(
+        "values that are set by data leave the quantized shard of the old ones",
+        "tensors/master_weight.py",
+        "self._plain, self._state.shard, self._state.is_new = plain, None, False",
+        "self._plain = plain",
+        TWO_RANKS,
+        select="values_that_are_set",
+    ),
+    Mutant(
+        "a weight is quantized from another dtype than the policy's",
+        "tensors/master_weight.py",
+        "one._plain.to(param.mp_policy.param_dtype or one.dtype)",
+        "one._plain",
+        TWO_RANKS,
+        select="dtype_of_the_policy",
+    ),
+    Mutant(
+        "a weight of two ops becomes two that are gathered",
+        "distributed/gather_quantized.py",
+        "if id(weight) not in made:",
+        "if True:",
+        TWO_RANKS,
+        select="a_weight_of_two_ops",
+    ),
+    Mutant(
+        "a frozen parameter trains after it was sharded",
+        "distributed/parallel_styles.py",
+        "setattr(op, name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))",
+        "setattr(op, name, torch.nn.Parameter(made))",
+        "test_dtensor_parameters.py",
+        select="stays_frozen",
+    ),
+    Mutant(
+        "a plan sends the columnwise copy of an input that is read rowwise",
+        "basic_ops/linear_parallel.py",
+        'is_wgrads = side == "backward" and recipe.backward_override is None',
+        'is_wgrads = side == "backward"',
+        "test_parallel_ops.py::"
+        "test_a_plan_sends_the_copy_of_an_input_that_an_overridden_backward_reads",
+    ),
+    Mutant(
+        "weights that were replaced stay in separate memory",
+        "runtime/known_parameters.py",
+        "layout = self._layout(params) if any(are_moved) else layout",
+        "pass",
+        GROUPED_MEMORY,
+    ),
+    Mutant(
+        "a call takes weights out of the memory of its caller",
+        "basic_ops/shared_memory.py",
+        "    if not (is_alone or is_slice) or parameter.is_inference():\n",
+        "    if parameter.is_inference():\n",
+        GROUPED_MEMORY,
+        select="caller_stay",
+    ),
+    Mutant(
+        "two ops take a weight from each other at each call",
+        "basic_ops/grouped_parameters.py",
+        "from_slices=ids not in self._arranged",
+        "from_slices=True",
+        GROUPED_MEMORY,
+        select="two_ops",
     ),
 )
