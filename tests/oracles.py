@@ -109,6 +109,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_erf(x: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float64:  # 1 + erf loses all digits below -8.3
+        return 0.5 * x * torch.special.erfc(-(0.5**0.5) * x)
     return F.gelu(x, approximate="none")
 
 

@@ -249,6 +249,8 @@ def check_erf_gelu(
 ) -> None:
     """Every element of the erf GELU is within 2^-19 of itself and a rounding, far below 0 too.
 
+    Near 0, where torch is right to an ulp or two, fp32 is within 2^-22.5.
+
     0.5 (1 + erf) has lost all digits of fp32 at -5.5, so that torch is no measure there.
     """
     x = torch.linspace(-12, 12, 6000, device=device).to(dtype).view(-1, 40)
@@ -266,7 +268,8 @@ def check_erf_gelu(
         (dx, integral + product, integral + product.abs()),
     ):
         number = torch.finfo(dtype)
-        allowed = (number.eps / 2 + 2**-19) * terms + number.smallest_normal * number.eps
+        own = torch.where(exact.abs() < 0.5, 2**-22.5, 2**-19) if number.bits == 32 else 2**-19
+        allowed = (number.eps / 2 + own) * terms + number.smallest_normal * number.eps
         assert ((actual.double() - value).abs() <= allowed).all()
 
 
