@@ -35,6 +35,7 @@ from sharded_models import (
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
@@ -276,6 +277,34 @@ def a_full_state_dict_has_plain_values_and_is_loaded_into_shards(name: str) -> N
         torch.testing.assert_close(weight.dequantize(), layer.weight.dequantize())
     resharded(loaded)
     train(name, sharded(model(name)), model(name), steps=1)
+
+
+@each("delayed")
+def an_optimizer_state_that_is_made_after_a_load_changes_no_byte(name: str) -> None:
+    """torch makes it by a step with a learning rate of 0, which writes every weight."""
+    folder, layers, recipe = shared_folder(), sharded(model(name)), RECIPES[name]()
+    optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
+    for seed in range(2):
+        loss_of(layers, inputs(layers, seed + rank()), recipe).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(get_model_state_dict(layers), checkpoint_id=f"{folder}/model")
+    loaded = sharded(changed(model(name)))
+    fuser.distributed.init_delayed_scaling(loaded, recipe)
+    fresh = torch.optim.Adam(loaded.parameters(), lr=0.01)
+    state = get_model_state_dict(loaded)
+    dcp.load(state, checkpoint_id=f"{folder}/model")
+    for is_set in (False, True):
+        if is_set:
+            set_model_state_dict(loaded, state)
+        get_optimizer_state_dict(loaded, fresh)
+        fresh.state.clear()
+        for found, own in zip(linears(loaded), linears(layers), strict=True):
+            assert_same_bytes(shard_of(found.weight), shard_of(own.weight))
+    for one in (loaded, layers):
+        loss_of(one, inputs(one, 7 + rank()), recipe).backward()
+    for found, own in zip(linears(loaded), linears(layers), strict=True):
+        torch.testing.assert_close(found.weight.grad.full_tensor(), own.weight.grad.full_tensor())
 
 
 @each("current", "mxfp8")

@@ -269,3 +269,153 @@ def test_a_deferred_weight_is_quantized_with_scale_one_at_the_first_forward() ->
     assert type(op.weight) is fuser.Float8Tensor
     assert float(op.weight._scale_inv) == 1.0
     assert float(forward_state(op).amax_history[0, 1]) > 0
+
+
+# -- loaded weights: the scale of their bytes, until an amax is recorded ---------------------------
+
+
+def trained() -> fuser.BasicLinear:
+    """A linear whose weights are small, so that scale 1 would leave few of their bits."""
+    op = linear()
+    for k in range(3):
+        train_step(op, k)
+        with torch.no_grad():
+            op.weight.copy_(tensor(20 + k, 32, 64) / 3000)
+    train_step(op, 3)
+    return op
+
+
+def by_copy(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    with torch.no_grad():
+        target.weight.copy_(source.weight)
+
+
+def by_copy_of_an_alias(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    """As ``torch.distributed.checkpoint`` loads: into the tensors of a state dict."""
+    target.state_dict()["weight"].copy_(source.state_dict()["weight"])
+
+
+def by_load(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    target.load_state_dict(source.state_dict())
+
+
+def without_state(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    target.load_state_dict({"weight": source.weight.detach()}, strict=False)
+
+
+def with_an_empty_state(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    state = {**source.state_dict(), "_extra_state": torch.empty(0, dtype=torch.uint8)}
+    target.load_state_dict(state)
+
+
+def by_assignment(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    state = pickle.loads(pickle.dumps(source.state_dict()))
+    target.load_state_dict(state, assign=True)
+
+
+def by_assignment_without_state(source: fuser.BasicLinear, target: fuser.BasicLinear) -> None:
+    state = {"weight": copy.deepcopy(source.weight.detach())}
+    target.load_state_dict(state, strict=False, assign=True)
+
+
+LOADS: dict[str, Callable[[fuser.BasicLinear, fuser.BasicLinear], None]] = {
+    load.__name__: load
+    for load in (
+        by_copy,
+        by_copy_of_an_alias,
+        by_load,
+        without_state,
+        with_an_empty_state,
+        by_assignment,
+        by_assignment_without_state,
+    )
+}
+
+
+def fresh_linear() -> fuser.BasicLinear:
+    return linear()
+
+
+def used_linear() -> fuser.BasicLinear:
+    """Its state has the amaxes of weights that are larger."""
+    op = linear()
+    train_step(op, 7)
+    return op
+
+
+def linear_from_meta() -> fuser.BasicLinear:
+    with fuser.quantized_model_init(recipe=RECIPE):
+        op = fuser.BasicLinear(64, 32, device="meta")
+    op.to_empty(device="cpu")
+    op.reset_parameters()
+    return op
+
+
+def copied_linear() -> fuser.BasicLinear:
+    return copy.deepcopy(linear())
+
+
+TARGETS = {f.__name__: f for f in (fresh_linear, used_linear, linear_from_meta, copied_linear)}
+
+
+def bytes_of(op: fuser.BasicLinear) -> tuple[torch.Tensor, ...]:
+    weight: Any = op.weight
+    return weight._data.clone(), weight._transpose.clone(), weight._scale_inv.clone()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("load", LOADS)
+def test_a_write_of_the_same_values_after_a_load_keeps_every_byte(load: str, target: str) -> None:
+    """An optimizer whose state is made writes so, with a learning rate of 0."""
+    source, op = trained(), TARGETS[target]()
+    expected, states = bytes_of(source), source.get_extra_state()
+    LOADS[load](source, op)
+    with torch.no_grad():
+        op.weight.mul_(1.0)
+    for got, values in zip(bytes_of(op), expected, strict=True):
+        assert torch.equal(got, values)
+    assert torch.equal(source.get_extra_state(), states)  # it belongs to another op
+
+
+@pytest.mark.parametrize("target", ["fresh_linear", "linear_from_meta", "copied_linear"])
+@pytest.mark.parametrize(
+    "load", [name for name in LOADS if name not in ("by_load", "by_assignment")]
+)
+def test_without_a_loaded_history_the_first_write_after_a_step_keeps_every_byte(
+    load: str, target: str
+) -> None:
+    source, op = trained(), TARGETS[target]()
+    expected = bytes_of(source)
+    LOADS[load](source, op)
+    for k in range(2):
+        train_step(op, k)
+    with torch.no_grad():
+        op.weight.mul_(1.0)
+    for got, values in zip(bytes_of(op), expected, strict=True):
+        assert torch.equal(got, values)
+    largest = float(op.weight.dequantize().abs().max())
+    train_step(op)
+    assert float(forward_state(op).scale[1]) == pytest.approx(448 / largest)
+
+
+@pytest.mark.parametrize("load", ["by_load", "by_assignment"])
+def test_a_loaded_state_gives_the_scale_from_the_next_forward_on(load: str) -> None:
+    source, op = trained(), fresh_linear()
+    LOADS[load](source, op)
+    for each in (source, op):
+        train_step(each)
+        with torch.no_grad():
+            each.weight.mul_(0.5)
+    for got, values in zip(bytes_of(op), bytes_of(source), strict=True):
+        assert torch.equal(got, values)
+    assert torch.equal(op.get_extra_state(), source.get_extra_state())
+
+
+def test_a_copy_into_a_clone_leaves_the_state_of_the_op_that_it_was_cloned_from() -> None:
+    op, other = trained(), used_linear()
+    states = op.get_extra_state()
+    clone = op.weight.detach().clone()
+    clone.copy_(other.weight.detach())
+    expected = clone.dequantize()
+    assert torch.equal(clone.mul_(1.0).dequantize(), expected)
+    assert torch.equal(op.get_extra_state(), states)

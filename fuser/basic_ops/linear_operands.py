@@ -13,7 +13,7 @@ from fuser.gemm.native import NativeGemm, native_gemm
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import Recipe
 from fuser.specs import PlanKey, QuantSpec
-from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors import Float8Quantizer, Float8Tensor, QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 
 # -- planning ---------------------------------------------------------------------
@@ -116,6 +116,9 @@ def bind(weight: QuantizedTensor, state: DelayedScales, index: int) -> None:
     carried, own = weight._quantizer, state.parameter_quantizer(index)
     if own is None or not isinstance(carried, Float8Quantizer) or carried.scale is own.scale:
         return
+    # It is the shard that is written.
+    written = weight if weight._gathering is None else weight._gathering.shard
+    assert isinstance(written, Float8Tensor)
+    state.keep_scale(index, written._scale_inv)
     weight._quantizer = own.with_usage(rowwise=carried.rowwise, columnwise=carried.columnwise)
-    if weight._gathering is not None:  # it is the shard that is written
-        weight._gathering.shard._quantizer = weight._quantizer
+    written._quantizer = weight._quantizer

@@ -22,7 +22,7 @@ from fuser.precision.delayed_scaling import DelayedScales
 from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
-from fuser.tensors import Quantizer
+from fuser.tensors import QuantizedTensor, Quantizer
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256
@@ -581,9 +581,16 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        before = dict(self._parameters)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        for name, parameter in self._parameters.items():
+            assigned = getattr(parameter, "_local_tensor", parameter)
+            if parameter is not before.get(name) and isinstance(assigned, QuantizedTensor):
+                assigned._leave_state()  # that of the op that it was saved from
+                if "forward" in self._delayed:  # the amaxes of the values that are gone
+                    self._delayed["forward"].amax_history[:1].zero_()
         # A checkpoint of plain modules has no extra state, and needs none.
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")

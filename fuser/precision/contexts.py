@@ -301,7 +301,9 @@ def quantized_model_init(
         with scale 1, which leaves few bits or none for small weights. A write to the
         weights, such as an optimizer's, is quantized with the scale from earlier
         weights, and records its amax for the next step. If values of the write are
-        too large for that scale, the write uses the scale of its own amax.
+        too large for that scale, the write uses the scale of its own amax. A weight that
+        is loaded quantized keeps its scale: writes before the next forward use it, and
+        later ones too as long as no amax of the weight has been recorded or loaded.
 
         Under a ``backward_override`` weights have only their rowwise copy, because
         such a backward reads no other. A later backward without the override

@@ -231,6 +231,12 @@ class DelayedScales:
             made = self._of_parameters[index] = replace(self._quantizers[index], saturates=False)
         return made
 
+    def keep_scale(self, index: int, scale_inv: torch.Tensor) -> None:
+        """Take the scale of the bytes of parameter ``index``, unless there is a history."""
+        scale, past = self.scale[index], self.amax_history[1:, index]
+        is_fresh = (scale == 1) & (past == 0).all()
+        scale.copy_(torch.where(is_fresh, scale_inv[0].reciprocal(), scale))
+
     def prepare(
         self, recipe: DelayedScaling, dtypes: Sequence[DType], device: torch.device
     ) -> None:

@@ -558,6 +558,12 @@ class QuantizedTensor(WrapperTensor):
                 buffer.copy_(new[tuple(map(slice, buffer.shape))], non_blocking)
         self._was_written()
 
+    def _took_bytes(self) -> None:
+        """After bytes of another tensor were copied into this one."""
+
+    def _leave_state(self) -> None:
+        """Keep nothing of the state of an op, which a quantizer may hold."""
+
     def _was_written(self) -> None:
         self._source = None
         super()._was_written()

@@ -342,6 +342,7 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
             source = source.compact()._alias()
             source._make_copy(*missing)
         target._write(source, non_blocking)
+        target._took_bytes()
         return target
     if isinstance(source, WrapperTensor):
         _warn_of_loading(target, _place(source)[0])

@@ -100,6 +100,22 @@ class Float8Tensor(QuantizedTensor):
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         return _OPERANDS[usage]
 
+    def _took_bytes(self) -> None:
+        quantizer = self._quantizer
+        if not isinstance(quantizer, Float8Quantizer):
+            return
+        if quantizer.amax is None:
+            self._leave_state()
+        else:  # a weight's, whose state has the scale and the amax of the values that are gone
+            quantizer.scale.copy_(self._scale_inv.reciprocal())
+            quantizer.amax.zero_()
+
+    def _leave_state(self) -> None:
+        """Writes keep the scale of the bytes, and record no amax."""
+        if isinstance(self._quantizer, Float8Quantizer):
+            scale = self._scale_inv.reciprocal()
+            self._quantizer = replace(self._quantizer, scale=scale, amax=None)
+
     def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
         return {"_rowwise_data": (m, k), "_columnwise_data": (k, m), "_scale_inv": (1,)}
 
