@@ -347,6 +347,10 @@ def refused(rank: int) -> dict[str, Any]:
         ("ranks differ in k", lambda: made()()(x, indices[:, rank:], probs[:, rank:])),
         ("ranks differ in hidden", lambda: made()()(wide, indices, probs)),
         ("ranks differ in dtype", lambda: made()()(x.float() if rank else x, indices, probs)),
+        (
+            "ranks differ in dtype of probs",
+            lambda: made()()(x, indices, probs.bfloat16() if rank else probs),
+        ),
         ("ranks differ in gradients", lambda: made()()(_leaf(x, rank == 0), indices, probs)),
     ):
         found[name] = said(call)
@@ -439,6 +443,10 @@ CASES: dict[str, Callable[[int], Any]] = {
         f"frozen on one rank {n}": functools.partial(frozen_on_one_rank, RECIPES[n])
         for n in ("current None", "current high_precision", "nvfp4 high_precision")
     },
+    "bytes of a large amax_epsilon": functools.partial(
+        bytes_of,
+        recipes.Float8CurrentScaling(fp8_quant_fwd_inp=recipes.QParams(amax_epsilon=16.0)),
+    ),
     "sizes of the caller": sizes_of_the_caller,
     **{
         f"kernels {name} {capacity}": functools.partial(kernels, recipe, capacity=capacity)
@@ -478,5 +486,8 @@ def cases_on_gpus() -> dict[str, Callable[[int], Any]]:
 
 
 def cases_of_four() -> dict[str, Callable[[int], Any]]:
-    names = ("recipe current None", "layer fp32", "layer capacity", "dropped position", "returned")
+    names = (
+        *("recipe current None", "layer fp32", "layer capacity", "dropped position", "returned"),
+        "bytes current capacity",  # each rank has one expert, whose first row is that of an unused
+    )
     return {name: CASES[name] for name in names}

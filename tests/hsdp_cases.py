@@ -47,6 +47,26 @@ def some_ranks_have_no_rows(name: str) -> None:
         cases.resharded(layer)
 
 
+def rows_that_do_not_divide_on_a_mesh_of_replicas(name: str) -> None:
+    """5 rows: 3 and 2, on the first two ranks and on the last two."""
+    recipe = cases.RECIPES[name]()
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer, own = (cases.linear(recipe, 32, 5) for _ in range(2))
+    cases.sharded(layer, mesh=mesh)
+    assert cases.shard_of(layer[0].weight).shape[0] == [3, 2, 3, 2][cases.rank()]
+    x = torch.randn(32, 32)
+    for _ in range(2):
+        for m in (layer, own):
+            cases.loss_of(m, x, recipe).backward()
+            with torch.no_grad():
+                for parameter in m.parameters():
+                    parameter.sub_(parameter.grad, alpha=4.0)
+                    parameter.grad = None
+        (weight,) = cases.unsharded(layer)
+        cases.assert_same_bytes(weight, own[0].weight)
+        cases.resharded(layer)
+
+
 def resharding_to_another_mesh_is_refused(name: str) -> None:
     layers = cases.model(name)
     sentence = cases.said(
@@ -64,6 +84,7 @@ CASES: dict[str, Callable[[], None]] = {
         ),
         (resharding_to_another_mesh_is_refused, ("mxfp8",)),
         (some_ranks_have_no_rows, tuple(cases.RECIPES)),
+        (rows_that_do_not_divide_on_a_mesh_of_replicas, ("current",)),
     )
     for name in names
 }

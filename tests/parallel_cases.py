@@ -412,6 +412,25 @@ def different_ranks(rank: int) -> Any:
     }
 
 
+def ranks_that_differ_later(rank: int) -> Any:
+    """Each rank makes a call that it has made before."""
+    if device_type() == "cuda":  # where a comparison would wait for the device
+        return {}
+    op, x = column(), part(X, rank, 0)
+
+    def call(*, rows: int, is_quantized: bool) -> torch.Tensor:
+        with fuser.autocast(enabled=is_quantized, recipe=Float8CurrentScaling()):
+            return op(x[:rows])
+
+    expected = [call(rows=rows, is_quantized=q) for rows in (32, 64) for q in (True, False)]
+    found = {
+        "rows": said(lambda: call(rows=(32, 64)[rank], is_quantized=False)),
+        "recipe": said(lambda: call(rows=64, is_quantized=rank == 0)),
+    }
+    assert torch.equal(call(rows=64, is_quantized=False), expected[-1])
+    return found
+
+
 def quantized_outside_autocast(rank: int) -> Any:
     """A quantized input, whose scale is that of the rank, for an unquantized product."""
     with torch.no_grad(), fuser.autocast(recipe=Float8CurrentScaling()):
@@ -530,7 +549,14 @@ SINGLE = {
             bf16,
             plans,
         ),
-        *(different_ranks, quantized_outside_autocast, negated, mesh, order),
+        *(
+            different_ranks,
+            ranks_that_differ_later,
+            quantized_outside_autocast,
+            negated,
+            mesh,
+            order,
+        ),
         *(copies, random_weights, bad_input, meta, traffic, document),
     )
 }

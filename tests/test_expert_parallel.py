@@ -125,6 +125,7 @@ SENTENCES = {
     "ranks differ in k": "rank 0 has k 2; rank 1 has k 1",
     "ranks differ in hidden": r"input \[..., 64\] .* input \[..., 128\] ",
     "ranks differ in dtype": "in bfloat16; .* in float32",
+    "ranks differ in dtype of probs": "rank 0 has probs in float32; rank 1 has probs in bfloat16",
     "ranks differ in gradients": r"gradients \[True, False\].* gradients \[False, False\]",
     "ranks differ in fusions": "sent by the experts.* sent at once",
     "ranks differ in recipe": r"recipe Float8CurrentScaling\(\).* recipe MXFP8BlockScaling\(\)",

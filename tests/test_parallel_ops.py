@@ -352,6 +352,14 @@ def test_ranks_that_differ_all_raise_at_the_first_call(of: Any) -> None:
     assert first["op"].startswith("AllReduce communicates, and its ranks differ")
 
 
+def test_ranks_that_differ_in_a_later_call_all_raise_on_a_cpu(of: Any) -> None:
+    first, second = of("ranks_that_differ_later")
+    assert first == second
+    if first:
+        assert "rank 0 has input (32, 128) in float32; rank 1 has input (64" in first["rows"]
+        assert "rank 0 has recipe Float8CurrentScaling(); rank 1 has recipe None" in first["recipe"]
+
+
 def test_an_input_that_is_not_in_memory_as_it_reads_is_gathered_as_it_reads(of: Any) -> None:
     ranks = of("quantized_outside_autocast")
     x = torch.cat([each["x"] for each in ranks])

@@ -11,11 +11,12 @@ import every_format
 import oracles
 import pytest
 import torch
-from ranks import device_type, part, results_of
+from ranks import RANKS, device_type, part, results_of
 from torch.utils._pytree import tree_map_only
 
 import fuser
 from fuser import gemm
+from fuser.communication import start_quantized_gather
 from fuser.recipe import Recipe
 
 ROWS, FEATURES, OUTPUTS = 256, 256, 256  # a rank's part has whole blocks of every format
@@ -125,8 +126,33 @@ def parallel_case(mode: str, sequence: bool, recipe: Recipe | None, rank: int) -
     return train(linear, recipe, x, dy)
 
 
+# Whole blocks of a format in the rows of a rank, and scales that are padded.
+GATHERED = {
+    f"{type(quantizer).__name__} {rows} {usage}": (quantizer, rows, usage)
+    for quantizer, block in (
+        (fuser.MXFP8Quantizer(fuser.DType.kFloat8E4M3), 32),
+        (fuser.NVFP4Quantizer(with_rht=False, stochastic_rounding=False), 16),
+    )
+    for rows in (block, 3 * block, 5 * block)
+    for usage in ("rowwise", "columnwise")
+}
+
+
+def gathered_rows(quantizer: Any, rows: int, usage: str, rank: int) -> Any:
+    """The operand of gathered rows, and that of the whole; the first row of a rank has its amax."""
+    x = oracles.random_tensor((RANKS * rows, 96), torch.float32, 1).clamp_(-3, 3).to(device_type())
+    x[::rows] = 4.0
+    own = quantizer(part(x, rank, 0))
+    gathered = start_quantized_gather(own, usage, torch.distributed.group.WORLD).wait()
+    pairs = [tensor.operand(usage) for tensor in (gathered, quantizer(x))]
+    return [(operand.data.clone(), operand.scale_inv.clone()) for operand in pairs]
+
+
 def cases() -> dict[str, Any]:
-    return {
+    gathered = {
+        name: functools.partial(gathered_rows, *options) for name, options in GATHERED.items()
+    }
+    return gathered | {
         f"{place}, {name}": functools.partial(parallel_case, mode, sequence, recipe)
         for place, (mode, sequence) in MODES.items()
         for name, recipe in recipes().items()
@@ -136,6 +162,16 @@ def cases() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return results_of(cases, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_rows_of_ranks_with_padded_scales_are_gathered_as_the_whole(
+    results: dict[str, list[Any]], name: str
+) -> None:
+    for each in results[name]:
+        assert isinstance(each, list), each[1]
+        for mine, other in zip(*each, strict=True):
+            assert torch.equal(mine, other)
 
 
 @functools.cache

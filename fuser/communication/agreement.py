@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fuser.communication.groups import are_ranks_debugged
 from fuser.errors import InputError
 
 
@@ -52,8 +53,8 @@ class Agreement:
         is_custom = recipe is not None and recipe.custom()
         described = type(recipe).__name__ if is_custom else recipe
         key = (id(group), described)
-        is_free = input_.device.type == "cpu" or dist.get_debug_level() is not dist.DebugLevel.OFF
-        if input_.is_meta or (key in self._compared and not is_free):
+        compares_every_call = input_.device.type == "cpu" or are_ranks_debugged()
+        if input_.is_meta or (key in self._compared and not compares_every_call):
             return
         shape: Any = tuple(input_.shape) if compares_rows else f"[..., {input_.shape[-1]}]"
         dtype = str(input_.dtype).removeprefix("torch.")

@@ -72,6 +72,12 @@ class WeakGroup:
         )
 
 
+@functools.cache
+def are_ranks_debugged() -> bool:
+    """Whether torch's ``TORCH_DISTRIBUTED_DEBUG`` asks for checks of communication."""
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() in ("INFO", "DETAIL")
+
+
 def is_initialized() -> bool:
     """Whether torch has process groups in this process."""
     return dist.is_available() and dist.is_initialized()
