@@ -7,6 +7,7 @@ with the sources.
 
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
+from mutants.graphs import GRAPHS
 from mutants.grouped_gemm import GROUPED_GEMM
 from mutants.grouped_linears import GROUPED_LINEARS
 from mutants.groups import GROUPS
@@ -23,6 +24,7 @@ from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
 
 AREAS: dict[str, tuple[Mutant, ...]] = {
     "launch cache": LAUNCH_CACHE,
+    "graphed callables": GRAPHS,
     "kept weights": KEPT_WEIGHTS,
     "delayed scaling": DELAYED_SCALING,
     "recomputation": RECOMPUTATION,
