@@ -17,11 +17,13 @@ import torch
 
 import fuser
 from fuser import __main__ as command_line
+from fuser import recipe as recipes
 from fuser.__main__ import main
 from fuser.cuda import module
 from fuser.cuda.module import Installation, Obstacle
 from fuser.errors import KernelUnavailable
 from fuser.gemm import native as native_gemm
+from fuser.precision.contexts import current_recipe
 from fuser.report import doctor
 
 MODELS = '''
@@ -358,6 +360,14 @@ HEALTHY = doctor.Diagnosis(
     optional=(("matplotlib", "3.11.2"), ("tqdm", "4.70.1")),
     has_nvidia_driver=True,
 )
+
+
+def test_doctor_says_what_an_autocast_without_a_recipe_is() -> None:
+    text = " ".join(str(doctor.diagnose()).split())
+    assert "with recipe=None, is DelayedScaling();" in text
+    with fuser.autocast(recipe=None):
+        assert current_recipe() == recipes.DelayedScaling()
+    assert recipes.DelayedScaling().fp8_format == recipes.Format.HYBRID
 
 
 def test_a_healthy_gpu_machine_has_nothing_to_do() -> None:

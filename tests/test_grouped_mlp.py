@@ -135,6 +135,41 @@ def test_bits_are_those_of_the_ops(make: Callable[[], Any], name: str) -> None:
         assert_equal(run(model, make()), run(alone, make()))
 
 
+AGAIN = r"ScaledSwiGLU\(activation_recompute_in_mlp=True\) trains only inside the fusion GroupedMLP"
+
+
+def test_an_activation_that_nothing_computes_again_is_refused_in_training() -> None:
+    model = mlp(fuser.ScaledSwiGLU(activation_recompute_in_mlp=True), fusions=UNFUSED)
+    with pytest.raises(fuser.StateError, match=AGAIN):
+        run(model)
+    model[1].activation_recompute_in_mlp = False
+    run(model)
+    model[1].activation_recompute_in_mlp = True
+    given = tensors()
+    with torch.no_grad():  # nothing is saved, so nothing is computed again
+        model(given["x"], torch.tensor(SPLITS), given["scales"], torch.tensor(SPLITS))
+
+
+def test_an_activation_in_a_chain_is_refused_too() -> None:
+    scaled = fuser.ScaledSwiGLU(activation_recompute_in_mlp=True)
+    model = fuser.Sequential(fuser.Bias(2 * K, device="cpu", dtype=BF16), scaled)
+    x = torch.ones(T, 2 * K, dtype=BF16, requires_grad=True)
+    with on_kernels():
+        assert [step.fusion for step in model.plan(x, torch.ones(T)).forward] == ["PointwiseChain"]
+        with pytest.raises(fuser.StateError, match=AGAIN):
+            model(x, torch.ones(T))
+
+
+@pytest.mark.usefixtures("groups_at_once")
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_the_plan_says_whether_an_activation_is_computed_again(name: str) -> None:
+    model = mlp(fuser.ScaledSwiGLU(activation_recompute_in_mlp=True))
+    recipes_of = {"current": recipes.Float8CurrentScaling(), "delayed": recipes.DelayedScaling()}
+    text = " ".join(str(plan_of(model, recipes_of[name])).split())
+    assert ("Backward computes the scaled activation again." in text) == (name == "current")
+    assert ("has no effect under delayed scaling" in text) == (name == "delayed")
+
+
 @pytest.mark.usefixtures("groups_at_once")
 @EVERY_RECIPE
 def test_of_one_group(make: Callable[[], Any]) -> None:

@@ -57,6 +57,49 @@ class SavesNothing(FusedOperation):
         return torch.nn.functional.gelu(input_, approximate="tanh"), ((), ())
 
 
+class NoRows(BasicOperation):
+    """Returns None in the place of ``rows``, one of its three lists."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def __init__(self, rows: str) -> None:
+        super().__init__()
+        self.rows = rows
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+        return 2 * input_, None if self.rows == "extra outputs" else [(input_.clone(),)]
+
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **_: Any) -> Any:
+        params = None if self.rows == "parameters" else [(torch.ones(8),)]
+        extras = None if self.rows == "extra inputs" else [(torch.ones(4, 8),)]
+        return 2 * grad_output, params, extras
+
+
+@pytest.mark.parametrize("rows", ["extra outputs", "extra inputs", "parameters"])
+@pytest.mark.parametrize("is_channel", [False, True])
+def test_none_in_the_place_of_all_rows_is_a_runtime_error(rows: str, is_channel: bool) -> None:
+    op, added = NoRows(rows), fuser.AddExtraInput()
+    if is_channel:
+        op.set_extra_output_channel(0, "channel", output_to_caller=False)
+        added.set_extra_input_channel(0, "channel")
+    model = fuser.Sequential(fuser.GELU(), op, *([added] if is_channel else []))
+    x, extra = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8, requires_grad=True)
+
+    def step() -> None:
+        y = model(x, extra)
+        (y if is_channel else y[0]).sum().backward()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"NoRows returned None in .* rows of {rows}"):
+            step()
+    op.rows = ""
+    step()
+    assert torch.equal(extra.grad, torch.ones(4, 8))
+    assert torch.equal(op.weight.grad, torch.ones(8))
+
+
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(4, 8, requires_grad=True)

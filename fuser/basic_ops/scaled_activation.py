@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.chain import Stage
-from fuser.errors import InputError
+from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.op import (
     BasicOperation,
@@ -34,8 +34,12 @@ class ScaledActivation(BasicOperation):
         The activation that is scaled.
     activation_recompute_in_mlp
         Whether :class:`~fuser.fused_ops.GroupedMLP` computes this activation again in backward, in
-        place of saving it. It has no effect where the plan does not fuse the op with the linears
-        around it, and under delayed scaling.
+        place of saving it. Under delayed scaling it is saved all the same, and the plan says so.
+
+    Raises
+    ------
+    StateError
+        If it is to be computed again, in training, and no ``GroupedMLP`` runs it, as in te.ops.
     """
 
     parameter_names = ()
@@ -75,6 +79,8 @@ class ScaledActivation(BasicOperation):
         (scales,) = extras
         self._check_scales(shape, scales.shape)
         self.function.output_features(shape[-1])
+        if self.activation_recompute_in_mlp and ctx.requires_grad:
+            raise self._unfused()
         return self.function.scaled, scales
 
     def fuser_forward(
@@ -90,6 +96,8 @@ class ScaledActivation(BasicOperation):
         (ctx,) = basic_op_ctxs
         ((scales,),) = basic_op_extra_inputs
         self._check_scales(input_.shape, scales.shape)
+        if self.activation_recompute_in_mlp and ctx.requires_grad:
+            raise self._unfused()
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if ctx.requires_grad:
             ctx.save_for_backward(x, scales)
@@ -110,6 +118,13 @@ class ScaledActivation(BasicOperation):
             ctx.function, grad_output, x, scales, wants_dscales=wants_dscales
         )
         return write_grad_input(dx, ctx), [()], [(dscales,)]
+
+    def _unfused(self) -> StateError:
+        return StateError(
+            f"{type(self).__name__}(activation_recompute_in_mlp=True) trains only inside the "
+            "fusion GroupedMLP, which computes it again in backward; here it runs without. "
+            "print(model.plan(x, ...)) says why, or leave the argument out."
+        )
 
     def _check_scales(self, x: tuple[int, ...], scales: tuple[int, ...]) -> None:
         if scales != x[:-1]:

@@ -107,8 +107,13 @@ class GroupedMLP(FusedOperation):
         if key.recipe is not None:
             found = ["Finds and pads the groups once: rows stay padded between the products."]
         is_delayed = key.recipe is not None and key.recipe.delayed()
-        if self.members[1].activation_recompute_in_mlp and key.requires_grad and not is_delayed:
-            found.append("Backward computes the scaled activation again.")
+        if self.members[1].activation_recompute_in_mlp and key.requires_grad:
+            found.append(
+                "activation_recompute_in_mlp=True has no effect under delayed scaling, whose "
+                "scales have changed by the backward."
+                if is_delayed
+                else "Backward computes the scaled activation again."
+            )
         return tuple(found)
 
     # -- forward ----------------------------------------------------------------------

@@ -120,7 +120,8 @@ class autocast(contextlib.ContextDecorator):
     calibrating
         Accepted for compatibility; has no effect.
     recipe
-        :func:`default_recipe` if None.
+        None is ``DelayedScaling()``, in FP8, as in Transformer Engine, and not "no quantization":
+        for that, ``autocast(enabled=recipe is not None, recipe=recipe)``.
     amax_reduction_group
         The ranks over which delayed scaling takes the maximum of its amaxes, once a
         step: a process group, or a device mesh of one dimension; None for all ranks.

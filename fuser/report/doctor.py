@@ -26,6 +26,7 @@ from fuser.cuda.module import Installation, Obstacle, installation, obstacle
 from fuser.cuda.probe import probe
 from fuser.errors import KernelUnavailable
 from fuser.precision.availability import runs_natively
+from fuser.precision.contexts import default_recipe
 from fuser.recipe import RECIPES
 from fuser.version import __version__
 
@@ -185,6 +186,8 @@ class Diagnosis:
             *_aligned([heading, *rows]),
             "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
             "products on dequantized operands in fp32, fp16 or bf16.",
+            f"fuser.autocast() without a recipe, or with recipe=None, is {default_recipe()};",
+            "fuser.autocast(enabled=False) turns quantization off.",
         )
 
 

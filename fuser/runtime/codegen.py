@@ -316,7 +316,7 @@ class PlanCodegen:
             f"    basic_op_grad_extra_outputs=[{grads}])",
             "dx, params, extras = result",
             "result = ()",
-            f"{params}= params if len(params) == {len(indices)} else {checked}(params)",
+            f"{params}= params if params and len(params) == {len(indices)} else {checked}(params)",
         )
         self._add_none_check(op, indices, is_last)
         counts = [self.ops[i].num_extra_inputs for i in indices]
@@ -566,7 +566,13 @@ class PlanCodegen:
         """The name of a function that checks one row of tensors for each basic op."""
         needed = self._needed_outputs(indices) if what == "extra outputs" else ()
 
-        def checked(given: Iterable[Iterable[Any] | None]) -> list[tuple[Any, ...]]:
+        def checked(given: Iterable[Iterable[Any] | None] | None) -> list[tuple[Any, ...]]:
+            if given is None:
+                raise StateError(
+                    f"{type(op).__name__} returned None in the place of its rows of {what}; it "
+                    f"returns {len(counts)}, for ops {indices[0]} to {indices[-1]}, of {counts} "
+                    f"{what}."
+                )
             rows = [tuple(row or ()) for row in given]
             rows += [()] * (
                 len(counts) - len(rows)

@@ -250,6 +250,13 @@ EXPERTS = (
         RECORDED + "test_other_views_beside_a_tensor_are_not_recorded",
     ),
     Mutant(
+        "an activation that is to be computed again is saved without a word",
+        "basic_ops/scaled_activation.py",
+        "            raise self._unfused()\n        x = cast(",
+        "            pass\n        x = cast(",
+        "test_grouped_mlp.py::test_an_activation_that_nothing_computes_again_is_refused_in_training",
+    ),
+    Mutant(
         "cuBLASLt multiplies on the CPU where torch is built for CUDA",
         "cuda/cublaslt.py",
         'return _loaded() if device_type == "cuda" else None',
