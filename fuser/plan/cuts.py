@@ -30,6 +30,11 @@ Sizes = tuple[int, int]
 """The bytes of the first node of a backward, and of every other."""
 
 
+def default_buckets() -> Sizes:
+    """The sizes of DistributedDataParallel's buckets, if its user sets none."""
+    return FIRST_BYTES, BUCKET_BYTES
+
+
 class Gap(NamedTuple):
     """A place where a cut is possible: before op ``op``.
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fuser.op import BasicOperation
-from fuser.plan.cuts import BUCKET_BYTES, FIRST_BYTES, Cuts, Sizes, joined_stretches, nodes
+from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_stretches, nodes
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.plan import FusionPlan, Node
 from fuser.plan.planner import Planned
@@ -83,7 +83,7 @@ class CuttablePlan(CompiledPlan):
         self._sources = sources
         self._to_caller = returned
         self._param_counts = param_counts
-        self._watched = self._largest(cuts.at((FIRST_BYTES, BUCKET_BYTES)))
+        self._watched = self._largest(cuts.at(default_buckets()))
         self._found: dict[Any, tuple[int, ...]] = {}
         self._made: dict[tuple[int, ...], CutPlan] = {}
         # The result of ``waiting`` in the last forward outside of a backward.
@@ -112,7 +112,8 @@ class CuttablePlan(CompiledPlan):
         ddp = _Parallel._active_ddp_module
         if ddp is not None and ddp.require_backward_grad_sync:
             size = ddp.bucket_bytes_cap
-            found = IN_DDP, (FIRST_BYTES if ddp.bucket_bytes_cap_default else size, size)
+            is_default = ddp.bucket_bytes_cap_default
+            found = IN_DDP, default_buckets() if is_default else (size, size)
         else:
             for place in self._watched:
                 # Hooks are on the DTensor, in whose place its local tensor is during a call.

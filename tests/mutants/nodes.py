@@ -212,15 +212,15 @@ NODES = (
     Mutant(
         "DistributedDataParallel waits for shares, and not for its buckets",
         "runtime/cut.py",
-        "found = IN_DDP, (FIRST_BYTES if ddp.bucket_bytes_cap_default else size, size)",
-        "found = IN_DDP, None if ddp.bucket_bytes_cap_default else (size, size)",
+        "found = IN_DDP, default_buckets() if is_default else (size, size)",
+        "found = IN_DDP, None if is_default else (size, size)",
         WAITS,
     ),
     Mutant(
         "buckets of a size of the user's own begin with one of 1 MiB",
         "runtime/cut.py",
-        "found = IN_DDP, (FIRST_BYTES if ddp.bucket_bytes_cap_default else size, size)",
-        "found = IN_DDP, (FIRST_BYTES, size)",
+        "found = IN_DDP, default_buckets() if is_default else (size, size)",
+        "found = IN_DDP, default_buckets()",
         WAITS,
     ),
     Mutant(
