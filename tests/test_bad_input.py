@@ -1249,14 +1249,21 @@ def test_an_op_that_cannot_take_its_input_is_placed_between_its_neighbours(
         with pytest.raises(fuser.InputError) as caught:
             model()(X)
         assert str(caught.value) == sentence
-    running = oracles.randomize(fuser.Sequential(fuser.GELU(), fuser.Linear(8, 4)))
-    running(X)
-    running[1] = fuser.BasicLinear(8, 4)
+
+
+@pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fused", "unfused"])
+def test_a_running_model_places_the_op_too(fusions: Any) -> None:
+    """Where a plan is known, and the op itself finds the wrong shape."""
+    model = fuser.Sequential(fuser.GELU(), fuser.BasicLinear(8, 4), fusions=fusions)
+    for x in (X, X, X):
+        model(x)
     with pytest.raises(fuser.InputError) as caught:
-        running(x_of(3, 7))
-    assert str(caught.value).endswith(
-        "It is op 1 (module 1); its input is the output of GELU, op 0 (module 0)."
+        model(x_of(3, 7))
+    assert str(caught.value) == (
+        "BasicLinear(8, 4) got an input of shape (3, 7); its last dimension must be 8. It is op 1 "
+        "(module 1); its input is the output of GELU, op 0 (module 0)."
     )
+    assert len(model.plans) == 1
 
 
 @pytest.mark.parametrize("is_running", [True, False])

@@ -406,6 +406,56 @@ FUSED_OPS = (
 
 SENTENCES = (
     Mutant(
+        "a TypeError of a constructor's body is taken for wrong arguments",
+        "errors.py",
+        "            if sentence is None:  # the arguments are right, and the body raised\n"
+        "                raise\n",
+        "",
+        "test_bad_input.py::test_a_type_error_of_a_body_remains_and_classes_of_users_are_named",
+    ),
+    Mutant(
+        "values without a name are called by names that have one",
+        "errors.py",
+        "[key for key in by_name if key not in kwargs]",
+        "by_name[1:]",
+        "test_bad_input.py::test_wrong_arguments_are_named_with_what_to_write",
+    ),
+    Mutant(
+        "a call takes every keyword argument",
+        "sequential.py",
+        "        if unknown:\n",
+        "        if False:\n",
+        "test_bad_input.py::test_wrong_arguments_are_named_with_what_to_write",
+    ),
+    Mutant(
+        "an op is placed after itself",
+        "plan/graph.py",
+        "        before = self.ops[index - 1]\n",
+        "        before = self.ops[index]\n",
+        "test_bad_input.py::test_an_op_that_cannot_take_its_input_is_placed_between_its_neighbours",
+    ),
+    Mutant(
+        "a running model does not say where an op is",
+        "runtime/pipeline.py",
+        "                error.args = placed.args\n",
+        "                pass\n",
+        "test_bad_input.py::test_a_running_model_places_the_op_too",
+    ),
+    Mutant(
+        "modules of a later pipeline are counted from its start",
+        "runtime/grouping.py",
+        "self._places[start:stop]",
+        "self._places[: stop - start]",
+        "test_bad_input.py::test_an_op_that_cannot_take_its_input_is_placed_between_its_neighbours",
+    ),
+    Mutant(
+        "the op after a weight of another shape is blamed",
+        "op/parameters.py",
+        "    if found != shape and is_whole:\n",
+        "    if False:\n",
+        "test_bad_input.py::test_a_parameter_of_another_shape_is_named_and_no_op_after_it",
+    ),
+    Mutant(
         "tensors on two devices are let in",
         "runtime/checks.py",
         "if tensor.device != first.device:",
