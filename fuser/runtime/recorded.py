@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -38,6 +38,8 @@ from fuser.tensors import Float8Quantizer, QuantizedTensor
 MOST_SEEN = 4 * MOST_LAYOUTS
 
 Tensors = Sequence[torch.Tensor | None]
+# Reads the layouts of tensors; None if the memory of one does not hold its values.
+Reader = Callable[[Tensors], tuple[Hashable, ...] | None]
 # By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
 Owners = dict[int, tuple[torch.Tensor | None, ...]]
 Forward = Callable[..., tuple[Any, ...]]
@@ -71,7 +73,7 @@ class RecordedPasses:
         modes = ("forward", "backward") if recipe is not None else ()
         self._quantizing = [op for op in ops if any(map(op.num_quantizers, modes))]
         self._forwards: _Recordings[RecordedForward] = _Recordings()
-        self._readers: dict[int, Callable[[Tensors], Any]] = {}
+        self._readers: dict[int, Reader] = {}
 
     def find(
         self, tensors: Tensors, extra_count: int, parameters: ParameterLayout
@@ -124,7 +126,7 @@ class _Used(Protocol):
 Used = TypeVar("Used", bound=_Used)
 
 
-class _Recordings(dict[Any, Used]):
+class _Recordings(dict[Hashable, Used]):
     """Recordings by their layouts: at most ``MOST_LAYOUTS``, of those that recur soonest.
 
     If more layouts come in turn, the first keep their places and are repeated. A layout that recurs
@@ -135,9 +137,10 @@ class _Recordings(dict[Any, Used]):
         super().__init__()
         self.calls = itertools.count(1)
         """Numbers the calls."""
-        self._seen: dict[Any, int] = {}  # the last calls of the latest layouts without a recording
+        self._seen: dict[Hashable, int] = {}
+        """The last calls of the latest layouts without a recording."""
 
-    def has_room(self, layout: Any, call: int, *, is_first: bool) -> bool:
+    def has_room(self, layout: Hashable, call: int, *, is_first: bool) -> bool:
         """Whether to record a layout now, in the place of another if there is no other.
 
         Not if ``call`` is the first with the layout, unless ``is_first`` and a place is free.
@@ -155,7 +158,7 @@ class _Recordings(dict[Any, Used]):
         return True
 
 
-def _reader(count: int, ops: Sequence[BasicOperation] = ()) -> Callable[[Tensors], Any]:
+def _reader(count: int, ops: Sequence[BasicOperation] = ()) -> Reader:
     """A function of tensors that returns everything that launches over them depend on.
 
     With ``ops``, also the numbers of changes of their attributes. It returns None if the memory of
