@@ -63,7 +63,8 @@ def results(model: torch.nn.Module, *inputs: torch.Tensor, **kwargs: Any) -> lis
 def assert_alike(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        # Products of other layouts add in another order.
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 def nothing(*args: Any) -> None:
