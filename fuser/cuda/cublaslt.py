@@ -11,6 +11,7 @@ import enum
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -328,6 +329,8 @@ class _Product:
             lt.cublasLtMatmulDescCreate(ctypes.byref(self.description), _COMPUTE_32F, 0),
             "cublasLtMatmulDescCreate",
         )
+        # Not at the end of the process, when neither torch nor the library need be there.
+        weakref.finalize(self, _destroy, lt, self.description, self.layouts).atexit = False
         self._describe(_TRANSA, ctypes.c_int32(b.stride(1) != 1))
         self._describe(_TRANSB, ctypes.c_int32(a.stride(1) != 1))
         if modes:
@@ -342,7 +345,8 @@ class _Product:
             for held, attribute in zip(self.addresses, (_A_SCALE, _B_SCALE), strict=False):
                 held.value = _SOME_ADDRESS
                 self._describe(attribute, held)
-        self.layouts = [_layout(t) for t in (b, a, out if addend is None else addend, out)]
+        for matrix in (b, a, out if addend is None else addend, out):
+            self.layouts.append(_layout(matrix))
         self.alpha = ctypes.c_float()
         self.beta = ctypes.c_float(addend is not None)
         self.algorithm = _Algorithm()
@@ -430,11 +434,11 @@ class _Product:
         if status:
             _check(status, "cublasLtMatmul")
 
-    def __del__(self) -> None:
-        lt = _library()
-        for layout in self.layouts:
-            lt.cublasLtMatrixLayoutDestroy(layout)
-        lt.cublasLtMatmulDescDestroy(self.description)
+
+def _destroy(lt: Any, description: ctypes.c_void_p, layouts: list[ctypes.c_void_p]) -> None:
+    for layout in layouts:
+        lt.cublasLtMatrixLayoutDestroy(layout)
+    lt.cublasLtMatmulDescDestroy(description)
 
 
 def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -208,3 +210,22 @@ def test_a_product_runs_on_the_device_of_its_operands() -> None:
     assert y.device == x.device
     assert torch.cuda.current_device() == 0
     assert_close(y, x.double() @ weight.double().t() + addend.double())
+
+
+ENDS = """
+import gc
+import torch, fuser
+from fuser.cuda import cublaslt
+
+linear = fuser.BasicLinear(64, 64, device="cuda", dtype=torch.bfloat16)
+model = fuser.Sequential(linear, fuser.AddExtraInput())
+x, residual = (torch.randn(32, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+for _ in range(4):
+    model(x, residual)
+assert any(isinstance(held, cublaslt._Product) for held in gc.get_objects())
+"""
+
+
+def test_a_process_with_products_ends_without_a_word() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
