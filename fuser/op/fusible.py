@@ -95,7 +95,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         modules = {getattr(method, "__module__", None) or __name__ for method in methods}
         cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
         if "__init__" in cls.__dict__ and cls.__module__.partition(".")[0] == "fuser":
-            cls.__init__ = explains_arguments(cls.__init__)  # type: ignore[method-assign]
+            type.__setattr__(cls, "__init__", explains_arguments(cls.__dict__["__init__"]))
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
