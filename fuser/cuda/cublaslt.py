@@ -68,7 +68,7 @@ class _Algorithm(ctypes.Structure):
     )
 
 
-def library(device_type: str) -> Any | None:
+def library(device_type: str) -> ctypes.CDLL | None:
     """cuBLASLt as torch has loaded it, for tensors of this device type; None if it has none.
 
     A build of torch for CUDA loads the library on a machine without a GPU too.
@@ -77,7 +77,7 @@ def library(device_type: str) -> Any | None:
 
 
 @functools.cache
-def _loaded() -> Any | None:
+def _loaded() -> ctypes.CDLL | None:
     mode = getattr(os, "RTLD_NOLOAD", None)
     if mode is None or torch.version.cuda is None:
         return None
@@ -458,7 +458,7 @@ def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
     return layout
 
 
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     found = _loaded()
     assert found is not None
     return found
