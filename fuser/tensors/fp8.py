@@ -106,9 +106,10 @@ class Float8Tensor(QuantizedTensor):
             return
         if quantizer.amax is None:
             self._leave_state()
-        else:  # a weight's, whose state has the scale and the amax of the values that are gone
-            quantizer.scale.copy_(self._scale_inv.reciprocal())
-            quantizer.amax.zero_()
+        else:  # a weight's: with another scale, the recorded amax is of values that are gone
+            scale = self._scale_inv.reciprocal()
+            quantizer.amax.masked_fill_(quantizer.scale != scale, 0.0)
+            quantizer.scale.copy_(scale)
 
     def _leave_state(self) -> None:
         """Writes keep the scale of the bytes, and record no amax."""
