@@ -33,7 +33,7 @@ GRAPHS = (
         "runtime/graphs.py",
         "            weight.main_grad = torch.zeros_like(main_grad)\n",
         "            weight.main_grad = main_grad\n",
-        REPLAYS + "test_weight_gradients_are_added_to_main_grad_in_replays",
+        REPLAYS + "test_main_grad_is_overwritten_in_replays_if_the_weight_says_so",
     ),
     Mutant(
         "the runs before a capture read gradients without values",
