@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -58,6 +59,7 @@ class StrictTensorCores:
             assert out_dtype in (torch.bfloat16, torch.float16)
             assert bias.dtype == out_dtype
             assert bias.shape == (n,)
+            assert bias.data_ptr() % 16 == 0
         a_scale, kind_a = self.spread(scale_a, m, k)
         b_scale, kind_b = self.spread(scale_b.t(), n, k)
         assert (kind_a, kind_b) != ("128x128", "128x128")
@@ -214,6 +216,24 @@ def test_native_products_of_experts_of_one_parameter_equal_emulated_ones(recipe:
     for found, value in zip(native, emulated, strict=True):
         error = (found - value).norm() / value.norm()
         assert error < 1e-2
+
+
+def move_biases(model: fuser.Sequential) -> None:
+    """Give every bias the address of an element in another tensor."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            whole = torch.zeros(len(parameter) + 1, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = whole[1:].copy_(parameter.data)
+            assert parameter.data_ptr() % 16
+
+
+@pytest.mark.parametrize("recipe", NATIVE.values(), ids=NATIVE)
+def test_a_bias_begins_at_any_address(recipe: Any, hopper: StrictTensorCores) -> None:
+    model = model_of((128, 48, 128), dtype=torch.bfloat16)
+    expected = run(copy.deepcopy(model), recipe, 48)
+    move_biases(model)
+    for name, value in run(model, recipe, 48).items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_bias_rides_on_the_gemm_of_blocks(hopper: StrictTensorCores) -> None:

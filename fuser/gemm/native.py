@@ -209,6 +209,8 @@ def _multiply(
     if not (a.numel() and b.numel()):
         product = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
         return product if bias is None else product + bias
+    if bias is not None:
+        bias = _at_16_bytes(bias)
     return torch._scaled_mm(
         a, b.t(), *scales, bias=bias, out_dtype=out_dtype, use_fast_accum=not is_split
     )
@@ -218,9 +220,9 @@ def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:
     return _padded(operand.data, shape).view(operand.format.element.torch_dtype)
 
 
-def _at_16_bytes(scales: torch.Tensor) -> torch.Tensor:
-    """``scales`` at an address that cuBLASLt takes; those of a part of a tensor begin anywhere."""
-    return scales if scales.data_ptr() % 16 == 0 else scales.clone()
+def _at_16_bytes(vector: torch.Tensor) -> torch.Tensor:
+    """Scales or a bias at an address that cuBLASLt takes; those of a part begin anywhere."""
+    return vector if vector.data_ptr() % 16 == 0 else vector.clone()
 
 
 def _padded(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -9,6 +10,7 @@ import every_format as formats
 import oracles
 import pytest
 import torch
+from test_quantized_gemm import NATIVE, model_of, move_biases
 
 import fuser
 from fuser import recipe as recipes
@@ -124,3 +126,14 @@ def test_the_table_and_the_chip_agree() -> None:
         plan = run(recipe, 64, (128, 128, 128), torch.bfloat16)["plan"]
         assert ("(emulated)" in plan) != runs_natively(recipe, arch), recipe
     assert native_gemm.torch_cuda() >= (12, 0)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_bias_begins_at_any_address(name: str) -> None:
+    recipe = NATIVE[name]
+    model = model_of((128, 48, 128), dtype=torch.bfloat16, device="cuda")
+    x = oracles.random_tensor((48, 128), torch.bfloat16, 1).cuda()
+    with torch.no_grad(), fuser.autocast(recipe=recipe):
+        expected = copy.deepcopy(model)(x)
+        move_biases(model)
+        assert torch.equal(model(x), expected)
