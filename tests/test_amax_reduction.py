@@ -153,6 +153,17 @@ def copies_made_later(rank: int) -> Any:
     return error, [scales_of(op) for op in ops[:2]]
 
 
+def copies_made_earlier(rank: int) -> Any:
+    """Rank 0 alone has made other ops before the model: while ranks run the same ops, and not."""
+    others = [*linears(2), fuser.BasicLinear(16, 32)] if rank == 0 else None
+    ops = linears(3)
+    step(ops, (1.0 + rank, 4.0, None))
+    step(ops, (1.0 + rank, 4.0, None))
+    error = error_of(lambda: step(ops, ((1.0, None, 1.0), (1.0, None, None))[rank]))
+    del others
+    return error, [scales_of(op) for op in ops[:2]]
+
+
 def other_recipes(rank: int) -> Any:
     """Ranks that differ in the first step; and ranks that differ in a later one."""
     other = DelayedScaling(amax_history_len=8, margin=rank)
@@ -239,6 +250,7 @@ def cases() -> dict[str, Any]:
         other_order,
         other_ops_made,
         copies_made_later,
+        copies_made_earlier,
         other_recipes,
         groups_in_other_orders,
         models_that_are_freed,
@@ -344,15 +356,16 @@ def test_ranks_that_ran_and_made_different_ops_are_refused_on_every_rank(
         assert [scales["forward"][0] for scales in scales_of_ops] == [224, 112]
 
 
-def test_an_op_that_one_rank_makes_after_the_model_changes_nothing(
-    results: dict[str, list[Any]],
+@pytest.mark.parametrize("case", ["copies_made_later", "copies_made_earlier"])
+def test_ops_that_one_rank_makes_beside_the_model_change_nothing(
+    case: str, results: dict[str, list[Any]]
 ) -> None:
-    first, second = results["copies_made_later"]
+    first, second = results[case]
     assert first == second
     error, (one, other) = first
     assert (one["forward"][0], other["forward"][0]) == (224, 112)
-    assert "number 3 of those that quantize is BasicLinear(" in error
-    assert "none on rank 1" in error
+    number = 3 if case == "copies_made_later" else 2
+    assert f"number {number} of those that quantize is BasicLinear(" in error
 
 
 def test_ranks_with_different_recipes_are_refused_on_every_rank(

@@ -3,7 +3,8 @@
 Every rank of a group sends the amaxes of the same states, in the same places, so all messages have
 one size. A state that recorded nothing on a rank in a step is absent there, -1: its step ends with
 the amaxes of the ranks that used it. Ranks add states to the list together. They know an op by its
-number among the ops of their processes, so ranks that run different ops have made the same ones.
+number among the ops of their processes, from the oldest or from the newest, so ranks that run
+different ops have made the same ones.
 
 A rank that used a state without a place says so in the reduction. If all ranks say it, they add
 their states at once. Otherwise they do so in the next step, which also ends this one of the new
@@ -277,6 +278,9 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     if len(set(digests)) == 1:
         return own.used, own.gone
     steps = _gathered(own, group)
+    gone_on_all = sorted(set.intersection(*(set(step.gone) for step in steps)))
+    if len({repr(_from_the_end(step)) for step in steps}) == 1:
+        return own.used, gone_on_all
     ranks = dist.get_process_group_ranks(group)
     for number, ops in enumerate(zip_longest(*(step.ops for step in steps), fillvalue="none")):
         if len(set(ops)) > 1:
@@ -301,7 +305,19 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
                     f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran "
                     f"{own.ops[number]} under different recipes: {each}."
                 )
-    return used, sorted(set.intersection(*(set(step.gone) for step in steps)))
+    return used, gone_on_all
+
+
+def _from_the_end(step: _Step) -> tuple[object, ...]:
+    """The ops that a rank ran, counted from the newest, and those that it made after them.
+
+    They are equal if a rank has made further ops before the model that all ranks run.
+    """
+    count = len(step.ops)
+    used = sorted(
+        (number - count, mode, repr(recipe)) for (number, mode), recipe in step.used.items()
+    )
+    return used, step.ops[min((number for number, _ in step.used), default=count) :]
 
 
 def _gathered(own: Result, group: dist.ProcessGroup) -> list[Result]:
