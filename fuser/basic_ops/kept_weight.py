@@ -116,7 +116,7 @@ def _encoding(quantizer: Quantizer) -> Any:
 _steps = 0
 
 
-def _count_step(*_: Any) -> None:
+def _count_step(*_: object) -> None:
     global _steps
     _steps += 1
 

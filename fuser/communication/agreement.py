@@ -23,10 +23,10 @@ class Agreement:
     def __init__(self) -> None:
         self._compared: set[Hashable] = set()
 
-    def __deepcopy__(self, memo: Any) -> Agreement:
+    def __deepcopy__(self, memo: dict[int, object]) -> Agreement:
         return Agreement()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Agreement, ()
 
     def check(

@@ -25,10 +25,10 @@ class GroupRef:
     def __copy__(self) -> GroupRef:
         return self
 
-    def __deepcopy__(self, memo: Any) -> GroupRef:
+    def __deepcopy__(self, memo: dict[int, object]) -> GroupRef:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.group is None:
             return GroupRef, (None,)
         raise StateError(

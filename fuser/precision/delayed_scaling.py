@@ -11,10 +11,10 @@ import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -27,6 +27,12 @@ from fuser.precision.amax_reduction import Identity, names_of, reduction_over
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Group: TypeAlias = "dist.ProcessGroup | None"
+"""The ranks that reduce amaxes; None for all."""
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -99,7 +105,7 @@ def note_uses(states: Sequence[DelayedScales]) -> None:
             state._regions.add(region)
 
 
-def reduces_amaxes_over(group: Any) -> bool:
+def reduces_amaxes_over(group: Group) -> bool:
     """Whether delayed scaling, in the forward that runs now, reduces amaxes over ``group``.
 
     All ranks of it then have one scale.
@@ -113,7 +119,7 @@ def reduces_amaxes_over(group: Any) -> bool:
     return set(ranks(group)) <= set(ranks(over))
 
 
-def mixes_amaxes_of(group: Any) -> bool:
+def mixes_amaxes_of(group: Group) -> bool:
     """Whether delayed scaling, in the forward that runs now, reduces amaxes over ranks of a group.
 
     Two or more of its ranks then have one scale.
@@ -318,7 +324,7 @@ class DelayedScales:
                 region.past_scales.setdefault(self._identity, {})[self._recipe] = past
 
     @staticmethod
-    def end_step(states: Mapping[DelayedScales, Any]) -> None:
+    def end_step(states: Mapping[DelayedScales, Group]) -> None:
         """Reduce the amaxes of ``states`` over their groups, then roll histories and set scales.
 
         A state that was loaded or copied and not used since has recorded nothing. Over
@@ -434,7 +440,7 @@ class _Backward:
     """The effects at the end of one backward: steps of gradients and of forwards end."""
 
     def __init__(self) -> None:
-        self.states: weakref.WeakKeyDictionary[DelayedScales, Any] = weakref.WeakKeyDictionary()
+        self.states: weakref.WeakKeyDictionary[DelayedScales, Group] = weakref.WeakKeyDictionary()
         self.regions: weakref.WeakKeyDictionary[AmaxStep, None] = weakref.WeakKeyDictionary()
 
 
@@ -445,7 +451,7 @@ _backwards_lock = threading.Lock()
 MAX_BACKWARDS = 64
 
 
-def record_until_backward_ends(state: DelayedScales, group: Any) -> None:
+def record_until_backward_ends(state: DelayedScales, group: Group) -> None:
     """Make the step of ``state`` end when the current backward ends."""
     if _held is not None:
         _held.append(state)
@@ -478,7 +484,7 @@ def _end_backward(task: int) -> None:
         backward = _backwards.pop(task, None)
     if backward is None:
         return
-    states: dict[DelayedScales, Any] = {}
+    states: dict[DelayedScales, Group] = {}
     for region in backward.regions:
         states |= region.take()
     DelayedScales.end_step(states | dict(backward.states))
@@ -502,19 +508,21 @@ def _maxima(dtypes: Sequence[DType], device: torch.device) -> torch.Tensor:
 
 
 def _alike(
-    states: Iterable[DelayedScales], what: Callable[[DelayedScales], Any]
+    states: Iterable[DelayedScales], what: Callable[[DelayedScales], Hashable]
 ) -> list[list[DelayedScales]]:
     """``states`` grouped by the result of ``what``, in their order."""
-    groups: dict[Any, list[DelayedScales]] = {}
+    groups: dict[Hashable, list[DelayedScales]] = {}
     for state in states:
         groups.setdefault(what(state), []).append(state)
     return list(groups.values())
 
 
-def _by_group(states: Mapping[DelayedScales, Any]) -> list[tuple[Any, list[DelayedScales]]]:
+def _by_group(
+    states: Mapping[DelayedScales, Group],
+) -> list[tuple[dist.ProcessGroup, list[DelayedScales]]]:
     """The states whose amaxes are reduced, by their group of two ranks or more."""
     reduced = [state for state in states if state._recipe and state._recipe.reduce_amax]
-    by_group: dict[Any, list[DelayedScales]] = {}
+    by_group: dict[dist.ProcessGroup, list[DelayedScales]] = {}
     for some in _alike(reduced, lambda state: id(states[state])):
         try:
             group = resolved("Delayed scaling", states[some[0]])

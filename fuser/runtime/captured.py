@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ class Captured:
         self._addresses = list(map(_address, tensors))
         self._has_same_layouts = tensor_guard(tensors)
 
-    def _structure(self) -> tuple[list[Any], ...]:
+    def _structure(self) -> tuple[list[object], ...]:
         """Numbers of parameters, of buffers and of hooks; submodules; modes of torch's modules.
 
         The mode of an op is one of its attributes. Hooks of the whole module run beside its graph.
@@ -150,7 +150,7 @@ class Captured:
         yield from self._main_grads()
 
 
-def _hooks_of(module: Any) -> list[dict[int, Any]]:
+def _hooks_of(module: Module) -> list[dict[int, Callable[..., object]]]:
     """The hooks that torch runs around a call of a module."""
     before, after = module._forward_pre_hooks, module._forward_hooks
     return [before, after, module._backward_pre_hooks, module._backward_hooks]
@@ -161,7 +161,9 @@ def accumulating_weights(module: Module) -> list[torch.Tensor]:
     return [op._parameters[name] for _, op, name in _accumulating(modules_and_ops(module))]
 
 
-def _accumulating(walked: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, str]]:
+def _accumulating(
+    walked: Iterable[tuple[str, torch.nn.Module]],
+) -> Iterator[tuple[str, Any, str]]:
     """The path of each op that accumulates into ``main_grad``, the op, and the name of a weight."""
     for path, op in walked:
         if isinstance(op, BasicOperation) and op.accumulates_into_main_grad:
@@ -212,12 +214,12 @@ _ABSENT = object()
 _NOT_COMPARED = ("_changes", "_delayed", "_parameters", "_buffers", "_modules", "forward")
 
 
-def _attributes_of(op: FusibleOperation) -> dict[str, Any]:
+def _attributes_of(op: FusibleOperation) -> dict[str, object]:
     """The attributes of an op, without caches."""
     return {n: value for n, value in op.__getstate__().items() if n not in _NOT_COMPARED}
 
 
-def _is_equal(one: Any, other: Any) -> bool:
+def _is_equal(one: object, other: object) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor) or type(one) is not type(other):

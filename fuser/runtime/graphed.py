@@ -9,7 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -72,7 +72,7 @@ class Graph:
         self,
         name: str,
         module: Module,
-        args: tuple[Any, ...],
+        args: tuple[object, ...],
         context: autocast,
         memory: GraphMemory,
         pool: Any,
@@ -198,7 +198,7 @@ class Graph:
         """What of the module has changed since the capture; None if nothing has."""
         return None if self._captured.is_unchanged() else self._captured.change()
 
-    def check(self, args: tuple[Any, ...]) -> list[Any]:
+    def check(self, args: tuple[object, ...]) -> Tensors:
         """The tensors of a call.
 
         Raises
@@ -206,7 +206,7 @@ class Graph:
         InputError, InputTypeError
             If they are unlike those of the capture.
         """
-        given: list[Any] = list(args) if self._is_flat else pytree.tree_leaves(args)
+        given: Sequence[object] = args if self._is_flat else pytree.tree_leaves(args)
         if len(given) != len(self._specs):
             raise InputError(
                 f"{self.name} was captured with {len(self._specs)} tensors, and got {len(given)}."
@@ -233,7 +233,7 @@ class Graph:
                     f"Arguments {first} and {place} of {self.name} are two tensors of shape "
                     f"{spec.shape}, and were one tensor at its capture: its graph reads one."
                 )
-        return given
+        return cast("Tensors", given)
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
         """The autocast of the capture, unless the call is already under such a one."""
@@ -256,7 +256,7 @@ class Graph:
 
     def replay(
         self, inputs: Tensors, states: tuple[list[DelayedScales], list[DelayedScales]]
-    ) -> Any:
+    ) -> object:
         """The results of the module for ``inputs``."""
         forward_states, backward_states = states
         if forward_states:
@@ -349,7 +349,7 @@ class Graph:
         return grads
 
 
-def _mode(module: Module, device_type: str) -> tuple[Any, ...]:
+def _mode(module: Module, device_type: str) -> tuple[object, ...]:
     """The mode in which a module runs; a graph is for one."""
     return (
         module.training,
@@ -378,7 +378,7 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         graph, saved, versions, states, conditions = ctx.call
         if torch.is_grad_enabled():
             raise StateError(
@@ -395,7 +395,7 @@ class _Replay(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
-_replayed: Callable[..., Any] = _Replay.apply
+_replayed: Callable[..., tuple[torch.Tensor, ...]] = _Replay.apply
 
 
 class GraphedForward:
@@ -413,7 +413,9 @@ class GraphedForward:
         The graph; None for a copy.
     """
 
-    def __init__(self, module: Module, plain: Any = None, graph: Graph | None = None) -> None:
+    def __init__(
+        self, module: Module, plain: Callable[..., object] | None = None, graph: Graph | None = None
+    ) -> None:
         self._module = module
         self._plain = plain
         self._graph = graph
@@ -425,7 +427,7 @@ class GraphedForward:
         plain = module.__dict__.get("forward")
         module.forward = cls(module, plain._plain if isinstance(plain, cls) else plain, graph)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         graph = self._graph
         if graph is None or not graph.is_for(self._module):
             return self._run(args, kwargs)
@@ -453,14 +455,14 @@ class GraphedForward:
                 )
             return self._run(args, kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """The results of the module itself."""
         if self._plain is not None:
             return self._plain(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedForward:
+    def __deepcopy__(self, memo: dict[int, object]) -> GraphedForward:
         return GraphedForward(copy.deepcopy(self._module, memo), copy.deepcopy(self._plain, memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return GraphedForward, (self._module, self._plain)

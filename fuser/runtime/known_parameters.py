@@ -75,10 +75,10 @@ class KnownParameters:
         self._ops = ops
         # One attribute, so that another thread sees facts and checks that belong together: the
         # guard, addresses, first places of runs and the ends of their memory, key and layout.
-        self.state: tuple[Any, ...] = (None, None, (), None, None, None)
+        self.state: tuple[object, ...] = (None, None, (), None, None, None)
         self._layouts: dict[Any, ParameterLayout] = {}
 
-    def renew(self, params: Parameters) -> tuple[tuple[Any, ...], ParameterLayout | None]:
+    def renew(self, params: Parameters) -> tuple[tuple[object, ...], ParameterLayout | None]:
         """Read the facts: those that a plan depends on, and the layout.
 
         The layout is None if the memory of a parameter does not hold its values.
@@ -134,7 +134,7 @@ def tensor_guard(tensors: Parameters) -> Callable[..., bool]:
     return is_same
 
 
-def _facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
     layout = (tensor.device, tensor.shape, tensor.stride())
     return (type(tensor), tensor.dtype, *layout, tensor.requires_grad, tensor.is_neg())
 

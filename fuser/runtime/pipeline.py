@@ -110,7 +110,7 @@ class OperationFuser:
         for basic_op in self.basic_ops:
             basic_op._captured = True
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A copy or an unpickled pipeline makes new plans.
         rebuild = functools.partial(OperationFuser, open_channels=self.open_channels)
         return rebuild, (list(self.basic_ops), self.fusions)

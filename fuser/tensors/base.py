@@ -681,7 +681,7 @@ class QuantizedTensor(WrapperTensor):
         attributes = self._attributes() if isinstance(self, torch.nn.Parameter) else None
         return rebuild, (*state, attributes) if attributes else state
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> QuantizedTensor:
         if id(self) in memo or not self.is_leaf:
             copied: QuantizedTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return copied

@@ -82,7 +82,7 @@ class DequantizedView(WrapperTensor):
             return torch.nn.Parameter(values, self.requires_grad)
         return values.requires_grad_(self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DequantizedView:
+    def __deepcopy__(self, memo: dict[int, object]) -> DequantizedView:
         if id(self) in memo or not self.is_leaf:
             copied: DequantizedView = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return copied

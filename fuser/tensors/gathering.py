@@ -50,7 +50,7 @@ class Gathering:
     of_forward: _OfForward | None = None
     """Set if the backward of that forward gets the parameter as it is, and may read columns."""
 
-    def __deepcopy__(self, memo: Any) -> Gathering:
+    def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
         return self
 
     def allocated(self, name: str) -> torch.Tensor:
@@ -101,7 +101,7 @@ class Gathering:
         return "columnwise" in self.backward_reads and not derives
 
 
-def note_backward_read(tensor: Any, usage: str | None) -> None:
+def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:
     """Say which copy of a gathered parameter the backward of the forward that runs now reads.
 
     None: it reads none. No effect on other tensors. If the forward may be recomputed, which hooks
@@ -113,7 +113,7 @@ def note_backward_read(tensor: Any, usage: str | None) -> None:
         gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
 
 
-def gather_noted_reads(tensors: Sequence[Any]) -> None:
+def gather_noted_reads(tensors: Sequence[torch.Tensor | None]) -> None:
     """At the start of a backward, of gathered parameters: make the copies that it reads.
 
     For an op that may read none of them, as a grouped linear without rows: other ranks, which have

@@ -33,7 +33,7 @@ class _State:
         """The state of another weight."""
         return _State(self.recipe, self.quantizer)
 
-    def __deepcopy__(self, memo: Any) -> _State:
+    def __deepcopy__(self, memo: dict[int, object]) -> _State:
         return self.another()
 
 
@@ -85,7 +85,7 @@ class MasterWeight(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"MasterWeight({self._plain!r}, {self._state.quantizer!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MasterWeight:
+    def __deepcopy__(self, memo: dict[int, object]) -> MasterWeight:
         if id(self) in memo or not self.is_leaf:
             made: MasterWeight = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return made

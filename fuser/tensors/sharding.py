@@ -53,7 +53,7 @@ class Sharding:
     backward_reads: set[str] = field(default_factory=set)
     """The copies that backwards to come read, as the ops said in their forward."""
 
-    def __deepcopy__(self, memo: Any) -> Sharding:
+    def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
         return replace(self, backward_reads=set())  # the group itself cannot be copied
 
     def write(self, quantizer: Any, values: torch.Tensor) -> Part:
