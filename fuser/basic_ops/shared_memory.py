@@ -97,6 +97,8 @@ def pack(parts: Sequence[Parameter], *, from_slices: bool = True) -> bool:
     count = len(parts) if from_slices else 1
     if not all(_may_move(part, place, count) for place, part in enumerate(parts)):
         return False
+    if not _have_own_memory(parts):
+        return False
     with torch.inference_mode(False), torch.no_grad():
         buffer = torch.stack([part.detach() for part in parts])
         for part, place in zip(parts, buffer, strict=True):
@@ -125,6 +127,17 @@ def _may_move(parameter: Parameter, place: int, count: int) -> bool:
     # On a GPU torch calls every tensor shared.
     is_on_cpu = parameter.device.type == "cpu"
     return not (is_on_cpu and parameter.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _have_own_memory(parts: Sequence[Parameter]) -> bool:
+    """Whether no tensor besides the parameters, and no array of numpy, is in their memory."""
+    storages = [part.untyped_storage() for part in parts]
+    places = [storage.data_ptr() for storage in storages]
+    return all(
+        # torch counts the tensors, and the object that this function holds.
+        storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == places.count(at) + 1
+        for storage, at in zip(storages, places, strict=True)
+    )
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

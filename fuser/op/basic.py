@@ -589,7 +589,8 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             assigned = getattr(parameter, "_local_tensor", parameter)
             if parameter is not before.get(name) and isinstance(assigned, QuantizedTensor):
                 assigned._leave_state()  # that of the op that it was saved from
-                if "forward" in self._delayed:  # the amaxes of the values that are gone
+                has_state = prefix + "_extra_state" in state_dict
+                if "forward" in self._delayed and not has_state:  # amaxes of values that are gone
                     self._delayed["forward"].amax_history[:1].zero_()
         # A checkpoint of plain modules has no extra state, and needs none.
         if prefix + "_extra_state" in missing_keys:

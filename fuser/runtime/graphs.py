@@ -299,6 +299,7 @@ def _leaving_no_trace(
     tensors = [*pytree.tree_leaves(args), *(p for module in modules for p in module.parameters())]
     devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
     torch.set_autocast_cache_enabled(False)  # a graph casts weights that change
+    torch.clear_autocast_cache()  # casts that autograd would join with another stream
     try:
         with torch.random.fork_rng(devices):
             yield
