@@ -419,3 +419,18 @@ def test_a_copy_into_a_clone_leaves_the_state_of_the_op_that_it_was_cloned_from(
     expected = clone.dequantize()
     assert torch.equal(clone.mul_(1.0).dequantize(), expected)
     assert torch.equal(op.get_extra_state(), states)
+
+
+@pytest.mark.parametrize("load", [by_load, by_assignment])
+def test_a_load_keeps_the_newest_amaxes_of_the_checkpoint(
+    load: Callable[[fuser.BasicLinear, fuser.BasicLinear], None],
+) -> None:
+    """An optimizer's write records an amax in the step that has not ended."""
+    source, target = linear(), linear()
+    train_step(source)
+    with torch.no_grad():
+        source.weight.mul_(0.5)
+    newest = forward_state(source).amax_history[0].clone()
+    assert newest.any()
+    load(source, target)
+    assert torch.equal(forward_state(target).amax_history[0], newest)

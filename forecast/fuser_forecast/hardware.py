@@ -199,7 +199,6 @@ def _nominal(
     shares = {
         name: rate / (H200.peak if name == "bf16" else 1979e12) for name, rate in DENSE.items()
     }
-    shares |= dict.fromkeys(H200.emulated, shares["Float8CurrentScaling"])
     rates = {recipe: peak * shares[recipe] for recipe, peak in peaks.items()}
     return Hardware(
         name,
@@ -209,7 +208,7 @@ def _nominal(
         peak=peaks["bf16"],
         memory_bandwidth=bandwidth * H200.memory_bandwidth / 4.8e12,
         memory=memory,
-        emulated=tuple(sorted({*shares} - {*peaks})),
+        emulated=(*H200.emulated, *sorted({*shares} - {*peaks})),
         is_measured=False,
         **links,
     )
@@ -233,8 +232,6 @@ GPUS = {
             "bf16": 2250e12,
             "DelayedScaling": 4500e12,
             "Float8CurrentScaling": 4500e12,
-            "MXFP8BlockScaling": 4500e12,
-            "NVFP4BlockScaling": 9000e12,
         },
         8e12,
         180e9,

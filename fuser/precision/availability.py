@@ -55,8 +55,9 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
         return
     sentence = emulation(recipe, arch)
     if sentence is not None:
-        _warned.add(place)
+        # Noted after it: where a filter makes an error of the warning, each call raises it.
         warnings.warn(sentence, EmulationWarning, stacklevel=_callers_level())
+        _warned.add(place)
 
 
 def _callers_level() -> int:
