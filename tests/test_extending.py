@@ -178,6 +178,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
     class RawModule:
+        module = types.SimpleNamespace(ptr=0)  # cupy.cuda.function.Module
+
         def __init__(self, **arguments: Any) -> None:
             asked.append(arguments)
 
