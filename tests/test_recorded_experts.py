@@ -299,7 +299,6 @@ def test_weights_that_move_in_turn_between_two_places_are_read_as_they_are() -> 
     step_with_weights_in_turn()
 
 
-@pytest.mark.xfail(reason="since weights are joined at a call, such steps run without recordings")
 def test_weights_that_move_in_turn_between_two_places_are_recorded_in_both(
     played: list[Any],
 ) -> None:

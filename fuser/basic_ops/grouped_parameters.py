@@ -107,7 +107,8 @@ class GroupParameters(QuantizedGroupWeights):
             # Two ops with a weight in common would take it from each other at each call.
             ids = tuple(map(id, parts))
             is_moved |= pack(parts, from_slices=ids not in self._arranged)
-            self._arranged = (*self._arranged[-1:], ids)
+            # Not by its name: recordings would be of another op.
+            self.__dict__["_arranged"] = (*self._arranged[-1:], ids)
         return is_moved
 
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
