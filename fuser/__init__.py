@@ -214,3 +214,8 @@ __all__ = [
     "register_forward_fusion",
     "testing",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names, without the packages that implement them."""
+    return __all__

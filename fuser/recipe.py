@@ -12,6 +12,26 @@ from typing import Any, ClassVar, NamedTuple
 from fuser.errors import InputError, InputTypeError
 from fuser.formats import DType
 
+__all__ = [
+    "BACKWARD_OVERRIDES",
+    "BACKWARD_OVERRIDE_VARIABLE",
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NAMES",
+    "NVFP4BlockScaling",
+    "QParams",
+    "QuantizerRole",
+    "RECIPES",
+    "Recipe",
+    "recipe_named",
+]
+
 BACKWARD_OVERRIDES = ("high_precision", "dequantized")
 BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
 
@@ -559,3 +579,7 @@ def role_params(recipe: Recipe, role: str, prefix: str = "fp8") -> QParams:
     names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
     params: QParams = getattr(recipe, f"{prefix}_quant_{names[role]}")
     return params
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -686,11 +686,17 @@ def test_two_inputs_that_differ_only_under_no_grad_share_a_plan() -> None:
     assert pipeline.planned_count == 1
 
 
-def test_networkx_is_imported_by_the_first_plan() -> None:
+def test_networkx_is_imported_by_the_first_plan_and_nothing_heavy_before() -> None:
     code = """
 import sys
-import torch, fuser
-assert "networkx" not in sys.modules
+import torch
+before = set(sys.modules)
+import fuser
+added = {name for name in sys.modules if name not in before}
+packages = {name.partition(".")[0] for name in added} - set(sys.stdlib_module_names)
+assert packages <= {"fuser", "torch"}, packages
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed", "torch.export", "torch.testing")
+assert not [name for name in added if name.startswith(heavy)], added
 model = fuser.Sequential(fuser.Linear(8, 8), fuser.GELU())
 assert "networkx" not in sys.modules
 model(torch.randn(2, 8))

@@ -314,6 +314,28 @@ def test_every_public_name_exists_and_te_ops_is_an_attribute() -> None:
     assert te.ops.Linear is te.Linear
 
 
+PUBLIC_MODULES = ("distributed", "modules", "moe", "ops", "recipe", "testing")
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    assert dir(fuser) == sorted(fuser.__all__)
+    shown = {name for name in dir(fuser) if inspect.ismodule(getattr(fuser, name))}
+    assert shown == set(PUBLIC_MODULES)
+    for name in PUBLIC_MODULES:
+        module = getattr(fuser, name)
+        inner = {key for key in dir(module) if inspect.ismodule(getattr(module, key))}
+        assert name == "ops" or not inner  # te.ops has modules of its own
+        assert [key for key in dir(module) if not hasattr(module, key)] == []
+
+
+def test_a_name_that_dir_does_not_show_is_imported_as_before() -> None:
+    names = [module.name for module in pkgutil.iter_modules(fuser.__path__)]
+    assert {"chain", "cuda", "errors", "plan", "specs", "tensors", *PUBLIC_MODULES} <= {*names}
+    for name in names:
+        if name != "__main__":  # which runs the command line
+            assert importlib.import_module(f"fuser.{name}") is getattr(fuser, name)
+
+
 def test_every_number_format_has_its_quantizer_and_tensor_at_the_top_level() -> None:
     for cls in every_format.QUANTIZER_CLASSES:
         for name in (cls.__name__, cls.tensor_class.__name__):

@@ -12,3 +12,7 @@ __all__ = [
     "gather_quantized",
     "init_delayed_scaling",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

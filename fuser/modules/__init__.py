@@ -4,3 +4,7 @@ from fuser.modules.grouped_linear import GroupedLinear
 from fuser.modules.layers import LayerNormLinear, LayerNormMLP, Linear
 
 __all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,3 +4,7 @@ from fuser.moe.permutation import Permuted, permute, unpermute
 from fuser.moe.router import Router, Routing
 
 __all__ = ["Permuted", "Router", "Routing", "permute", "unpermute"]
+
+
+def __dir__() -> list[str]:
+    return __all__

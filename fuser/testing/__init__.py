@@ -4,3 +4,7 @@ from fuser.plan.dtypes import allow_float64
 from fuser.testing.check import BACKWARD_OVERRIDES, RECIPES, check
 
 __all__ = ["BACKWARD_OVERRIDES", "RECIPES", "allow_float64", "check"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -421,6 +421,13 @@ SENTENCES = (
         "test_bad_input.py::test_wrong_arguments_are_named_with_what_to_write",
     ),
     Mutant(
+        "dir of the package shows the packages that implement it",
+        "__init__.py",
+        "    return __all__\n",
+        "    return [*globals()]\n",
+        "test_public_interface.py::test_dir_shows_the_public_names_alone",
+    ),
+    Mutant(
         "a call takes every keyword argument",
         "sequential.py",
         "        if unknown:\n",
