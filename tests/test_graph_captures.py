@@ -14,6 +14,7 @@ import torch
 import fuser
 from fuser import recipe as recipes
 from fuser.precision import delayed_scaling
+from fuser.runtime import graphs
 from fuser.runtime.captured import CapturedStates
 from fuser.runtime.graphs import _leaving_no_trace
 
@@ -155,6 +156,20 @@ def test_a_capture_leaves_no_trace(
             torch.manual_seed(3)
             step(each, scale)
         assert_same(contents(model), contents(other))
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("fails", [never, in_a_capture("forward")], ids=["whole", "forward"])
+def test_autocasts_cache_is_on_after_a_capture_if_it_was_before(
+    fails: Callable[[Everything], Callable[[str], bool]], is_cached: bool
+) -> None:
+    model = Everything()
+    model.fails = fails(model)
+    raised = contextlib.nullcontext() if fails is never else pytest.raises(KeyboardInterrupt)
+    with torch.autocast("cpu", enabled=False, cache_enabled=is_cached):
+        with raised:
+            fuser.make_graphed_callables(model, (sample(),))
+        assert torch.is_autocast_cache_enabled() is is_cached
 
 
 class Reading(torch.nn.Module):
@@ -332,6 +347,18 @@ def test_a_parameter_without_a_gradient_is_refused_or_allowed() -> None:
     assert model.used.grad is not None
 
 
+@pytest.mark.parametrize("where", ["argument", "parameter", "buffer"])
+def test_a_tensor_off_the_gpu_is_refused_wherever_it_is(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, given = torch.nn.BatchNorm1d(8), sample()
+    other = {"argument": given, "parameter": model.weight, "buffer": model.running_mean}[where]
+    monkeypatch.setattr(graphs, "_is_on_gpu", lambda tensor: tensor is not other)
+    shape = r"\(6, 8\)" if where == "argument" else r"\(8,\)"
+    with pytest.raises(fuser.InputError, match=f"holds a tensor of shape {shape} on cpu"):
+        fuser.make_graphed_callables(model, (given,))
+
+
 def test_hooks_of_parameters_and_trainable_buffers_are_refused() -> None:
     model = torch.nn.Linear(8, 8)
     handle = model.weight.register_hook(lambda grad: 2 * grad)
@@ -351,15 +378,32 @@ def test_a_hook_of_a_parameter_runs_once_in_each_backward() -> None:
     assert torch.equal(model.bias.grad, torch.full((8,), 2.0 * SHAPE[0]))
 
 
-def test_a_hook_inside_a_graphed_module_is_followed() -> None:
+HOOKS: dict[str, Callable[..., Any]] = {
+    "register_forward_pre_hook": lambda module, args: (2 * args[0],),
+    "register_forward_hook": lambda module, args, output: 2 * output,
+    "register_full_backward_pre_hook": lambda module, grads: (2 * grads[0],),
+    "register_full_backward_hook": lambda module, grads, grad_outputs: (2 * grads[0],),
+}
+
+
+@pytest.mark.parametrize(("kind", "hook"), HOOKS.items(), ids=HOOKS)
+def test_a_hook_inside_a_graphed_module_is_followed(kind: str, hook: Callable[..., Any]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
     other = copy.deepcopy(model)
     fuser.make_graphed_callables(model, (sample(),))
     for each in (model, other):
-        each[0].register_forward_hook(lambda module, args, output: 2 * output)
+        getattr(each[0], kind)(hook)
     x = torch.randn(SHAPE)
-    with pytest.warns(fuser.FuserWarning, match="hooks of modules in it were added or removed"):
-        assert torch.equal(model(x), other(x))
+    found = []
+    for each in (model, other):
+        given = x.clone().requires_grad_()
+        told = pytest.warns(fuser.FuserWarning, match="hooks of modules in it were added")
+        with told if each is model else contextlib.nullcontext():
+            y = each(given)
+        y.sum().backward()
+        found.append([y, given.grad, each[0].weight.grad])
+    for one, another in zip(*found, strict=True):
+        assert torch.equal(one, another)
 
 
 @pytest.mark.parametrize("result", [2.0, None])
@@ -404,3 +448,30 @@ def test_steps_of_a_module_that_enters_autocast_end_in_replays() -> None:
             torch.manual_seed(seed)
             each((2.0**seed * torch.randn(SHAPE)).requires_grad_()).sum().backward()
         assert_same(*(list(each.state_dict().values()) for each in (model, other)))
+
+
+class Holding(torch.nn.Module):
+    """A module with ops that are no submodules, and so no part of its walk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [fuser.Sequential(fuser.Linear(8, 8)), fuser.Sequential(fuser.Linear(8, 8))]
+        self.shown = fuser.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.held:
+            x = each(x)
+        return self.shown(x)
+
+
+def test_steps_of_ops_that_are_no_submodules_end_in_replays() -> None:
+    model = Holding()
+    fuser.make_graphed_callables(model, (sample(),), recipe=DELAYED)
+    op = model.held[0][0].basic_ops[0]
+    for amax in (3.0, 50.0, 7.0):
+        x = torch.full(SHAPE, amax, requires_grad=True)
+        y = model(x)
+        (amax * y).sum().backward()
+        assert op._delayed["forward"].amax_history[:, 0].tolist()[-1] == amax
+        assert op._delayed["forward"].amax_history[0, 0] == 0
+        assert op._delayed["backward"].amax_history[-1, 0] > 0

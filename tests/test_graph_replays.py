@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,6 +123,18 @@ def layer_added(model: Any) -> None:
     model.append(torch.nn.Tanh())
 
 
+def buffer_added(model: Any) -> None:
+    model[1].register_buffer("offset", torch.ones(16))
+
+
+def parameter_added(model: Any) -> None:
+    model[1].gain = torch.nn.Parameter(torch.ones(16))
+
+
+def module_added_below(model: Any) -> None:
+    model[1].inner = torch.nn.Tanh()
+
+
 def parametrized(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model[0])
 
@@ -133,6 +147,9 @@ CHANGES: dict[str, tuple[Callable[[Any], None], str]] = {
     "bias removed": (bias_removed, "'2.bias' was removed"),
     "module": (activation_replaced, "a module in it was added, removed or replaced"),
     "added": (layer_added, "a module in it was added, removed or replaced"),
+    "buffer added": (buffer_added, "'1.offset' was added"),
+    "parameter added": (parameter_added, "'1.gain' was added"),
+    "added below": (module_added_below, "a module in it was added, removed or replaced"),
     "parametrized": (parametrized, "a module in it was added, removed or replaced"),
 }
 
@@ -309,6 +326,27 @@ def test_a_module_captured_without_gradients_runs_itself_where_they_are_computed
     assert_runs_itself(model, other)
 
 
+@pytest.mark.parametrize(
+    ("captured", "called"),
+    [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)],
+)
+def test_a_graph_is_for_inference_mode_or_for_no_grad_and_not_for_both(
+    captured: Any, called: Any
+) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    x = torch.randn(SHAPE)
+    with captured():
+        fuser.make_graphed_callables(model, (sample(requires_grad=False),))
+        model(x)
+    assert replays(model) == 1
+    with called():
+        found, wanted = model(x), other(x)
+    assert replays(model) == 1
+    assert torch.equal(found, wanted)
+    assert found.is_inference() == wanted.is_inference()
+
+
 def test_within_another_capture_the_module_itself_is_captured() -> None:
     inner, other = graphed(mlp())
     outer = torch.nn.Sequential(inner, torch.nn.Tanh())
@@ -329,6 +367,32 @@ def test_a_second_capture_replaces_the_first() -> None:
     other[0].weight.data = 2 * other[0].weight.data
     fuser.make_graphed_callables(model, (sample(),))
     assert_replayed(model, other)
+
+
+def test_a_second_capture_drops_the_first_graph_also_for_calls_in_its_mode() -> None:
+    model, other = graphed(mlp())
+    first, first_graph = weakref.ref(graph_of(model)), graph_of(model)._forward_graph
+    model.eval()
+    fuser.make_graphed_callables(model, (sample(),))
+    model.train()
+    assert_runs_itself(model, other)
+    assert first_graph.replays == 0
+    gc.collect()
+    assert first() is None
+
+
+def test_a_forward_that_was_set_on_a_module_is_the_one_that_runs_after_two_captures() -> None:
+    model = mlp()
+    whole = model.forward
+    model.forward = lambda x: 2 * whole(x)  # type: ignore[method-assign]
+    for _ in range(2):
+        fuser.make_graphed_callables(model, (sample(),))
+    x = torch.randn(SHAPE)
+    assert torch.equal(model(x), 2 * whole(x))
+    assert replays(model) == 1
+    model.eval()
+    assert torch.equal(model(x), 2 * whole(x))
+    assert replays(model) == 1
 
 
 @pytest.mark.parametrize("is_cached", [True, False])

@@ -135,6 +135,27 @@ def test_gradients_of_extra_outputs_that_differ_in_one_field_are_recorded_apart(
     assert played
 
 
+def test_backwards_are_recorded_apart_by_which_extra_output_has_a_gradient(
+    played: list[Any],
+) -> None:
+    two = fuser.MakeExtraOutput(), fuser.GELU(), fuser.MakeExtraOutput(), fuser.GELU()
+    model = fuser.Sequential(*two)
+    for seed in range(12):
+        x, dy, given = (random(ROWS, WIDTH, seed=3 * seed + i) for i in range(3))
+        leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        used = ((0,), (1,), ())[seed % 3]
+        for each, apply in ((leaf, model), (exact, None)):
+            inner = gelu(each)
+            y, *extras = apply(each) if apply else (gelu(inner), each, inner)
+            outputs = [y, *(extras[i] for i in used)]
+            grads = [dy, *(given for _ in used)]
+            torch.autograd.backward(outputs, [g.to(each.dtype) for g in grads])
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=5e-2, atol=5e-2)
+    assert len({id(sequence) for sequence in played}) == 4  # of one forward and three backwards
+
+
 def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
     """A new part of a key needs a test in this file, and a place in this list."""
     model, recipe = fuser.Sequential(fuser.BasicLinear(WIDTH, WIDTH, dtype=BF16)), delayed()

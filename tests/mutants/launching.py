@@ -90,6 +90,14 @@ LAUNCH_CACHE = (
         "test_recorded_layouts.py::test_a_backward_reads_a_parameter_as_it_is_then",
     ),
     Mutant(
+        "a backward is repeated with the gradient of another extra output",
+        "runtime/recorded.py",
+        "        key.append(grad is None)\n",
+        "",
+        "test_recorded_layouts.py::"
+        "test_backwards_are_recorded_apart_by_which_extra_output_has_a_gradient",
+    ),
+    Mutant(
         "the layout that was used last loses its recording",
         "runtime/recorded.py",
         "oldest = min(list(self.items())",
