@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -17,6 +17,8 @@ from fuser.errors import InputError
 MXFP8_BLOCK = 32
 FP8_BLOCK = 128
 NVFP4_BLOCK = 16
+BlockScalingDim = Literal[1, 2]
+"""FP8 blocks of 1x128 or of 128x128 elements."""
 GROUP_TILE = 128
 """Padded groups of rows have whole tiles of this many rows, so no two groups share a block."""
 # Signs of the random Hadamard transform: if bit i is set, element i of every 16 changes sign.

@@ -7,14 +7,16 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
 
 from fuser.errors import InputError, InputTypeError
-from fuser.formats import DType
+from fuser.formats import BlockScalingDim, DType
 
 __all__ = [
+    "AmaxAlgorithm",
     "BACKWARD_OVERRIDES",
     "BACKWARD_OVERRIDE_VARIABLE",
+    "BackwardOverride",
     "CustomRecipe",
     "DelayedScaling",
     "Float8BlockScaling",
@@ -32,8 +34,13 @@ __all__ = [
     "recipe_named",
 ]
 
-BACKWARD_OVERRIDES = ("high_precision", "dequantized")
+BackwardOverride = Literal["high_precision", "dequantized"]
+BACKWARD_OVERRIDES: tuple[BackwardOverride, ...] = get_args(BackwardOverride)
 BACKWARD_OVERRIDE_VARIABLE = "NVTE_BACKWARD_OVERRIDE"
+AmaxAlgorithm = Literal["max", "most_recent"]
+"""How delayed scaling computes an amax of its history."""
+FourOverSixScope = Literal["none", "weights", "activations", "all"]
+FourOverSixError = Literal["MAE", "MSE"]
 
 
 class FormatRange(NamedTuple):
@@ -105,9 +112,10 @@ FP8_PARAMS = ("power_2_scale", "amax_epsilon")
 NVFP4_PARAMS = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
 
 
-def _backward_override_from_environment() -> str | None:
+def _backward_override_from_environment() -> BackwardOverride | None:
     """The default of ``backward_override``; the only place that reads the variable."""
-    return os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None
+    value = os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None
+    return cast("BackwardOverride | None", value)  # the recipe refuses another value
 
 
 @dataclass(frozen=True)
@@ -134,7 +142,7 @@ class Recipe:
         it, or another field has a value that the recipe does not support.
     """
 
-    backward_override: str | None = field(
+    backward_override: BackwardOverride | None = field(
         default_factory=_backward_override_from_environment, kw_only=True
     )
     # Only one value is accepted, so there is nothing to compare.
@@ -289,12 +297,12 @@ class DelayedScaling(Recipe):
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
+    amax_compute_algo: AmaxAlgorithm = "max"
     reduce_amax: bool = True
     scaling_factor_compute_algo: Callable[..., Any] | None = field(
         default=None, kw_only=True, repr=False, compare=False
     )
-    backward_override: str | None = field(default=None, kw_only=True)
+    backward_override: BackwardOverride | None = field(default=None, kw_only=True)
 
     accepts_backward_override: ClassVar[bool] = False
     absent: ClassVar[dict[str, str]] = {
@@ -302,7 +310,7 @@ class DelayedScaling(Recipe):
     }
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
-        "amax_compute_algo": ("max", "most_recent"),
+        "amax_compute_algo": get_args(AmaxAlgorithm),
     }
 
     def __post_init__(self) -> None:
@@ -394,9 +402,9 @@ class Float8BlockScaling(Recipe):
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
+    x_block_scaling_dim: BlockScalingDim = 1
+    w_block_scaling_dim: BlockScalingDim = 2
+    grad_block_scaling_dim: BlockScalingDim = 1
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
@@ -406,9 +414,9 @@ class Float8BlockScaling(Recipe):
 
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fp8_format": FP8_FORMATS,
-        "x_block_scaling_dim": (1, 2),
-        "w_block_scaling_dim": (1, 2),
-        "grad_block_scaling_dim": (1, 2),
+        "x_block_scaling_dim": get_args(BlockScalingDim),
+        "w_block_scaling_dim": get_args(BlockScalingDim),
+        "grad_block_scaling_dim": get_args(BlockScalingDim),
     }
     taken_params: ClassVar[tuple[str, ...]] = FP8_PARAMS
 
@@ -442,9 +450,13 @@ class NVFP4BlockScaling(Recipe):
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
     row_scaled_activation: bool = field(default=False, kw_only=True, repr=False, compare=False)
-    nvfp4_4over6: str = field(default="none", kw_only=True, repr=False, compare=False)
-    nvfp4_4over6_e4m3_use_256: str = field(default="all", kw_only=True, repr=False, compare=False)
-    nvfp4_4over6_err_mode: str = field(default="MAE", kw_only=True, repr=False, compare=False)
+    nvfp4_4over6: Literal["none"] = field(default="none", kw_only=True, repr=False, compare=False)
+    nvfp4_4over6_e4m3_use_256: FourOverSixScope = field(
+        default="all", kw_only=True, repr=False, compare=False
+    )
+    nvfp4_4over6_err_mode: FourOverSixError = field(
+        default="MAE", kw_only=True, repr=False, compare=False
+    )
     fp4_format: Format = field(default=Format.E2M1, kw_only=True, repr=False, compare=False)
     fp8_format: Format = field(default=Format.E4M3, kw_only=True, repr=False, compare=False)
     fp4_quant_fwd_inp: QParams = field(default=None, kw_only=True)  # type: ignore[assignment]
@@ -457,8 +469,8 @@ class NVFP4BlockScaling(Recipe):
     }
     # The scopes and the error of 4over6 have no effect while it is off.
     accepted: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "nvfp4_4over6_e4m3_use_256": ("none", "weights", "activations", "all"),
-        "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+        "nvfp4_4over6_e4m3_use_256": get_args(FourOverSixScope),
+        "nvfp4_4over6_err_mode": get_args(FourOverSixError),
         "fp4_format": (Format.E2M1,),
         "fp8_format": (Format.E4M3,),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -22,6 +22,8 @@ from fuser.op import (
 )
 from fuser.specs import PlanKey, TensorSpec
 from fuser.tensors import Float8CurrentScalingQuantizer
+
+Approximation = Literal["tanh", "none"]
 
 # The quantizer of a cached input: E4M3, one scale per tensor, without a transposed copy.
 INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
@@ -127,9 +129,11 @@ class Activation(BasicOperation):
 class _TwoForms(Activation):
     """Base class of GELU and GEGLU: a function of the library's, or its erf form."""
 
-    def __init__(self, approximate: str = "tanh", *, cache_quantized_input: bool = False) -> None:
+    def __init__(
+        self, approximate: Approximation = "tanh", *, cache_quantized_input: bool = False
+    ) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
-        if approximate not in ("tanh", "none"):
+        if approximate not in get_args(Approximation):
             raise InputError(
                 f"{type(self).__name__} got approximate={approximate!r}; it is 'tanh', the default "
                 "as in te.ops, or 'none' for the erf form, the default of torch.nn.GELU."
@@ -138,7 +142,7 @@ class _TwoForms(Activation):
             self.function = Stage(f"{self.function.name}_erf")
 
     @property
-    def approximate(self) -> str:
+    def approximate(self) -> Approximation:
         """``"tanh"`` or ``"none"``, as it was given."""
         return "none" if self.function.name.endswith("_erf") else "tanh"
 

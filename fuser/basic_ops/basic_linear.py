@@ -27,6 +27,7 @@ from fuser.errors import InputError
 from fuser.op import (
     Grads,
     OperationContext,
+    ParallelMode,
     cast,
     check_parameter,
     write_grad_input,
@@ -86,7 +87,7 @@ class BasicLinear(LinearWeight):
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        tensor_parallel_mode: str | None = None,
+        tensor_parallel_mode: ParallelMode | None = None,
         tensor_parallel_group: Any | None = None,
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,

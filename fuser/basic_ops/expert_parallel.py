@@ -18,7 +18,7 @@ from fuser.communication import (
 from fuser.errors import InputError, StateError
 from fuser.formats import round_up
 from fuser.functional import permutation as ops
-from fuser.functional.routing import within_blocks
+from fuser.functional.routing import DropPolicy, within_blocks
 from fuser.op import BasicOperation, OperationContext
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import mixes_amaxes_of
@@ -240,7 +240,7 @@ def route_to_experts(
     probs: torch.Tensor,
     num_experts: int,
     capacity: int | None,
-    drop_policy: str,
+    drop_policy: DropPolicy,
     group: Any,
     *,
     sends_rows: bool,
@@ -293,7 +293,7 @@ def _places(
     num_experts: int,
     ranks: int,
     block: int | None,
-    drop_policy: str,
+    drop_policy: DropPolicy,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of rows for each expert, int32 ``[ranks, experts of a rank]``, and their places.
 

@@ -27,7 +27,7 @@ from fuser.communication import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from fuser.op import Grads, OperationContext, write_grad_input
+from fuser.op import Grads, OperationContext, ParallelMode, write_grad_input
 from fuser.specs import Collective, PlanKey, QuantSpec
 from fuser.tensors import QuantizedTensor, Quantizer
 
@@ -41,7 +41,7 @@ class Parallelism:
     their features: the input of a column parallel linear, and the output of a row parallel one.
     """
 
-    mode: str
+    mode: ParallelMode
     ranks: int
     has_shards: bool
 

@@ -16,7 +16,13 @@ from fuser.basic_ops.linear_operands import bind, quantized
 from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import Agreement, GroupRef, divided, group_size, ranks_of
 from fuser.errors import InputError
-from fuser.op import BasicOperation, check_parallel_mode, default_device, default_dtype
+from fuser.op import (
+    BasicOperation,
+    ParallelMode,
+    check_parallel_mode,
+    default_device,
+    default_dtype,
+)
 from fuser.precision.contexts import (
     ParameterInit,
     current_parameter_init,
@@ -68,7 +74,7 @@ class LinearWeight(BasicOperation):
     # -- the part of this rank ------------------------------------------------
 
     def shard(
-        self, mode: str | None, group: Any | None = None, sequence_parallel: bool = False
+        self, mode: ParallelMode | None, group: Any | None = None, sequence_parallel: bool = False
     ) -> None:
         """Shard an op of whole features over ``group``; the caller replaces the weight.
 
@@ -102,7 +108,7 @@ class LinearWeight(BasicOperation):
         self._product_ranks = group_size("BasicLinear", group)
 
     @property
-    def mode_and_ranks(self) -> tuple[str, int] | None:
+    def mode_and_ranks(self) -> tuple[ParallelMode, int] | None:
         """``"column"`` or ``"row"``, and how many ranks share the linear; None if none do.
 
         Also if a later op adds the products.

@@ -23,6 +23,7 @@ from fuser.functional import permutation as ops
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.permutation import gathered_rows
 from fuser.functional.routing import (
+    DropPolicy,
     check_assignments,
     check_device,
     check_options,
@@ -106,7 +107,7 @@ class MoeDispatch(ExpertParallelOperation):
         num_experts: int,
         *,
         capacity: int | None = None,
-        drop_policy: str = "position",
+        drop_policy: DropPolicy = "position",
         expert_parallel_group: Any | None = None,
     ) -> None:
         super().__init__(expert_parallel_group)

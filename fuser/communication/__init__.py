@@ -10,6 +10,7 @@ from fuser.communication.collectives import (
     start_reduce_scatter,
 )
 from fuser.communication.groups import (
+    GroupArgument,
     GroupRef,
     PlannedGroup,
     WeakGroup,
@@ -30,6 +31,7 @@ from fuser.communication.quantized_gather import (
 
 __all__ = [
     "Agreement",
+    "GroupArgument",
     "GroupRef",
     "Pending",
     "PlannedGroup",

@@ -9,11 +9,17 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.distributed as dist
 
 from fuser.errors import FuserWarning, InputError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+GroupArgument: TypeAlias = "dist.ProcessGroup | DeviceMesh | PlannedGroup | None"
+"""What an op takes as its process group: a mesh has one dimension, and None is all ranks."""
 
 
 class GroupRef:

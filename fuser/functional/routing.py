@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ from fuser.wrapper_tensor import WrapperTensor
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
-DROP_POLICIES = ("position", "probs")
+DropPolicy = Literal["position", "probs"]
 # Numbers of rows and assignments are int32; kernels count a little past the last assignment.
 MAX_COUNT = 2**31 - 2**16
 
@@ -23,7 +23,7 @@ def route(
     probs: torch.Tensor | None,
     num_experts: int,
     capacity: int | None,
-    drop_policy: str,
+    drop_policy: DropPolicy,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The split sizes, ``row_map`` and ``inverse_map`` of assignments that were checked.
 
@@ -91,7 +91,9 @@ def _largest_first(values: torch.Tensor) -> torch.Tensor:
 # -- checks: each error begins with the name of the function or op ----------------
 
 
-def check_options(name: str, num_experts: int, capacity: int | None, drop_policy: str) -> None:
+def check_options(
+    name: str, num_experts: int, capacity: int | None, drop_policy: DropPolicy
+) -> None:
     """Check what does not depend on tensors."""
     for option, value, least in (("num_experts", num_experts, 1), ("capacity", capacity, 0)):
         if value is None and option == "capacity":
@@ -100,7 +102,7 @@ def check_options(name: str, num_experts: int, capacity: int | None, drop_policy
             raise InputTypeError(f"{name} takes an int as {option}; got {value!r}.")
         if not least <= value <= MAX_COUNT:
             raise InputError(f"{name} got {option}={value}; it is {least} to {MAX_COUNT}.")
-    if drop_policy not in DROP_POLICIES:
+    if drop_policy not in get_args(DropPolicy):
         raise InputError(f"{name} got drop_policy={drop_policy!r}; it is 'position' or 'probs'.")
 
 

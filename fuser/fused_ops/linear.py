@@ -10,7 +10,7 @@ import torch
 from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
 from fuser.communication import divided, group_size, rank_in
 from fuser.errors import InputError
-from fuser.op import BasicOperation, FusedOperation, check_parallel_mode
+from fuser.op import BasicOperation, FusedOperation, ParallelMode, check_parallel_mode
 
 
 class Linear(FusedOperation):
@@ -43,7 +43,7 @@ class Linear(FusedOperation):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        tensor_parallel_mode: str | None = None,
+        tensor_parallel_mode: ParallelMode | None = None,
         tensor_parallel_group: Any | None = None,
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
@@ -79,7 +79,7 @@ class Linear(FusedOperation):
             linear.note_products(group)
             self._add_products(group, sequence_parallel)
 
-    def shard(self, mode: str, group: Any | None, sequence_parallel: bool = False) -> None:
+    def shard(self, mode: ParallelMode, group: Any | None, sequence_parallel: bool = False) -> None:
         """Shard a linear of one rank over ``group``; the caller replaces the parameters.
 
         The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and

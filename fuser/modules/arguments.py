@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypedDict, TypeVar
 
+from fuser.communication import GroupArgument
 from fuser.errors import InputError, InputTypeError
+from fuser.op import ParallelMode
+
+T = TypeVar("T")
 
 # Arguments of a linear op, by their other names.
 _LINEAR_NAMES = {
@@ -41,7 +46,50 @@ OFF: dict[str, tuple[Any, str]] = {
 IGNORED = ("ub_name", "seq_length", "micro_batch_size")
 
 
-def one_of_two(first: str, value: Any, second: str, other: Any) -> Any:
+class GroupedOptions(TypedDict, total=False):
+    """The names in the tables above and ``tp_size``, for type checkers.
+
+    Without ``delay_wgrad_compute``, which a grouped layer takes.
+    """
+
+    parallel_mode: ParallelMode | None
+    tensor_parallel_mode: ParallelMode | None
+    tp_group: GroupArgument
+    tensor_parallel_group: GroupArgument
+    tp_size: int
+    sequence_parallel: bool
+    get_rng_state_tracker: Callable[[], Any] | None
+    rng_state_tracker_function: Callable[[], Any] | None
+    fuse_wgrad_accumulation: bool
+    accumulate_into_main_grad: bool
+    set_parallel_mode: bool
+    return_bias: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+    parameters_split: None
+    save_original_input: bool
+    symmetric_ar_type: None
+    checkpoint: bool
+    ub_overlap_ag: bool
+    ub_overlap_rs: bool
+    ub_overlap_rs_dgrad: bool
+    ub_overlap_rs_fprop: bool
+    ub_overlap_ag_fprop: bool
+    ub_overlap_ag_dgrad: bool
+    ub_bulk_wgrad: bool
+    ub_bulk_dgrad: bool
+    ub_name: str | None
+    seq_length: int | None
+    micro_batch_size: int | None
+
+
+class LayerOptions(GroupedOptions, total=False):
+    """The options of a layer that is not grouped."""
+
+    delay_wgrad_compute: bool
+
+
+def one_of_two(first: str, value: T | None, second: str, other: T | None) -> T | None:
     """The value of an argument with two names."""
     if value is not None and other is not None and value != other:
         raise InputError(
@@ -50,7 +98,7 @@ def one_of_two(first: str, value: Any, second: str, other: Any) -> Any:
     return other if value is None else value
 
 
-def linear_arguments(layer: type, options: dict[str, Any]) -> dict[str, Any]:
+def linear_arguments(layer: type, options: Mapping[str, object]) -> dict[str, Any]:
     """The arguments in ``options`` that the linear op takes. Refuses arguments that are on."""
     names = {**_LINEAR_NAMES, **{name: name for name in _LINEAR_NAMES.values()}}
     taken = {}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fuser import basic_ops
 from fuser.errors import InputError, InputTypeError
-from fuser.modules.arguments import linear_arguments, one_of_two
+from fuser.modules.arguments import GroupedOptions, linear_arguments, one_of_two
 from fuser.modules.layer import InitMethod, Layer, Place
 from fuser.modules.parallel import refuse_ranks
 from fuser.plan.plan import FusionPlan
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class GroupedLinear(Layer):
@@ -60,7 +63,7 @@ class GroupedLinear(Layer):
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         name: str | None = None,
-        **options: Any,
+        **options: Unpack[GroupedOptions],
     ) -> None:
         taken = linear_arguments(type(self), options)
         refuse_ranks(type(self).__name__, taken)

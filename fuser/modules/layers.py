@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from fuser import basic_ops, fused_ops
 from fuser.errors import InputError
-from fuser.modules.arguments import linear_arguments, one_of_two
+from fuser.modules.arguments import LayerOptions, linear_arguments, one_of_two
 from fuser.modules.layer import InitMethod, Layer, Place
 from fuser.modules.parallel import check_mode, mark_norm, modes_of_mlp, refuse_row, without_size
 from fuser.op import BasicOperation
 
-NORMALIZATIONS: dict[str, Any] = {"LayerNorm": basic_ops.LayerNorm, "RMSNorm": basic_ops.RMSNorm}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Normalization = Literal["LayerNorm", "RMSNorm"]
+ActivationName = Literal[
+    "clamped_swiglu",
+    "clampedswiglu",
+    "geglu",
+    "gelu",
+    "glu",
+    "qgeglu",
+    "qgelu",
+    "reglu",
+    "relu",
+    "silu",
+    "situglu",
+    "sreglu",
+    "srelu",
+    "swiglu",
+]
+NORMALIZATIONS: dict[str, Callable[..., BasicOperation]] = {
+    "LayerNorm": basic_ops.LayerNorm,
+    "RMSNorm": basic_ops.RMSNorm,
+}
 ACTIVATIONS = {
     cls.__name__.lower(): cls
     for cls in vars(basic_ops).values()
@@ -66,7 +90,7 @@ class Linear(Layer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         taken = linear_arguments(type(self), without_size("Linear", options))
         check_mode("Linear", taken)
@@ -116,14 +140,14 @@ class LayerNormLinear(Layer):
         eps: float = 1e-5,
         *,
         bias: bool = True,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         init_method: InitMethod | None = None,
         params_dtype: torch.dtype | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         factory = {
             "device": device,
@@ -192,8 +216,8 @@ class LayerNormMLP(Layer):
         eps: float = 1e-5,
         *,
         bias: bool = True,
-        normalization: str = "LayerNorm",
-        activation: str = "gelu",
+        normalization: Normalization = "LayerNorm",
+        activation: ActivationName = "gelu",
         activation_params: dict[str, Any] | None = None,
         zero_centered_gamma: bool = False,
         init_method: InitMethod | None = None,
@@ -202,7 +226,7 @@ class LayerNormMLP(Layer):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         name: str | None = None,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         if activation not in ACTIVATIONS:
             raise InputError(
@@ -212,9 +236,9 @@ class LayerNormMLP(Layer):
             "device": device,
             "dtype": one_of_two("params_dtype", params_dtype, "dtype", dtype),
         }
-        options = without_size("LayerNormMLP", options)
-        is_parallel = options.pop("set_parallel_mode", False)
-        taken = {**factory, **linear_arguments(type(self), options)}
+        others = without_size("LayerNormMLP", options)
+        is_parallel = others.pop("set_parallel_mode", False)
+        taken = {**factory, **linear_arguments(type(self), others)}
         of_fc1, of_fc2 = modes_of_mlp(
             "LayerNormMLP", taken, ffn_hidden_size, is_parallel=is_parallel
         )
@@ -262,7 +286,7 @@ def _linear(
     return linear
 
 
-def _norm(name: str, size: int, **options: Any) -> Any:
+def _norm(name: str, size: int, **options: Any) -> BasicOperation:
     if name not in NORMALIZATIONS:
         raise InputError(f"normalization is {name!r}; it is {' or '.join(NORMALIZATIONS)}.")
     return NORMALIZATIONS[name](size, **options)

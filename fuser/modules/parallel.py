@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fuser import fused_ops
@@ -10,7 +11,7 @@ from fuser.errors import InputError
 from fuser.op import BasicOperation, check_parallel_mode
 
 
-def without_size(layer: str, options: dict[str, Any]) -> dict[str, Any]:
+def without_size(layer: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """``options`` without ``tp_size``, which must be the size of the group.
 
     Raises

@@ -1,9 +1,10 @@
 """Mixture of experts: the router, and the permutation of tokens to rows sorted by expert."""
 
+from fuser.functional.routing import DropPolicy
 from fuser.moe.permutation import Permuted, permute, unpermute
-from fuser.moe.router import Router, Routing
+from fuser.moe.router import Router, Routing, Score
 
-__all__ = ["Permuted", "Router", "Routing", "permute", "unpermute"]
+__all__ = ["DropPolicy", "Permuted", "Router", "Routing", "Score", "permute", "unpermute"]
 
 
 def __dir__() -> list[str]:

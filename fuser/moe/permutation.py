@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from fuser.errors import InputError, InputTypeError
 from fuser.functional import permutation as ops
 from fuser.functional.routing import (
+    DropPolicy,
     check_assignments,
     check_device,
     check_options,
@@ -45,7 +46,7 @@ def permute(
     *,
     num_experts: int,
     capacity: int | None = None,
-    drop_policy: str = "position",
+    drop_policy: DropPolicy = "position",
 ) -> Permuted:
     """Copy each token to one row for each of its experts; rows are sorted by expert.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -13,7 +13,7 @@ from fuser.errors import InputError, InputTypeError
 from fuser.graph_break import breaks_graph
 from fuser.op.parameters import default_device, default_dtype
 
-SCORES = ("softmax", "sigmoid")
+Score = Literal["softmax", "sigmoid"]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Against a division by 0 where all sigmoids of a token underflow, as in DeepSeek-V3's code.
 TINY = 1e-20
@@ -100,7 +100,7 @@ class Router(torch.nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         norm_topk_prob: bool = True,
         aux_loss_coefficient: float = 0.0,
         device: torch.device | str | None = None,
@@ -115,7 +115,7 @@ class Router(torch.nn.Module):
                 raise InputError(f"Router got {name}={size}; it is at least 1.")
         if top_k > num_experts:
             raise InputError(f"Router got top_k={top_k} of num_experts={num_experts}.")
-        if score not in SCORES:
+        if score not in get_args(Score):
             raise InputError(f"Router got score={score!r}; it is 'softmax' or 'sigmoid'.")
         if not 0 <= aux_loss_coefficient < math.inf:
             raise InputError(

@@ -8,6 +8,7 @@ from fuser.op.fusible import METHODS, FusibleOperation, Grads
 from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
+    ParallelMode,
     check_parallel_mode,
     check_parameter,
     default_device,
@@ -25,6 +26,7 @@ __all__ = [
     "MAX_RECIPES",
     "METHODS",
     "OperationContext",
+    "ParallelMode",
     "QUANTIZER_ARGUMENTS",
     "autocast_dtype",
     "cast",

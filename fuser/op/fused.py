@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 
@@ -54,6 +54,10 @@ class _NoParameters(dict[str, Any]):
     __missing__ = __setitem__ = __delitem__ = _refuse
 
 
+FusionSide = Literal["", "forward", "backward", "joint"]
+"""Where a fusion replaces ops; empty if the planner does not know it."""
+
+
 class FusedOperation(FusibleOperation):
     """One way to run a window of basic ops together.
 
@@ -76,7 +80,7 @@ class FusedOperation(FusibleOperation):
     grouping_class: ClassVar[Callable[..., Any]]
 
     window: ClassVar[tuple[Any, ...]] = ()
-    side: ClassVar[str] = ""
+    side: ClassVar[FusionSide] = ""
     communicates: ClassVar[bool] = False
     """Whether the fusion does the communication of its basic ops (``BasicOperation.collectives``).
     If it does not, it is refused for ops that communicate on its side."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import overrides
@@ -11,6 +11,7 @@ from torch.utils._device import DeviceContext
 from fuser.errors import InputError
 from fuser.tensors.sharding import is_distributed
 
+ParallelMode = Literal["column", "row"]
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -78,7 +79,7 @@ def check_parallel_mode(
     ------
     InputError
     """
-    if mode not in (None, "column", "row"):
+    if mode is not None and mode not in get_args(ParallelMode):
         raise InputError(f"{op} got {argument}={mode!r}; it is None, 'column' or 'row'.")
     if mode is None and sequence:
         raise InputError(

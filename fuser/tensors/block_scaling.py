@@ -12,6 +12,7 @@ import torch
 from fuser.cuda import block_scaling as kernels
 from fuser.formats import (
     FP8_BLOCK,
+    BlockScalingDim,
     DType,
     NumberFormat,
     ceil_div,
@@ -115,7 +116,7 @@ class Float8BlockQuantizer(Quantizer):
     columnwise: bool = field(default=True, kw_only=True)
     amax_epsilon: float = field(default=0.0, kw_only=True)
     force_pow_2_scales: bool = field(default=True, kw_only=True)
-    block_scaling_dim: int = field(default=2, kw_only=True)
+    block_scaling_dim: BlockScalingDim = field(default=2, kw_only=True)
 
     tensor_class = Float8BlockwiseQTensor
     recipe_class = Float8BlockScaling

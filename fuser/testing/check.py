@@ -17,8 +17,9 @@ from fuser.fused_ops.catalog import FUSIONS
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.dtypes import allow_float64
 from fuser.precision.contexts import autocast
+from fuser.recipe import BACKWARD_OVERRIDES as OVERRIDES
 from fuser.recipe import RECIPES as RECIPE_CLASSES
-from fuser.recipe import Recipe
+from fuser.recipe import BackwardOverride, Recipe
 from fuser.sequential import Sequential
 from fuser.specs import TensorSpec
 from fuser.tensors import QuantizedTensor
@@ -28,7 +29,7 @@ from fuser.testing.finite_differences import Slopes, wrong_slope
 RECIPES: tuple[Recipe | None, ...] = (None, *(cls() for cls in RECIPE_CLASSES))
 """The recipes that ``check`` runs by default; None is no recipe."""
 
-BACKWARD_OVERRIDES: tuple[str | None, ...] = (None, "high_precision", "dequantized")
+BACKWARD_OVERRIDES: tuple[BackwardOverride | None, ...] = (None, *OVERRIDES)
 """The default overrides, which are applied to each recipe that supports them."""
 
 Tensors = dict[str, torch.Tensor | None]
@@ -40,7 +41,7 @@ def check(
     *inputs: torch.Tensor,
     reference: Callable[..., Any] | None = None,
     recipes: Sequence[Recipe | None] = RECIPES,
-    backward_overrides: Sequence[str | None] = BACKWARD_OVERRIDES,
+    backward_overrides: Sequence[BackwardOverride | None] = BACKWARD_OVERRIDES,
     atol: float | None = None,
     rtol: float | None = None,
     seed: int = 0,
@@ -198,7 +199,7 @@ def _window(fusion: type[FusedOperation]) -> str:
 
 
 def _with_overrides(
-    recipes: Sequence[Recipe | None], overrides: Sequence[str | None]
+    recipes: Sequence[Recipe | None], overrides: Sequence[BackwardOverride | None]
 ) -> Iterator[Recipe | None]:
     for recipe in recipes:
         if recipe is None or not recipe.accepts_backward_override:

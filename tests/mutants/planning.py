@@ -450,8 +450,8 @@ PLAN_KEYS = (
     Mutant(
         "an empty variable is an override",
         "recipe.py",
-        "return os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None",
-        "return os.environ.get(BACKWARD_OVERRIDE_VARIABLE)",
+        "value = os.environ.get(BACKWARD_OVERRIDE_VARIABLE) or None",
+        "value = os.environ.get(BACKWARD_OVERRIDE_VARIABLE)",
         "test_recipe.py::test_an_empty_variable_is_no_override",
     ),
     Mutant(
