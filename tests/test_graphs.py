@@ -129,3 +129,15 @@ def test_ops_of_layers_are_among_the_ops_of_a_model() -> None:
         *("1.0.basic_ops.0", "1.0.basic_ops.1"),
     ]
     assert paths["0.ops.1.basic_ops.0"]._parameters["weight"] is model[0].weight
+
+
+def test_a_walk_finds_the_present_parameters_of_a_layer() -> None:
+    model = torch.nn.Sequential(fuser.modules.Linear(8, 8), torch.nn.Tanh())
+    layer = model[0]
+    model(torch.ones(2, 8))
+    layer.weight = torch.nn.Parameter(torch.zeros(8, 8))
+    del layer._parameters["bias"]
+    layer.register_parameter("bias", torch.nn.Parameter(torch.ones(8)))
+    ops = [op for _, op in modules_and_ops(model) if isinstance(op, BasicOperation)]
+    found = [p for op in ops for p in op._parameters.values() if p is not None]
+    assert [id(p) for p in found] == [id(layer.weight), id(layer.bias)]

@@ -45,8 +45,6 @@ class GroupParameters(QuantizedGroupWeights):
     _names: dict[str, tuple[str, ...]]  # of the weights, and of the biases
     # The quantized weights of the first microbatch (kept_weight.py).
     _kept_weight: WeakTensorKeyDictionary | None
-    # Ids of parameters that were moved into one buffer at a call: weights, and biases.
-    _arranged: tuple[tuple[int, ...], ...] = ()
 
     def _register(self, what: str, buffer: torch.Tensor) -> None:
         parts = [buffer] if self._is_one(what) else buffer
@@ -104,11 +102,7 @@ class GroupParameters(QuantizedGroupWeights):
                 continue
             if gathered_by(parts[:1]) or gathered_by(parts):  # most often all are, or none
                 continue
-            # Two ops with a weight in common would take it from each other at each call.
-            ids = tuple(map(id, parts))
-            is_moved |= pack(parts, from_slices=ids not in self._arranged)
-            # Not by its name: recordings would be of another op.
-            self.__dict__["_arranged"] = (*self._arranged[-1:], ids)
+            is_moved |= pack(parts)
         return is_moved
 
     def _stacked(self, what: str, dtype: torch.dtype) -> torch.Tensor:
@@ -167,7 +161,7 @@ class GroupParameters(QuantizedGroupWeights):
             ctx.versions.check()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept_weight": None, "_arranged": ()}
+        return {**super().__getstate__(), "_kept_weight": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

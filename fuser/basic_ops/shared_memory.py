@@ -83,19 +83,18 @@ _version = operator.attrgetter("_version")
 _dtype = operator.attrgetter("dtype")
 
 
-def pack(parts: Sequence[Parameter], *, from_slices: bool = True) -> bool:
+def pack(parts: Sequence[Parameter]) -> bool:
     """Make parameters views of one buffer, if nothing else is in their memory.
 
     They stay the same objects, with the same values. A parameter may also be in its place of
-    another such buffer, which has no other use: it was pickled with it, or others left it. Without
-    ``from_slices`` it stays there, as a weight that two ops have, each beside others.
+    another such buffer, which has no other use: it was pickled with it, or others left it. A weight
+    that two ops have, each beside others, so stays with the op that was called first.
 
     Returns whether they were moved.
     """
     if are_packed(parts) or not _are_alike(parts):
         return False
-    count = len(parts) if from_slices else 1
-    if not all(_may_move(part, place, count) for place, part in enumerate(parts)):
+    if not all(_may_move(part, place, len(parts)) for place, part in enumerate(parts)):
         return False
     if not _have_own_memory(parts):
         return False

@@ -50,6 +50,13 @@ GRAPHS = (
         "test_graphs.py::test_ops_of_layers_are_among_the_ops_of_a_model",
     ),
     Mutant(
+        "ops of layers are walked with the parameters of an earlier call",
+        "op/walk.py",
+        "            each.hand_parameters_to_ops()\n",
+        "",
+        "test_graphs.py::test_a_walk_finds_the_present_parameters_of_a_layer",
+    ),
+    Mutant(
         "an inner context swallows the notes of the outer one",
         "precision/delayed_scaling.py",
         "    _uses.noted = (*outer, used)\n",

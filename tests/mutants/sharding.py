@@ -231,9 +231,9 @@ SHARDING = (
     ),
     Mutant(
         "two ops take a weight from each other at each call",
-        "basic_ops/grouped_parameters.py",
-        "from_slices=ids not in self._arranged",
-        "from_slices=True",
+        "basic_ops/shared_memory.py",
+        " == places.count(at) + 1\n",
+        " >= places.count(at) + 1\n",
         GROUPED_MEMORY,
         select="two_ops",
     ),
