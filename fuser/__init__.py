@@ -214,8 +214,4 @@ __all__ = [
     "register_forward_fusion",
     "testing",
 ]
-
-
-def __dir__() -> list[str]:
-    """The public names, without the packages that implement them."""
-    return __all__
+__dir__ = __all__.copy  # dir() shows public names alone

@@ -33,6 +33,7 @@ __all__ = [
     "Recipe",
     "recipe_named",
 ]
+__dir__ = __all__.copy  # dir() shows public names alone
 
 BackwardOverride = Literal["high_precision", "dequantized"]
 BACKWARD_OVERRIDES: tuple[BackwardOverride, ...] = get_args(BackwardOverride)
@@ -591,7 +592,3 @@ def role_params(recipe: Recipe, role: str, prefix: str = "fp8") -> QParams:
     names = {"input": "fwd_inp", "weight": "fwd_weight", "grad_output": "bwd_grad"}
     params: QParams = getattr(recipe, f"{prefix}_quant_{names[role]}")
     return params
-
-
-def __dir__() -> list[str]:
-    return __all__

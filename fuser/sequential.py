@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch.nn.modules.module import (
@@ -19,12 +19,18 @@ from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls
-from fuser.op import FusedOperation
+from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
 from fuser.runtime.checks import check_keywords
 from fuser.runtime.group import Keywords
 from fuser.runtime.grouping import Grouping
 from fuser.runtime.pipeline import checked_fusions
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OpKwargs = Mapping[Any, Mapping[str, Any]]
+"""Keyword arguments for single ops; a key is an op or the index of a module."""
 
 _UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
 
@@ -69,6 +75,13 @@ class Sequential(torch.nn.Sequential):
         self._fusions = checked_fusions(fusions)
         self._grouping = _UNGROUPED
 
+    @overload
+    def __getitem__(self, idx: slice) -> Self: ...
+
+    # For torch's type checker an attribute of a Module, such as a weight, is a tensor or a module.
+    @overload
+    def __getitem__(self, idx: int | str) -> Any: ...
+
     def __getitem__(self, idx: int | slice | str) -> Any:
         if isinstance(idx, str):
             return self._modules[idx]
@@ -109,12 +122,21 @@ class Sequential(torch.nn.Sequential):
 
     # -- running --------------------------------------------------------------
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            input: torch.Tensor,
+            *extra_inputs: torch.Tensor,
+            op_kwargs: OpKwargs | None = None,
+        ) -> CallResult: ...
+
     @breaks_graph
     def forward(
         self,
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
-        op_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
+        op_kwargs: OpKwargs | None = None,
         **unknown: NoReturn,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Run all modules.
@@ -189,7 +211,7 @@ class Sequential(torch.nn.Sequential):
             self._grouping = (modules, grouping, grouping.only, grouping.version)
             return grouping
 
-    def _keywords(self, grouping: Grouping, op_kwargs: Mapping[Any, Mapping[str, Any]]) -> Keywords:
+    def _keywords(self, grouping: Grouping, op_kwargs: OpKwargs) -> Keywords:
         """The keyword arguments by op, after all checks."""
         if not isinstance(op_kwargs, Mapping):
             raise InputTypeError(

@@ -80,3 +80,44 @@ class Cubes(fuser.FusedOperation):
 def check_op(op: fuser.BasicOperation, x: torch.Tensor) -> None:
     fuser.testing.check(op, x, backward_overrides=(None, "high_precision"))
     fuser.testing.check(op, x, backward_overrides=("highest",))  # refused: "backward_overrides"
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pipe = fuser.Sequential(fuser.MakeExtraOutput(), fuser.Linear(4, 4), fuser.GELU())
+        self.mlp = fuser.modules.LayerNormMLP(4, 8)
+        self.experts = fuser.modules.GroupedLinear(2, 4, 4)
+        self.router = fuser.moe.Router(4, 2, 1)
+
+    @fuser.autocast(recipe=MXFP8BlockScaling())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, residual = self.pipe(x, op_kwargs={1: {"is_first_microbatch": True}})
+        y = self.experts(self.mlp(y + residual, is_first_microbatch=True), [2, 2])
+        loss: torch.Tensor = self.router(y).load_balancing_loss
+        return fuser.checkpoint(self.tail, y) + loss
+
+    def tail(self, x: torch.Tensor) -> torch.Tensor:
+        weight: torch.Tensor = self.pipe[1].weight
+        part: fuser.Sequential = self.pipe[1:]
+        if isinstance(y := part(x), tuple):
+            y = y[0]
+        return part(x + weight.sum()) + fuser.Linear(4, 4)(x).relu() + y
+
+
+def call(block: Block, x: torch.Tensor) -> None:
+    block.forward(x).summ()  # refused: "summ"
+    block.forward(4)  # refused: "forward"
+    print(block.pipe(x).shapes)  # refused: "shapes"
+    block.pipe([4.0])  # refused: "Sequential"
+    block.pipe(x, op_kwarg={})  # refused: "op_kwarg"
+    block.pipe[1:].plan(x).drawn()  # refused: "drawn"
+    block.pipe[1.5]  # refused: "Sequential"
+    number: float = block.pipe(x)  # refused: "float"
+    fuser.GELU()(x).summ()  # refused: "summ"
+    fuser.GELU()(number)  # refused: "Tensor"
+    block.mlp(x).summ()  # refused: "summ"
+    block.mlp(x, is_first_microbatches=True)  # refused: "is_first_microbatches"
+    block.experts(x)  # refused: Too few arguments
+    print(block.router(x).indices)  # refused: "indices"
+    fuser.checkpoint(block.forward, x).summ()  # refused: "summ"

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -14,6 +14,8 @@ import torch.utils.checkpoint
 from fuser.errors import InputError, close_name
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import Recipe
+
+Result = TypeVar("Result")
 
 _NOT_HERE = {
     **dict.fromkeys(
@@ -101,14 +103,14 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Result],
     *args: Any,
     use_reentrant: bool = True,
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[[], Any] | None = None,
     tp_group: Any | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Result:
     """``torch.utils.checkpoint.checkpoint``: compute ``function`` again in backward.
 
     A recomputation runs under the recipe of its forward also with torch's own
@@ -130,7 +132,10 @@ def checkpoint(
             f"checkpoint got get_rng_state_tracker {get_rng_state_tracker!r}; a recomputation "
             "restores only torch's own random states."
         )
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    result: Result = torch.utils.checkpoint.checkpoint(
+        function, *args, use_reentrant=use_reentrant, **kwargs
+    )
+    return result
 
 
 def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:

@@ -12,7 +12,4 @@ __all__ = [
     "gather_quantized",
     "init_delayed_scaling",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows public names alone

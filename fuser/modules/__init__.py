@@ -4,7 +4,4 @@ from fuser.modules.grouped_linear import GroupedLinear
 from fuser.modules.layers import LayerNormLinear, LayerNormMLP, Linear
 
 __all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows public names alone

@@ -101,7 +101,7 @@ class GroupedLinear(Layer):
             f"out_features={self.out_features}"
         )
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         inp: torch.Tensor,
         m_splits: Sequence[int] | torch.Tensor,
@@ -126,7 +126,10 @@ class GroupedLinear(Layer):
             kwargs = {0: {"is_first_microbatch": is_first_microbatch}}
         return self.run(inp, self._sizes(m_splits), op_kwargs=kwargs)
 
-    def plan(  # type: ignore[override]
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def plan(
         self,
         inp: torch.Tensor,
         m_splits: Sequence[int] | torch.Tensor,

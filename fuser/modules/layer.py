@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,11 +14,14 @@ from fuser.basic_ops.linear_weight import parallel_text
 from fuser.errors import InputError, StateError
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
-from fuser.sequential import Sequential
+from fuser.sequential import OpKwargs, Sequential
 from fuser.tensors import QuantizedTensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Place = tuple[BasicOperation, str]
-InitMethod = Callable[[torch.Tensor], Any]
+InitMethod = Callable[[torch.Tensor], object]
 
 
 class Layer(HiddenOps):
@@ -56,36 +59,7 @@ class Layer(HiddenOps):
         if not self._is_on_meta():
             self._run_init_methods()
 
-    def forward(
-        self,
-        input: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool = False,
-        fp8_grad: bool = False,
-    ) -> torch.Tensor:
-        """Run the layer on ``[..., in_features]``.
-
-        ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights
-        and keeps them, False uses the kept ones, None quantizes at every call.
-
-        Raises
-        ------
-        InputError
-            If a quantized output or gradient is asked for: put ``Quantize`` ops
-            around linears for that.
-        """
-        if fp8_output or fp8_grad:
-            raise InputError(
-                f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
-                "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
-            )
-        kwargs = None
-        if is_first_microbatch is not None:
-            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
-            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
-        return self.run(input, op_kwargs=kwargs)
-
-    def run(self, *inputs: torch.Tensor, op_kwargs: Any = None) -> torch.Tensor:
+    def run(self, *inputs: torch.Tensor, op_kwargs: OpKwargs | None = None) -> torch.Tensor:
         """The output of the ops, with the parameters of the layer.
 
         Raises
@@ -107,11 +81,6 @@ class Layer(HiddenOps):
         assert isinstance(output, torch.Tensor)
         return output
 
-    def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
-        """The plan of a call with such an input, as from ``Sequential.plan``."""
-        self.hand_parameters_to_ops()
-        return self.ops.plan(input, training=training)
-
     def reset_parameters(self) -> None:
         """Initialise the parameters as the ops do. Parameters on meta are allocated first."""
         self.hand_parameters_to_ops()
@@ -121,7 +90,7 @@ class Layer(HiddenOps):
         self._take_parameters_of_ops()
         self._run_init_methods()
 
-    def train(self, mode: bool = True) -> Any:
+    def train(self, mode: bool = True) -> Self:
         self.ops.train(mode)
         return super().train(mode)
 
@@ -232,3 +201,44 @@ class Layer(HiddenOps):
         )
         if prefix + "_extra_state" in missing_keys:
             missing_keys.remove(prefix + "_extra_state")
+
+
+class InputLayer(Layer):
+    """A layer that is called with its input."""
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> torch.Tensor:
+        """Run the layer on ``[..., in_features]``.
+
+        ``is_first_microbatch`` is as in ``BasicLinear``: True quantizes weights
+        and keeps them, False uses the kept ones, None quantizes at every call.
+
+        Raises
+        ------
+        InputError
+            If a quantized output or gradient is asked for: put ``Quantize`` ops
+            around linears for that.
+        """
+        if fp8_output or fp8_grad:
+            raise InputError(
+                f"{type(self).__name__} got fp8_output={fp8_output} and fp8_grad={fp8_grad}; a "
+                "layer quantizes neither output nor gradient. Use fuser.Quantize in a Sequential."
+            )
+        kwargs = None
+        if is_first_microbatch is not None:
+            linears = [op for op in self.ops if isinstance(op, fused_ops.Linear)]
+            kwargs = {op: {"is_first_microbatch": is_first_microbatch} for op in linears}
+        return self.run(input, op_kwargs=kwargs)
+
+    if TYPE_CHECKING:
+        __call__ = forward
+
+    def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
+        """The plan of a call with such an input, as from ``Sequential.plan``."""
+        self.hand_parameters_to_ops()
+        return self.ops.plan(input, training=training)

@@ -10,7 +10,7 @@ import torch
 from fuser import basic_ops, fused_ops
 from fuser.errors import InputError
 from fuser.modules.arguments import LayerOptions, linear_arguments, one_of_two
-from fuser.modules.layer import InitMethod, Layer, Place
+from fuser.modules.layer import InitMethod, InputLayer, Place
 from fuser.modules.parallel import check_mode, mark_norm, modes_of_mlp, refuse_row, without_size
 from fuser.op import BasicOperation
 
@@ -47,7 +47,7 @@ ACTIVATIONS = {
 } | {"clamped_swiglu": basic_ops.ClampedSwiGLU}
 
 
-class Linear(Layer):
+class Linear(InputLayer):
     """``y = x @ weight.T + bias``.
 
     Parameters
@@ -109,7 +109,7 @@ class Linear(Layer):
         return f"{sizes}{self._parallel_text()}"
 
 
-class LayerNormLinear(Layer):
+class LayerNormLinear(InputLayer):
     """A norm and a linear.
 
     Parameters
@@ -178,7 +178,7 @@ class LayerNormLinear(Layer):
         )
 
 
-class LayerNormMLP(Layer):
+class LayerNormMLP(InputLayer):
     """A norm, a linear, an activation and a linear back: a transformer's feed-forward block.
 
     Parameters

@@ -5,7 +5,4 @@ from fuser.moe.permutation import Permuted, permute, unpermute
 from fuser.moe.router import Router, Routing, Score
 
 __all__ = ["DropPolicy", "Permuted", "Router", "Routing", "Score", "permute", "unpermute"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows public names alone

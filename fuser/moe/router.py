@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -162,6 +162,9 @@ class Router(torch.nn.Module):
         expert_indices = order[:, : self.top_k].contiguous()
         probs = self._probs(logits, expert_indices)
         return Routing(expert_indices, probs, self._loss(logits, expert_indices))
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _probs(self, logits: torch.Tensor, expert_indices: torch.Tensor) -> torch.Tensor:
         if self.score == "softmax" and not self.norm_topk_prob:

@@ -4,7 +4,7 @@ from fuser.op.arguments import QUANTIZER_ARGUMENTS, keyword_names, pipeline_argu
 from fuser.op.basic import MAX_RECIPES, BasicOperation
 from fuser.op.context import OperationContext, autocast_dtype
 from fuser.op.fused import FusedOperation
-from fuser.op.fusible import METHODS, FusibleOperation, Grads
+from fuser.op.fusible import METHODS, CallResult, FusibleOperation, Grads
 from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
@@ -19,6 +19,7 @@ from fuser.op.walk import HiddenOps, modules_and_ops
 __all__ = [
     "BasicOperation",
     "COMPUTE_DTYPES",
+    "CallResult",
     "FusedOperation",
     "FusibleOperation",
     "Grads",

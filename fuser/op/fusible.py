@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
@@ -20,6 +20,12 @@ _RUNNING_METHODS = (
 )
 
 Grads = Iterable[torch.Tensor | None]
+CallResult: TypeAlias = "torch.Tensor | Any"
+"""What a call returns, for type checkers: a tensor, or a tuple of it and the extra outputs.
+
+The ops decide which of the two, and their types do not show it. So a checker knows the attributes
+of a tensor, and accepts what is done with a tuple.
+"""
 
 QUANTIZER_METHODS = (
     *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
@@ -114,6 +120,12 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def has_own_methods(self) -> bool:
         """Whether methods that run this op were set on the object."""
         return not self.__dict__.keys().isdisjoint(METHODS)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: object
+        ) -> CallResult: ...
 
     @property
     @abc.abstractmethod

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from fuser.communication import resolved
 from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def default_recipe() -> Recipe:
@@ -161,7 +163,7 @@ class autocast(contextlib.ContextDecorator):
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or default_recipe()) if enabled else None
 
-    def __call__(self, func: Any) -> Any:
+    def __call__(self, func: Function) -> Function:
         """``func``, with every call run in this context."""
         runs_later = (
             inspect.isgeneratorfunction,

@@ -4,7 +4,4 @@ from fuser.plan.dtypes import allow_float64
 from fuser.testing.check import BACKWARD_OVERRIDES, RECIPES, check
 
 __all__ = ["BACKWARD_OVERRIDES", "RECIPES", "allow_float64", "check"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy  # dir() shows public names alone

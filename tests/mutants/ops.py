@@ -290,7 +290,7 @@ FUSED_OPS = (
     Mutant(
         "GELU takes any word for its form",
         "basic_ops/activation.py",
-        'if approximate not in get_args(Approximation):',
+        "if approximate not in get_args(Approximation):",
         "if not isinstance(approximate, str):",
         "test_ops.py::test_another_form_of_gelu_is_refused_in_a_sentence",
     ),
@@ -423,8 +423,8 @@ SENTENCES = (
     Mutant(
         "dir of the package shows the packages that implement it",
         "__init__.py",
-        "    return __all__\n",
-        "    return [*globals()]\n",
+        "__dir__ = __all__.copy",
+        "",
         "test_public_interface.py::test_dir_shows_the_public_names_alone",
     ),
     Mutant(
