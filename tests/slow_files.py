@@ -85,6 +85,7 @@ SLOW_FILES = frozenset(
         "test_step_memory.py",
         "test_tensor_parallel.py",
         "test_testing.py",
+        "test_typed_script.py",
         "test_vectorization.py",
     )
 )

@@ -6,6 +6,8 @@ A comment "refused:" holds words of the message about its line. Other lines have
 from __future__ import annotations
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 import fuser
 from fuser.recipe import (
@@ -48,6 +50,17 @@ def make_ops() -> None:
     fuser.MoeDispatch(8, drop_policy="probs")
     fuser.MoeDispatch(8, drop_policy="prob")  # refused: "drop_policy"
     fuser.RmsNorm(4)  # refused: "RmsNorm"
+
+
+def make_sharded(group: ProcessGroup, mesh: DeviceMesh) -> None:
+    fuser.Linear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=mesh)
+    fuser.Linear(4, 4, tensor_parallel_group=4)  # refused: "tensor_parallel_group"
+    fuser.modules.Linear(4, 4, tp_group=group)
+    fuser.modules.Linear(4, 4, tp_group="tp")  # refused: "tp_group"
+    fuser.AllReduce(group)
+    fuser.AllReduce("tp")  # refused: "AllReduce"
+    fuser.autocast(amax_reduction_group=group)
+    fuser.autocast(amax_reduction_group=0)  # refused: "amax_reduction_group"
 
 
 def make_layers() -> None:

@@ -22,7 +22,7 @@ from fuser.basic_ops.linear_parallel import InputGather, travels
 from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
 from fuser.basic_ops.main_grad import main_grad_of, stand_in_gradient
 from fuser.basic_ops.quantized_rows import note_group
-from fuser.communication import check_shard, resolved, start_all_gather
+from fuser.communication import GroupArgument, check_shard, resolved, start_all_gather
 from fuser.errors import InputError
 from fuser.op import (
     Grads,
@@ -88,7 +88,7 @@ class BasicLinear(LinearWeight):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: ParallelMode | None = None,
-        tensor_parallel_group: Any | None = None,
+        tensor_parallel_group: GroupArgument = None,
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.chain import Stage
-from fuser.communication import GroupRef, divided, group_size
+from fuser.communication import GroupArgument, GroupRef, divided, group_size
 from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.op import (
@@ -60,7 +60,7 @@ class Bias(BasicOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel: bool = False,
-        tensor_parallel_group: Any | None = None,
+        tensor_parallel_group: GroupArgument = None,
     ) -> None:
         super().__init__()
         if size <= 0:
@@ -87,7 +87,7 @@ class Bias(BasicOperation):
         """The argument of the constructor."""
         return self._group.group
 
-    def shard(self, group: Any | None) -> None:
+    def shard(self, group: GroupArgument) -> None:
         """Give each rank of ``group`` its part of the features; the caller replaces the parameter.
 
         Raises

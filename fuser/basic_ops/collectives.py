@@ -10,6 +10,7 @@ import torch
 from fuser.basic_ops.quantized_rows import gathered, group_of, note_group, travelling
 from fuser.communication import (
     Agreement,
+    GroupArgument,
     GroupRef,
     check_divides,
     check_shard,
@@ -47,7 +48,7 @@ class CollectiveOperation(BasicOperation):
     saves_input = False
     can_quantize_output = ("forward", "backward")
 
-    def __init__(self, process_group: Any | None = None) -> None:
+    def __init__(self, process_group: GroupArgument = None) -> None:
         super().__init__()
         self._group = GroupRef(process_group)
         self._agreement = Agreement()
@@ -59,7 +60,7 @@ class CollectiveOperation(BasicOperation):
         return self._group.group
 
     @process_group.setter
-    def process_group(self, group: Any | None) -> None:
+    def process_group(self, group: GroupArgument) -> None:
         self._group = GroupRef(group)
 
     @property
@@ -226,7 +227,9 @@ class AllReduce(CollectiveOperation):
         ranks that all compute the same loss from the sum.
     """
 
-    def __init__(self, process_group: Any | None = None, reduce_in_backward: bool = True) -> None:
+    def __init__(
+        self, process_group: GroupArgument = None, reduce_in_backward: bool = True
+    ) -> None:
         super().__init__(process_group)
         self._reduce_in_backward = reduce_in_backward
 

@@ -9,6 +9,7 @@ import torch
 from fuser.basic_ops.quantized_rows import group_of, note_group
 from fuser.communication import (
     Agreement,
+    GroupArgument,
     GroupRef,
     Pending,
     group_size,
@@ -47,7 +48,7 @@ class ExpertParallelOperation(BasicOperation):
     saves_input = False
     can_quantize_output = ("forward", "backward")
 
-    def __init__(self, group: Any | None) -> None:
+    def __init__(self, group: GroupArgument) -> None:
         super().__init__()
         self._group = GroupRef(group)
         self._agreement = Agreement()
@@ -59,7 +60,7 @@ class ExpertParallelOperation(BasicOperation):
         return self._group.group
 
     @expert_parallel_group.setter
-    def expert_parallel_group(self, group: Any | None) -> None:
+    def expert_parallel_group(self, group: GroupArgument) -> None:
         name = type(self).__name__
         ranks = 1 if group is None else group_size(name, group)
         if ranks != self.expert_parallel_size:

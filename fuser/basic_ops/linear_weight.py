@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fuser.basic_ops.kept_weight import kept_weight
 from fuser.basic_ops.linear_operands import bind, quantized
 from fuser.basic_ops.linear_parallel import Parallelism
-from fuser.communication import Agreement, GroupRef, divided, group_size, ranks_of
+from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size, ranks_of
 from fuser.errors import InputError
 from fuser.op import (
     BasicOperation,
@@ -74,7 +74,10 @@ class LinearWeight(BasicOperation):
     # -- the part of this rank ------------------------------------------------
 
     def shard(
-        self, mode: ParallelMode | None, group: Any | None = None, sequence_parallel: bool = False
+        self,
+        mode: ParallelMode | None,
+        group: GroupArgument = None,
+        sequence_parallel: bool = False,
     ) -> None:
         """Shard an op of whole features over ``group``; the caller replaces the weight.
 
@@ -101,7 +104,7 @@ class LinearWeight(BasicOperation):
             self._parallel = Parallelism(mode, ranks, sequence_parallel)
             self._sharded_dim = 0 if mode == "column" else 1
 
-    def note_products(self, group: Any | None) -> None:
+    def note_products(self, group: GroupArgument) -> None:
         """Say that the op's features are those of this rank, and a later op adds the products."""
         self._group = GroupRef(group)
         self._sharded_dim = 1
@@ -132,7 +135,7 @@ class LinearWeight(BasicOperation):
         return self._group.group
 
     @tensor_parallel_group.setter
-    def tensor_parallel_group(self, group: Any | None) -> None:
+    def tensor_parallel_group(self, group: GroupArgument) -> None:
         ranks = group_size("BasicLinear", group) if self._parallel is not None else 1
         if ranks != self.tensor_parallel_size:
             raise InputError(

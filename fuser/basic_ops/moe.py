@@ -17,7 +17,7 @@ from fuser.basic_ops.expert_parallel import (
 )
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
-from fuser.communication import divided
+from fuser.communication import GroupArgument, divided
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
 from fuser.functional.lazy import LazyTensor, materialize
@@ -108,7 +108,7 @@ class MoeDispatch(ExpertParallelOperation):
         *,
         capacity: int | None = None,
         drop_policy: DropPolicy = "position",
-        expert_parallel_group: Any | None = None,
+        expert_parallel_group: GroupArgument = None,
     ) -> None:
         super().__init__(expert_parallel_group)
         check_options("MoeDispatch", num_experts, capacity, drop_policy)
@@ -371,7 +371,7 @@ class MoeCombine(ExpertParallelOperation):
 
     num_extra_inputs = 1
 
-    def __init__(self, *, expert_parallel_group: Any | None = None) -> None:
+    def __init__(self, *, expert_parallel_group: GroupArgument = None) -> None:
         super().__init__(expert_parallel_group)
 
     def output_spec(

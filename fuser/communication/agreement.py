@@ -32,7 +32,7 @@ class Agreement:
     def check(
         self,
         op: str,
-        group: Any,
+        group: dist.ProcessGroup,
         recipe: Any,
         input_: torch.Tensor,
         *others: Any,
@@ -66,7 +66,7 @@ class Agreement:
         self._compared.add(key)
 
 
-def _is_same(mine: tuple[str, ...], group: Any, device: torch.device) -> bool:
+def _is_same(mine: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks have the same; each of them gets the same answer."""
     digest = hashlib.blake2b(repr(mine).encode(), digest_size=7).digest()
     own = int.from_bytes(digest, "big")

@@ -77,7 +77,9 @@ def _is_silent(x: torch.Tensor) -> bool:
     return x.is_meta or x.numel() == 0
 
 
-def start_all_gather(x: torch.Tensor, group: Any, dim: int = 0) -> Pending[torch.Tensor]:
+def start_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int = 0
+) -> Pending[torch.Tensor]:
     """Start to gather the tensors of all ranks, equal in shape, along ``dim`` 0 or 1.
 
     The result is contiguous, and the same on every rank.
@@ -97,7 +99,7 @@ def start_all_gather(x: torch.Tensor, group: Any, dim: int = 0) -> Pending[torch
     return Pending(side_by_side, (work,), x)
 
 
-def start_reduce_scatter(x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
     """Start to add the tensors of all ranks; each rank gets its part of the rows of the sum.
 
     The number of ranks divides the rows (``groups.check_divides``).
@@ -111,7 +113,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
 
 def start_all_to_all(
     x: torch.Tensor,
-    group: Any,
+    group: dist.ProcessGroup,
     send_sizes: Sequence[int] | None = None,
     receive_sizes: Sequence[int] | None = None,
 ) -> Pending[torch.Tensor]:
@@ -131,7 +133,9 @@ def start_all_to_all(
     return Pending(lambda: out, (work,), x)
 
 
-def start_all_reduce(x: torch.Tensor, group: Any, *, is_own: bool = False) -> Pending[torch.Tensor]:
+def start_all_reduce(
+    x: torch.Tensor, group: dist.ProcessGroup, *, is_own: bool = False
+) -> Pending[torch.Tensor]:
     """Start to add the tensors of all ranks; each rank gets the sum.
 
     ``is_own``: nothing else reads ``x``, which may hold the result.

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
@@ -25,7 +25,7 @@ GroupArgument: TypeAlias = "dist.ProcessGroup | DeviceMesh | PlannedGroup | None
 class GroupRef:
     """The process group of an op. A copy of the op has the same one; it cannot be pickled."""
 
-    def __init__(self, group: Any | None) -> None:
+    def __init__(self, group: GroupArgument) -> None:
         self.group = group
 
     def __copy__(self) -> GroupRef:
@@ -56,10 +56,10 @@ class PlannedGroup:
 class WeakGroup:
     """A process group that a forward used, for its backward, which does not keep it alive."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._ref = weakref.ref(group)
 
-    def __call__(self, op: str | Callable[[], str]) -> Any:
+    def __call__(self, op: str | Callable[[], str]) -> dist.ProcessGroup:
         """The group, for the backward of ``op``: its name, or a function that returns it.
 
         Raises
@@ -89,7 +89,7 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def resolved(op: str, group: Any | None) -> Any:
+def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
     """The process group of ``group``: None is the group of all ranks, a mesh has its own.
 
     ``op`` is the name of the op in errors.
@@ -114,7 +114,9 @@ def resolved(op: str, group: Any | None) -> Any:
             "call torch.distributed.init_process_group first."
         )
     if group is None:
-        return dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        return world
     if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh
         if group.ndim != 1:
             raise InputError(
@@ -141,7 +143,7 @@ def resolved(op: str, group: Any | None) -> Any:
     return group
 
 
-def group_size(op: str, group: Any | None) -> int:
+def group_size(op: str, group: GroupArgument) -> int:
     """The number of ranks in ``group``; 1 if it is None and torch.distributed is not initialised.
 
     In a process that torchrun started, the second case is probably a mistake, and warns once.
@@ -172,14 +174,14 @@ def _warn_of_ranks_without_groups() -> None:
         )
 
 
-def rank_in(op: str, group: Any | None) -> int:
+def rank_in(op: str, group: GroupArgument) -> int:
     """The rank of this process in ``group``; 0 without process groups."""
     if isinstance(group, PlannedGroup) or (group is None and not is_initialized()):
         return 0
     return dist.get_rank(resolved(op, group))
 
 
-def ranks_of(op: str, group: Any | None) -> list[int]:
+def ranks_of(op: str, group: GroupArgument) -> list[int]:
     """The ranks of ``group``, as numbers in the group of all ranks.
 
     Raises

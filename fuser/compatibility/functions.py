@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.utils.checkpoint
 
+from fuser.communication import GroupArgument
 from fuser.errors import InputError, close_name
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import Recipe
@@ -68,7 +69,7 @@ def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
-    fp8_group: Any | None = None,
+    fp8_group: GroupArgument = None,
 ) -> autocast:
     """Deprecated: ``autocast`` with other names for ``recipe`` and ``amax_reduction_group``."""
     _warn_of_new_name("fp8_autocast", "autocast")
@@ -108,7 +109,7 @@ def checkpoint(
     use_reentrant: bool = True,
     distribute_saved_activations: bool = False,
     get_rng_state_tracker: Callable[[], Any] | None = None,
-    tp_group: Any | None = None,
+    tp_group: GroupArgument = None,
     **kwargs: Any,
 ) -> Result:
     """``torch.utils.checkpoint.checkpoint``: compute ``function`` again in backward.

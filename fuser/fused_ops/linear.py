@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
-from fuser.communication import divided, group_size, rank_in
+from fuser.communication import GroupArgument, divided, group_size, rank_in
 from fuser.errors import InputError
 from fuser.op import BasicOperation, FusedOperation, ParallelMode, check_parallel_mode
 
@@ -44,7 +44,7 @@ class Linear(FusedOperation):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         tensor_parallel_mode: ParallelMode | None = None,
-        tensor_parallel_group: Any | None = None,
+        tensor_parallel_group: GroupArgument = None,
         sequence_parallel: bool = False,
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
@@ -79,7 +79,9 @@ class Linear(FusedOperation):
             linear.note_products(group)
             self._add_products(group, sequence_parallel)
 
-    def shard(self, mode: ParallelMode, group: Any | None, sequence_parallel: bool = False) -> None:
+    def shard(
+        self, mode: ParallelMode, group: GroupArgument, sequence_parallel: bool = False
+    ) -> None:
         """Shard a linear of one rank over ``group``; the caller replaces the parameters.
 
         The arguments are ``tensor_parallel_mode``, ``tensor_parallel_group`` and
@@ -103,7 +105,7 @@ class Linear(FusedOperation):
             linear.note_products(group)
             self._add_products(group, sequence_parallel)
 
-    def _add_products(self, group: Any | None, is_scattered: bool) -> None:
+    def _add_products(self, group: GroupArgument, is_scattered: bool) -> None:
         """Make this a row parallel linear, whose first op computes the products of this rank."""
         if self.bias_op is not None:
             self.bias_op.is_added = rank_in("Linear", group) == 0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from fuser.communication import resolved
+from fuser.communication import GroupArgument, resolved
 from fuser.errors import InputTypeError, refuse_unknown
 from fuser.recipe import DelayedScaling, Recipe
 from fuser.tensors import QuantizedTensor, Quantizer
@@ -151,7 +151,7 @@ class autocast(contextlib.ContextDecorator):
         enabled: bool = True,
         calibrating: bool = False,
         recipe: Recipe | None = None,
-        amax_reduction_group: Any | None = None,
+        amax_reduction_group: GroupArgument = None,
         **unknown: NoReturn,
     ) -> None:
         if unknown:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fuser.communication import GroupArgument
 from fuser.errors import InputError, InputTypeError, StateError
 from fuser.op import BasicOperation, modules_and_ops
 from fuser.precision.contexts import autocast, current_recipe
@@ -33,7 +34,7 @@ def make_graphed_callables(
     *,
     enabled: bool | None = None,
     recipe: Recipe | None = None,
-    amax_reduction_group: Any | None = None,
+    amax_reduction_group: GroupArgument = None,
     pool: Any | None = None,
 ) -> Any:
     """Capture forward and backward of modules in CUDA graphs, which later calls replay.
