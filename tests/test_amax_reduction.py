@@ -143,6 +143,17 @@ def other_ops_made(rank: int) -> Any:
     return errors, [scales_of(op) for op in ops]
 
 
+def ops_of_other_sizes(rank: int) -> Any:
+    """The last op that both ranks run has another size on each; one has made an op before."""
+    last = fuser.BasicLinear(32, 32 + 32 * rank, dtype=torch.float32)
+    errors = [error_of(lambda: step([last], (1.0,)))]
+    first = linears(1) if rank == 0 else []
+    last = fuser.BasicLinear(32, 32 + 32 * rank, dtype=torch.float32)
+    errors.append(error_of(lambda: step([last], (1.0,))))
+    del first
+    return errors
+
+
 def copies_made_later(rank: int) -> Any:
     """Rank 0 alone has a copy: while ranks run the same ops, and when they do not."""
     ops = linears(3)
@@ -224,6 +235,18 @@ def groups_given(rank: int) -> Any:
     ops = linears(1)
     errors["mesh"] = error_of(lambda: step(ops, (1.0 + rank,), amax_reduction_group=mesh["tp"]))
     scale = scales_of(ops[0])["forward"][0]
+    column = fuser.BasicLinear(
+        32,
+        32,
+        dtype=torch.float32,
+        tensor_parallel_mode="column",
+        tensor_parallel_group=mesh["tp"],
+        sequence_parallel=True,
+    )
+    parallel: Any = [column]
+    options = {"recipe": RECIPE, "amax_reduction_group": mesh["tp"]}
+    errors["mesh of an op"] = error_of(lambda: step(parallel, (1.0 + rank,), **options))
+    assert scales_of(column)["forward"][0] == 224
     group = dist.new_group(list(range(RANKS)))
     context = fuser.autocast(recipe=RECIPE, amax_reduction_group=group)
     x = torch.ones(16, 32, requires_grad=True)
@@ -249,6 +272,7 @@ def cases() -> dict[str, Any]:
         other_ops,
         other_order,
         other_ops_made,
+        ops_of_other_sizes,
         copies_made_later,
         copies_made_earlier,
         other_recipes,
@@ -356,6 +380,16 @@ def test_ranks_that_ran_and_made_different_ops_are_refused_on_every_rank(
         assert [scales["forward"][0] for scales in scales_of_ops] == [224, 112]
 
 
+def test_ranks_whose_ops_have_other_sizes_are_refused_on_every_rank(
+    results: dict[str, list[Any]],
+) -> None:
+    for errors in results["ops_of_other_sizes"]:
+        for error in errors:
+            assert re.match("InputError: Delayed scaling .* which ran different ops", error)
+        assert "features=32, out_features=32) on rank 0" in errors[0]
+        assert "features=32, out_features=64) on rank 1" in errors[0]
+
+
 @pytest.mark.parametrize("case", ["copies_made_later", "copies_made_earlier"])
 def test_ops_that_one_rank_makes_beside_the_model_change_nothing(
     case: str, results: dict[str, list[Any]]
@@ -409,6 +443,7 @@ def test_states_of_a_model_that_is_freed_are_no_longer_reduced(
         ("mesh of two", "InputError: autocast got a device mesh of 2 dimensions"),
         ("other ranks", "InputError: autocast got a process group of which rank . is not a member"),
         ("mesh", "none"),
+        ("mesh of an op", "none"),
         ("backward", "StateError: The backward of BasicLinear .*destroyed"),
         ("forward", r"StateError: .*destroyed .*It reduces amaxes of BasicLinear\(in_features=32"),
         ("autocast", "StateError: autocast communicates over a process group that has been destr"),

@@ -15,6 +15,8 @@ from test_recomputation import equal, followed, grads, mlp, run, states, tensor
 from torch.utils.checkpoint import checkpoint
 
 import fuser
+from fuser.precision import delayed_scaling
+from fuser.precision.contexts import AutocastState
 from fuser.recipe import DelayedScaling, Format, MXFP8BlockScaling
 
 HYBRID = DelayedScaling(amax_history_len=4)
@@ -498,3 +500,34 @@ def test_a_forward_after_loading_counts_for_the_loaded_state_alone() -> None:
     assert torch.equal(new, expected)
     assert equal(states(model), states(twin))
     assert equal(grads(model), grads(twin))
+
+
+@pytest.mark.parametrize(
+    ("group", "over", "of_all", "of_some"),
+    [
+        ((0, 1), None, True, True),
+        ((0, 1), (0, 1), True, True),
+        ((0, 1), (0, 1, 2, 3), True, True),
+        ((0, 1), (0,), False, False),
+        ((0, 1), (0, 2), False, False),
+        ((0, 1, 2), (0, 1), False, True),
+        ((0,), (0, 1), True, False),
+        ((0,), None, True, False),
+    ],
+)
+def test_ranks_share_scales_if_their_amaxes_are_reduced_together(
+    group: tuple[int, ...],
+    over: tuple[int, ...] | None,
+    of_all: bool,
+    of_some: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks of a group, or two of them, where amaxes are reduced over others."""
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", list)
+    monkeypatch.setattr(delayed_scaling, "is_initialized", lambda: True)
+    for recipe in (DelayedScaling(), DelayedScaling(reduce_amax=False), MXFP8BlockScaling()):
+        is_reduced = isinstance(recipe, DelayedScaling) and recipe.reduce_amax
+        state: Any = AutocastState(recipe, None, over)
+        monkeypatch.setattr(delayed_scaling, "current_state", lambda state=state: state)
+        assert delayed_scaling.reduces_amaxes_over(group) is (of_all and is_reduced)
+        assert delayed_scaling.mixes_amaxes_of(group) is (of_some and is_reduced)

@@ -170,6 +170,25 @@ def test_a_cached_launch_returns_the_same_view_of_its_allocation(noted: list[Any
     assert len(noted) == 4
 
 
+@pytest.mark.parametrize("with_calls", [True, False])
+@pytest.mark.parametrize("make", [torch.empty_like, torch.zeros_like])
+def test_an_allocation_with_other_strides_is_repeated_with_them_or_not_at_all(
+    make: Callable[[torch.Tensor], torch.Tensor], with_calls: bool, noted: list[Any]
+) -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = make(x)
+        KERNEL(GRID, x, out)
+        return out
+
+    rows, columns = torch.ones(4, 8), torch.ones(8, 4).t()
+    for x in (rows, columns):
+        made, result, slotted = sequence.record((x,), lambda x=x: run(x), with_calls=with_calls)
+        made.result = slotted(result)
+        assert made.is_complete == (with_calls or x is rows)
+        if made.is_complete:
+            assert made.play((x,)).stride() == result.stride() == x.stride()
+
+
 def test_launches_over_tensor_subclasses_are_not_cached(noted: list[Any]) -> None:
     class Mine(torch.Tensor):
         pass

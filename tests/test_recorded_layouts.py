@@ -383,6 +383,20 @@ def test_a_backward_inside_autocast_is_recorded_apart(played: list[Any]) -> None
     assert played
 
 
+def test_an_output_that_is_a_view_of_all_of_the_input_is_a_view_each_time(
+    played: list[Any],
+) -> None:
+    model = fuser.Sequential(fuser.Reshape((ROWS, WIDTH)))
+    for seed in range(5):
+        x = random(ROWS, WIDTH, seed=seed).requires_grad_()
+        with torch.no_grad():
+            y = model(x)
+            assert y._base is x
+            y.transpose_(0, 1)
+        assert x.shape == (ROWS, WIDTH)
+    assert played
+
+
 # -- which layouts are kept ---------------------------------------------------------------------
 
 

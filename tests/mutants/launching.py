@@ -112,6 +112,22 @@ LAUNCH_CACHE = (
         "test_recorded_layouts.py::test_of_more_layouts_than_places_some_are_repeated",
     ),
     Mutant(
+        "an allocation with other strides is repeated as a contiguous one",
+        "cuda/sequence.py",
+        "made.device in self.devices and made.is_contiguous():",
+        "made.device in self.devices:",
+        "test_launch_cache.py::"
+        "test_an_allocation_with_other_strides_is_repeated_with_them_or_not_at_all",
+    ),
+    Mutant(
+        "an output that is a view of the input is the input itself",
+        "cuda/sequence.py",
+        "if place not in named and not (place in returned and base < self.count):",
+        "if place not in named:",
+        "test_recorded_layouts.py::"
+        "test_an_output_that_is_a_view_of_all_of_the_input_is_a_view_each_time",
+    ),
+    Mutant(
         "a call that returns its argument is a view of itself",
         "cuda/sequence.py",
         "places[0] not in (None, base)",

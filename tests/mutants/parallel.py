@@ -215,4 +215,32 @@ PARALLEL = (
         DTENSORS,
         select="a_graph_does_not_keep",
     ),
+    Mutant(
+        "ranks do not compare the last op that they run",
+        "precision/amax_reduction.py",
+        "max((number + 1 for number, _ in own.used), default=0)",
+        "max((number for number, _ in own.used), default=0)",
+        "test_amax_reduction.py::test_ranks_whose_ops_have_other_sizes_are_refused_on_every_rank",
+    ),
+    Mutant(
+        "ranks do not compare ops that they count from the newest",
+        "precision/amax_reduction.py",
+        "    return used, step.ops[min((number for number, _ in step.used), default=count) :]",
+        "    return (used,)",
+        "test_amax_reduction.py::test_ranks_whose_ops_have_other_sizes_are_refused_on_every_rank",
+    ),
+    Mutant(
+        "a rank whose amaxes are reduced alone has the scales of its group",
+        "precision/delayed_scaling.py",
+        "return set(ranks(group)) <= set(ranks(over))",
+        "return set(ranks(over)) <= set(ranks(group))",
+        "test_delayed_scaling.py::test_ranks_share_scales_if_their_amaxes_are_reduced_together",
+    ),
+    Mutant(
+        "a mesh stays a mesh as the group of amaxes",
+        "precision/contexts.py",
+        'amax_reduction_group = resolved("autocast", amax_reduction_group)',
+        'resolved("autocast", amax_reduction_group)',
+        "test_amax_reduction.py::test_a_group_is_what_ops_take_as_one",
+    ),
 )
