@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_cases import (
     BIAS,
     DOCUMENT,
@@ -423,10 +425,27 @@ def test_a_linear_that_gets_other_features_says_whether_they_are_a_part(mode: st
 
 
 def test_a_group_without_torch_distributed_is_refused() -> None:
+    group = dist.ProcessGroup(0, 2)
     with pytest.raises(fuser.StateError, match=r"BasicLinear .* not initialised"):
-        fuser.BasicLinear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=object())
+        fuser.BasicLinear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=group)
     with pytest.raises(fuser.StateError, match=r"AllGather .* not initialised"):
-        fuser.AllGather(object())
+        fuser.AllGather(group)
+
+
+@pytest.mark.parametrize("given", ["tp", 0, [0, 1], object()])
+def test_what_is_no_group_is_named_before_torch_distributed_is_initialised(given: Any) -> None:
+    made = {
+        "autocast": lambda: fuser.autocast(amax_reduction_group=given),
+        "BasicLinear": lambda: fuser.BasicLinear(
+            4, 4, tensor_parallel_mode="row", tensor_parallel_group=given
+        ),
+        "AllGather": lambda: fuser.AllGather(given),
+        "MoeDispatch": lambda: fuser.MoeDispatch(4, expert_parallel_group=given),
+    }
+    for name, make in made.items():
+        words = rf"^{name} got {re.escape(repr(given))} as its process group"
+        with pytest.raises(fuser.InputError, match=words):
+            make()
 
 
 def test_an_op_of_all_ranks_that_is_made_before_they_are_known_warns_once(

@@ -108,6 +108,11 @@ def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
             f"{op} was made for a planned group of {group.size} ranks, over which nothing can be "
             "sent: only its plan can be made."
         )
+    if dist.is_available() and not (group is None or _is_group(group)):
+        raise InputError(
+            f"{op} got {group!r} as its process group; it takes a group of "
+            "torch.distributed.new_group, or a device mesh of one dimension."
+        )
     if not is_initialized():
         raise StateError(
             f"{op} communicates over a process group, and torch.distributed is not initialised: "
@@ -124,11 +129,6 @@ def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
                 "a mesh of one dimension, such as mesh['tp']."
             )
         group = group.get_group()
-    if not isinstance(group, dist.ProcessGroup) and group is not dist.GroupMember.NON_GROUP_MEMBER:
-        raise InputError(
-            f"{op} got {group!r} as its process group; it takes a group of "
-            "torch.distributed.new_group, or a device mesh of one dimension."
-        )
     try:
         is_member = isinstance(group, dist.ProcessGroup) and dist.get_rank(group) >= 0
     except ValueError:
@@ -141,6 +141,13 @@ def resolved(op: str, group: GroupArgument) -> dist.ProcessGroup:
             f"({group!r}); every rank that makes or calls the op must be in its group."
         )
     return group
+
+
+def _is_group(group: object) -> bool:
+    """Whether this is a device mesh, or what ``new_group`` returns, also outside of the group."""
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        return True
+    return isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER
 
 
 def group_size(op: str, group: GroupArgument) -> int:
