@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -294,3 +296,65 @@ def a_module_of_torch_reads_parameters_that_stay(name: str) -> None:
     fully_shard(module, reshard_after_forward=False)
     module(x).sum().backward()
     torch.testing.assert_close(x.grad, values.sum(0).expand_as(x), rtol=1e-4, atol=1e-5)
+
+
+@each()
+def a_write_to_a_gathered_parameter_without_all_of_its_copies_is_refused(name: str) -> None:
+    """Between forward and backward, and after the reshard; nothing is changed, nor plain tensors.
+
+    The backward is that of a forward without the write, as the write did not happen.
+    """
+    recipe, layers, reference = RECIPES[name](), staying(name), products(name)
+    loss = loss_of(layers, inputs(reference, 1), recipe)
+    own = loss_of(reference, inputs(reference, 1), recipe)
+    weight, plain = linears(layers)[0].weight.detach(), torch.ones(WIDTHS[::-1])
+    other, flag = weight._quantizer.unbound()(plain.to(weight.device)), torch.ones(1)
+    writes = (
+        weight.zero_,
+        lambda: weight.quantize_(plain),
+        lambda: weight.quantize_(plain, noop_flag=flag),
+        lambda: weight.copy_(other),
+        lambda: weight[:128].zero_(),
+        lambda: weight[3:5, 2:4].fill_(1),
+        lambda: torch._foreach_add_([plain, weight], 1.0),
+        weight.share_memory_,
+    )
+    for when in ("rowwise copy of", "no copy of"):
+        for write in writes:
+            assert "sharded parameter" in (found := said(StateError, write).lower()), found
+        assert when in said(StateError, weight.zero_)
+        assert torch.equal(plain, torch.ones_like(plain))
+        if when == "rowwise copy of":
+            for one in (loss, own):
+                one.backward()
+            for parameter, twin in zip(layers.parameters(), reference.parameters(), strict=True):
+                assert torch.equal(parameter.grad.full_tensor(), twin.grad)
+            resharded(layers)
+
+
+@each()
+def copies_of_a_gathered_parameter_have_the_values_that_are_in_memory(name: str) -> None:
+    """Deep, pickled and copied into another tensor; after the reshard each is refused."""
+    layers, expected = staying(name), products(name)[0].weight.dequantize()
+    loss = loss_of(layers, inputs(layers, 1), RECIPES[name]())
+    weight = linears(layers)[0].weight
+
+    def into_another() -> Any:
+        other = weight._quantizer.unbound()(torch.zeros(weight.shape, device=weight.device))
+        return other.copy_(weight.detach())
+
+    kinds = (
+        lambda: copy.deepcopy(weight),
+        lambda: pickle.loads(pickle.dumps(weight)),
+        weight.detach().clone,
+        into_another,
+    )
+    made = [kind() for kind in kinds]
+    loss.backward()
+    resharded(layers)
+    again = weight._quantizer.unbound()(expected).dequantize()  # of the copy that is not there
+    for kind, each_made in zip(kinds, made, strict=True):
+        found = each_made.dequantize()
+        assert torch.equal(found, expected) or (kind is into_another and torch.equal(found, again))
+    for kind in kinds:
+        assert "no copy of it was gathered" in said(StateError, kind)

@@ -514,18 +514,15 @@ class QuantizedTensor(WrapperTensor):
         ------
         StateError
             If this tensor came from :meth:`with_usage` or :meth:`compact`, which return
-            read-only tensors.
+            read-only tensors, or if it is a gathered parameter of ``fully_shard`` of which a copy
+            is not in memory.
         """
         self._write_all([(self, tensor)], noop_flag)
         return self
 
     def _can_be_written_alone(self) -> bool:
         """Whether an in-place write keeps the tensors that share memory with this one correct."""
-        if self._is_read_only:
-            raise StateError(
-                f"{self} is a read-only copy or layout of a tensor; write to the tensor that it "
-                "was taken from, or to a clone."
-            )
+        self._check_can_be_written()
         view = self._view_of
         if view is None:
             return True
@@ -539,6 +536,23 @@ class QuantizedTensor(WrapperTensor):
             return True  # a shard, before padding: zeros, which are the same bytes under any scale
         rows = root._rows_of_a_write()
         return rows > 0 and start % rows == 0 and (stop % rows == 0 or stop == root._matrix()[0])
+
+    def _check_can_be_written(self) -> None:
+        """Raise StateError if this tensor is read-only, or gathered and not all in memory."""
+        if self._is_read_only:
+            raise StateError(
+                f"{self} is a read-only copy or layout of a tensor; write to the tensor that it "
+                "was taken from, or to a clone."
+            )
+        copies = [usage for usage in ("rowwise", "columnwise") if self._has(usage)]
+        held = copies if self._gathering is None else list(filter(self._is_in_memory, copies))
+        if held != copies:
+            raise StateError(
+                f"A sharded parameter, a {type(self).__name__} of shape {tuple(self.shape)}, was "
+                f"written while {held[0] if held else 'no'} copy of its {' and '.join(copies)} "
+                "was gathered, and a write changes all. Write its shard: the parameter that the "
+                "module has after reshard()."
+            )
 
     def _rows_of_a_write(self) -> int:
         """The rows of a block, or of a matrix of a stack; 0 if a scale belongs to all rows."""
@@ -663,10 +677,26 @@ class QuantizedTensor(WrapperTensor):
 
     # -- pickling, deep copies, torch.compile -------------------------------------
 
+    def share_memory_(self) -> torch.Tensor:
+        """Move the contents to shared memory, for other processes; no effect on a GPU.
+
+        Raises
+        ------
+        StateError
+            If this is a gathered parameter of ``fully_shard``, which frees its memory.
+        """
+        if self._gathering is not None:
+            raise StateError(
+                f"A sharded parameter, a {type(self).__name__} of shape {tuple(self.shape)}, was "
+                "to be moved to shared memory while it was gathered, and fully_shard frees that "
+                "memory. Share a clone() of it."
+            )
+        return super().share_memory_()
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A view or a read-only copy is pickled as a tensor of its own, without its parent.
         is_part = self._view_of is not None or self._is_read_only
-        source = self._like(torch.clone) if is_part else self
+        source = self._like(torch.clone) if is_part else self._present()
         state = (
             type(self),
             source.buffers(),
@@ -686,7 +716,9 @@ class QuantizedTensor(WrapperTensor):
             copied: QuantizedTensor = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
             return copied
         # Torch's own deep copy fails on a wrapper with a storage offset, which a view has.
-        attributes = copy.deepcopy(self.__dict__, memo)
+        contents = self.__dict__ | self._present().buffers()
+        contents.pop("_gathering", None)  # a copy of a gathered parameter has memory of its own
+        attributes = copy.deepcopy(contents, memo)
         copied = type(self)(
             attributes,
             self.shape,

@@ -70,6 +70,11 @@ class DequantizedView(WrapperTensor):
     def _memory(self) -> list[torch.Tensor]:
         return self._root._memory()
 
+    def share_memory_(self) -> torch.Tensor:
+        """Move the contents of the parent to shared memory."""
+        self._root.share_memory_()
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A view is pickled as a tensor of its own, as a view of rows is.
         alone = self._alone()

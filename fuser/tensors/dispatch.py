@@ -70,6 +70,10 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             f"{func} would change the shape or memory of {_named(targets[0])} in place, which "
             "cannot be done to a quantized tensor; use the form that returns a new tensor."
         )
+    for target in targets:  # before an op on a list changes plain tensors among them
+        for each in {target, _place(target)[0]}:
+            if isinstance(each, QuantizedTensor):
+                each._check_can_be_written()
     sharing = Counter(map(_memory_of, targets))
     # Tensors to quantize with new values: in `alone` a target itself; in `whole` the parent of a
     # target, by memory, so that several parts of one tensor are written together.
@@ -328,6 +332,8 @@ def _copy_(func: Any, target: Any, source: Any, non_blocking: bool = False) -> A
         return target.copy_(_plain(source), non_blocking)
     if not isinstance(target, QuantizedTensor):
         return NotImplemented
+    if isinstance(source, QuantizedTensor):
+        source = source._present()
     exchanges_bytes = (
         type(source) is type(target)
         and source.shape == target.shape

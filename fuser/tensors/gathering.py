@@ -50,9 +50,6 @@ class Gathering:
     of_forward: _OfForward | None = None
     """Set if the backward of that forward gets the parameter as it is, and may read columns."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Gathering:
-        return self
-
     def allocated(self, name: str) -> torch.Tensor:
         """The buffer ``name``, with memory."""
         memory, buffer = self.memory[name], self.buffers[name]
