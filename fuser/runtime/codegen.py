@@ -102,6 +102,7 @@ class PlanCodegen:
             "marked": _marked,
             "no_kwargs": _NO_KWARGS,
             "view": FusibleOperation.quantizer_view,
+            "separate": _separate,
             "recipe": key.recipe,
         }
         self.src = SourceCode(**names)
@@ -385,8 +386,11 @@ class PlanCodegen:
         src.add(
             f"grads = ({', '.join(results)})",
             f"if len(grads) != {total}: {src.bind('refuse_param_grads', refuse)}(({rows}))",
-            "return grads",
         )
+        gives_several = wants_dx + sum(
+            self.key.ops[i].extra_inputs[k].requires_grad for _, i, k in taken
+        )
+        src.add("return separate(grads)" if taken and gives_several > 1 else "return grads")
 
     def _add_result_check(self, side: str, steps: PlannedOps) -> None:
         """Raise an error that names the method, if a result cannot be unpacked; else go on.
@@ -649,3 +653,19 @@ def _total(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Ten
     if first is None or second is None:
         return second if first is None else first
     return first + second
+
+
+def _separate(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    """``grads``, of which none is another tensor with the memory of an earlier one.
+
+    Autograd takes a gradient for the ``.grad`` of a leaf if nothing else refers to the tensor, and
+    adds to it in place. It sees that one tensor is returned twice, and not that memory is.
+    """
+    owners: dict[int, torch.Tensor] = {}
+    found = list(grads)
+    for place, grad in enumerate(grads):
+        if type(grad) is not torch.Tensor or not grad.numel():
+            continue
+        if owners.setdefault(grad.untyped_storage().data_ptr(), grad) is not grad:
+            found[place] = grad.clone()
+    return tuple(found)

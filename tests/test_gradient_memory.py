@@ -1,0 +1,88 @@
+"""Gradients that one backward returns have memory of their own, so that sums of them are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_random_replays import OnTorch, patched
+
+import fuser
+from fuser.cuda import launch
+
+Ops = Callable[[], list[fuser.BasicOperation]]
+WIDTH = 32
+
+
+def add() -> fuser.AddExtraInput:
+    return fuser.AddExtraInput()
+
+
+PIPELINES: dict[str, Ops] = {
+    "two sums": lambda: [add(), add()],
+    "three sums": lambda: [add(), add(), add()],
+    "sum, bias": lambda: [add(), fuser.Bias(WIDTH), fuser.Identity()],
+    "sums around an extra output": lambda: [add(), fuser.MakeExtraOutput(), add()],
+    "reshape, sum": lambda: [fuser.Bias(WIDTH), fuser.Reshape((8, 8, WIDTH)), add()],
+    "sum, reshape, sum": lambda: [add(), fuser.Reshape((8, 8, WIDTH)), add()],
+    "dropout of evaluation, sum": lambda: [fuser.Dropout(0.0), add(), fuser.Dropout(0.0)],
+    "sum, quantize, sum": lambda: [add(), fuser.Quantize(True, True), add()],
+    "sum, norm": lambda: [add(), fuser.RMSNorm(WIDTH), add()],
+    "sum, linear": lambda: [add(), add(), fuser.Linear(WIDTH, WIDTH)],
+    "linear, sums": lambda: [fuser.Linear(WIDTH, WIDTH), add(), add()],
+}
+
+
+@pytest.fixture(params=["torch", "refused kernels", "recorded"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Plans without kernels, plans whose kernels are refused, and recordings of those."""
+    if request.param != "torch":
+        monkeypatch.setattr(launch, "backend", OnTorch())
+    if request.param == "recorded":
+        patched(monkeypatch, launch.kernels_support, lambda tensor: False)
+    return str(request.param)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch computes this")
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("is_from_loss", [False, True])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_gradient_to_which_more_is_added_is_no_part_of_another(
+    name: str, is_from_loss: bool, is_cut: bool, where: str
+) -> None:
+    """As torch's own: each ``.grad`` after two backwards is twice that of one, and none changes
+    with another, or with the gradient that the caller gave."""
+    model = fuser.Sequential(*PIPELINES[name]())
+    if is_cut:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    shape = torch.Size((64, WIDTH))
+    extras = []
+    for op in model:
+        shape = torch.Size((8, 8, WIDTH)) if isinstance(op, fuser.Reshape) else shape
+        if isinstance(op, fuser.AddExtraInput):
+            extras.append(torch.randn(shape, requires_grad=True))
+    leaves = [torch.randn(64, WIDTH, requires_grad=True), *extras, *model.parameters()]
+    x = leaves[0]
+    for _ in range(4 if where == "recorded" else 1):
+        for leaf in leaves:
+            leaf.grad = None
+        for count in (1, 2):
+            y = model(x, *extras)
+            outputs = y if isinstance(y, tuple) else (y,)
+            grads = [torch.arange(out.numel()).view_as(out) / out.numel() for out in outputs]
+            if is_from_loss:
+                losses = [(out * grad).sum() for out, grad in zip(outputs, grads, strict=True)]
+                torch.autograd.backward(losses)
+            else:
+                torch.autograd.backward(outputs, grads)
+            if count == 1:
+                once = [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
+        assert len(once) == len(leaves)
+        places = [
+            leaf.grad.untyped_storage().data_ptr() for leaf in leaves if leaf.grad is not None
+        ]
+        assert len(set(places)) == len(leaves)
+        for leaf, grad in zip(leaves, once, strict=True):
+            torch.testing.assert_close(leaf.grad, 2 * grad)
