@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from cpu_graphs import StandIn, use_stand_in
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -206,10 +207,13 @@ class Side:
                 self.log.append(f"{type(error).__name__}: {str(error)[:80]}")
                 self.model.zero_grad()
             self.log.append(torch.get_rng_state())
-            for module in self.model.modules():
-                for state in getattr(module, "_delayed", {}).values():
-                    self.log += [state.scale.clone(), state.amax_history.clone()]
+            self.note_states()
         return self.log
+
+    def note_states(self) -> None:
+        for module in self.model.modules():
+            for _, state in sorted(getattr(module, "_delayed", {}).items()):
+                self.log += [state.scale.clone(), state.amax_history.clone()]
 
     def call(self, given: dict[str, Any]) -> None:
         generator = torch.Generator().manual_seed(given["data"])
@@ -326,6 +330,79 @@ def check(seed: int) -> None:
     wrong = next((i for i, pair in enumerate(pairs) if not same(*pair)), None)
     assert wrong is None, (seed, wrong, str(found[wrong])[:200], str(expected[wrong])[:200], model)
     assert len(found) == len(expected)
+
+
+# -- captures, and cuts ----------------------------------------------------------------------------
+
+KEPT = ("nothing", "write", "hook", "load")
+"""Changes that a graph sees in its memory, or that do not concern it."""
+AFTER_CAPTURE = (*KEPT, *KEPT, "data_new", "eps", "scale", "replace", "freeze", "eval", "capture")
+CAPTURES = 8
+
+
+class Captured(Side):
+    """The same with the pipeline in graphs; ``is_captured`` is False for the other side."""
+
+    def __init__(self, model: fuser.Sequential, recipe: Any, *, is_captured: bool) -> None:
+        super().__init__(model, [recipe])
+        self.is_captured = is_captured
+
+    def run(self, script: list[tuple[str, Any]]) -> list[Any]:
+        super().run(script)
+        super().note_states()
+        return self.log
+
+    def note_states(self) -> None:
+        """At the end alone: a replay makes its states later than a call of the ops."""
+
+    def capture(self) -> None:
+        if self.is_captured:
+            dtype, recipe = next(self.model.parameters()).dtype, self.recipes[0]
+            sample = torch.zeros(64, WIDTH, dtype=dtype, requires_grad=True)
+            options = {"recipe": recipe, "enabled": recipe is not None, "num_warmup_iters": 1}
+            fuser.make_graphed_callables(self.model, (sample,), **options)
+
+    def change(self, given: tuple[str, int]) -> None:
+        super().change(given)
+        if given[0] == "capture":
+            self.capture()
+
+
+def check_captures(seed: int) -> int:
+    """Events with a capture before them, and maybe another; the number of replays."""
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    model, make = pipeline(r), r.choice(RECIPES)
+    script: list[tuple[str, Any]] = [("change", ("hook", r.randrange(100)))] * r.randint(0, 1)
+    script.append(("change", ("capture", 0)))
+    for number in range(6):
+        call = {"layout": "plain", "mode": "train", "amp": False, "data": r.randrange(1 << 20)}
+        if number >= 2 and r.random() < 0.5:
+            script.append(("change", (r.choice(AFTER_CAPTURE), r.randrange(100))))
+        script += [("call", call), ("backward", ("plain", "plain", r.randrange(1 << 20)))]
+    replays, replay = [0], StandIn.replay
+
+    def counted(graph: StandIn) -> None:
+        replays[0] += 1
+        replay(graph)
+
+    with pytest.MonkeyPatch.context() as patch:
+        use_stand_in(patch)
+        patch.setattr(StandIn, "replay", counted)
+        found = Captured(copy.deepcopy(model), make(), is_captured=True).run(script)
+    with without_recordings():
+        expected = Captured(copy.deepcopy(model), make(), is_captured=False).run(script)
+    pairs = zip(found, expected, strict=False)
+    wrong = next((i for i, pair in enumerate(pairs) if not same(*pair)), None)
+    assert wrong is None, (seed, wrong, str(found[wrong])[:200], str(expected[wrong])[:200], model)
+    assert len(found) == len(expected)
+    return replays[0]
+
+
+@pytest.mark.filterwarnings("ignore:Graphed module 0 .* runs without its graph")
+def test_captures_of_random_pipelines_have_the_bits_of_their_plans_own_code() -> None:
+    """Cut ones too, and with changes between the replays."""
+    assert sum(check_captures(seed) for seed in range(CAPTURES)) >= 6 * CAPTURES
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
