@@ -14,6 +14,10 @@ from fuser.specs import PlanKey, TensorSpec
 class MakeExtraOutput(BasicOperation):
     """Return x, and x again as an extra output. Backward sums the two gradients.
 
+    If a loss needs the extra output alone, later ops of the pipeline still run in backward, with
+    zeros: their parameters get None, but an infinity that they have saved, or in their weights,
+    gives NaN in the gradients of earlier ops, which plain torch would not have.
+
     Parameters
     ----------
     in_place

@@ -43,7 +43,9 @@ def make_graphed_callables(
     long as its kernels. As with :func:`torch.cuda.make_graphed_callables`, a module's ``forward``
     is replaced in place, the sample arguments become the memory that a graph reads, and outputs are
     overwritten by the next call of a module that was captured with theirs: clone what must stay.
-    Gradients of leaves that are still there at that call are moved to memory of their own.
+    So are gradients. Those that are the ``.grad`` of a leaf at that call are moved to memory of
+    their own before, which torch's graphs do not. One that is kept elsewhere, as by a hook or by
+    ``kept = leaf.grad`` before ``leaf.grad = None``, must be cloned to stay.
 
     The capture runs the modules and leaves no trace of that: scales, amaxes, buffers, ``main_grad``
     and random numbers are as before, also after an error. Replays add to ``main_grad``.
