@@ -194,9 +194,10 @@ def a_rank_that_takes_no_part(rank: int) -> Any:
 
 def groups_in_other_orders(rank: int) -> Any:
     """One op over both ranks and one over this rank alone, in two orders; both in one step."""
-    both = dist.new_group(list(range(RANKS)))
+    limit = datetime.timedelta(seconds=60)  # torch's own for a new group is half an hour
+    both = dist.new_group(list(range(RANKS)), timeout=limit)
     alone = [dist.new_group([n]) for n in range(RANKS)][rank]
-    again = dist.new_group(list(range(RANKS)))
+    again = dist.new_group(list(range(RANKS)), timeout=limit)
     ops = linears(3)
     runs = [(both, ops[0], 1.0 + rank), (alone, ops[1], 3.0 + rank), (again, ops[2], 5.0 + rank)]
     loss = torch.zeros(())

@@ -243,4 +243,12 @@ PARALLEL = (
         'resolved("autocast", amax_reduction_group)',
         "test_amax_reduction.py::test_a_group_is_what_ops_take_as_one",
     ),
+    Mutant(
+        "ranks reduce over groups in the order of their use",
+        "precision/delayed_scaling.py",
+        "return sorted(by_group.items(), key=lambda item: item[0].group_name)",
+        "return list(by_group.items())",
+        "test_amax_reduction.py::"
+        "test_amaxes_are_reduced_over_the_group_of_their_autocast_in_any_order",
+    ),
 )
