@@ -1,7 +1,9 @@
 # `make demo` and `make test` each set up .venv by themselves; nothing else is needed.
 
 PYTHON ?= python3
-VENV := .venv
+# make test TORCH=2.14.1, or TORCH=newest: with another release of torch, in an environment of its own
+TORCH ?=
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 # make demo RECIPE=mxfp8 OVERRIDE=dequantized DEMO_FLAGS="--seconds 20"
 DEMO_FLAGS ?=
@@ -78,8 +80,10 @@ format: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e ./forecast
+	sed '$(if $(TORCH),/^torch==/d)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt \
+		$(if $(filter-out newest,$(TORCH)),torch==$(TORCH)) -e ".[dev]" -e ./forecast
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* $(CUDA_VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from fuser.torch_private import skip_when_compiling
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 REASON = "fuser plans and runs a pipeline itself, as one autograd node"
@@ -20,15 +22,8 @@ def breaks_graph(function: Function) -> Function:
     itself, and a call costs nothing more.
     """
     try:
-        # The frame evaluation of torch.compile. This import does not import torch._dynamo.
-        from torch._C._dynamo import eval_frame
-
-        skip = eval_frame._FrameAction.SKIP
-        strategy = eval_frame._FrameExecStrategy(skip, skip)
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+        skip_when_compiling(function, REASON)
     except (ImportError, AttributeError):  # a version of torch that has it in another place
         disabled: Function = torch.compiler.disable(function, reason=REASON)  # type: ignore[no-untyped-call]
         return disabled
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
     return function

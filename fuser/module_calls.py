@@ -10,7 +10,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
 
 class ModuleCalls:
@@ -45,23 +44,3 @@ def noting(name: str) -> Any:
         return handle
 
     return register
-
-
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether torch runs hooks of ``module`` itself around its calls."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
-
-
-def has_global_hooks() -> bool:
-    """Whether torch runs global hooks, around the calls of every module."""
-    return bool(
-        torch_module._global_forward_hooks
-        or torch_module._global_forward_pre_hooks
-        or torch_module._global_backward_hooks
-        or torch_module._global_backward_pre_hooks
-    )

@@ -8,12 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops.catalog import FUSIONS
@@ -25,6 +19,12 @@ from fuser.runtime.checks import check_keywords
 from fuser.runtime.group import Keywords
 from fuser.runtime.grouping import Grouping
 from fuser.runtime.pipeline import checked_fusions
+from fuser.torch_private import (
+    global_backward_hooks,
+    global_backward_pre_hooks,
+    global_forward_hooks,
+    global_forward_pre_hooks,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -172,10 +172,10 @@ class Sequential(torch.nn.Sequential):
             only is not None
             and op_kwargs is None
             and version is module_calls.version
-            and not _global_forward_hooks
-            and not _global_forward_pre_hooks
-            and not _global_backward_hooks
-            and not _global_backward_pre_hooks
+            and not global_forward_hooks
+            and not global_forward_pre_hooks
+            and not global_backward_hooks
+            and not global_backward_pre_hooks
             and tuple(self._modules.values()) == modules
         ):
             result: torch.Tensor | tuple[torch.Tensor, ...] = only.run(input, extra_inputs, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -10,9 +9,7 @@ import numpy
 import torch
 
 from fuser.errors import StateError
-
-STAGER = "torch.distributed.checkpoint._state_dict_stager"
-"""torch's copy of a state dict before ``dcp.async_save`` writes it."""
+from fuser.torch_private import is_called_by_stager, no_torch_function
 
 
 class WrapperTensor(torch.Tensor):
@@ -26,7 +23,7 @@ class WrapperTensor(torch.Tensor):
     _dispatch: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]
 
     # torch calls this for every function; ours are handled below autograd, in dispatch.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,7 +60,7 @@ class WrapperTensor(torch.Tensor):
         StateError
             For all other callers.
         """
-        if sys._getframe(1).f_globals.get("__name__") == STAGER:
+        if is_called_by_stager():
             return 0
         raise StateError(
             f"A {type(self).__name__} has no memory with its values; take them from "

@@ -63,7 +63,7 @@ def hopper_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     )
     monkeypatch.setattr(sequence, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
     monkeypatch.setattr(module, "driver_memset", lambda: lambda *_: None)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(sequence, "cuda_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(pointwise, "FEW_ELEMENTS", 0)  # as for blocks of real size
     monkeypatch.setattr(contexts, "is_autocast_used", True)  # as after any other test
@@ -75,7 +75,7 @@ def hopper_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     native.native_gemm.cache_clear()
     monkeypatch.setattr("fuser.gemm.matmul.architecture", lambda device: (9, 0))
     monkeypatch.setattr(pipeline, "architecture", lambda device: (9, 0))
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(native, "scaled_mm", scaled_mm)
     yield
     native.native_gemm.cache_clear()
 

@@ -490,10 +490,8 @@ def test_the_launch_passes_shape_arguments_and_torchs_stream_on(
     monkeypatch.setattr(module, "bind_context", bound.append)
     monkeypatch.setattr(launching, "_slot", launching._Slot())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(
-        torch._C, "_cuda_getCurrentRawStream", lambda device: 7000 + device, raising=False
-    )
+    monkeypatch.setattr(launching, "cuda_device", lambda: 0)
+    monkeypatch.setattr(launching, "cuda_stream", lambda device: 7000 + device)
     x = on_device()
     kernel = Kernel("probe", "fuser_probe")
     kernel(Launch((2, 3), (64,)), x, int32(5))

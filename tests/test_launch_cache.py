@@ -264,7 +264,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     monkeypatch.setattr(sequence, "encode", lambda symbol, args: encode(symbol, args, "cpu"))
     monkeypatch.setattr(module, "driver_memset", lambda: memset)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(sequence, "cuda_device", lambda: -1)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     return given
 

@@ -95,7 +95,7 @@ class StrictTensorCores:
 def stand_in_for_hopper() -> Iterator[StrictTensorCores]:
     cores = StrictTensorCores()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_scaled_mm", cores)
+        patch.setattr(native_gemm, "scaled_mm", cores)
         patch.setattr(native_gemm, "torch_cuda", lambda: (13, 0))
         for module in (gemm, pipeline):
             patch.setattr(module, "architecture", lambda device: (9, 0))

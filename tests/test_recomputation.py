@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fuser
 from fuser import recipe as recipes
+from fuser import torch_private
 from fuser.precision import contexts, recomputation
 
 Step = Callable[[fuser.Sequential, torch.Tensor], torch.Tensor]
@@ -404,7 +405,7 @@ def test_nothing_is_noted_for_longer_than_the_graph_lives(use_reentrant: bool) -
 
 
 def test_hooks_for_saved_tensors_are_there_after_a_call_as_before() -> None:
-    top = torch._C._autograd._top_saved_tensors_default_hooks
+    top = torch_private.saved_tensor_hooks
     model, x = mlp(), tensor(1).requires_grad_()
     seen = []
 

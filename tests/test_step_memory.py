@@ -20,6 +20,7 @@ from test_quantized_gemm import stand_in_for_hopper
 
 import fuser
 from fuser.cuda import launch
+from fuser.gemm import native
 from fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -47,7 +48,7 @@ def scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> t
 @pytest.fixture
 def idle() -> Iterator[None]:
     with stand_in_for_hopper(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "_scaled_mm", scaled_mm)
+        patch.setattr(native, "scaled_mm", scaled_mm)
         patch.setattr(launch, "backend", _Idle())
         # What is listened to is launched one by one, and never cached.
         patch.setattr(launch.recording, "listener", lambda *launched: None)

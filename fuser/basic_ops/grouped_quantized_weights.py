@@ -28,6 +28,7 @@ from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.grouped import joined, one_copy
 from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 from fuser.tensors.stacks import matrices, stack_quantizer
+from fuser.torch_private import without_autocast
 
 
 class QuantizedGroupWeights(BasicOperation):
@@ -196,7 +197,7 @@ def stacked_values(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch
 
 def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Separate weights or biases as one tensor, which is a copy."""
-    with torch._C._DisableAutocast():  # which would choose another dtype
+    with without_autocast():  # which would choose another dtype
         return torch.stack(list(parts))
 
 

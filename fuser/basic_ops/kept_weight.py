@@ -16,6 +16,7 @@ from fuser.precision.contexts import recomputed_state
 from fuser.precision.delayed_scaling import holds_steps
 from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.sharding import Gathered, gathered_by
+from fuser.torch_private import free_with, reshards_after_forward
 
 Made = TypeVar("Made")
 
@@ -59,7 +60,7 @@ def kept_weights(
     # The local tensor of a DTensor is a new one at each call (runtime/local_parts.py).
     wholes = [getattr(w, "whole_parameter", w) for w in weights]
     gathered = gathered_by(wholes)
-    if holds_steps() or any(one.group._reshard_after_forward for one in gathered):
+    if holds_steps() or any(reshards_after_forward(one.group) for one in gathered):
         return make(), None
     versions = tuple(None if w.is_inference() else w._version for w in wholes)
     places = (*(w.data_ptr() for w in weights), *map(id, wholes[1:]))
@@ -87,7 +88,7 @@ class _Gathering:
             # ``fully_shard`` frees the memory of these tensors when it frees the parameter.
             self._freed = torch.empty(1, dtype=torch.uint8, device="cpu")
             for param in self._params:
-                param._unsharded_inner_tensors.append(self._freed)
+                free_with(param, self._freed)
 
     def is_of(self, gathered: Sequence[Gathered]) -> bool:
         params = [one.param for one in gathered]

@@ -22,6 +22,7 @@ from fuser.tensors import (
     groups_quantizer,
 )
 from fuser.tensors.group_formats import Float8GroupsQuantizer, amaxes_of_groups
+from fuser.torch_private import foreach_maximum_
 
 WORD = 8
 """Rows are moved in words of this many bytes."""
@@ -141,7 +142,7 @@ class RemoteRows(LazyTensor):
             begin = torch.distributed.get_rank(self.group) * len(states)
             own = _largest(amaxes, self.group)[begin : begin + len(states)]
             kept = [q.amax for q in states if q.amax is not None]
-            torch._foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
+            foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
         return made, scale
 
 

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from fuser.cuda.sequence import end_of
 from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import storage_uses
 
 
 def packed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -134,7 +135,7 @@ def _have_own_memory(parts: Sequence[Parameter]) -> bool:
     places = [storage.data_ptr() for storage in storages]
     return all(
         # torch counts the tensors, and the object that this function holds.
-        storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == places.count(at) + 1
+        storage.resizable() and storage_uses(storage) == places.count(at) + 1
         for storage, at in zip(storages, places, strict=True)
     )
 

@@ -6,13 +6,13 @@ Each ``start_*`` returns at once; the communication overlaps with the work that 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fuser.torch_private import is_unfinished
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = TypeVar("Result")
@@ -55,10 +55,7 @@ def finished(tensor: Any) -> Any:
     Kernels read memory, and such an ``AsyncCollectiveTensor`` has none of its own. torch's tensor
     parallel styles return them.
     """
-    module = sys.modules.get("torch.distributed._functional_collectives")
-    if module is None or not isinstance(tensor, module.AsyncCollectiveTensor):
-        return tensor
-    return tensor.wait()
+    return tensor.wait() if is_unfinished(tensor) else tensor
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.errors import StateError
+from fuser.torch_private import cuda_device, cuda_stream
 
 
 class Scales(enum.IntEnum):
@@ -397,7 +398,7 @@ class _Product:
     ) -> None:
         """Launch the product of :class:`Operands` on torch's current stream."""
         out, a, b, addend, bias = operands
-        if self.index != torch._C._cuda_getDevice():
+        if self.index != cuda_device():
             with torch.cuda.device(self.device):
                 self.run(operands, scale_a, scale_b, alpha)
             return
@@ -429,7 +430,7 @@ class _Product:
             algorithm_at,
             None if workspace is None else workspace.data_ptr(),
             nbytes,
-            torch._C._cuda_getCurrentRawStream(self.index),
+            cuda_stream(self.index),
         )
         if status:
             _check(status, "cublasLtMatmul")

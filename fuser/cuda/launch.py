@@ -19,6 +19,7 @@ from fuser.cuda.arguments import encode
 from fuser.cuda.sources import checked_source
 from fuser.errors import InputError
 from fuser.formats import ceil_div
+from fuser.torch_private import cuda_device, cuda_stream
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -177,7 +178,7 @@ class LaunchBackend:
         device = encoded.device
         if device is None:
             device = torch.cuda.current_device()
-        if device == torch._C._cuda_getDevice():
+        if device == cuda_device():
             fire(prepared(kernel, launch, encoded.format, device), encoded.values, device)
         else:
             with torch.cuda.device(device):
@@ -256,7 +257,7 @@ def begin(device: int) -> tuple[Callable[..., None], Any, Any, int, int]:
         module.bind_context(device)
         slot.bound.add(device)
     # CuPy's own current stream differs from torch's.
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = cuda_stream(device)
     return module.driver_launch(), slot.buffer, slot.size, stream, slot.extra
 
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import TensorWeakRef
 
 from fuser.cuda import cublaslt, launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
 from fuser.source import SourceCode
+from fuser.torch_private import TorchDispatchMode, cuda_device, gelu, is_profiler_enabled, scaled_mm
 from fuser.wrapper_tensor import WrapperTensor
 
 Result = TypeVar("Result")
@@ -157,11 +157,11 @@ class LaunchSequence:
 
     def play(self, inputs: Sequence[torch.Tensor | None]) -> Any:
         """Repeat the actions over other inputs of the same layout; the result has new tensors."""
-        is_profiled = _is_profiled()
+        is_profiled = is_profiler_enabled()
         written = self._written.get(is_profiled)
         if written is None:
             written = self._written[is_profiled] = self._write(inputs, in_ranges=is_profiled)
-        if self._device is None or self._device == torch._C._cuda_getDevice():
+        if self._device is None or self._device == cuda_device():
             return written(inputs)
         with torch.cuda.device(self._device):
             return written(inputs)
@@ -618,7 +618,6 @@ def _are_alike(one: Any, other: Any) -> bool:
     )
 
 
-_is_profiled = torch._C._autograd._profiler_enabled
 _aten = torch.ops.aten
 _ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
 _ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
@@ -636,10 +635,10 @@ _METHODS = {
 _FUNCTIONS = {
     _aten.mm.default: torch.mm,
     _aten.addmm.default: torch.addmm,
-    _aten._scaled_mm.default: torch._scaled_mm,
+    _aten._scaled_mm.default: scaled_mm,
     _aten.constant_pad_nd.default: torch.constant_pad_nd,
     _aten.add.Tensor: torch.add,
-    _aten.gelu.default: torch._C._nn.gelu,
+    _aten.gelu.default: gelu,
     _aten.mul.Tensor: torch.mul,
     _aten.sum.dim_IntList: torch.sum,
 }

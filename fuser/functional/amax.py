@@ -10,6 +10,7 @@ import torch
 from fuser.cuda import fp8_scaling as kernels
 from fuser.functional.lazy import LazyTensor, kernel_or_torch, rows_of
 from fuser.reference import fp8_scaling as reference
+from fuser.torch_private import foreach_copy_
 
 
 def amax(x: torch.Tensor | LazyTensor) -> torch.Tensor:
@@ -42,4 +43,4 @@ def reduce_amaxes(amaxes: Sequence[torch.Tensor], group: Any) -> None:
     flat = torch.cat(list(amaxes))
     torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
     parts = torch.split(flat, [one.numel() for one in amaxes])
-    torch._foreach_copy_(list(amaxes), list(parts))
+    foreach_copy_(list(amaxes), list(parts))

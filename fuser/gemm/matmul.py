@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from fuser.cuda import cublaslt
 from fuser.gemm.native import NativeGemm, by_cublaslt, native_gemm, product
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import addmm_activation
 from fuser.wrapper_tensor import WrapperTensor
 
 # ``linear(x, weight, bias=None)``: x @ weight.T (+ bias), of shape [..., N]; the
@@ -25,7 +26,7 @@ linear = F.linear
 
 def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """``gelu(x @ weight.T + bias)``, tanh GELU as a cuBLASLt epilogue; CUDA only."""
-    y: torch.Tensor = torch.ops.aten._addmm_activation(bias, _rows(x), weight.t(), use_gelu=True)
+    y: torch.Tensor = addmm_activation(bias, _rows(x), weight.t(), use_gelu=True)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 

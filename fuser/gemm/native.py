@@ -19,6 +19,7 @@ from fuser.cuda import cublaslt
 from fuser.cuda.cublaslt import Scales
 from fuser.formats import FP8_BLOCK, DType, NumberFormat, round_up
 from fuser.tensors import Operand
+from fuser.torch_private import scaled_mm
 
 # cuBLASLt takes FP8 sizes in multiples of 16 elements; other sizes are padded with zeros.
 ALIGNMENT = 16
@@ -211,9 +212,7 @@ def _multiply(
         return product if bias is None else product + bias
     if bias is not None:
         bias = _at_16_bytes(bias)
-    return torch._scaled_mm(
-        a, b.t(), *scales, bias=bias, out_dtype=out_dtype, use_fast_accum=not is_split
-    )
+    return scaled_mm(a, b.t(), *scales, bias=bias, out_dtype=out_dtype, use_fast_accum=not is_split)
 
 
 def _elements(operand: Operand, shape: tuple[int, int]) -> torch.Tensor:

@@ -23,6 +23,7 @@ from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
+from fuser.torch_private import gradient_hooks
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256
@@ -246,7 +247,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         """
         old = self._parameters.get(name)
         why = "it is computed by a hook"
-        if old is not None and not old._backward_hooks and not old._post_accumulate_grad_hooks:
+        if old is not None and not old._backward_hooks and not gradient_hooks(old):
             fresh.__dict__.update({**old.__dict__, **fresh.__dict__})
             try:
                 torch.utils.swap_tensors(old, fresh)  # type: ignore[no-untyped-call]

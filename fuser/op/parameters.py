@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from torch import overrides
-from torch.utils._device import DeviceContext
 
 from fuser.errors import InputError
 from fuser.tensors.sharding import is_distributed
+from fuser.torch_private import is_default_device_set
 
 ParallelMode = Literal["column", "row"]
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,17 +23,9 @@ def default_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
     chosen = torch.get_default_device()
-    if chosen.type == "cpu" and torch.cuda.is_available() and not _default_device_was_set():
+    if chosen.type == "cpu" and torch.cuda.is_available() and not is_default_device_set():
         return torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _default_device_was_set() -> bool:
-    """Whether the user set torch's default device, also through ``with device:``."""
-    # torch has no public function for this. A device that the user set is a
-    # DeviceContext on the function-mode stack.
-    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(isinstance(mode, DeviceContext) for mode in stack)
 
 
 def default_dtype(dtype: torch.dtype | None) -> torch.dtype:

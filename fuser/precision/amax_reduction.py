@@ -27,6 +27,7 @@ import torch.distributed as dist
 from fuser.errors import InputError, StateError
 from fuser.formats import DType
 from fuser.recipe import DelayedScaling
+from fuser.torch_private import foreach_copy_
 
 Result = TypeVar("Result")
 StateT = TypeVar("StateT", bound="State")
@@ -175,7 +176,7 @@ class AmaxReduction:
         sent = [s for s in states if s._identity in self._amaxes and s not in late]
         if sent:
             amaxes = [s.amax_history[0] for s in sent]
-            torch._foreach_copy_([self._amaxes[s._identity] for s in sent], amaxes)
+            foreach_copy_([self._amaxes[s._identity] for s in sent], amaxes)
         message = self._message
         _communicate(group, lambda: dist.all_reduce(message, dist.ReduceOp.MAX, group=group))
         self._flags = _Flags.of(message)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
 
 import torch
 
@@ -20,6 +18,7 @@ from fuser.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from fuser.torch_private import users_level
 
 # The roles of the two operands of forward, dgrad and wgrad.
 GEMMS = (("input", "weight"), ("grad_output", "weight"), ("grad_output", "input"))
@@ -56,21 +55,8 @@ def warn_if_emulated(recipe: Recipe, arch: tuple[int, int] | None) -> None:
     sentence = emulation(recipe, arch)
     if sentence is not None:
         # Noted after it: where a filter makes an error of the warning, each call raises it.
-        warnings.warn(sentence, EmulationWarning, stacklevel=_callers_level())
+        warnings.warn(sentence, EmulationWarning, stacklevel=users_level())
         _warned.add(place)
-
-
-def _callers_level() -> int:
-    """The stack level of the caller of fuser or torch, for a warning."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_ours(frame):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def _is_ours(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.split(".")[0] in ("fuser", "torch")
 
 
 _warned: set[tuple[type[Recipe], tuple[int, int] | None]] = set()

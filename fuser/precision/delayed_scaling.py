@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch.autograd import Variable
 
 from fuser.communication import is_initialized, resolved
 from fuser.errors import InputError, StateError
@@ -27,6 +26,7 @@ from fuser.precision.amax_reduction import Identity, names_of, reduction_over
 from fuser.precision.contexts import AmaxStep, current_state, recomputed_state
 from fuser.recipe import DelayedScaling
 from fuser.tensors import Float8Quantizer, Quantizer
+from fuser.torch_private import graph_task, when_backward_ends
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -469,13 +469,13 @@ def end_with_backward(region: AmaxStep) -> None:
 
 
 def _running_backward() -> _Backward:
-    task = torch._C._current_graph_task_id()
+    task = graph_task()
     if task not in _backwards:
         # The entry of a backward that failed is still here; it never ends.
         while len(_backwards) >= MAX_BACKWARDS:
             _backwards.pop(next(iter(_backwards)))
         _backwards[task] = _Backward()
-        Variable._execution_engine.queue_callback(lambda: _end_backward(task))
+        when_backward_ends(lambda: _end_backward(task))
     return _backwards[task]
 
 

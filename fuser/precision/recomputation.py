@@ -8,23 +8,22 @@ that it repeats. Other code that runs in a backward, such as a hook, is treated 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils import checkpoint
 
 from fuser.errors import FuserWarning
 from fuser.precision.contexts import UNQUANTIZED, AutocastState, current_state
-
-_autograd = torch._C._autograd
-_top_hooks = _autograd._top_saved_tensors_default_hooks
-_graph_task = torch._C._current_graph_task_id
-_is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+from fuser.torch_private import (
+    CheckpointCode,
+    all_saved_tensor_hooks,
+    graph_task,
+    is_forward_ad_enabled,
+    saved_tensor_hooks,
+)
 
 Ops = tuple[Any, ...]
 
@@ -71,8 +70,8 @@ def state_of_forward(ops: Ops) -> AutocastState | None:
 
     The state of a call in a checkpointed function is stored for its recomputation.
     """
-    hooks = _top_hooks(True)
-    if hooks is None and _graph_task() == -1 and not _may_be_in_function():
+    hooks = saved_tensor_hooks(True)
+    if hooks is None and graph_task() == -1 and not _may_be_in_function():
         return None
     repeats, checkpoints = _surroundings(hooks)
     conditions = None if repeats is None else repeats(ops)
@@ -98,50 +97,17 @@ def _may_be_in_function() -> bool:
 
     torch turns forward-mode AD off there; also in inference mode, which no backward follows.
     """
-    return not _is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
+    return not is_forward_ad_enabled() and not torch.is_inference_mode_enabled()
 
 
 # -- detection of torch's checkpoints ---------------------------------------------------
 
 
-def _inner_code(function: Any, name: str) -> CodeType:
-    """The code of the function called ``name`` inside ``function``."""
-    constants = function.__code__.co_consts
-    return next(c for c in constants if isinstance(c, CodeType) and c.co_name == name)
-
-
-class _Codes:
-    """The code objects of torch's checkpoints, which are searched for on the stack.
-
-    Raises
-    ------
-    AttributeError, StopIteration, ValueError
-        If the checkpoints of this torch are written in another way.
-    """
-
-    def __init__(self) -> None:
-        hook, rehook = checkpoint._checkpoint_hook, checkpoint._recomputation_hook
-        self.pack = _inner_code(hook.__init__, "pack_hook")
-        self.unpack = _inner_code(hook.__init__, "unpack_hook")
-        self.frame_cell = self.pack.co_freevars.index("frame")
-        self.recomputing_unpack = _inner_code(rehook.__init__, "unpack_hook")
-        self.reentrant_forward = checkpoint.CheckpointFunction.forward.__code__
-        self.reentrant_backward = checkpoint.CheckpointFunction.backward.__code__
-        self.engine = torch.autograd.graph._engine_run_backward.__code__
-        for code, names in (
-            (self.unpack, ("frame", "gid")),
-            (self.reentrant_forward, ("ctx",)),
-            (self.reentrant_backward, ("ctx",)),
-        ):
-            for name in names:
-                (code.co_varnames + code.co_cellvars + code.co_freevars).index(name)
-
-
 @functools.cache
-def _known_codes() -> _Codes | None:
+def _known_codes() -> CheckpointCode | None:
     """The code objects of this torch; None, and a warning, if they are not known."""
     try:
-        return _Codes()
+        return CheckpointCode()
     except (AttributeError, StopIteration, ValueError) as error:
         warnings.warn(
             f"fuser does not know the activation checkpointing of torch {torch.__version__} "
@@ -164,25 +130,11 @@ def _surroundings(
     codes = _known_codes()
     if codes is None:
         return None, []
-    repeats: Callable[[Ops], AutocastState | None] | None = None
-    checkpoints: list[_Calls] = []
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not codes.engine:
-        code = frame.f_code
-        if code is codes.unpack:
-            found = frame.f_locals
-            repeats = _repetition(found["frame"], found["gid"])
-            break
-        if code is codes.reentrant_backward:
-            repeats = _repetition(frame.f_locals["ctx"], _graph_task())
-            break
-        if code is codes.reentrant_forward:
-            node = frame.f_locals["ctx"]
-            if node.next_functions:  # gradients were on: a backward may come
-                checkpoints.append(_calls_of(node))
-        frame = frame.f_back  # type: ignore[assignment]
+    recomputation, nodes = codes.running()
+    # If gradients were on, a backward may come.
+    checkpoints = [_calls_of(node) for node in nodes if node.next_functions]
     checkpoints += _open_checkpoints(hooks, codes)
-    return repeats, checkpoints
+    return None if recomputation is None else _repetition(*recomputation), checkpoints
 
 
 def _repetition(key: Any, recomputation: Any) -> Callable[[Ops], AutocastState | None]:
@@ -197,48 +149,22 @@ def _calls_of(key: Any, outer: tuple[_Calls, ...] = ()) -> _Calls:
     return _calls.get(key) or _calls.setdefault(key, _Calls(outer))
 
 
-def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: _Codes) -> tuple[_Calls, ...]:
+def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: CheckpointCode) -> tuple[_Calls, ...]:
     """The non-reentrant checkpoints whose function runs here for the first time."""
     if hooks is None:
         return ()
-    frame = _frame_of(hooks, codes)
+    frame = codes.frame_of(hooks)
     known = None if frame is None else _calls.get(frame)
     if known is not None:
         return known, *known.outer
     frames = []
-    for installed in _installed_hooks(hooks):
-        if getattr(installed[1], "__code__", None) is codes.recomputing_unpack:
+    for installed in all_saved_tensor_hooks(hooks):
+        if codes.are_of_recomputation(installed):
             break
-        frame = _frame_of(installed, codes)
+        frame = codes.frame_of(installed)
         if frame is not None:
             frames.append(frame)
     found: tuple[_Calls, ...] = ()
     for frame in reversed(frames):
         found = (_calls_of(frame, found), *found)
-    return found
-
-
-def _frame_of(hooks: tuple[Any, Any], codes: _Codes) -> Any:
-    """The frame of the checkpoint that installed ``hooks``; None if no checkpoint did."""
-    pack = hooks[0]
-    if getattr(pack, "__code__", None) is not codes.pack:
-        return None
-    return pack.__closure__[codes.frame_cell].cell_contents
-
-
-def _installed_hooks(top: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    """The saved-tensor hooks that are installed here, the innermost first.
-
-    torch returns only the innermost, so this removes them one by one and puts them back.
-    """
-    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-        return [top]  # hooks could not be put back
-    found: list[tuple[Any, Any]] = []
-    try:
-        while (hooks := _top_hooks(True)) is not None:
-            found.append(hooks)
-            _autograd._pop_saved_tensors_default_hooks()
-    finally:
-        for pack, unpack in reversed(found):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from fuser.op import BasicOperation, FusibleOperation, modules_and_ops
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.runtime.known_parameters import tensor_guard
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import hooks_of
 from fuser.wrapper_tensor import WrapperTensor
 
 Module = torch.nn.Module
@@ -38,7 +39,7 @@ class Captured:
         self._overwrites = self._overwriting()
         # What is_unchanged reads.
         self._tables = [t for m in self._modules for t in (m._modules, m._parameters, m._buffers)]
-        self._hooks = [hooks for each in self._modules[1:] for hooks in _hooks_of(each)]
+        self._hooks = [hooks for each in self._modules[1:] for hooks in hooks_of(each)]
         self._parents = [each._modules for each in self._modules if each._modules]
         self._modes = [m.__dict__ for m in self._modules if not isinstance(m, FusibleOperation)]
         self._ops = [op.__dict__ for _, op in ops]
@@ -148,12 +149,6 @@ class Captured:
                     if tensor is not None:
                         yield f"{path}.{name}".strip("."), tensor
         yield from self._main_grads()
-
-
-def _hooks_of(module: Module) -> list[dict[int, Callable[..., object]]]:
-    """The hooks that torch runs around a call of a module."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return [before, after, module._backward_pre_hooks, module._backward_hooks]
 
 
 def accumulating_weights(module: Module) -> list[torch.Tensor]:

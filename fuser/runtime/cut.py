@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from fuser.op import BasicOperation
 from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_stretches, nodes
@@ -23,6 +22,7 @@ from fuser.runtime.codegen import Neighbours
 from fuser.runtime.executor import CompiledPlan
 from fuser.runtime.known_parameters import ParameterLayout
 from fuser.specs import PlanKey
+from fuser.torch_private import gradient_hooks, graph_task, running_data_parallel
 
 IN_DDP = "DistributedDataParallel waits for gradients; a node gives those of a bucket"
 IN_HOOKS = (
@@ -109,7 +109,7 @@ class CuttablePlan(CompiledPlan):
         The forward of a recomputation, which runs in a backward, is cut as the last forward was.
         """
         found: tuple[str, Sizes | None] | None = None
-        ddp = _Parallel._active_ddp_module
+        ddp = running_data_parallel()
         if ddp is not None and ddp.require_backward_grad_sync:
             size = ddp.bucket_bytes_cap
             is_default = ddp.bucket_bytes_cap_default
@@ -118,12 +118,12 @@ class CuttablePlan(CompiledPlan):
             for place in self._watched:
                 # Hooks are on the DTensor, in whose place its local tensor is during a call.
                 param: Any = params[place]
-                if getattr(param, "whole_parameter", param)._post_accumulate_grad_hooks:
+                if gradient_hooks(getattr(param, "whole_parameter", param)):
                     found = IN_HOOKS, None
                     break
         if found is None and self._last is None:
             return None
-        if _graph_task() == -1:
+        if graph_task() == -1:
             self._last = found
         return found or self._last
 
@@ -273,14 +273,4 @@ class CutPlan:
         return (x, *returned) if returned else x
 
 
-class _NoParallel:
-    """Replaces a DistributedDataParallel that has no attribute for its running forward."""
-
-    _active_ddp_module = None
-
-
-_Parallel: Any = DistributedDataParallel
-if not hasattr(DistributedDataParallel, "_active_ddp_module"):  # private, of torch 2.11 to 2.13
-    _Parallel = _NoParallel
 _call = CompiledPlan.call
-_graph_task = torch._C._current_graph_task_id

@@ -12,6 +12,7 @@ from fuser.errors import FuserError, FuserWarning, StateError
 from fuser.op import BasicOperation, FusibleOperation
 from fuser.specs import TensorSpec
 from fuser.tensors import Float8Quantizer
+from fuser.torch_private import functorch_transform
 
 
 def explain_shape_error(
@@ -235,8 +236,8 @@ TRANSFORMS = {
 def refuse_transform() -> NoReturn:
     """Raise an error that names the transform around a pipeline; forward_ad if there is none."""
     what = "torch.autograd.forward_ad: use backward mode, or a torch module here"
-    if torch._C._are_functorch_transforms_active():
-        kind = torch._C._functorch.peek_interpreter_stack().key().name
+    kind = functorch_transform()
+    if kind is not None:
         what = TRANSFORMS.get(kind, f"torch.func's {kind}: call it outside")
     raise StateError(
         "A fuser pipeline runs fused operations with a backward of their own, which torch cannot "

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from fuser.communication import WeakGroup, finished
 from fuser.errors import StateError
@@ -43,6 +42,14 @@ from fuser.runtime.recorded import RecordedPasses, is_recordable
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import (
+    call_backward_directly,
+    forward_ad_level,
+    is_any_autocast_enabled,
+    is_functorch_active,
+    is_profiler_enabled,
+    without_autocast,
+)
 
 
 class CompiledPlan:
@@ -188,7 +195,7 @@ class CompiledPlan:
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
                 return found.run(tensors, self.in_ranges[0], input_, extra_inputs, kwargs)
-        if _is_profiled():
+        if is_profiler_enabled():
             return self.in_ranges[0](input_, extra_inputs, kwargs)
         return self.forward(input_, extra_inputs, kwargs)
 
@@ -216,7 +223,7 @@ class CompiledPlan:
         """
         result: torch.Tensor | tuple[torch.Tensor, ...]
         if self.needs_backward:
-            if _is_functorch_active():
+            if is_functorch_active():
                 refuse_transform()
             try:
                 result = _apply(
@@ -225,11 +232,11 @@ class CompiledPlan:
             except (
                 NotImplementedError
             ):  # raised by torch for an input with a forward-mode derivative
-                if forward_ad._current_level >= 0:
+                if forward_ad_level() >= 0:
                     refuse_transform()
                 raise
             return result
-        if self.runs_kernels and (_is_functorch_active() or forward_ad._current_level >= 0):
+        if self.runs_kernels and (is_functorch_active() or forward_ad_level() >= 0):
             refuse_transform()
         others = (*params, *extra_inputs)
         if self.is_delayed and not _is_grad_enabled() and not is_checkpointed_forward():
@@ -326,9 +333,10 @@ class _PipelineFunction(torch.autograd.Function):
                 "second derivatives."
             )
         run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
-        if _is_autocast() and autocast_dtype(run.key.device) is not run.key.autocast_dtype:
+        key = run.key
+        if is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype:
             # Backward runs in the dtypes of the forward, as torch documents for autocast.
-            with torch._C._DisableAutocast():
+            with without_autocast():
                 return _PipelineFunction.backward(ctx, *grad_outputs)
         if not _PLAIN.issuperset(map(type, grad_outputs)):
             grad_outputs = tuple(map(finished, grad_outputs))
@@ -373,7 +381,7 @@ class _PipelineFunction(torch.autograd.Function):
                     owners,
                 )
             else:
-                backward = run.in_ranges[1] if _is_profiled() else run.backward
+                backward = run.in_ranges[1] if is_profiler_enabled() else run.backward
                 for i, weights in owners.items():
                     op_ctxs[i].main_grad_owners = weights
                 result = backward(
@@ -399,11 +407,6 @@ _PLAIN = frozenset([torch.Tensor])
 # torch wraps ``apply`` for functorch's transforms. The wrapper costs 2 us, and no such transform
 # is allowed here.
 _is_grad_enabled = torch.is_grad_enabled
-_is_autocast = torch._C._is_any_autocast_enabled
-_is_profiled = torch._C._autograd._profiler_enabled
-_is_functorch_active = torch._C._are_functorch_transforms_active
 _apply: Callable[..., Any] = super(torch.autograd.Function, _PipelineFunction).apply
 
-# At every backward torch's node checks that the class has a ``backward`` and no ``vjp``:
-# 2.5 us for a constant. This makes its node call ours directly.
-_PipelineFunction._backward_cls.apply = _PipelineFunction.backward  # type: ignore[attr-defined]
+call_backward_directly(_PipelineFunction)

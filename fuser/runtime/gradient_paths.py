@@ -9,6 +9,7 @@ from torch.autograd.graph import Node
 
 from fuser.plan.graph import Source
 from fuser.precision.delayed_scaling import holds_steps
+from fuser.torch_private import will_run_node
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -59,6 +60,6 @@ def accumulating_leaf(edge: tuple[Node | None, int]) -> torch.Tensor | None:
     if leaf is None or node is None:
         return None
     try:
-        return leaf if torch._C._will_engine_execute_node(node) else None
+        return leaf if will_run_node(node) else None
     except RuntimeError:  # torch cannot tell for a leaf that torch.autograd.grad was given
         return leaf if holds_steps() else None

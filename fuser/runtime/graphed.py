@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fuser.basic_ops.main_grad import stand_in_gradient
 from fuser.basic_ops.shared_memory import Versions
@@ -30,6 +29,7 @@ from fuser.precision.delayed_scaling import (
 from fuser.runtime.captured import Captured, CapturedStates, accumulating_weights
 from fuser.runtime.gradient_paths import accumulating_leaf
 from fuser.runtime.graph_memory import GraphMemory, SavedForward
+from fuser.torch_private import pytree
 
 Module = torch.nn.Module
 Tensors = Sequence[torch.Tensor]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fuser.communication import GroupArgument
 from fuser.errors import InputError, InputTypeError, StateError
@@ -22,6 +21,7 @@ from fuser.runtime.captured import accumulating_weights
 from fuser.runtime.graph_memory import memory_of
 from fuser.runtime.graphed import Graph, GraphedForward
 from fuser.tensors.sharding import is_distributed
+from fuser.torch_private import pytree, set_sync_debug_mode
 
 Module = torch.nn.Module
 
@@ -269,7 +269,7 @@ def _refusing_to_wait() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._cuda_set_sync_debug_mode(before)
+        set_sync_debug_mode(before)
 
 
 def _place(error: BaseException) -> str:

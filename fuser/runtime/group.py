@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from fuser.errors import StateError
-from fuser.module_calls import has_global_hooks, has_hooks
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.graph import Source
 from fuser.plan.plan import FusionPlan, ModuleCall
 from fuser.runtime.pipeline import OperationFuser
+from fuser.torch_private import has_global_hooks, hooks_of
 
 Keywords = Mapping[torch.nn.Module, Mapping[str, Any]]
 """The caller's keyword arguments, by op."""
@@ -162,7 +162,7 @@ class NestedGroup(Group):
 
 def why_called(op: FusibleOperation) -> str | None:
     """The reason why ``op`` must be called as a module, outside of pipelines; or None."""
-    if has_hooks(op):
+    if any(hooks_of(op)):
         return "it has hooks"
     if has_global_hooks():
         return "torch has hooks for every module"

@@ -13,7 +13,7 @@ import torch
 
 from fuser.errors import InputError, StateError
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.module_calls import has_global_hooks, module_calls
+from fuser.module_calls import module_calls
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.graph import Source, extra_input_sources, returned_outputs
 from fuser.plan.plan import Channel, FusionPlan, ModuleCall, merged
@@ -32,6 +32,7 @@ from fuser.runtime.group import (
     why_called,
 )
 from fuser.runtime.pipeline import OperationFuser, Output
+from fuser.torch_private import has_global_hooks
 
 
 class Grouping:

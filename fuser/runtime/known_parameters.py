@@ -11,11 +11,7 @@ from torch.nn import Parameter
 from fuser.cuda.sequence import layout_of
 from fuser.op import BasicOperation
 from fuser.tensors.master_weight import recipe_of_gathering
-
-try:
-    from torch._C._dynamo.guards import TensorGuards
-except ImportError:  # then all facts are read at each call
-    TensorGuards = None  # type: ignore[assignment, misc]
+from fuser.torch_private import TensorGuards
 
 # A process whose shapes never repeat must not fill the memory.
 MOST_LAYOUTS = 64

@@ -15,6 +15,7 @@ from fuser.op import BasicOperation
 from fuser.plan.parameter_slots import Slot
 from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import is_distributed
+from fuser.torch_private import spec_of
 from fuser.wrapper_tensor import WrapperTensor
 
 
@@ -37,7 +38,7 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         from torch.distributed.tensor import DTensor
 
-        (grad,), spec = grads, ctx.parameter._spec
+        (grad,), spec = grads, spec_of(ctx.parameter)
         if ctx.reader is not None and _version(ctx.parameter) != ctx.version:
             raise StateError(
                 f"A DTensor of shape {tuple(spec.shape)}, a parameter of {ctx.reader}, was changed "

@@ -33,6 +33,7 @@ from fuser.recipe import DelayedScaling
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
 from fuser.tensors import Float8Quantizer, QuantizedTensor
+from fuser.torch_private import is_any_autocast_enabled, saved_tensor_hooks, without_autocast
 
 # As many layouts without a recording are remembered.
 MOST_SEEN = 4 * MOST_LAYOUTS
@@ -83,7 +84,7 @@ class RecordedPasses:
         New for the second call of a layout: :meth:`RecordedForward.run` records then. None if there
         is none, and the plan's own code must run.
         """
-        if launch.recording.listener is not None or _has_saved_tensor_hooks(False) is not None:
+        if launch.recording.listener is not None or saved_tensor_hooks(False) is not None:
             return None
         reader = self._readers.get(extra_count)
         if reader is None:
@@ -363,7 +364,7 @@ class RecordedForward:
             layout = _reader_of(len(tensors))(tensors)
             del tensors
         if layout is not None:
-            autocast = _is_autocast() and autocast_dtype(dx.device.type)
+            autocast = is_any_autocast_enabled() and autocast_dtype(dx.device.type)
             layout = (layout, autocast, others)
             call = next(self._backwards.calls)
             found = self._backwards.get(layout)
@@ -449,9 +450,9 @@ def _other_tensors(
 
 
 def _played(sequence: LaunchSequence, tensors: Tensors) -> Any:
-    if not _is_autocast():
+    if not is_any_autocast_enabled():
         return sequence.play(tensors)
-    with torch._C._DisableAutocast():
+    with without_autocast():
         return sequence.play(tensors)
 
 
@@ -486,7 +487,3 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(_holds_tensors, value))
     return isinstance(value, (torch.Tensor, LazyTensor))
-
-
-_is_autocast = torch._C._is_any_autocast_enabled
-_has_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ import torch
 from fuser.errors import InputError, StateError
 from fuser.formats import DType, NumberFormat
 from fuser.tensors.operand import Operand
+from fuser.torch_private import is_module_conversion, make_wrapper, parse_to
 from fuser.wrapper_tensor import WrapperTensor
 
 
@@ -140,7 +140,7 @@ class QuantizedTensor(WrapperTensor):
         offset = None
         if view_of is not None:
             strides, offset = geometry(shape, view_of)
-        self: QuantizedTensor = torch.Tensor._make_wrapper_subclass(
+        self: QuantizedTensor = make_wrapper(
             cls,
             shape,
             strides=strides,
@@ -640,7 +640,7 @@ class QuantizedTensor(WrapperTensor):
         A tensor that torch converts as part of a module stays quantized.
         """
         asked = {name: value for name, value in kwargs.items() if name != "copy"}
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **asked)
+        device, dtype, non_blocking, memory_format = parse_to(*args, **asked)
         if dtype is None or is_module_conversion():
             return super().to(*args, **kwargs)
         moved = self if device is None else super().to(device=device, non_blocking=non_blocking)
@@ -830,20 +830,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad, None
-
-
-def is_module_conversion() -> bool:
-    """Whether ``torch.nn.Module`` is converting its parameters now.
-
-    Modules of any kind call the conversion on each parameter (``t.half()``, ``t.to(...)``) without
-    telling why, so this looks for ``Module._apply`` on the call stack.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not torch.nn.Module._apply.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def geometry(shape: Sequence[int], view: RowsOf | None) -> tuple[Sequence[int], int]:

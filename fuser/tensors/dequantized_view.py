@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fuser.tensors.base import QuantizedTensor
+from fuser.torch_private import make_wrapper
 from fuser.wrapper_tensor import WrapperTensor
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -43,7 +44,7 @@ class DequantizedView(WrapperTensor):
         path: tuple[Step, ...],
         like: torch.Tensor,
     ) -> DequantizedView:
-        self: DequantizedView = torch.Tensor._make_wrapper_subclass(
+        self: DequantizedView = make_wrapper(
             cls,
             like.shape,
             strides=like.stride(),

@@ -14,15 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fuser.errors import FuserWarning, StateError
 from fuser.formats import GROUP_TILE, ceil_div, round_up
-from fuser.tensors.base import QuantizedTensor, RowsOf, geometry, is_module_conversion
+from fuser.tensors.base import QuantizedTensor, RowsOf, geometry
 from fuser.tensors.dequantized_view import DequantizedView, Step, follow
-from fuser.tensors.sharding import USAGES, is_called_from, zeros_of_shard
+from fuser.tensors.sharding import USAGES, zeros_of_shard
 from fuser.tensors.writes import blocks_around, quantize_all
-from fuser.wrapper_tensor import STAGER, WrapperTensor
+from fuser.torch_private import STAGER, is_called_from, is_module_conversion, pytree, schema_of
+from fuser.wrapper_tensor import WrapperTensor
 
 aten = torch.ops.aten
 _is_inference_mode = torch.is_inference_mode_enabled
@@ -40,9 +40,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
     if func.is_view and isinstance(args[0], WrapperTensor):
         return _view(func, *args, **kwargs)
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return _mutate(func, args, kwargs)
-    return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+    return func(*pytree.tree_map(_plain, args), **pytree.tree_map(_plain, kwargs))
 
 
 WrapperTensor._dispatch = staticmethod(dispatch)
@@ -57,12 +57,12 @@ def _plain(value: Any) -> Any:
 
 def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place op on dequantized copies, and quantize the results into its targets."""
-    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = {a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write}
+    named = dict(zip((a.name for a in schema_of(func).arguments), args, strict=False)) | kwargs
+    written = {a.name for a in schema_of(func).arguments if a.alias_info and a.alias_info.is_write}
     targets = [
         value
         for name in written
-        for value in tree_leaves(named.get(name))
+        for value in pytree.tree_leaves(named.get(name))
         if isinstance(value, WrapperTensor)
     ]
     if targets and torch.Tag.inplace_view in func.tags:
@@ -99,10 +99,10 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return copy
 
     converted = {
-        name: tree_map(lambda v, w=name in written: plain(v, w), value)
+        name: pytree.tree_map(lambda v, w=name in written: plain(v, w), value)
         for name, value in named.items()
     }
-    positional = [converted.pop(a.name) for a in func._schema.arguments[: len(args)]]
+    positional = [converted.pop(a.name) for a in schema_of(func).arguments[: len(args)]]
     result = func(*positional, **converted)
     for target, copy in back.values():
         if copy.shape != target.shape:
@@ -116,7 +116,7 @@ def _mutate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     quantize_all((*alone, *written_parts))
     for target, _ in back.values() if whole else ():
         target._was_written()
-    return tree_map(lambda v: back[id(v)][0] if id(v) in back else v, result)
+    return pytree.tree_map(lambda v: back[id(v)][0] if id(v) in back else v, result)
 
 
 def _written_part(

@@ -22,7 +22,17 @@ import torch
 
 from fuser.errors import StateError
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.sharding import USAGES, Gathered, Sharding, caller, is_exact, size_of
+from fuser.tensors.sharding import USAGES, Gathered, Sharding, is_exact, size_of
+from fuser.torch_private import (
+    forwards_without_backward,
+    fsdp_caller,
+    graph_task,
+    is_last_backward,
+    local_shard,
+    reshards_after_forward,
+    saved_tensor_hooks,
+    training_state,
+)
 
 
 class _OfForward(NamedTuple):
@@ -106,7 +116,7 @@ def note_backward_read(tensor: torch.Tensor | None, usage: str | None) -> None:
     """
     gathering = getattr(tensor, "_gathering", None)
     if gathering is not None:
-        is_hooked = _top_saved_tensor_hooks(False) is not None
+        is_hooked = saved_tensor_hooks(False) is not None
         gathering.backward_reads.update(USAGES if is_hooked else (usage or NOTHING,))
 
 
@@ -123,9 +133,6 @@ def gather_noted_reads(tensors: Sequence[torch.Tensor | None]) -> None:
 
 
 NOTHING = "nothing"
-
-
-_top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 # -- the framework's calls -------------------------------------------------------------
@@ -168,9 +175,9 @@ def fsdp_pre_all_gather(
     copies = _copies_read(quantizer, sharding, group)
     ranks, is_even = sharding.ranks, outer_size[0] % sharding.ranks == 0
     gathering = _gathering(self, param, group, outer_size, ranks)
-    gathering.shard, gathering.backward_reads = param._sharded_local_tensor, sharding.backward_reads
+    gathering.shard, gathering.backward_reads = local_shard(param), sharding.backward_reads
     gathering.of_forward = None
-    if copies == USAGES[:1] and quantizer.columnwise and not group._reshard_after_forward:
+    if copies == USAGES[:1] and quantizer.columnwise and not reshards_after_forward(group):
         version = None if self.is_inference() else self._version
         gathering.of_forward = _OfForward(self, version)
     gathering.freed.clear()
@@ -210,7 +217,7 @@ def calling_gatherer(tensor: torch.Tensor) -> Gathered:
     StateError
         If other code calls it.
     """
-    param, group = caller("FSDPParam"), caller("FSDPParamGroup")
+    param, group = fsdp_caller("FSDPParam"), fsdp_caller("FSDPParamGroup")
     if param is None or group is None:
         raise StateError(
             f"fsdp_pre_all_gather of a {type(tensor).__name__} of shape {tuple(tensor.shape)} was "
@@ -267,14 +274,14 @@ def _copies_read(quantizer: Any, sharding: Sharding, group: Any) -> tuple[str, .
     backward, unless that would gather its values twice.
     """
     copies = tuple(name for name in USAGES if getattr(quantizer, name))
-    state = group._training_state.name
+    state = training_state(group)
     if len(copies) == 1:
         return copies
     # After a forward that failed, the state is still that of a forward, also for ``unshard()``.
-    if state == "FORWARD" and caller("FSDPState") is not None and not _is_in_backward():
-        if not group._post_forward_indices:  # no backward is still to come
+    if state == "FORWARD" and fsdp_caller("FSDPState") is not None and not _is_in_backward():
+        if not forwards_without_backward(group):  # no backward is still to come
             sharding.backward_reads.clear()
-        if group._reshard_after_forward or sharding.is_exact:
+        if reshards_after_forward(group) or sharding.is_exact:
             return ("rowwise",)
     if state == "PRE_BACKWARD" and group.reshard_after_backward and _is_last_backward():
         reads = sharding.backward_reads
@@ -289,12 +296,12 @@ def _is_last_backward() -> bool:
     If not, this gathering may be a prefetch for a backward that was before, which the next forward
     then takes.
     """
-    running = caller("FSDPState")
-    return running is None or bool(running._state_ctx.is_last_backward)
+    running = fsdp_caller("FSDPState")
+    return running is None or is_last_backward(running)
 
 
 def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def _gathering(
@@ -392,7 +399,7 @@ def _agree(shard: QuantizedTensor, param: Any, sharding: Sharding) -> None:
     found = [torch.empty_like(mine) for _ in range(sharding.ranks)]
     torch.distributed.all_gather(found, mine, group=sharding.group)
     if not all(torch.equal(one, found[0]) for one in found):
-        kept = param._sharded_local_tensor  # not the copy of it on another device
+        kept = local_shard(param)  # not the copy of it on another device
         kept.quantize_(kept._values())
         if kept is not shard:
             shard.quantize_(kept._values().to(shard.device))

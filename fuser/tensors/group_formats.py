@@ -27,6 +27,7 @@ from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Fl
 from fuser.tensors.mxfp8 import MXFP8Quantizer
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
+from fuser.torch_private import foreach_maximum_
 
 # -- FP8 with one scale a group --------------------------------------------------
 
@@ -186,7 +187,7 @@ class Float8GroupsQuantizer(Quantizer):
 
     def _record(self, found: torch.Tensor) -> None:
         if self.amaxes:
-            torch._foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
+            foreach_maximum_(list(self.amaxes), list(found.view(-1, 1).unbind()))
 
 
 def amaxes_of_groups(rows: torch.Tensor | LazyTensor, groups: PaddedGroups) -> torch.Tensor:

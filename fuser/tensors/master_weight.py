@@ -8,13 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from fuser.recipe import Recipe
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.gathering import calling_gatherer
 from fuser.tensors.quantizer import Quantizer
-from fuser.tensors.sharding import Gathered, caller, shards_of_values
+from fuser.tensors.sharding import Gathered, shards_of_values
+from fuser.torch_private import (
+    forwards_without_backward,
+    fsdp_caller,
+    local_shard,
+    make_wrapper,
+    no_torch_function,
+    pytree,
+    schema_of,
+    training_state,
+    whole_size,
+)
 
 aten = torch.ops.aten
 
@@ -59,7 +69,7 @@ class MasterWeight(torch.Tensor):
     _state: _State
 
     # torch calls this for every function; ours are handled below autograd.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(
@@ -69,7 +79,7 @@ class MasterWeight(torch.Tensor):
 
     @classmethod
     def _of(cls, values: torch.Tensor, state: _State) -> MasterWeight:
-        self: MasterWeight = torch.Tensor._make_wrapper_subclass(
+        self: MasterWeight = make_wrapper(
             cls,
             values.shape,
             strides=values.stride(),
@@ -106,17 +116,19 @@ class MasterWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        plain_args = tree_map_only(MasterWeight, lambda one: one._plain, args)
-        plain_kwargs = tree_map_only(MasterWeight, lambda one: one._plain, kwargs)
+        plain_args = pytree.tree_map_only(MasterWeight, lambda one: one._plain, args)
+        plain_kwargs = pytree.tree_map_only(MasterWeight, lambda one: one._plain, kwargs)
         result = func(*plain_args, **plain_kwargs)
         first = args[0] if args else None
         if not isinstance(first, MasterWeight):
             return result
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             return first if isinstance(result, torch.Tensor) else result
         if func in _KEEPS_CLASS:
             state = first._state_of_result(func)
-            return tree_map_only(torch.Tensor, lambda one: MasterWeight._of(one, state), result)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda one: MasterWeight._of(one, state), result
+            )
         return result
 
     def _state_of_result(self, func: Any) -> _State:
@@ -126,9 +138,9 @@ class MasterWeight(torch.Tensor):
         """
         if func not in _MAY_BE_ANOTHER:
             return self._state
-        is_another = caller("FSDPParam", "_init_sharded_param") is not None
+        is_another = fsdp_caller("FSDPParam", "_init_sharded_param") is not None
         if func not in _VIEWS:
-            is_another = is_another or caller("FSDPParam") is None
+            is_another = is_another or fsdp_caller("FSDPParam") is None
         return self._state.another() if is_another else self._state
 
     @property
@@ -153,13 +165,13 @@ class MasterWeight(torch.Tensor):
         """The bytes and scales of this shard that the pass needs, as of a quantized parameter."""
         state, gathered = self._state, calling_gatherer(self)
         group = gathered.group
-        is_backward = group._training_state.name == "PRE_BACKWARD"
+        is_backward = training_state(group) == "PRE_BACKWARD"
         if not state.is_new and (state.shard is None or not is_backward):
             _quantize(self, gathered, is_backward=is_backward)
         shard, state.is_new = state.shard, False
         assert shard is not None
         parts, sent = shard.fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-        if is_backward and len(group._post_forward_indices) <= 1:
+        if is_backward and forwards_without_backward(group) <= 1:
             state.shard = None  # no other backward is to come
         return parts, (shard, sent)
 
@@ -189,13 +201,13 @@ def _quantize(weight: MasterWeight, gathered: Gathered, *, is_backward: bool) ->
         weights += [
             (other, param)
             for param in itertools.islice(after, 1, None)
-            if isinstance(other := param._sharded_local_tensor, MasterWeight)
+            if isinstance(other := local_shard(param), MasterWeight)
             and (other._state.shard is None or not is_backward)
         ]
     values = [one._plain.to(param.mp_policy.param_dtype or one.dtype) for one, param in weights]
     shards = shards_of_values(
         [
-            (plain, one._state.quantizer, param._orig_size)
+            (plain, one._state.quantizer, whole_size(param))
             for plain, (one, param) in zip(values, weights, strict=True)
         ],
         getattr(gathered.param.mesh_info, "shard_process_group", None),

@@ -20,6 +20,7 @@ from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.tensors.base import QuantizedTensor
 from fuser.tensors.quantizer import Part, Quantizer, quantized_parts
+from fuser.torch_private import FSDP2, fsdp_caller, fsdp_params, gathered_tensor
 
 USAGES = ("rowwise", "columnwise")
 
@@ -77,7 +78,7 @@ def zeros_of_shard(tensor: QuantizedTensor, shape: Sequence[int]) -> QuantizedTe
     """
     sharding, quantizer = tensor._sharding, tensor._quantizer
     if sharding is None:
-        param = caller("FSDPParam", "_init_sharded_param")
+        param = fsdp_caller("FSDPParam", "_init_sharded_param")
         if param is None:
             return None
         sharding, quantizer = _new_sharding(tensor, param), tensor._usage()
@@ -144,12 +145,11 @@ class Gathered(NamedTuple):
 
 def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
     """Who gathers these parameters, of those that ``fully_shard`` gathers."""
-    states = sys.modules.get("torch.distributed._composable_state")
-    if states is None or FSDP2 not in sys.modules:
+    if FSDP2 not in sys.modules:
         return []
     for parameter in parameters:
         if parameter not in _gatherers:
-            found = _find_gatherer(parameter, states)
+            found = _find_gatherer(parameter)
             if found is not None:  # torch swaps no parameter that has a weak reference
                 _gatherers[parameter] = found
     return [Gathered(*(one() for one in _gatherers[p])) for p in parameters if p in _gatherers]
@@ -159,23 +159,12 @@ def gathered_by(parameters: Sequence[torch.Tensor]) -> list[Gathered]:
 _gatherers = WeakTensorKeyDictionary()
 
 
-def _find_gatherer(parameter: torch.Tensor, states: Any) -> tuple[Any, Any] | None:
+def _find_gatherer(parameter: torch.Tensor) -> tuple[Any, Any] | None:
     """A gathered parameter has no reference to torch's objects: this looks through all of them."""
-    for reference in list(states._module_state_mapping.values()):
-        for group in _groups_of(reference()):
-            for param in group.fsdp_params:
-                if getattr(param, "_unsharded_param", None) is parameter:
-                    return weakref.ref(param), weakref.ref(group)
+    for param, group in fsdp_params():
+        if gathered_tensor(param) is parameter:
+            return weakref.ref(param), weakref.ref(group)
     return None
-
-
-def _groups_of(state: Any) -> Sequence[Any]:
-    """The groups of parameters of a state of torch's composable modules."""
-    found: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # torch 2.11 and before
-        one = getattr(state, "_fsdp_param_group", None)
-        found = [] if one is None else [one]
-    return found
 
 
 def initialise_shard(
@@ -292,32 +281,3 @@ def is_exact(
 
 def size_of(group: Any) -> int:
     return 1 if group is None else int(group.size())
-
-
-def caller(kind: str, function: str | None = None) -> Any:
-    """The object of class ``kind`` of torch's FSDP2 one of whose methods is running now, or None.
-
-    FSDP2 tells a tensor neither that it is being sharded nor for which pass it is gathered.
-    """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if FSDP2 in frame.f_globals.get("__name__", ""):
-            found = frame.f_locals.get("self")
-            if type(found).__name__ == kind and function in (None, frame.f_code.co_name):
-                return found
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-def is_called_from(module: str, function: str | None = None) -> bool:
-    """Whether ``function``, or any, of a module whose name starts so is running now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        is_there = frame.f_globals.get("__name__", "").startswith(module)
-        if is_there and function in (None, frame.f_code.co_name):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-FSDP2 = "torch.distributed.fsdp._fully_shard"

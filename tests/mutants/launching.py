@@ -187,7 +187,7 @@ LAUNCH_CACHE = (
     Mutant(
         "saved-tensor hooks do not get the tensors of a recorded forward",
         "runtime/recorded.py",
-        " or _has_saved_tensor_hooks(False) is not None",
+        " or saved_tensor_hooks(False) is not None",
         "",
         "test_recorded.py::test_saved_tensor_hooks_get_the_quantized_tensors",
     ),

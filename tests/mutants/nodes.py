@@ -99,7 +99,7 @@ NODES = (
     Mutant(
         "a backward follows the autocast around it",
         "runtime/executor.py",
-        "if _is_autocast() and autocast_dtype(run.key.device) is not run.key.autocast_dtype:",
+        "if is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype:",
         "if False:",
         "test_gradient_paths.py::test_a_backward_inside_autocast_has_the_precision_of_its_forward",
         select="one",

@@ -155,9 +155,9 @@ CHANNELS = (
     ),
     Mutant(
         "pre-hooks of the backward do not count as hooks",
-        "module_calls.py",
-        "        or module._backward_pre_hooks\n",
-        "",
+        "torch_private.py",
+        "[before, after, module._backward_pre_hooks, module._backward_hooks]",
+        "[before, after, module._backward_hooks]",
         "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
     ),
     Mutant(
@@ -169,8 +169,8 @@ CHANNELS = (
     ),
     Mutant(
         "pre-hooks of every module's backward are left out",
-        "module_calls.py",
-        "        or torch_module._global_backward_pre_hooks\n",
+        "torch_private.py",
+        "        or global_backward_pre_hooks\n",
         "",
         "test_grouping.py::test_hooks_for_every_modules_backward_see_every_op",
     ),

@@ -91,7 +91,7 @@ SHARDING = (
     Mutant(
         "copies of a weight that is gathered quantized share its state",
         "tensors/master_weight.py",
-        '            is_another = is_another or caller("FSDPParam") is None\n',
+        '            is_another = is_another or fsdp_caller("FSDPParam") is None\n',
         "            pass\n",
         TWO_RANKS,
     ),
@@ -137,8 +137,8 @@ SHARDING = (
     Mutant(
         "a forward gathers both copies of a parameter that stays gathered",
         "tensors/gathering.py",
-        "if group._reshard_after_forward or sharding.is_exact:",
-        "if group._reshard_after_forward:",
+        "if reshards_after_forward(group) or sharding.is_exact:",
+        "if reshards_after_forward(group):",
         TWO_RANKS,
         select="is_of_one_copy and mxfp8",
     ),

@@ -1,0 +1,445 @@
+"""Everything of torch that its documents do not promise, and every look at the Python stack.
+
+A new version of torch may rename or change these. They have been checked with the versions in
+``CHECKED``; ``tests/test_torch_private.py`` checks them with the installed one, and that no other
+file uses such names. Elsewhere are the methods and tables that a subclass of ``torch.nn.Module``
+or of ``torch.Tensor`` overrides or reads, and the names of operators that ``__torch_dispatch__``
+gets.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.autograd import Variable, forward_ad
+from torch.nn.modules import module as torch_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None  # type: ignore[assignment, misc]
+
+__all__ = ["DeviceContext", "TensorGuards", "TorchDispatchMode", "pytree"]
+
+CHECKED = ("2.11", "2.13")
+"""The versions of torch whose tests have run."""
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+"""What packs and unpacks saved tensors."""
+
+# -- autograd ----------------------------------------------------------------------------
+
+graph_task = torch._C._current_graph_task_id
+"""A number of the backward that runs on this thread; -1 outside of one."""
+
+will_run_node = torch._C._will_engine_execute_node
+"""Whether the running backward needs a node. RuntimeError for a leaf among ``grad``'s inputs."""
+
+is_forward_ad_enabled = torch._C._is_fwd_grad_enabled
+"""Whether forward-mode derivatives are followed; not in the forward of a ``Function``."""
+
+is_profiler_enabled = torch._C._autograd._profiler_enabled
+
+
+def when_backward_ends(function: Callable[[], None]) -> None:
+    """Call ``function`` when the running backward ends without an error."""
+    Variable._execution_engine.queue_callback(function)
+
+
+def forward_ad_level() -> int:
+    """The number of the innermost ``forward_ad.dual_level()``; -1 outside of one."""
+    return forward_ad._current_level
+
+
+def call_backward_directly(function: type[torch.autograd.Function]) -> None:
+    """Make the nodes of ``function`` call its ``backward`` without a check at every call.
+
+    torch's own node checks that the class has a ``backward`` and no ``vjp``: 2.5 us for a constant.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+
+
+# -- hooks of saved tensors --------------------------------------------------------------
+
+_autograd = torch._C._autograd
+
+saved_tensor_hooks: Callable[[bool], Hooks | None] = _autograd._top_saved_tensors_default_hooks
+"""The innermost hooks; None if there are none. True: also those that tracing does not see."""
+
+
+def all_saved_tensor_hooks(top: Hooks) -> list[Hooks]:
+    """All hooks of saved tensors, the innermost first, which is ``top``.
+
+    torch returns only the innermost, so this removes them one by one and puts them back.
+    """
+    if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return [top]  # hooks could not be put back
+    removed: list[Hooks] = []
+    try:
+        while (hooks := saved_tensor_hooks(True)) is not None:
+            removed.append(hooks)
+            _autograd._pop_saved_tensors_default_hooks()
+    finally:
+        for pack, unpack in reversed(removed):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return removed
+
+
+# -- autocast, and torch.func ------------------------------------------------------------
+
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+without_autocast = torch._C._DisableAutocast
+"""Context without torch's autocast on any device."""
+
+is_functorch_active = torch._C._are_functorch_transforms_active
+
+
+def functorch_transform() -> str | None:
+    """The kind of the innermost transform of torch.func, such as ``Vmap``; None without one."""
+    if not is_functorch_active():
+        return None
+    return str(torch._C._functorch.peek_interpreter_stack().key().name)
+
+
+# -- the default device ------------------------------------------------------------------
+
+
+def is_default_device_set() -> bool:
+    """Whether the user set torch's default device, also through ``with device:``."""
+    # A device that the user set is a DeviceContext on the stack of function modes.
+    stack: list[Any] = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, DeviceContext) for mode in stack)
+
+
+# -- CUDA, without the checks of torch.cuda ----------------------------------------------
+
+# A CPU build of torch has none of them.
+cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""The index of the current device. CUDA must be initialised."""
+
+cuda_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # type: ignore[assignment]
+"""The driver's handle of the current stream of a device."""
+
+
+def set_sync_debug_mode(mode: int) -> None:
+    """``torch.cuda.set_sync_debug_mode`` without its warning."""
+    torch._C._cuda_set_sync_debug_mode(mode)
+
+
+# -- tensors -----------------------------------------------------------------------------
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A ``__torch_function__`` that leaves the class to ``__torch_dispatch__``."""
+
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""A tensor of a subclass, with a shape and without memory of its own."""
+
+parse_to: Callable[..., Any] = torch._C._nn._parse_to
+"""Device, dtype, non_blocking and memory format of the arguments of ``Tensor.to``."""
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """The number of tensors that have a storage, and of Python objects for it besides tensors."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+# -- operations --------------------------------------------------------------------------
+
+scaled_mm = torch._scaled_mm
+addmm_activation: Callable[..., torch.Tensor] = torch.ops.aten._addmm_activation
+foreach_copy_ = torch._foreach_copy_
+foreach_maximum_ = torch._foreach_maximum_
+gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
+
+# Finding the overload at every call costs 0.8 us, and its wrapper 0.6 us if a keyword is given.
+gelu_backward = torch.ops.aten.gelu_backward.default._op
+silu_backward = torch.ops.aten.silu_backward.default._op
+sigmoid_backward = torch.ops.aten.sigmoid_backward.default._op
+threshold_backward = torch.ops.aten.threshold_backward.default._op
+
+
+# -- hooks of modules and parameters -----------------------------------------------------
+
+
+def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """The hooks that torch runs around a call of ``module`` itself, as torch keeps them."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return [before, after, module._backward_pre_hooks, module._backward_hooks]
+
+
+# The hooks that torch runs around the calls of every module: always these objects.
+global_forward_pre_hooks = torch_module._global_forward_pre_hooks
+global_forward_hooks = torch_module._global_forward_hooks
+global_backward_pre_hooks = torch_module._global_backward_pre_hooks
+global_backward_hooks = torch_module._global_backward_hooks
+
+
+def has_global_hooks() -> bool:
+    """Whether torch runs hooks around the calls of every module."""
+    return bool(
+        global_forward_hooks
+        or global_forward_pre_hooks
+        or global_backward_hooks
+        or global_backward_pre_hooks
+    )
+
+
+gradient_hooks = operator.attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of a parameter that run after its gradient has been accumulated; None or a dict."""
+
+
+# -- operators ---------------------------------------------------------------------------
+
+schema_of = operator.attrgetter("_schema")
+"""The names and kinds of the arguments of an operator that ``__torch_dispatch__`` gets."""
+
+# -- torch.compile -----------------------------------------------------------------------
+
+
+def skip_when_compiling(function: Callable[..., Any], reason: str) -> None:
+    """Mark ``function`` so that dynamo traces neither it nor the functions that it calls.
+
+    Raises
+    ------
+    ImportError, AttributeError
+        If this torch has the frame evaluation in another place.
+    """
+    # This import does not import torch._dynamo.
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+
+
+# -- the Python stack --------------------------------------------------------------------
+
+
+def frames() -> Iterator[FrameType]:
+    """The frames that are running now, from that of the caller outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def module_of(frame: FrameType) -> str:
+    """The name of the module whose code runs in a frame."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def is_called_from(module: str, function: str | None = None) -> bool:
+    """Whether ``function``, or any, of a module whose name starts so is running now."""
+    return any(
+        module_of(frame).startswith(module) and function in (None, frame.f_code.co_name)
+        for frame in frames()
+    )
+
+
+def is_module_conversion() -> bool:
+    """Whether ``torch.nn.Module`` is converting its parameters now.
+
+    Modules of any kind call the conversion on each parameter (``t.half()``, ``t.to(...)``) without
+    telling why, so this looks for ``Module._apply`` on the call stack.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return any(frame.f_code is torch.nn.Module._apply.__code__ for frame in frames())
+
+
+def users_level() -> int:
+    """The level for ``warnings.warn`` in the caller, at which neither fuser nor torch runs."""
+    ours = ("fuser", "torch")
+    levels = (n for n, frame in enumerate(frames()) if module_of(frame).split(".")[0] not in ours)
+    return next(levels, 1)
+
+
+# -- checkpoints of state dicts ----------------------------------------------------------
+
+STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""torch's copy of a state dict before ``dcp.async_save`` writes it."""
+
+
+def is_called_by_stager() -> bool:
+    """Whether the caller is called by :data:`STAGER`."""
+    return module_of(sys._getframe(2)) == STAGER
+
+
+# -- activation checkpointing ------------------------------------------------------------
+
+
+class CheckpointCode:
+    """The code of torch's checkpoints, which is searched for on the stack.
+
+    Raises
+    ------
+    AttributeError, StopIteration, ValueError
+        If the checkpoints of this torch are written in another way.
+    """
+
+    def __init__(self) -> None:
+        hook, rehook = checkpoint._checkpoint_hook, checkpoint._recomputation_hook
+        self.pack = _inner_code(hook.__init__, "pack_hook")
+        self.unpack = _inner_code(hook.__init__, "unpack_hook")
+        self.frame_cell = self.pack.co_freevars.index("frame")
+        self.recomputing_unpack = _inner_code(rehook.__init__, "unpack_hook")
+        self.reentrant_forward = checkpoint.CheckpointFunction.forward.__code__
+        self.reentrant_backward = checkpoint.CheckpointFunction.backward.__code__
+        self.engine = torch.autograd.graph._engine_run_backward.__code__
+        for code, names in (
+            (self.unpack, ("frame", "gid")),
+            (self.reentrant_forward, ("ctx",)),
+            (self.reentrant_backward, ("ctx",)),
+        ):
+            for name in names:
+                (code.co_varnames + code.co_cellvars + code.co_freevars).index(name)
+
+    def running(self) -> tuple[tuple[Any, int] | None, list[Any]]:
+        """The nearest recomputation, None if none runs, and the nodes of reentrant forwards in it.
+
+        The recomputation has the object that torch keeps for it, the frame of a checkpoint or the
+        node of a reentrant one, and the number of the backward. What is around a backward, which
+        may run inside a forward, does not count.
+        """
+        nodes: list[Any] = []
+        for frame in frames():
+            code = frame.f_code
+            if code is self.engine:
+                break
+            if code is self.unpack:
+                values = frame.f_locals
+                return (values["frame"], values["gid"]), nodes
+            if code is self.reentrant_backward:
+                return (frame.f_locals["ctx"], graph_task()), nodes
+            if code is self.reentrant_forward:
+                nodes.append(frame.f_locals["ctx"])
+        return None, nodes
+
+    def frame_of(self, hooks: Hooks) -> Any:
+        """The frame of the checkpoint that installed ``hooks``; None if no checkpoint did."""
+        pack = hooks[0]
+        if getattr(pack, "__code__", None) is not self.pack:
+            return None
+        cells = pack.__closure__
+        return None if cells is None else cells[self.frame_cell].cell_contents
+
+    def are_of_recomputation(self, hooks: Hooks) -> bool:
+        """Whether ``hooks`` are those under which a checkpoint runs its function again."""
+        return getattr(hooks[1], "__code__", None) is self.recomputing_unpack
+
+
+def _inner_code(function: Any, name: str) -> CodeType:
+    """The code of the function called ``name`` inside ``function``."""
+    constants = function.__code__.co_consts
+    return next(c for c in constants if isinstance(c, CodeType) and c.co_name == name)
+
+
+# -- fully_shard -------------------------------------------------------------------------
+# ``param`` is torch's FSDPParam, ``group`` its FSDPParamGroup.
+
+FSDP2 = "torch.distributed.fsdp._fully_shard"
+
+
+def fsdp_params() -> Iterator[tuple[Any, Any]]:
+    """Every parameter that ``fully_shard`` gathers in this process, with its group."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    if states is None or FSDP2 not in sys.modules:
+        return
+    for reference in list(states._module_state_mapping.values()):
+        for group in _fsdp_groups(reference()):
+            for param in group.fsdp_params:
+                yield param, group
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11 and before
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return groups
+
+
+def fsdp_caller(kind: str, function: str | None = None) -> Any:
+    """The object of class ``kind`` of ``fully_shard`` one of whose methods is running now, or None.
+
+    It tells a tensor neither that it is being sharded nor for which pass it is gathered.
+    """
+    for frame in frames():
+        if FSDP2 in module_of(frame):
+            method_of = frame.f_locals.get("self")
+            if type(method_of).__name__ == kind and function in (None, frame.f_code.co_name):
+                return method_of
+    return None
+
+
+def gathered_tensor(param: Any) -> torch.Tensor | None:
+    """The parameter as modules see it while it is gathered."""
+    tensor: torch.Tensor | None = getattr(param, "_unsharded_param", None)
+    return tensor
+
+
+def local_shard(param: Any) -> Any:
+    """This rank's part, as the user's tensor."""
+    return param._sharded_local_tensor
+
+
+def whole_size(param: Any) -> torch.Size:
+    """The shape of the parameter before it was sharded."""
+    size: torch.Size = param._orig_size
+    return size
+
+
+def free_with(param: Any, tensor: torch.Tensor) -> None:
+    """Make ``fully_shard`` free the memory of ``tensor`` when it frees the parameter."""
+    param._unsharded_inner_tensors.append(tensor)
+
+
+def training_state(group: Any) -> str:
+    """FORWARD, PRE_BACKWARD, POST_BACKWARD or IDLE."""
+    return str(group._training_state.name)
+
+
+def reshards_after_forward(group: Any) -> bool:
+    return bool(group._reshard_after_forward)
+
+
+def forwards_without_backward(group: Any) -> int:
+    """The number of forwards whose backward is still to come."""
+    return len(group._post_forward_indices)
+
+
+def is_last_backward(state: Any) -> bool:
+    """What ``set_is_last_backward`` said last; ``state`` is an FSDPState."""
+    return bool(state._state_ctx.is_last_backward)
+
+
+# -- other libraries of torch.distributed ------------------------------------------------
+
+
+def is_unfinished(tensor: object) -> bool:
+    """Whether a tensor is the result of a collective of torch that may still run."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+def spec_of(dtensor: Any) -> Any:
+    """Mesh, placements, shape and strides of a ``DTensor``."""
+    return dtensor._spec
+
+
+def running_data_parallel() -> Any:
+    """The ``DistributedDataParallel`` whose forward is running; None if none is."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
