@@ -43,25 +43,6 @@ from fuser.basic_ops import (
     SReLU,
     SwiGLU,
 )
-from fuser.compatibility import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensorStorage,
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8TensorStorage,
-    MXFP8Quantizer,
-    MXFP8TensorStorage,
-    NVFP4Quantizer,
-    NVFP4TensorStorage,
-    QuantizedTensorStorage,
-    checkpoint,
-    deinterleave_glu_tensor,
-    fp8_autocast,
-    fp8_model_init,
-    get_default_recipe,
-    interleave_glu_tensor,
-    is_bf16_available,
-)
 from fuser.errors import (
     EmulationWarning,
     FuserError,
@@ -93,6 +74,26 @@ from fuser.runtime.pipeline import (
 )
 from fuser.sequential import Sequential
 from fuser.specs import PlanKey, TensorSpec
+from fuser.te import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8TensorStorage,
+    MXFP8Quantizer,
+    MXFP8TensorStorage,
+    NVFP4Quantizer,
+    NVFP4TensorStorage,
+    QuantizedTensorStorage,
+    checkpoint,
+    deinterleave_glu_tensor,
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    interleave_glu_tensor,
+    is_bf16_available,
+)
+from fuser.te import tensors as _te_tensors  # noqa: F401 - adds methods to tensors
 from fuser.tensors import (
     Float8BlockwiseQTensor,
     Float8RowwiseQuantizer,
@@ -104,11 +105,10 @@ from fuser.tensors import (
     QuantizedTensor,
     Quantizer,
 )
-from fuser.tensors import compatibility as _compatibility  # noqa: F401 - adds methods to tensors
 from fuser.version import __version__
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept every name of this package
-    from fuser.compatibility.functions import missing_attribute as __getattr__  # noqa: F401
+    from fuser.te.functions import missing_attribute as __getattr__  # noqa: F401
 
 __all__ = [
     "Activation",

@@ -47,7 +47,7 @@ PACKAGES = (
     "moe",
     "distributed",
     "testing",
-    "compatibility",
+    "te",
     "ops",
     "fuser",
 )

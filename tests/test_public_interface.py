@@ -356,10 +356,10 @@ def test_nothing_but_the_top_level_imports_what_is_for_compatibility() -> None:
     importers = {
         path.relative_to(root).parts[0]
         for path in root.rglob("*.py")
-        if "fuser.compatibility" in path.read_text(encoding="utf-8")
+        if "fuser.te" in path.read_text(encoding="utf-8")
         or "from fuser.ops" in path.read_text(encoding="utf-8")
     }
-    assert importers == {"__init__.py", "compatibility", "ops"}
+    assert importers == {"__init__.py", "te", "ops"}
 
 
 # -- functions ------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     __slots__ = ("_runner",)
     _runner: Any
     # Makes the object that code outside this library gets in place of a quantizer. Called with the
-    # quantizer, and the object made before for the same place, or None. compatibility/ sets it.
+    # quantizer, and the object made before for the same place, or None. te/ sets it.
     quantizer_view: ClassVar[Callable[[Any, Any], Any]] = staticmethod(lambda value, before: value)
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""

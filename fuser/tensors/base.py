@@ -98,7 +98,7 @@ class QuantizedTensor(WrapperTensor):
     has_independent_blocks: ClassVar[bool]
     # Whether each 128 rows have the scale or amax that a tensor of the format has once.
     has_scales_of_rows: ClassVar[bool] = False
-    # Constructor with the keywords of Transformer Engine; set by tensors/compatibility.py.
+    # Constructor with the keywords of Transformer Engine; set by te/tensors.py.
     _from_keywords: ClassVar[Callable[..., QuantizedTensor]]
     # Writes of several tensors; set by tensors/writes.py.
     _write_all: ClassVar[Callable[..., None]]

@@ -179,15 +179,14 @@ QUANTIZED_TENSORS = (
         "tensors/writes.py",
         "chosen[name] = torch.where(is_set, old, new)",
         "chosen[name] = torch.where(is_set, new, old)",
-        "test_tensor_compatibility.py::test_a_write_under_a_flag_that_is_set_leaves_every_byte",
+        "test_te_tensors.py::test_a_write_under_a_flag_that_is_set_leaves_every_byte",
     ),
     Mutant(
         "bytes that are set leave the transpose of the bytes before",
         "tensors/fp8.py",
         "        if data is not None:\n            self._columnwise_data = None\n",
         "",
-        "test_tensor_compatibility.py::"
-        "test_setting_float8_data_sets_the_contents_without_a_stale_transpose",
+        "test_te_tensors.py::test_setting_float8_data_sets_the_contents_without_a_stale_transpose",
     ),
     Mutant(
         "data that are set come from what the data before were quantized from",
@@ -213,7 +212,7 @@ QUANTIZED_TENSORS = (
     ),
     Mutant(
         "a quantizer that was changed quantizes as before",
-        "compatibility/quantizers.py",
+        "te/quantizers.py",
         "            del self.__dict__[derived]\n",
         "            pass\n",
         "test_changeable_quantizers.py",

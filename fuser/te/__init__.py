@@ -1,6 +1,6 @@
 """Compatibility: names that scripts of te.ops expect. No other part of fuser uses them."""
 
-from fuser.compatibility.functions import (
+from fuser.te.functions import (
     checkpoint,
     deinterleave_glu_tensor,
     fp8_autocast,
@@ -9,7 +9,7 @@ from fuser.compatibility.functions import (
     interleave_glu_tensor,
     is_bf16_available,
 )
-from fuser.compatibility.quantizers import (
+from fuser.te.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
