@@ -191,13 +191,6 @@ GRAPHS = (
         select="buffer",
     ),
     Mutant(
-        "hooks before the backward of a submodule are not noticed",
-        "runtime/captured.py",
-        "return [before, after, module._backward_pre_hooks, module._backward_hooks]",
-        "return [before, after, module._backward_hooks]",
-        CAPTURES + "test_a_hook_inside_a_graphed_module_is_followed",
-    ),
-    Mutant(
         "steps of ops that are no submodules do not end in replays",
         "runtime/captured.py",
         "return self._states + self._others",

@@ -158,7 +158,8 @@ CHANNELS = (
         "torch_private.py",
         "[before, after, module._backward_pre_hooks, module._backward_hooks]",
         "[before, after, module._backward_hooks]",
-        "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered",
+        "test_grouping.py::test_hooks_fire_whenever_and_wherever_they_are_registered "
+        "test_graph_captures.py::test_a_hook_inside_a_graphed_module_is_followed",
     ),
     Mutant(
         "a pre-hook of the backward that is registered later is not noticed",
