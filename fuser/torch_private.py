@@ -174,7 +174,7 @@ threshold_backward = torch.ops.aten.threshold_backward.default._op
 
 def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
     """The hooks that torch runs around a call of ``module`` itself, as torch keeps them."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
+    after, before = module._forward_hooks, module._forward_pre_hooks
     return [before, after, module._backward_pre_hooks, module._backward_hooks]
 
 

@@ -23,6 +23,7 @@ PACKAGES = (
     "errors",
     "formats",
     "source",
+    "torch_private",
     "graph_break",
     "module_calls",
     "wrapper_tensor",
