@@ -11,7 +11,6 @@ import torch
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops.catalog import FUSIONS
-from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
@@ -20,6 +19,7 @@ from fuser.runtime.group import Keywords
 from fuser.runtime.grouping import Grouping
 from fuser.runtime.pipeline import checked_fusions
 from fuser.torch_private import (
+    breaks_graph,
     global_backward_hooks,
     global_backward_pre_hooks,
     global_forward_hooks,

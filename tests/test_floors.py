@@ -24,7 +24,6 @@ PACKAGES = (
     "formats",
     "source",
     "torch_private",
-    "graph_break",
     "module_calls",
     "wrapper_tensor",
     "chain",

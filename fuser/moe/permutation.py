@@ -20,7 +20,7 @@ from fuser.functional.routing import (
     check_values,
     route,
 )
-from fuser.graph_break import breaks_graph
+from fuser.torch_private import breaks_graph
 
 
 class Permuted(NamedTuple):

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fuser.errors import InputError, InputTypeError
-from fuser.graph_break import breaks_graph
 from fuser.op.parameters import default_device, default_dtype
+from fuser.torch_private import breaks_graph
 
 Score = Literal["softmax", "sigmoid"]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -10,7 +10,6 @@ import torch
 
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
-from fuser.graph_break import breaks_graph
 from fuser.module_calls import module_calls
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
@@ -23,7 +22,7 @@ from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.torch_private import gradient_hooks
+from fuser.torch_private import breaks_graph, gradient_hooks
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal, NoReturn
 import torch
 
 from fuser.errors import InputError, StateError, refuse_unknown
-from fuser.graph_break import breaks_graph
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
+from fuser.torch_private import breaks_graph
 
 
 class _FixedOps(torch.nn.ModuleList):

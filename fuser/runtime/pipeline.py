@@ -15,7 +15,6 @@ from fuser.errors import InputError, InputTypeError, StateError
 from fuser.formats import NumberFormat
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.gemm.matmul import architecture
-from fuser.graph_break import breaks_graph
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import OpGraph, extra_input_sources, returned_outputs, with_quantized_outputs
 from fuser.plan.plan import FusionPlan
@@ -37,6 +36,7 @@ from fuser.runtime.shared_sizes import shared_sizes
 from fuser.runtime.vectorization import layout_notes
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey, TensorSpec
 from fuser.tensors import QuantizedTensor
+from fuser.torch_private import breaks_graph
 
 _registered = RegisteredFusions()
 
