@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -220,6 +221,20 @@ def two_forwards_may_come_before_their_backwards(name: str) -> None:
             losses[place].backward()
             loss_of(reference, own[place], recipe).backward()
             assert torch.equal(x[place].grad, own[place].grad)
+
+
+@each("mxfp8", "rowwise", "current")
+def layers_of_one_group_that_stay_may_be_recomputed_one_by_one(name: str) -> None:
+    """The columns of all are gathered with the first, and the rows of the others still read."""
+    layers, reference, recipe = products(name), products(name), RECIPES[name]()
+    for layer in linears(layers):
+        kept = layer.forward
+        layer.forward = functools.partial(checkpoint, kept, use_reentrant=False)
+    fully_shard(layers, reshard_after_forward=False)
+    for seed in (1, 2):
+        assert_same_step(layers, reference, recipe, seed)
+        for each_model in (layers, reference):
+            each_model.zero_grad()
 
 
 @each("mxfp8", "rowwise", "current")

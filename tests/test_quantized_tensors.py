@@ -17,6 +17,7 @@ import torch
 import fuser
 from fuser import DType, tensors
 from fuser import recipe as recipes
+from fuser.tensors.sharding import is_exact
 
 QUANTIZERS = {
     **formats.QUANTIZERS,
@@ -355,3 +356,21 @@ def test_a_bound_quantizer_reduces_its_amax_and_leaves_nothing_of_it_on_the_tens
     # Block scales are each rank's own: there is nothing to bind.
     blocks = fuser.MXFP8Quantizer()
     assert blocks.bound_to("group") is blocks
+
+
+# Rows of a block of the rowwise and of the columnwise copy.
+BLOCK_ROWS = {"block": (128, 128), "mxfp8": (1, 32), "nvfp4": (1, 16)}
+
+
+@pytest.mark.parametrize("copies", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("name", BLOCK_ROWS)
+def test_shards_have_the_bytes_of_the_whole_if_no_copy_has_a_block_in_two_of_them(
+    name: str, copies: tuple[bool, bool]
+) -> None:
+    rowwise, columnwise = copies
+    quantizer = formats.QUANTIZERS[name].with_usage(rowwise=rowwise, columnwise=columnwise)
+    whole = quantizer(torch.randn(256, 128))
+    units = [rows for rows, is_made in zip(BLOCK_ROWS[name], copies, strict=True) if is_made]
+    for ranks in (1, 2, 3, 4, 8, 16, 32):
+        fits = ranks != 3 and all(256 // ranks % unit == 0 for unit in units)
+        assert is_exact(whole, quantizer, ranks) is (fits or ranks == 1)

@@ -237,4 +237,20 @@ SHARDING = (
         GROUPED_MEMORY,
         select="two_ops",
     ),
+    Mutant(
+        "shards with the columnwise copy alone have the bytes of the whole",
+        "tensors/sharding.py",
+        "kept = USAGES[:1] if whole.derives_columnwise and quantizer.rowwise else USAGES",
+        "kept = USAGES[:1] if whole.derives_columnwise else USAGES",
+        "test_quantized_tensors.py::"
+        "test_shards_have_the_bytes_of_the_whole_if_no_copy_has_a_block_in_two_of_them",
+    ),
+    Mutant(
+        "the first backward of a group frees rows that others recompute with",
+        "tensors/gathering.py",
+        'if group.reshard_after_backward and "rowwise" not in gathering.backward_reads:',
+        "if group.reshard_after_backward:",
+        "test_sharded_parameters.py::test_on_two_ranks",
+        select="one_by_one",
+    ),
 )
