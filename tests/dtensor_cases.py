@@ -591,7 +591,7 @@ def a_kept_weight_of_microbatches_is_quantized_once() -> None:
     for is_first in (True, False):
         with fuser.autocast(recipe=MXFP8BlockScaling()):
             outputs.append(layers(x, op_kwargs={op: {"is_first_microbatch": is_first}}))
-        kept = next(iter(op._kept_weight.values()))[1]
+        kept = next(iter(op._kept_weight.values())).made
         outputs.append(kept)
     assert outputs[1] is outputs[3]
     assert torch.equal(outputs[0], outputs[2])

@@ -416,13 +416,13 @@ def quantized_weights_are_kept_while_they_are_gathered(name: str) -> None:
             for is_first in (True, False, False):
                 microbatch(layers, kind, x, recipe_of(name), is_first)
                 kept = None if op._kept_weight is None else next(iter(op._kept_weight.values()))
-                made.append(None if kept is None else kept[1])
+                made.append(None if kept is None else kept.made)
             assert all(one is made[0] for one in made)
             assert (made[0] is None) == reshards
             layers.reshard()
             microbatch(layers, kind, x, recipe_of(name), False)
             if not reshards:
-                assert next(iter(op._kept_weight.values()))[1] is not made[0]
+                assert next(iter(op._kept_weight.values())).made is not made[0]
 
 
 @case

@@ -76,6 +76,7 @@ SLOW_FILES = frozenset(
         "test_recomputation.py",
         "test_recorded.py",
         "test_recorded_experts.py",
+        "test_recorded_microbatches.py",
         "test_sharded_experts.py",
         "test_sharded_benchmarks.py",
         "test_sharded_demo.py",

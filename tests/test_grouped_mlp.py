@@ -728,9 +728,9 @@ def test_weights_of_the_first_microbatch_are_kept(
             request.getfixturevalue("groups_at_once")
         model, plain = (mlp(fusions=fusions, **options) for _ in range(2))
         found = microbatches(model, make(), [True, False, False])
-        kept = next(iter(model[0]._kept_weight.values()))[1]
+        kept = next(iter(model[0]._kept_weight.values())).made
         assert_equal(found, microbatches(plain, make(), [None] * 3))
-        assert next(iter(model[0]._kept_weight.values()))[1] is kept
+        assert next(iter(model[0]._kept_weight.values())).made is kept
         with torch.no_grad():
             for each in (model, plain):
                 next(each.parameters()).mul_(2)
@@ -738,7 +738,7 @@ def test_weights_of_the_first_microbatch_are_kept(
             each.zero_grad()
         # A changed weight is quantized again, whatever the flag says.
         assert_equal(microbatches(model, make(), [False]), microbatches(plain, make(), [None]))
-        assert next(iter(model[0]._kept_weight.values()))[1] is not kept
+        assert next(iter(model[0]._kept_weight.values())).made is not kept
 
 
 @pytest.mark.parametrize("fusions", [fuser.FUSIONS, UNFUSED], ids=["fused", "unfused"])

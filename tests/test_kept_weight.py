@@ -176,7 +176,7 @@ def test_a_replaced_weight_is_not_kept_alive_by_what_was_kept_of_it(recipe: Any)
     op = linear()
     run(op, recipe, True)
     gone = weakref.ref(op.weight)
-    kept = weakref.ref(next(iter(op._kept_weight.values()))[1])
+    kept = weakref.ref(next(iter(op._kept_weight.values())).made)
     op.weight = torch.nn.Parameter(uneven(32, 64, seed=5))
     gc.collect()
     assert gone() is None

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 import os
 import random
 import sys
@@ -166,10 +168,11 @@ def events(r: random.Random) -> list[tuple[str, Any]]:
     """Calls of a base layout mostly, so that passes are replayed."""
     base = {"layout": r.choice(list(LAYOUTS)[:5]), "mode": r.choice(MODES[:3]), "amp": False}
     script: list[tuple[str, Any]] = []
+    flags = r.choice(((None,), (True, False, False), (True, False, None)))
     if r.random() < 0.3:
         script.append(("change", ("hook", r.randrange(100))))
     for number in range(r.randint(6, 9)):
-        call = dict(base, data=r.randrange(1 << 20))
+        call = dict(base, data=r.randrange(1 << 20), flags=r.choices(flags, k=3))
         if number >= 3 and r.random() < 0.5:
             script.append(("change", (r.choice(CHANGES), r.randrange(100))))
         if number >= 2 and r.random() < 0.3:
@@ -232,10 +235,16 @@ class Side:
                 stack.enter_context(context())
             if mode == "profiled":
                 stack.enter_context(profiler())
+            kinds = (fuser.Linear, fuser.BasicLinear)
+            linears = [op for op in self.model if isinstance(op, kinds)]
+            flags = zip(linears, itertools.cycle(given["flags"]), strict=False)
+            kwargs = {op: {"is_first_microbatch": flag} for op, flag in flags if flag is not None}
+            options: dict[str, Any] = {"op_kwargs": kwargs} if kwargs else {}
             if mode in ("reentrant", "checkpoint"):
-                y = checkpoint(self.model, x, use_reentrant=mode == "reentrant")
+                call = functools.partial(self.model, **options)
+                y = checkpoint(call, x, use_reentrant=mode == "reentrant")
             else:
-                y = self.model(x)
+                y = self.model(x, **options)
         outputs = y if isinstance(y, tuple) else (y,)
         self.log += [tensor.detach().clone() for tensor in outputs]
         if outputs[0].requires_grad:

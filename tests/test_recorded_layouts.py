@@ -172,13 +172,14 @@ def test_every_field_of_a_forwards_layout_is_tested_here() -> None:
         for seed in range(3):
             step(model, random(ROWS, WIDTH, seed=seed), recipe)
     forwards = [layout for layout in found if len(layout) != 3]
-    tensors, ties, parameters, is_evaluated, *quantizers = forwards[-1]
+    tensors, ties, parameters, keywords, is_evaluated, *quantizers = forwards[-1]
     backend, changes, *of_input = tensors
     assert backend == id(fuser.cuda.launch.backend)
     assert changes == model[0].__dict__["_changes"]  # an attribute of an op: test_recorded.py
     assert len(of_input) == len({*INPUTS, *OTHER_FIELDS})
     assert ties is None
     assert isinstance(parameters, ParameterLayout)
+    assert keywords is None  # those of microbatches: test_recorded_microbatches.py
     assert is_evaluated is False
     assert len(quantizers) == 2  # of forward and of backward; a loaded state: test_recorded.py
     read, autocast, others = next(layout for layout in found if len(layout) == 3)

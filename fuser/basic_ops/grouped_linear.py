@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.basic_ops.group_notes import bits_note, padding_note
 from fuser.basic_ops.grouped_parameters import GroupParameters
@@ -141,8 +140,6 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         self.scale_bias = scale_bias and bias
         self.num_extra_inputs = 1 + self.scale_bias
         self._rng_state_tracker_function = rng_state_tracker_function
-        # The quantized weights of the first microbatch (kept_weight.py).
-        self._kept_weight: WeakTensorKeyDictionary | None = None
         is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
         self._names = {
             what: (what,) if one else tuple(f"{what}{g}" for g in range(num_groups))

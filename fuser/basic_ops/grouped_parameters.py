@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.nn import Parameter
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fuser.basic_ops.grouped_products import kept, needs_columns
 from fuser.basic_ops.grouped_quantized_weights import (
@@ -20,7 +19,7 @@ from fuser.basic_ops.grouped_quantized_weights import (
     stacked,
     stacked_values,
 )
-from fuser.basic_ops.kept_weight import kept_weights
+from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import quantized
 from fuser.basic_ops.shared_memory import Versions, are_packed, pack, packed
 from fuser.errors import InputError, StateError
@@ -29,7 +28,7 @@ from fuser.tensors import QuantizedTensor
 from fuser.tensors.sharding import gathered_by
 
 
-class GroupParameters(QuantizedGroupWeights):
+class GroupParameters(QuantizedGroupWeights, KeepsWeights):
     """An op with the weights ``[num_groups, out_features, in_features]``, and biases, of groups.
 
     They are separate parameters ``weight0``, ``weight1`` and so on, which share one buffer, or one
@@ -43,8 +42,6 @@ class GroupParameters(QuantizedGroupWeights):
     delay_wgrad_compute: bool
     _accumulate_into_main_grad: bool
     _names: dict[str, tuple[str, ...]]  # of the weights, and of the biases
-    # The quantized weights of the first microbatch (kept_weight.py).
-    _kept_weight: WeakTensorKeyDictionary | None
 
     def _register(self, what: str, buffer: torch.Tensor) -> None:
         parts = [buffer] if self._is_one(what) else buffer
@@ -79,8 +76,7 @@ class GroupParameters(QuantizedGroupWeights):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """As in torch; separate parameters become views of one buffer again."""
-        self._kept_weight = None
-        result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        result = super()._apply(*args, **kwargs)
         self._pack()
         return result
 
@@ -160,16 +156,14 @@ class GroupParameters(QuantizedGroupWeights):
         if "versions" in ctx.__dict__:
             ctx.versions.check()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_kept_weight": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._kept_weight = None  # torch refuses to swap a tensor that has weak references
-        super()._load_from_state_dict(*args, **kwargs)
+    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
+        own = self._parameters
+        are_own = all(name in own for name in self._names["weight"])
+        return self._parts("weight") if are_own else None
 
     # -- weights in a pass, of a grouped linear and of a fused op --------------------
 
@@ -230,8 +224,7 @@ class GroupParameters(QuantizedGroupWeights):
         if is_first_microbatch is None or quantizers is None:
             return make()
         has_columns = is_kept and needs_columns(quantizers, "weight", weight.device)
-        found, self._kept_weight = kept_weights(
-            self._kept_weight,
+        return self.kept_weights(
             self._parts("weight"),
             weight.dtype,
             quantizers.weight,
@@ -239,7 +232,6 @@ class GroupParameters(QuantizedGroupWeights):
             make,
             lambda made: not has_columns or made._has("columnwise"),  # type: ignore[attr-defined]
         )
-        return found
 
     def saved_weight(
         self,
@@ -304,8 +296,7 @@ class GroupParameters(QuantizedGroupWeights):
 
         if is_first_microbatch is None:
             return make()
-        found, self._kept_weight = kept_weights(
-            self._kept_weight,
+        return self.kept_weights(
             self._parts("weight"),
             dtype,
             quantizers,
@@ -313,4 +304,3 @@ class GroupParameters(QuantizedGroupWeights):
             make,
             lambda made: not columnwise or all(each._has("columnwise") for each in made),
         )
-        return found

@@ -4,78 +4,172 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.basic_ops.linear_operands import quantized
+from fuser.cuda.sequence import layout_of
+from fuser.op import BasicOperation
 from fuser.precision.contexts import recomputed_state
 from fuser.precision.delayed_scaling import holds_steps
-from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
+from fuser.tensors import Float8Quantizer, Quantizer
 from fuser.tensors.sharding import Gathered, gathered_by
 from fuser.torch_private import free_with, reshards_after_forward
 
 Made = TypeVar("Made")
 
 
-def kept_weight(
-    kept: WeakTensorKeyDictionary | None,
-    weight: torch.Tensor,
-    dtype: torch.dtype,
-    quantizer: Quantizer,
-    is_first_microbatch: bool,
-) -> tuple[QuantizedTensor, WeakTensorKeyDictionary | None]:
-    """The quantized weight of a microbatch, and the dictionary to keep for the next one."""
-    return kept_weights(
-        kept,
-        [weight],
-        dtype,
-        [quantizer],
-        is_first_microbatch,
-        lambda: quantized(weight, dtype, quantizer),
-        lambda made: made._has("columnwise") or not quantizer.columnwise,
-    )
+class KeepsWeights(BasicOperation):
+    """An op whose weights may be quantized for the first microbatch and kept for the next ones."""
+
+    # What is kept of the weights, by the first of them, which it does not keep alive.
+    _kept_weight: MutableMapping[torch.Tensor, Kept] | None = None
+
+    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
+        """The weights that a microbatch reads; None if each reading computes them."""
+        raise NotImplementedError
+
+    def kept_weights(
+        self,
+        weights: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        quantizers: Sequence[Quantizer],
+        is_first_microbatch: bool,
+        make: Callable[[], Made],
+        is_complete: Callable[[Made], bool],
+    ) -> Made:
+        """The result of ``make`` for a microbatch, or that of an earlier one.
+
+        Weights that have changed since are quantized again, whatever the caller says, and so are
+        those whose form is not ``is_complete``.
+        """
+        before = KeptBefore.of(self, weights, is_first_microbatch)
+        if before is None:
+            return make()
+        how = (dtype, *[_encoding(quantizer) for quantizer in quantizers])
+        kept = before.kept
+        if kept is not None and kept.how == how and is_complete(kept.made):
+            found: Made = kept.made
+            return found
+        made = make()
+        before.keep(how, made)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_kept_weight": None}
+
+    # Both methods may swap a weight with another tensor. torch refuses to swap a tensor that has
+    # weak references, and what was kept does not belong to the new contents.
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._kept_weight = None
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._kept_weight = None
+        super()._load_from_state_dict(*args, **kwargs)
 
 
-def kept_weights(
-    kept: WeakTensorKeyDictionary | None,
-    weights: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    quantizers: Sequence[Quantizer],
-    is_first_microbatch: bool,
-    make: Callable[[], Made],
-    is_complete: Callable[[Made], bool],
-) -> tuple[Made, WeakTensorKeyDictionary | None]:
-    """The result of ``make`` for a microbatch, and the dictionary to keep for the next one.
+class Kept:
+    """A quantized form of weights, and all that it depends on.
 
-    ``kept`` has one entry: the first weight, with everything on which the quantized form depends,
-    and that form. Weights that have changed since are quantized again, whatever the caller says,
-    and so are those whose form is not ``is_complete``. Weights that ``fully_shard`` gathers are
-    quantized again after each gathering, which writes to them and is not counted by torch. The
-    capture of a graph keeps nothing: its replays would read what other microbatches have kept.
+    Parameters
+    ----------
+    facts
+        Of the weights: their versions, the number of steps of optimizers, and their places.
+    how
+        The dtype in which they were read, and the encodings.
+    made
+        The form: a quantized tensor, or a list of them.
+    gathering
+        That in which they were gathered.
     """
-    # The local tensor of a DTensor is a new one at each call (runtime/local_parts.py).
-    wholes = [getattr(w, "whole_parameter", w) for w in weights]
-    gathered = gathered_by(wholes)
-    if holds_steps() or any(reshards_after_forward(one.group) for one in gathered):
-        return make(), None
-    versions = tuple(None if w.is_inference() else w._version for w in wholes)
-    places = (*(w.data_ptr() for w in weights), *map(id, wholes[1:]))
-    how = tuple(_encoding(quantizer) for quantizer in quantizers)
-    made_for = (versions, optimizer_steps(), places, dtype, how)
-    entry = kept.get(wholes[0]) if kept else None  # type: ignore[no-untyped-call]
-    gathering = _noted_gathering(gathered, None if entry is None else entry[2])
-    if kept is not None and entry is not None and entry[0] == made_for and gathering.lasts():
-        made: Made = entry[1]
-        is_taken = recomputed_state() is not None or not is_first_microbatch
-        if is_taken and is_complete(made):
-            return made, kept
-    made = make()
-    gathering.begin()
-    return made, WeakTensorKeyDictionary({wholes[0]: (made_for, made, gathering)})
+
+    def __init__(
+        self, facts: tuple[Any, ...], how: tuple[Any, ...], made: Any, gathering: _Gathering
+    ) -> None:
+        self.facts = facts
+        self.how = how
+        self.made = made
+        self.gathering = gathering
+
+    @functools.cached_property
+    def buffers(self) -> list[torch.Tensor]:
+        """The tensors that hold the form."""
+        return [buffer for tensor in as_list(self.made) for buffer in tensor._memory()]
+
+    @functools.cached_property
+    def layout(self) -> Hashable:
+        """All that launches over the form depend on; None if they cannot be recorded."""
+        kinds = [
+            (type(t), t.shape, t.dtype, *[b is None for b in t.buffers().values()])
+            for t in as_list(self.made)
+        ]
+        layouts = list(map(layout_of, self.buffers))
+        return None if None in layouts else (self.how, *kinds, *layouts)
+
+
+def as_list(made: Any) -> list[Any]:
+    """The tensors of a form."""
+    return made if isinstance(made, list) else [made]
+
+
+class KeptBefore(NamedTuple):
+    """The weights of an op before a pass, and what the pass may take of what is kept."""
+
+    op: KeepsWeights
+    table: MutableMapping[torch.Tensor, Kept] | None
+    first: torch.Tensor
+    facts: tuple[Any, ...]
+    gathered: Sequence[Gathered]
+    gathering: _Gathering | None
+    kept: Kept | None
+
+    @staticmethod
+    def of(
+        op: KeepsWeights, weights: Sequence[torch.Tensor], is_first_microbatch: bool
+    ) -> KeptBefore | None:
+        """None if nothing is kept of these weights, and nothing may be.
+
+        Weights that ``fully_shard`` gathers are quantized again after each gathering, which writes
+        to them and is not counted by torch. The capture of a graph keeps nothing: its replays would
+        read what other microbatches have kept.
+        """
+        # The local tensor of a DTensor is a new one at each call (runtime/local_parts.py).
+        wholes = [getattr(w, "whole_parameter", w) for w in weights]
+        gathered = gathered_by(wholes)
+        if holds_steps() or any(reshards_after_forward(one.group) for one in gathered):
+            op.__dict__["_kept_weight"] = None
+            return None
+        versions = tuple([None if w.is_inference() else w._version for w in wholes])
+        places = (*map(torch.Tensor.data_ptr, weights), *map(id, wholes[1:]))
+        facts = (versions, optimizer_steps(), places)
+        table = op._kept_weight
+        kept = table.get(wholes[0]) if table else None
+        gathering = None
+        if kept is not None:
+            gathering = kept.gathering if kept.gathering.is_of(gathered) else None
+            is_taken = recomputed_state() is not None or not is_first_microbatch
+            is_stale = kept.facts != facts or gathering is None or not gathering.lasts()
+            if is_stale or not is_taken:
+                kept = None
+        return KeptBefore(op, table, wholes[0], facts, gathered, gathering, kept)
+
+    def keep(self, how: tuple[Any, ...], made: Any) -> None:
+        """Keep what was made of the weights in the pass."""
+        gathering = self.gathering or _Gathering(self.gathered)
+        gathering.begin()
+        kept = Kept(self.facts, how, made, gathering)
+        # Not by its name: recordings would be of another op.
+        self.op.__dict__["_kept_weight"] = WeakTensorKeyDictionary({self.first: kept})
+
+    def made(self) -> Kept | None:
+        """What the op has kept since; None if it took what was there, or nothing."""
+        table = self.op._kept_weight
+        return None if table is None or table is self.table else next(iter(table.values()))
 
 
 class _Gathering:
@@ -100,10 +194,6 @@ class _Gathering:
     def begin(self) -> None:
         if self._freed is not None:
             self._freed.untyped_storage().resize_(1)
-
-
-def _noted_gathering(gathered: Sequence[Gathered], noted: _Gathering | None) -> _Gathering:
-    return noted if noted is not None and noted.is_of(gathered) else _Gathering(gathered)
 
 
 def _encoding(quantizer: Quantizer) -> Any:

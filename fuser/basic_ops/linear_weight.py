@@ -9,20 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fuser.basic_ops.kept_weight import kept_weight
+from fuser.basic_ops.kept_weight import KeepsWeights
 from fuser.basic_ops.linear_operands import bind, quantized
 from fuser.basic_ops.linear_parallel import Parallelism
 from fuser.communication import Agreement, GroupArgument, GroupRef, divided, group_size, ranks_of
 from fuser.errors import InputError
-from fuser.op import (
-    BasicOperation,
-    ParallelMode,
-    check_parallel_mode,
-    default_device,
-    default_dtype,
-)
+from fuser.op import ParallelMode, check_parallel_mode, default_device, default_dtype
 from fuser.precision.contexts import (
     ParameterInit,
     current_parameter_init,
@@ -35,7 +28,7 @@ from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
 
 
-class LinearWeight(BasicOperation):
+class LinearWeight(KeepsWeights):
     """An op with a weight ``[local_out_features, local_in_features]``, the part of this rank."""
 
     parameter_names = ("weight",)
@@ -55,8 +48,6 @@ class LinearWeight(BasicOperation):
     ) -> None:
         self._rng_state_tracker_function = rng_state_tracker_function
         self._init: ParameterInit | None = current_parameter_init()
-        # The quantized weight of the first microbatch (kept_weight.py).
-        self._kept_weight: WeakTensorKeyDictionary | None = None
         self.register_parameter(
             "weight",
             torch.nn.Parameter(
@@ -216,7 +207,7 @@ class LinearWeight(BasicOperation):
         quantizer: Quantizer,
         is_first_microbatch: bool | None,
     ) -> QuantizedTensor:
-        """The quantized weight; see :func:`kept_weight` for a caller that counts microbatches."""
+        """The quantized weight; see :mod:`kept_weight` for a caller that counts microbatches."""
         if isinstance(weight, QuantizedTensor):
             state = self._delayed.get("forward")
             if state is not None and self._init is not None:
@@ -224,25 +215,18 @@ class LinearWeight(BasicOperation):
             return weight
         if is_first_microbatch is None:
             return quantized(weight, dtype, quantizer)
-        made, self._kept_weight = kept_weight(
-            self._kept_weight, weight, dtype, quantizer, is_first_microbatch
+        return self.kept_weights(
+            [weight],
+            dtype,
+            [quantizer],
+            is_first_microbatch,
+            lambda: quantized(weight, dtype, quantizer),
+            lambda made: made._has("columnwise") or not quantizer.columnwise,
         )
-        return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {**state, "_kept_weight": None}
-
-    # Both methods may swap the weight with another tensor. torch refuses to swap a tensor that has
-    # weak references, and the kept weight does not belong to the new contents.
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._kept_weight = None
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._kept_weight = None
-        super()._load_from_state_dict(*args, **kwargs)
+    def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
+        weight = self._parameters.get("weight")
+        return None if weight is None else [weight]
 
 
 def parallel_text(linears: Sequence[LinearWeight]) -> str:

@@ -188,13 +188,15 @@ class CompiledPlan:
         if type(input_) is not torch.Tensor or not _PLAIN.issuperset(map(type, extra_inputs)):
             input_, *extra_inputs = map(finished, (input_, *extra_inputs))
             others = (*others[: len(others) - len(extra_inputs)], *extra_inputs)
-        if self.recorded is not None and layout is not None and not kwargs:
+        if self.recorded is not None and layout is not None:
             tensors = (input_, *others)
-            found = self.recorded.find(tensors, len(extra_inputs), layout)
+            found = self.recorded.find(tensors, len(extra_inputs), layout, kwargs)
             if found is not None:
+                recorded, keywords = found
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
-                return found.run(tensors, self.in_ranges[0], input_, extra_inputs, kwargs)
+                forward = self.in_ranges[0]
+                return recorded.run(tensors, keywords, forward, input_, extra_inputs, kwargs)
         if is_profiler_enabled():
             return self.in_ranges[0](input_, extra_inputs, kwargs)
         return self.forward(input_, extra_inputs, kwargs)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.nn import Parameter
 
+from fuser.basic_ops.kept_weight import KeepsWeights, KeptBefore, as_list
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
 from fuser.cuda import launch
@@ -57,6 +58,49 @@ def is_recordable(ops: Iterable[FusibleOperation]) -> bool:
     )
 
 
+class Keywords(NamedTuple):
+    """The keyword arguments of a call: what a recording depends on, and what it reads and keeps."""
+
+    key: Hashable
+    kept: tuple[torch.Tensor, ...] = ()
+    """Inputs after the others: quantized weights of an earlier microbatch."""
+    before: tuple[KeptBefore, ...] = ()
+
+
+NO_KEYWORDS = Keywords(None)
+# Their representations say everything.
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
+
+
+def keywords_of(
+    ops: Sequence[BasicOperation], rows: Sequence[Mapping[str, Any]]
+) -> Keywords | None:
+    """The keyword arguments ``rows`` of ``ops``; None if a pass with them cannot be repeated."""
+    values = [value for row in rows for value in row.values()]
+    if not _CONSTANTS.issuperset(map(type, values)) or {dict} != {*map(type, rows)}:
+        return None
+    key: list[Hashable] = [repr(rows)]
+    kept: list[torch.Tensor] = []
+    found = []
+    for op, row in zip(ops, rows, strict=True):
+        is_first = row.get("is_first_microbatch")
+        if is_first is None or not isinstance(op, KeepsWeights):
+            continue
+        weights = op.weights_to_keep()
+        if weights is None:
+            return None
+        before = KeptBefore.of(op, weights, is_first)
+        key.append(before is None)
+        if before is not None:
+            found.append(before)
+        if before is not None and before.kept is not None:
+            if before.kept.layout is None:
+                return None
+            key.append(before.kept.layout)
+            kept += before.kept.buffers
+    return Keywords(tuple(key), tuple(kept), tuple(found))
+
+
 class RecordedPasses:
     """The recorded forwards of a compiled plan, by the layouts of their tensors.
 
@@ -77,12 +121,17 @@ class RecordedPasses:
         self._readers: dict[int, Reader] = {}
 
     def find(
-        self, tensors: Tensors, extra_count: int, parameters: ParameterLayout
-    ) -> RecordedForward | None:
+        self,
+        tensors: Tensors,
+        extra_count: int,
+        parameters: ParameterLayout,
+        rows: Sequence[Mapping[str, Any]] | None = None,
+    ) -> tuple[RecordedForward, Keywords] | None:
         """The recorded forward for such tensors: the input, parameters, and extra inputs.
 
-        New for the second call of a layout: :meth:`RecordedForward.run` records then. None if there
-        is none, and the plan's own code must run.
+        And for ``rows``, the keyword arguments of each op. New for the second call of a layout:
+        :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
+        must run.
         """
         if launch.recording.listener is not None or saved_tensor_hooks(False) is not None:
             return None
@@ -109,7 +158,10 @@ class RecordedPasses:
             if current is None:
                 return None
             quantizers, is_evaluated = current, is_evaluating()
-        layout = (layout, ties, parameters, is_evaluated, *map(id, quantizers))
+        keywords = keywords_of(self._ops, rows) if rows and any(rows) else NO_KEYWORDS
+        if keywords is None:
+            return None
+        layout = (layout, ties, parameters, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)
         if found is None:
@@ -117,7 +169,7 @@ class RecordedPasses:
                 return None
             found = self._forwards[layout] = RecordedForward(quantizers, parameters)
         found.last_use = call
-        return found if found.refusal is None else None
+        return (found, keywords) if found.refusal is None else None
 
 
 class _Used(Protocol):
@@ -213,6 +265,20 @@ class _Saved(NamedTuple):
         return made
 
 
+class _Keeps(NamedTuple):
+    """Quantized weights that a forward keeps: of one of :attr:`Keywords.before`."""
+
+    place: int
+    how: tuple[Any, ...]
+    made: list[_Saved | int | None]
+    is_list: bool
+
+    def keep(self, before: Sequence[KeptBefore], held: Sequence[torch.Tensor]) -> None:
+        """Keep them, in other buffers."""
+        made = [_tensor(each, held) for each in self.made]
+        before[self.place].keep(self.how, made if self.is_list else made[0])
+
+
 class _Recording(NamedTuple):
     """A recorded forward."""
 
@@ -229,6 +295,8 @@ class _Recording(NamedTuple):
     """Shape and dtype of every extra output."""
     versioned: list[tuple[int, str, Callable[[Tensors], Any]]]
     """The ops whose contexts hold versions, with their owners, and what picks their tensors."""
+    keeps: list[_Keeps]
+    """The weights that it keeps for other microbatches."""
 
 
 class RecordedForward:
@@ -257,8 +325,10 @@ class RecordedForward:
         """The number of the call that used it last, of those of its plan."""
         self._backwards: _Recordings[LaunchSequence] = _Recordings()
 
-    def run(self, tensors: Tensors, forward: Forward, *args: Any) -> tuple[Any, ...]:
-        """The results of ``forward(*args)``, which reads ``tensors``.
+    def run(
+        self, tensors: Tensors, keywords: Keywords, forward: Forward, *args: Any
+    ) -> tuple[Any, ...]:
+        """The results of ``forward(*args)``, which reads ``tensors`` and has these ``keywords``.
 
         If it needs a backward, these are the output, the extra outputs, this object and the
         versions for :meth:`backward`, the tensors to save, None, and the shapes and dtypes of the
@@ -267,10 +337,16 @@ class RecordedForward:
         """
         versions: dict[int, Versions] = {}
         known = self._recording
+        if keywords.kept:
+            tensors = (*tensors, *keywords.kept)
         if known is not None:
             if known.used:
                 note_uses(known.used)
             results: tuple[Any, ...] = _played(known.sequence, tensors)
+            if known.keeps:
+                for each in known.keeps:
+                    each.keep(keywords.before, results[-1])
+                results = results[:-1]
             if len(results) == 2:
                 return results
             output, produced, saved = results
@@ -287,7 +363,7 @@ class RecordedForward:
             )
         output, produced, *rest = results
         kept: tuple[Any, ...] = (output, produced)
-        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), (), [])
+        recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), (), [], [])
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
         if rest:
@@ -308,7 +384,13 @@ class RecordedForward:
             if any(_holds_tensors(list(each.values())) for each in values):
                 sequence.refusal = sequence.refusal or "a context holds a tensor"
             kept = (output, produced, tuple(held))
-        sequence.result = slotted(kept)
+        buffers: list[torch.Tensor] = []
+        for place, before in enumerate(keywords.before):
+            if (made := before.made()) is not None:
+                parts = [_saved_as(tensor, buffers, sequence) for tensor in as_list(made.made)]
+                is_list = isinstance(made.made, list)
+                recording.keeps.append(_Keeps(place, made.how, parts, is_list))
+        sequence.result = slotted((*kept, buffers) if recording.keeps else kept)
         self.refusal = sequence.refusal
         if self.refusal is not None:
             return results

@@ -70,8 +70,8 @@ LAUNCH_CACHE = (
     Mutant(
         "evaluation and training of delayed scaling share a recording",
         "runtime/recorded.py",
-        "layout = (layout, ties, parameters, is_evaluated, *map(id, quantizers))",
-        "layout = (layout, ties, parameters, None, *map(id, quantizers))",
+        "keywords.key, is_evaluated, *map(id, quantizers))",
+        "keywords.key, None, *map(id, quantizers))",
         "test_recorded_layouts.py::test_evaluation_and_a_checkpoint_of_training_are_recorded_apart",
     ),
     Mutant(
