@@ -385,7 +385,8 @@ def check_captures(seed: int) -> int:
     script: list[tuple[str, Any]] = [("change", ("hook", r.randrange(100)))] * r.randint(0, 1)
     script.append(("change", ("capture", 0)))
     for number in range(6):
-        call = {"layout": "plain", "mode": "train", "amp": False, "data": r.randrange(1 << 20)}
+        call: dict[str, Any] = {"layout": "plain", "mode": "train", "amp": False}
+        call |= {"data": r.randrange(1 << 20), "flags": (None,)}
         if number >= 2 and r.random() < 0.5:
             script.append(("change", (r.choice(AFTER_CAPTURE), r.randrange(100))))
         script += [("call", call), ("backward", ("plain", "plain", r.randrange(1 << 20)))]
