@@ -374,3 +374,21 @@ def test_shards_have_the_bytes_of_the_whole_if_no_copy_has_a_block_in_two_of_the
     for ranks in (1, 2, 3, 4, 8, 16, 32):
         fits = ranks != 3 and all(256 // ranks % unit == 0 for unit in units)
         assert is_exact(whole, quantizer, ranks) is (fits or ranks == 1)
+
+
+@pytest.mark.parametrize("usage", ["rowwise", "columnwise"])
+@pytest.mark.parametrize("name", ["block", "current"])
+def test_a_copy_from_a_tensor_that_has_one_copy_makes_the_other_in_the_target_alone(
+    name: str, usage: str
+) -> None:
+    quantizer, values = formats.QUANTIZERS[name], torch.randn(256, 128)
+    one = {"rowwise": usage == "rowwise", "columnwise": usage == "columnwise"}
+    source: Any = quantizer.with_usage(**one)(values)
+    held = {place: buffer for place, buffer in source.buffers().items() if buffer is not None}
+    target = quantizer(torch.randn(256, 128))
+    target.copy_(source)
+    for place, buffer in quantizer(values).buffers().items():
+        assert torch.equal(target.buffers()[place], buffer)
+    found = {place: buffer for place, buffer in source.buffers().items() if buffer is not None}
+    assert found.keys() == held.keys()
+    assert all(found[place] is buffer for place, buffer in held.items())
