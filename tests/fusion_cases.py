@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -34,6 +34,10 @@ FEATURES = 6
 # A fused half adds or multiplies at another place than the unfused one, which
 # moves at most four roundings of the largest value.
 MOVED_ROUNDINGS = 4
+# Multiples of 1/256 below 4 have products of 20 bits, and FEATURES of these a sum of 23, which fp32
+# holds. An activation can amplify an error of its input many times. If its input is exact in every
+# order of the sum, no order decides how wrong either side is.
+GRID = 256.0
 
 
 # -- pipelines that a fusion takes -------------------------------------------------------
@@ -179,6 +183,14 @@ def fused_steps(plan: fuser.FusionPlan, fusion: str) -> dict[str, list[tuple[int
         side: [step.ops for step in plan.steps(side) if step.fusion == fusion]
         for side in ("forward", "backward")
     }
+
+
+def put_on_grid(tensors: Iterable[torch.Tensor]) -> None:
+    """Round fp32 values in place to the grid on which products are exact in every order."""
+    with torch.no_grad():
+        for t in tensors:
+            if t.dtype == torch.float32:
+                t.mul_(GRID).round_().div_(GRID)
 
 
 def leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

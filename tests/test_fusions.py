@@ -19,6 +19,7 @@ from fusion_cases import (
     fused_or_not,
     fused_steps,
     leaves,
+    put_on_grid,
     run,
 )
 from oracles import (
@@ -70,9 +71,11 @@ def test_every_fusion_that_ships_is_tested_here() -> None:
 @every_dtype
 def test_is_as_exact_as_torch_and_as_the_unfused_ops(window: Window, dtype: torch.dtype) -> None:
     fused, unfused = window.model(dtype), window.model(dtype, fusions=())
+    put_on_grid([*fused.parameters(), *unfused.parameters()])
     against_torch, against_unfused = [], []
     for seed in DRAWS:
         inputs = window.inputs(dtype, seed)
+        put_on_grid(inputs)
         names = [f"extra {k}" for k in range(len(inputs) - 1)]
         tensors = {"x": inputs[0], **params_of(fused), **dict(zip(names, inputs[1:], strict=True))}
         exact = run_formula(window.formula(fused), tensors, torch.float64)
