@@ -51,6 +51,7 @@ from fuser.errors import (
     InputTypeError,
     StateError,
 )
+from fuser.errors import explains_names as _explains_names
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
@@ -108,7 +109,7 @@ from fuser.tensors import (
 from fuser.version import __version__
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept every name of this package
-    from fuser.te.functions import missing_attribute as __getattr__  # noqa: F401
+    __getattr__ = _explains_names("fuser")
 
 __all__ = [
     "Activation",

@@ -1,6 +1,7 @@
 """Errors and warnings of fuser: each message is a sentence with the values concerned.
 
-And the sentences about arguments that a function does not take, which name what to write instead.
+And the sentences about arguments that a function does not take, and about names that a module does
+not have, which name what to write instead.
 """
 
 from __future__ import annotations
@@ -45,6 +46,53 @@ class FuserWarning(UserWarning):
 
 class EmulationWarning(FuserWarning):
     """Category of the warning that the products of a recipe are emulated on a device."""
+
+
+# -- names that a module does not have ---------------------------------------------------
+
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
+    ),
+    **dict.fromkeys(
+        ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
+        "this library has no attention",
+    ),
+    "moe_permute": "it is fuser.moe.permute, and in a pipeline the op fuser.MoeDispatch",
+    "moe_unpermute": "it is fuser.moe.unpermute, and in a pipeline the op fuser.MoeCombine",
+    **dict.fromkeys(
+        ("FusedAdam", "FusedSGD"), "torch.optim has optimizers that take this library's parameters"
+    ),
+    "FusedLayerNorm": "it is fuser.LayerNorm",
+    "FusedRMSNorm": "it is fuser.RMSNorm",
+}
+"""What is here instead of a name of Transformer Engine."""
+_PLACES = ("", ".modules", ".moe", ".recipe", ".distributed", ".testing")
+"""The modules below fuser in which a name may be that another one does not have."""
+
+
+def explains_names(module: str) -> Callable[[str], NoReturn]:
+    """The ``__getattr__`` of a module: its error says where the name is, or which one is close."""
+
+    def missing(name: str) -> NoReturn:
+        here = sys.modules[module]
+        sentence = f"module {module!r} has no attribute {name!r}"
+        places = [place for place in _PLACES if name in _names_of(f"fuser{place}")]
+        if name in _NOT_HERE:
+            sentence += f": {_NOT_HERE[name].format(name=name)}."
+        elif places:
+            sentence += f": it is fuser{places[0]}.{name}."
+        elif (close := close_name(name, _names_of(module))) is not None:
+            sentence += f". Did you mean {module}.{close}?"
+        raise AttributeError(sentence, name=name, obj=here)
+
+    return missing
+
+
+def _names_of(module: str) -> list[str]:
+    """The public names of a module that is imported."""
+    names: list[str] = getattr(sys.modules.get(module), "__all__", [])
+    return names
 
 
 # -- arguments that a function does not take ---------------------------------------------
@@ -104,8 +152,9 @@ def refuse_unknown(
 
 
 def _names(function: Callable[..., object]) -> tuple[list[str], list[str]]:
-    """The arguments of a method that may go by place, and those that go by name alone."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    """The arguments of a call that may go by place, and those that go by name alone."""
+    signature = inspect.signature(function)
+    parameters = [p for name, p in signature.parameters.items() if name != "self"]
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     by_place, by_name = ([p.name for p in parameters if p.kind is kind] for kind in kinds)
     return by_place, by_name

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, cast, get_args
 
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, explains_arguments, explains_names
 from fuser.formats import BlockScalingDim, DType
 
 __all__ = [
@@ -558,6 +558,12 @@ def name_of(recipe: type[Recipe]) -> str:
     name = recipe.__name__.removesuffix("Scaling").removeprefix("Float8")
     return (name.removesuffix("Block") or name).lower()
 
+
+for _cls in (MMParams, QParams, Recipe, *RECIPES, CustomRecipe):  # dataclass has made __init__
+    type.__setattr__(_cls, "__init__", explains_arguments(_cls.__dict__["__init__"]))
+
+if not TYPE_CHECKING:  # a type checker would accept every name of this module
+    __getattr__ = explains_names(__name__)
 
 NAMES: dict[str, type[Recipe]] = {name_of(cls): cls for cls in RECIPES}
 """The recipes by their short names, which commands and examples take."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import torch
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
+from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
 from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
@@ -49,6 +50,11 @@ class Sequential(torch.nn.Sequential):
         Operations and any other modules, or one dict of them.
     fusions
         The fusion classes that the planner may use, e.g. ``fuser.FUSIONS + (Mine,)``.
+
+    Raises
+    ------
+    InputTypeError
+        If one of ``modules`` is not a module.
     """
 
     @explains_arguments
@@ -60,6 +66,8 @@ class Sequential(torch.nn.Sequential):
         if len(modules) == 1 and isinstance(modules[0], Mapping):
             super().__init__(OrderedDict(modules[0]))
         else:
+            for module in modules:
+                _check_module(module)
             super().__init__(*modules)  # type: ignore[arg-type]
         self._fusions = checked_fusions(fusions)
         self._grouping = _UNGROUPED
@@ -119,6 +127,27 @@ class Sequential(torch.nn.Sequential):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._grouping_lock = threading.Lock()
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As of any module; an error about keys of ``torch.nn.Linear`` names those here."""
+        try:
+            return super().load_state_dict(state_dict, strict, assign)
+        except RuntimeError as error:
+            linears = [name for name, module in self.named_modules() if isinstance(module, Linear)]
+            names = [
+                f'"{linear}.{name}" to "{linear}.{place}"'
+                for linear in linears
+                for name, place in (("weight", "basic_ops.0.weight"), ("bias", "basic_ops.1.bias"))
+                if f"{linear}.{name}" in state_dict
+            ]
+            if not names:
+                raise
+            raise type(error)(
+                f"{error}\n\tRename {', '.join(names)}: a fuser.Linear has the keys of "
+                "te.ops.Linear, and not those of torch.nn.Linear."
+            ) from None
 
     # -- running --------------------------------------------------------------
 
@@ -245,7 +274,11 @@ class Sequential(torch.nn.Sequential):
     # -- planning -------------------------------------------------------------
 
     def plan(
-        self, input: torch.Tensor, *extra_inputs: torch.Tensor, training: bool = True
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        training: bool = True,
+        **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan that :meth:`forward` would run for such inputs; nothing runs.
 
@@ -257,7 +290,11 @@ class Sequential(torch.nn.Sequential):
         ------
         InputError
             As :meth:`forward`, or if there is no fusible op here.
+        InputTypeError
+            If there is any other keyword argument.
         """
+        if unknown:
+            refuse_unknown(f"The plan of a {type(self).__name__}", Sequential.plan, unknown)
         return self._current_grouping().plan(input, extra_inputs, training=training)
 
     @property
@@ -266,6 +303,18 @@ class Sequential(torch.nn.Sequential):
         grouping = self._grouping[1]
         pipelines = () if grouping is None else grouping.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
+
+
+def _check_module(module: object) -> None:
+    """Refuse what is not a module, and say what to write."""
+    if module is None or isinstance(module, torch.nn.Module):
+        return
+    what, hint = repr(module)[:60], ""
+    if isinstance(module, type):
+        what, hint = f"the class {module.__name__}", f" Write {module.__name__}(...)."
+    elif isinstance(module, Iterable) and not isinstance(module, str):
+        what, hint = f"a {type(module).__name__}", " Write Sequential(*modules)."
+    raise InputTypeError(f"Sequential takes modules, one an argument; got {what}.{hint}")
 
 
 Grouping.container_class = Sequential

@@ -572,7 +572,7 @@ def test_unpermute_refuses_what_does_not_fit() -> None:
     ("sizes", "options", "words"),
     [
         ((8, 4, 5), {}, "top_k=5 of num_experts=4"),
-        ((8, 0, 1), {}, "num_experts=0; it is at least 1"),
+        ((8, 0, 1), {}, "num_experts=0; it must be positive"),
         ((8, 4, 2), {"score": "tanh"}, "score='tanh'; it is 'softmax' or 'sigmoid'"),
         ((8, 4, 2), {"aux_loss_coefficient": -1.0}, "aux_loss_coefficient=-1.0"),
         ((8, 4, 2), {"aux_loss_coefficient": NAN}, "aux_loss_coefficient=nan"),

@@ -125,7 +125,7 @@ def test_the_groups_of_a_mesh_fill_nodes_from_the_inside() -> None:
     ("arguments", "words"),
     [
         ({"gpus": 64, "fsdp": 4, "tp": 8}, ["2 replicas", "fsdp 4"]),
-        ({"gpus": 1024, "fsdp": 5, "tp": 8}, ["1000 GPUs", "1024"]),
+        ({"gpus": 1024, "fsdp": 5, "tp": 8}, ["fsdp 5 x tp 8", "1024 GPUs"]),
         ({"gpus": 20, "tp": 2}, ["20 GPUs", "nodes of 8"]),
         ({"gpus": 96, "tp": 3}, ["tp is 3", "8 GPUs"]),
         ({"gpus": 0}, ["gpus is 0"]),
@@ -133,6 +133,7 @@ def test_the_groups_of_a_mesh_fill_nodes_from_the_inside() -> None:
         ({"gpus": 8, "gpus_per_node": 0}, ["gpus_per_node is 0"]),
         ({"gpus": 64, "ep": 2}, ["llama3-70b has no experts"]),
         ({"gpus": 64, "ep": 0}, ["ep is 0"]),
+        ({"gpus": 64, "replicas": 2, "fsdp": 2, "tp": 8}, ["replicas 2 x", "32 GPUs", "64"]),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(arguments: dict[str, int], words: list[str]) -> None:
@@ -142,6 +143,28 @@ def test_a_mesh_that_does_not_fit_is_refused(arguments: dict[str, int], words: l
     with pytest.raises(InputError) as raised:
         node_mesh(PRESETS["llama3-70b"], **arguments)
     assert all(word in str(raised.value) for word in words), raised.value
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        (
+            Sizes(tp=3),
+            "tp is 3, and a node has 8 GPUs: tensor parallel groups are parts of a node, so tp "
+            "divides it.",
+        ),
+        (Sizes(fsdp=3), "fsdp 3 does not divide 64 GPUs."),
+        (Sizes(replicas=3), "replicas 3 does not divide 64 GPUs."),
+        (Sizes(fsdp=5, tp=2), "fsdp 5 x tp 2 does not divide 64 GPUs."),
+        (Sizes(ep=3), "ep 3 does not divide 64 GPUs."),
+    ],
+)
+def test_a_size_that_no_mesh_has_is_refused_without_naming_others(
+    sizes: Sizes, sentence: str
+) -> None:
+    with pytest.raises(InputError) as refused:
+        meshes(TINY_MOE, 64, sizes)
+    assert str(refused.value) == sentence
 
 
 @pytest.mark.parametrize("model", [TINY, TINY_MOE])
@@ -712,7 +735,7 @@ def test_json_has_the_numbers_of_the_text(capsys: pytest.CaptureFixture[str]) ->
         (["--recipe", "FP8"], ["'FP8'", "mxfp8", "MXFP8BlockScaling"]),
         (["--recipe", "rowwise"], ["Float8RowwiseScaling", "--tflops"]),
         (["--recipe", "Float8RowwiseScaling"], ["Float8RowwiseScaling", "--tflops"]),
-        (["--gpus", "1000", "--fsdp", "64", "--tp", "8"], ["512 GPUs", "1000"]),
+        (["--gpus", "1000", "--fsdp", "64", "--tp", "8"], ["fsdp 64 x tp 8", "1000 GPUs"]),
         (["--heads", "60", "--kv-heads", "60", "--tp", "8"], ["heads 60", "tp 8"]),
         (["--heads", "7"], ["7 heads", "8 kv heads"]),
         (["--model", "mixtral-8x22b", "--experts", "12", "--ep", "8"], ["12 experts", "ep 8"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +191,25 @@ def test_an_unexpected_key_and_a_wrong_shape_are_still_errors() -> None:
         mlp().load_state_dict({**state, "7.weight": torch.ones(1)})
     with pytest.raises(RuntimeError, match="size mismatch"):
         mlp().load_state_dict({**state, "0.weight": torch.ones(N + 1)})
+
+
+def test_a_state_of_torchs_linears_is_refused_with_the_names_of_its_keys_here() -> None:
+    linears = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+    state = torch.nn.Sequential(*linears).state_dict()
+    model = fuser.Sequential(fuser.Linear(4, 4), fuser.Linear(4, 4, bias=False))
+    with pytest.raises(RuntimeError, match="Missing key") as caught:
+        model.load_state_dict(state)
+    assert str(caught.value).endswith(
+        'Rename "0.weight" to "0.basic_ops.0.weight", "0.bias" to "0.basic_ops.1.bias", "1.weight" '
+        'to "1.basic_ops.0.weight": a fuser.Linear has the keys of te.ops.Linear, and not those of '
+        "torch.nn.Linear."
+    )
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.load_state_dict(state, strict=False)
+    assert all(map(torch.equal, model.parameters(), before))
+    renames = re.findall(r'"(\S+)" to "(\S+)"', str(caught.value))
+    model.load_state_dict({new: state[old] for old, new in renames})
+    assert all(map(torch.equal, model.parameters(), state.values()))
 
 
 def test_an_assigned_state_is_used_by_a_model_that_was_made_on_meta() -> None:

@@ -51,17 +51,13 @@ class Mesh:
                 raise InputError(f"The mesh has {name} {size}; it must be 1 or more.")
         if self.replicas * self.fsdp * self.tp != self.gpus:
             raise InputError(
-                f"The mesh of {self.replicas} replicas x fsdp {self.fsdp} x tp {self.tp} has "
+                f"The mesh of replicas {self.replicas} x fsdp {self.fsdp} x tp {self.tp} has "
                 f"{self.replicas * self.fsdp * self.tp} GPUs, and there are {self.gpus}."
             )
         node = self.gpus_per_node
         if self.gpus > node and self.gpus % node:
             raise InputError(f"{self.gpus} GPUs are not whole nodes of {node}.")
-        if node % self.tp:
-            raise InputError(
-                f"tp is {self.tp}, and a node has {node} GPUs: tensor parallel groups are parts of "
-                "a node, so tp divides it."
-            )
+        _check_tensor(self.tp, node)
         if (self.fsdp * self.tp) % self.ep:
             raise InputError(
                 f"ep is {self.ep}, and fsdp {self.fsdp} x tp {self.tp} is {self.fsdp * self.tp} "
@@ -131,6 +127,7 @@ def meshes(model: Transformer, gpus: int, sizes: Sizes) -> list[Mesh]:
     for name, size in {"gpus": gpus, **vars(sizes)}.items():
         if size is not None and size < 1:
             raise InputError(f"{name} is {size}; it must be 1 or more.")
+    _check_given(gpus, sizes)
     allowed: list[Mesh] = []
     refusals: list[InputError] = []
     for fsdp, tp, ep, replicas in _choices(model, gpus, sizes):
@@ -144,6 +141,25 @@ def meshes(model: Transformer, gpus: int, sizes: Sizes) -> list[Mesh]:
     if not allowed:
         raise refusals[-1]  # of the largest tp and fsdp
     return allowed
+
+
+def _check_given(gpus: int, sizes: Sizes) -> None:
+    """Refuse sizes that no choice of the others completes to a mesh of ``gpus``."""
+    if sizes.tp is not None:
+        _check_tensor(sizes.tp, sizes.gpus_per_node)
+    given = {name: getattr(sizes, name) or 1 for name in ("replicas", "fsdp", "tp")}
+    for factors in (given, {"ep": sizes.ep or 1}):
+        if gpus % math.prod(factors.values()):
+            text = " x ".join(f"{name} {size}" for name, size in factors.items() if size > 1)
+            raise InputError(f"{text} does not divide {gpus} GPUs.")
+
+
+def _check_tensor(tp: int, node: int) -> None:
+    if node % tp:
+        raise InputError(
+            f"tp is {tp}, and a node has {node} GPUs: tensor parallel groups are parts of a node, "
+            "so tp divides it."
+        )
 
 
 def _choices(model: Transformer, gpus: int, sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:

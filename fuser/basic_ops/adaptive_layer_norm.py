@@ -10,7 +10,14 @@ import torch
 
 from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError
-from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
+from fuser.op import (
+    BasicOperation,
+    Grads,
+    OperationContext,
+    check_sizes,
+    write_grad_input,
+    write_output,
+)
 from fuser.reference import normalization as reference
 from fuser.specs import PlanKey, TensorSpec
 
@@ -46,10 +53,11 @@ class AdaptiveLayerNorm(BasicOperation):
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
         super().__init__()
-        if hidden_size < 1 or not 0 <= eps < math.inf or batch_dim < 0:
+        check_sizes("AdaptiveLayerNorm", hidden_size=hidden_size)
+        if not 0 <= eps < math.inf or batch_dim < 0:
             raise InputError(
-                f"AdaptiveLayerNorm got hidden_size {hidden_size}, eps {eps} and batch_dim "
-                f"{batch_dim}; the size must be positive, eps finite, and none of them negative."
+                f"AdaptiveLayerNorm got eps {eps} and batch_dim {batch_dim}; eps must be finite, "
+                "and neither of them negative."
             )
         self.hidden_size = hidden_size
         self.eps = eps

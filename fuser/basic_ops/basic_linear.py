@@ -30,6 +30,7 @@ from fuser.op import (
     ParallelMode,
     cast,
     check_parameter,
+    check_sizes,
     write_grad_input,
     write_output,
 )
@@ -69,8 +70,10 @@ class BasicLinear(LinearWeight):
 
     Raises
     ------
+    InputTypeError
+        On a feature size that is not an integer.
     InputError
-        On a feature size that is not positive or that the ranks do not divide, an unknown
+        On one that is not positive or that the ranks do not divide, an unknown
         parallel mode, ``sequence_parallel`` without a mode, or a group without this rank.
     StateError
         If a group is given and torch.distributed is not initialised.
@@ -94,11 +97,7 @@ class BasicLinear(LinearWeight):
         accumulate_into_main_grad: bool = False,
     ) -> None:
         super().__init__()
-        if in_features <= 0 or out_features <= 0:
-            raise InputError(
-                f"BasicLinear got in_features={in_features} and out_features={out_features}; "
-                "both must be positive."
-            )
+        check_sizes("BasicLinear", in_features=in_features, out_features=out_features)
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
         self.shard(tensor_parallel_mode, tensor_parallel_group, sequence_parallel)

@@ -17,6 +17,7 @@ from fuser.op import (
     OperationContext,
     cast,
     check_parameter,
+    check_sizes,
     default_device,
     default_dtype,
     quantizes_values,
@@ -63,8 +64,7 @@ class Bias(BasicOperation):
         tensor_parallel_group: GroupArgument = None,
     ) -> None:
         super().__init__()
-        if size <= 0:
-            raise InputError(f"Bias got size {size}; it must be positive.")
+        check_sizes("Bias", size=size)
         self.size = self.local_size = size
         self.tensor_parallel = tensor_parallel
         self._group = GroupRef(tensor_parallel_group)

@@ -37,6 +37,7 @@ from fuser.op import (
     Grads,
     OperationContext,
     cast,
+    check_sizes,
     default_device,
     default_dtype,
     write_grad_input,
@@ -123,13 +124,12 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         scale_bias: bool = False,
     ) -> None:
         super().__init__(accumulate_into_main_grad, delay_wgrad_compute)
-        for name, size in (
-            ("num_groups", num_groups),
-            ("in_features", in_features),
-            ("out_features", out_features),
-        ):
-            if size <= 0:
-                raise InputError(f"GroupedLinear got {name}={size}; it must be positive.")
+        check_sizes(
+            "GroupedLinear",
+            num_groups=num_groups,
+            in_features=in_features,
+            out_features=out_features,
+        )
         self.num_groups = num_groups
         self.in_features = in_features
         self.out_features = out_features

@@ -17,6 +17,7 @@ from fuser.op import (
     OperationContext,
     cast,
     check_parameter,
+    check_sizes,
     default_device,
     default_dtype,
     quantizes_values,
@@ -60,14 +61,14 @@ class _Normalization(BasicOperation):
         sm_margin: int | dict[str, int] = 0,
     ) -> None:
         super().__init__()
-        shape = (
-            (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        )
-        if not shape or min(shape) <= 0:
-            raise InputError(
-                f"{type(self).__name__} got normalized_shape {normalized_shape}; every size in "
-                "it must be positive."
-            )
+        name = type(self).__name__
+        if isinstance(normalized_shape, str) or not isinstance(normalized_shape, Iterable):
+            normalized_shape = (normalized_shape,)
+        shape = tuple(normalized_shape)
+        if not shape:
+            raise InputError(f"{name} got normalized_shape {shape}; it needs at least one size.")
+        for size in shape:
+            check_sizes(name, normalized_shape=size)
         self.normalized_shape = shape
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma

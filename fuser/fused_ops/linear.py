@@ -10,7 +10,13 @@ import torch
 from fuser.basic_ops import AllReduce, BasicLinear, Bias, ReduceScatter
 from fuser.communication import GroupArgument, divided, group_size, rank_in
 from fuser.errors import InputError
-from fuser.op import BasicOperation, FusedOperation, ParallelMode, check_parallel_mode
+from fuser.op import (
+    BasicOperation,
+    FusedOperation,
+    ParallelMode,
+    check_parallel_mode,
+    check_sizes,
+)
 
 
 class Linear(FusedOperation):
@@ -49,6 +55,7 @@ class Linear(FusedOperation):
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
         check_parallel_mode("Linear", tensor_parallel_mode, sequence_parallel)
         mode, group = tensor_parallel_mode, tensor_parallel_group
         ranks = group_size("Linear", group) if mode is not None else 1

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from fuser import basic_ops
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError, InputTypeError, refuse_unknown
 from fuser.modules.arguments import GroupedOptions, linear_arguments, one_of_two
 from fuser.modules.layer import InitMethod, Layer, Place
 from fuser.modules.parallel import refuse_ranks
@@ -135,8 +135,11 @@ class GroupedLinear(Layer):
         m_splits: Sequence[int] | torch.Tensor,
         *,
         training: bool = True,
+        **unknown: NoReturn,
     ) -> FusionPlan:
         """The plan of a call with such arguments."""
+        if unknown:
+            refuse_unknown("The plan of a GroupedLinear", GroupedLinear.plan, unknown)
         self.hand_parameters_to_ops()
         return self.ops.plan(inp, self._sizes(m_splits), training=training)
 

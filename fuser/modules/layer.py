@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from fuser import basic_ops, fused_ops
 from fuser.basic_ops.collectives import CollectiveOperation
 from fuser.basic_ops.linear_weight import parallel_text
-from fuser.errors import InputError, StateError
+from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op import BasicOperation, FusedOperation, FusibleOperation, HiddenOps
 from fuser.plan.plan import FusionPlan
 from fuser.sequential import OpKwargs, Sequential
@@ -238,7 +238,11 @@ class InputLayer(Layer):
     if TYPE_CHECKING:
         __call__ = forward
 
-    def plan(self, input: torch.Tensor, *, training: bool = True) -> FusionPlan:
+    def plan(
+        self, input: torch.Tensor, *, training: bool = True, **unknown: NoReturn
+    ) -> FusionPlan:
         """The plan of a call with such an input, as from ``Sequential.plan``."""
+        if unknown:
+            refuse_unknown(f"The plan of a {type(self).__name__}", InputLayer.plan, unknown)
         self.hand_parameters_to_ops()
         return self.ops.plan(input, training=training)

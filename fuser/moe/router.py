@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 import torch
 from torch.autograd.function import once_differentiable
 
-from fuser.errors import InputError, InputTypeError
+from fuser.errors import InputError
+from fuser.op import check_sizes
 from fuser.op.parameters import default_device, default_dtype
 from fuser.torch_private import breaks_graph
 
@@ -107,12 +108,7 @@ class Router(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"hidden": hidden, "num_experts": num_experts, "top_k": top_k}
-        for name, size in sizes.items():
-            if type(size) is not int:
-                raise InputTypeError(f"Router takes an int as {name}; got {size!r}.")
-            if size < 1:
-                raise InputError(f"Router got {name}={size}; it is at least 1.")
+        check_sizes("Router", hidden=hidden, num_experts=num_experts, top_k=top_k)
         if top_k > num_experts:
             raise InputError(f"Router got top_k={top_k} of num_experts={num_experts}.")
         if score not in get_args(Score):

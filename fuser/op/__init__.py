@@ -11,6 +11,7 @@ from fuser.op.parameters import (
     ParallelMode,
     check_parallel_mode,
     check_parameter,
+    check_sizes,
     default_device,
     default_dtype,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "autocast_dtype",
     "cast",
     "check_parallel_mode",
+    "check_sizes",
     "check_parameter",
     "default_device",
     "default_dtype",

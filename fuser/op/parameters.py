@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+import operator
+import re
+from typing import Literal, SupportsIndex, get_args
 
 import torch
 
-from fuser.errors import InputError
+from fuser.errors import InputError, InputTypeError
 from fuser.tensors.sharding import is_distributed
 from fuser.torch_private import is_default_device_set
 
 ParallelMode = Literal["column", "row"]
 COMPUTE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# An integer that is a float or a text.
+_WHOLE = re.compile(r"(\d+)(\.0*)?")
 
 
 def default_device(device: torch.device | str | None) -> torch.device:
@@ -56,6 +60,25 @@ def check_parameter(op: str, name: str, parameter: torch.Tensor, shape: tuple[in
     is_whole = len(found) == len(shape) and parameter.numel() and not is_distributed(parameter)
     if found != shape and is_whole:
         raise InputError(f"{op} has a {name} of shape {found}; it must be {shape}.")
+
+
+def check_sizes(op: str, **sizes: object) -> None:
+    """Refuse sizes that are not positive integers; each has the name of its argument.
+
+    Raises
+    ------
+    InputTypeError
+        If one is not an integer.
+    InputError
+        If one is not positive.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, SupportsIndex) or isinstance(size, bool):
+            whole = _WHOLE.fullmatch(str(size))
+            hint = f" Write {name}={whole[1]}." if whole else ""
+            raise InputTypeError(f"{op} takes an int as {name}; got {size!r:.60}.{hint}")
+        if operator.index(size) <= 0:
+            raise InputError(f"{op} got {name}={size}; it must be positive.")
 
 
 def check_parallel_mode(

@@ -290,6 +290,7 @@ def quantized_model_init(
     enabled: bool = True,
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
+    **unknown: NoReturn,
 ) -> Iterator[None]:
     """Make the weights of linears in the format of ``recipe``; there is no unquantized copy.
 
@@ -315,7 +316,14 @@ def quantized_model_init(
         Keep the initial values on the CPU, for an optimizer's master weights:
         ``weight.get_high_precision_init_val()`` returns them, and
         ``weight.clear_high_precision_init_val()`` frees them.
+
+    Raises
+    ------
+    InputTypeError
+        If ``enabled`` is not a bool, or ``recipe`` not a recipe, or there is any other argument.
     """
+    if unknown:
+        refuse_unknown("quantized_model_init", quantized_model_init, unknown)
     _check_arguments("quantized_model_init", enabled, recipe)
     recipe = recipe or default_recipe()
     chosen = ParameterInit(recipe, preserve_high_precision_init_val) if enabled else None

@@ -3,59 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
 
 from fuser.communication import GroupArgument
-from fuser.errors import InputError, close_name
+from fuser.errors import InputError
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import Recipe
 
 Result = TypeVar("Result")
-
-_NOT_HERE = {
-    **dict.fromkeys(
-        ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
-    ),
-    **dict.fromkeys(
-        ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
-        "this library has no attention",
-    ),
-    "moe_permute": "it is fuser.moe.permute, and in a pipeline the op fuser.MoeDispatch",
-    "moe_unpermute": "it is fuser.moe.unpermute, and in a pipeline the op fuser.MoeCombine",
-    **dict.fromkeys(
-        ("FusedAdam", "FusedSGD"), "torch.optim has optimizers that take this library's parameters"
-    ),
-    "FusedLayerNorm": "it is fuser.LayerNorm",
-    "FusedRMSNorm": "it is fuser.RMSNorm",
-}
-_PLACES = ("modules", "moe", "recipe", "distributed", "testing")
-"""The modules in which a name that is not at the top level may be."""
-
-
-def missing_attribute(name: str) -> NoReturn:
-    """The package's ``__getattr__``: the error names fuser's equivalent of a name in te."""
-    package = sys.modules["fuser"]
-    sentence = f"module 'fuser' has no attribute {name!r}"
-    found = {place: getattr(getattr(package, place, None), name, None) for place in _PLACES}
-    places = [p for p, value in found.items() if _is_of_fuser(value)]
-    if name in _NOT_HERE:
-        sentence += f": {_NOT_HERE[name].format(name=name)}."
-    elif places:
-        sentence += f": it is fuser.{places[0]}.{name}."
-    elif (close := close_name(name, getattr(package, "__all__", ()))) is not None:
-        sentence += f". Did you mean fuser.{close}?"
-    raise AttributeError(sentence, name=name, obj=package)
-
-
-def _is_of_fuser(value: object) -> bool:
-    """Whether a class or a function is defined here, and not imported by one of the modules."""
-    return callable(value) and value.__module__.partition(".")[0] == "fuser"
 
 
 def get_default_recipe() -> Recipe:
