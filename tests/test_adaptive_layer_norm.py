@@ -209,7 +209,7 @@ def test_another_shape_is_refused_with_those_that_it_takes(
 def test_arguments_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(fuser.InputError, match="finite"):
         fuser.AdaptiveLayerNorm(7, **options)
-    with pytest.raises(fuser.InputError, match="hidden_size 0"):
+    with pytest.raises(fuser.InputError, match="hidden_size=0"):
         fuser.AdaptiveLayerNorm(0)
 
 

@@ -63,12 +63,12 @@ class _Normalization(BasicOperation):
         super().__init__()
         name = type(self).__name__
         if isinstance(normalized_shape, str) or not isinstance(normalized_shape, Iterable):
+            check_sizes(name, normalized_shape=normalized_shape)
             normalized_shape = (normalized_shape,)
         shape = tuple(normalized_shape)
         if not shape:
             raise InputError(f"{name} got normalized_shape {shape}; it needs at least one size.")
-        for size in shape:
-            check_sizes(name, normalized_shape=size)
+        check_sizes(name, **{f"normalized_shape[{i}]": size for i, size in enumerate(shape)})
         self.normalized_shape = shape
         self.eps = eps
         self.zero_centered_gamma = zero_centered_gamma
