@@ -1256,7 +1256,7 @@ def test_every_recipe_names_an_argument_that_it_does_not_take(cls: type[Any]) ->
     ],
 )
 def test_a_size_is_a_positive_integer(make: Callable[[Any], Any], op: str, size: str) -> None:
-    for given, hint in (("4", True), (4.0, True), (4.5, False), ("four", False), (None, False)):
+    for given, hint in (("4", True), (4.0, True), (4.5, False), ("four", False), (True, False)):
         with pytest.raises(fuser.InputTypeError) as caught:
             make(given)
         sentence = f"{op} takes an int as {size}; got {given!r}."

@@ -430,9 +430,30 @@ SENTENCES = (
     Mutant(
         "a call takes every keyword argument",
         "sequential.py",
-        "        if unknown:\n",
-        "        if False:\n",
+        '        if unknown:\n            refuse_unknown(f"The call',
+        '        if False:\n            refuse_unknown(f"The call',
         "test_bad_input.py::test_wrong_arguments_are_named_with_what_to_write",
+    ),
+    Mutant(
+        "a plan takes every keyword argument",
+        "sequential.py",
+        '        if unknown:\n            refuse_unknown(f"The plan',
+        '        if False:\n            refuse_unknown(f"The plan',
+        "test_bad_input.py::test_wrong_arguments_are_named_with_what_to_write",
+    ),
+    Mutant(
+        "a size may be True",
+        "op/parameters.py",
+        "not isinstance(size, SupportsIndex) or isinstance(size, bool)",
+        "not isinstance(size, SupportsIndex)",
+        "test_bad_input.py::test_a_size_is_a_positive_integer",
+    ),
+    Mutant(
+        "a name of another module is not looked for",
+        "errors.py",
+        "        elif places:\n",
+        "        elif False:\n",
+        "test_bad_input.py::test_names_of_te_that_are_elsewhere_or_absent_say_so",
     ),
     Mutant(
         "an op is placed after itself",
