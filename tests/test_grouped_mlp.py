@@ -12,7 +12,12 @@ import torch
 from every_format import RECIPES
 from pipeline_kernels import on_kernels
 from pointwise_cases import FORMULAS
-from test_grouped_products import PADDED, at_once, pytestmark  # noqa: F401 - a fixture, and marks
+from test_grouped_products import (  # noqa: F401 - a fixture, and marks
+    PADDED,
+    InFp64,
+    at_once,
+    pytestmark,
+)
 from torch.utils.checkpoint import checkpoint
 
 import fuser
@@ -208,9 +213,10 @@ def test_scales_in_fp32_get_gradients_in_fp32(make: Callable[[], Any]) -> None:
         model = mlp(fusions=fusions, bias=True, scale_bias=True)
         given, sizes, recipe = tensors(), torch.tensor(SPLITS), make()
         scales = [given["scales"].float().requires_grad_() for _ in range(3)]
-        with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-            y = model(given["x"], sizes, scales[0], scales[1], sizes, scales[2])
-        y.backward(given["dy"])
+        with InFp64():
+            with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+                y = model(given["x"], sizes, scales[0], scales[1], sizes, scales[2])
+            y.backward(given["dy"])
         found.append([each.grad for each in scales])
     for one, other in zip(*found, strict=True):
         assert one.dtype is torch.float32

@@ -69,16 +69,16 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 class InFp64(TorchDispatchMode):
-    """16-bit products and sums are computed in fp64 and rounded once, so that no order counts.
+    """Products and sums are computed in fp64 and rounded once, so that no order counts.
 
-    Two orders of such a sum differ by 2**-48 of its terms, which a rounding to 16 bits hides.
+    Two orders of such a sum differ by 2**-48 of its terms, which the rounding hides.
     """
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         dtype = args[0].dtype if args and isinstance(args[0], torch.Tensor) else None
-        if dtype not in (FP16, BF16):
+        if dtype not in (FP16, BF16, torch.float32):
             return function(*args, **(kwargs or {}))
         if function is torch.ops.aten._grouped_mm.default:
             return grouped_product(*args).to(dtype)
