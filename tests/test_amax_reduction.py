@@ -125,6 +125,22 @@ def other_order(rank: int) -> Any:
     return [scales_of(op) for op in ops]
 
 
+def loaded_and_not_used(rank: int) -> Any:
+    """The input's scale of an op, after steps without it on all ranks and on one."""
+    seen = []
+    for loads in ((0, 1), (0,)):
+        ops = linears(2)
+        step(ops, (4.0, 4.0))
+        saved = copy.deepcopy(ops[1].state_dict())
+        step(ops, (4.0, 2.0))
+        if rank in loads:
+            ops[1].load_state_dict(saved)
+        for amaxes in ((8.0, None), ((8.0, None), (8.0, 32.0))[rank], (8.0, None)):
+            step(ops, amaxes)
+            seen.append(scales_of(ops[1])["forward"][0])
+    return seen
+
+
 def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
@@ -272,6 +288,7 @@ def cases() -> dict[str, Any]:
     others = [
         other_ops,
         other_order,
+        loaded_and_not_used,
         other_ops_made,
         ops_of_other_sizes,
         copies_made_later,
@@ -360,6 +377,13 @@ def test_an_op_that_some_ranks_do_not_run_has_the_amaxes_of_those_that_do(
     first, second = results["other_ops"]
     assert first[0] == second[0]
     assert first[-1] == second[-1]
+
+
+def test_a_step_that_does_not_use_a_loaded_state_ends_and_the_state_takes_other_ranks_amaxes(
+    results: dict[str, list[Any]],
+) -> None:
+    for seen in results["loaded_and_not_used"]:
+        assert seen == pytest.approx([448 / 4, 448 / 32, 448 / 32] * 2), seen
 
 
 def test_ranks_that_run_ops_in_another_order_reduce_the_amaxes_of_the_same_op(

@@ -92,7 +92,7 @@ class _Place(NamedTuple):
     """The place of a state in the list."""
 
     recipe: DelayedScaling
-    size: int
+    dtypes: Sequence[DType]
 
 
 Used = dict[tuple[int, str], DelayedScaling]
@@ -150,8 +150,14 @@ class AmaxReduction:
             self._add(used, device, group)
             late = self._exchange(used, device, group)
         self._late = late
-        newest = [(identity.state(), amaxes) for identity, amaxes in self._amaxes.items()]
-        ended = [(s, amaxes.to(s.scale.device)) for s, amaxes in newest if s is not None]
+        ended = []
+        for identity, amaxes in self._amaxes.items():
+            state = identity.state()
+            if state is None:
+                continue
+            if state._recipe is None:  # it was loaded, and not used since
+                state.prepare(*self._places[identity], device)
+            ended.append((state, amaxes.to(state.scale.device)))
         return cast("list[tuple[StateT, torch.Tensor]]", ended)
 
     def _without_place(self, states: Sequence[State]) -> list[State]:
@@ -183,7 +189,7 @@ class AmaxReduction:
         return late
 
     def _lay_out(self, device: torch.device) -> None:
-        sizes = [place.size for place in self._places.values()]
+        sizes = [len(place.dtypes) for place in self._places.values()]
         with torch.inference_mode(False):  # it outlives an inference region
             flags, absent = torch.eye(2, device=device), torch.full((sum(sizes),), -1.0).to(device)
             self._blank = (torch.cat([flags[1], absent]), torch.cat([flags[0], absent]))
@@ -216,7 +222,7 @@ class AmaxReduction:
             missing, dtypes, _ = op._delayed_state(mode, recipe, device)
             if missing._recipe != recipe:
                 missing.prepare(recipe, dtypes, device)
-            self._places[missing._identity] = _Place(recipe, missing.scale.numel())
+            self._places[missing._identity] = _Place(recipe, dtypes)
         self._lay_out(device)
 
 
