@@ -127,8 +127,9 @@ class autocast(contextlib.ContextDecorator):
     amax_reduction_group
         The ranks over which delayed scaling takes the maximum of its amaxes, once a
         step: a process group, or a device mesh of one dimension; None for all ranks.
-        Every rank of the group must then train the same model: each step quantizes in
-        at least one op on every rank, and ends with as many backwards. Ops may differ,
+        Every rank of the group must then train the same model, and enter autocast at the
+        same places: each step quantizes in at least one op on every rank, and ends with
+        as many backwards. Ops may differ,
         such as experts without tokens, if all ranks have made the same ops in the
         same order; the amaxes of an op are those of the ranks that ran it.
 
