@@ -335,28 +335,33 @@ class RecordedForward:
         extra outputs. The first call records; if the forward cannot be repeated, it returns what
         ``forward`` returned.
         """
-        versions: dict[int, Versions] = {}
-        known = self._recording
         if keywords.kept:
             tensors = (*tensors, *keywords.kept)
-        if known is not None:
-            if known.used:
-                note_uses(known.used)
-            results: tuple[Any, ...] = _played(known.sequence, tensors)
-            if known.keeps:
-                for each in known.keeps:
-                    each.keep(keywords.before, results[-1])
-                results = results[:-1]
-            if len(results) == 2:
-                return results
-            output, produced, saved = results
-            for i, owner, picked in known.versioned:
-                versions[i] = Versions(picked(tensors), owner)
-            return output, produced, (self, versions), saved, None, known.specs
+        known = self._recording
+        if known is None:
+            return self._record(tensors, keywords, lambda: forward(*args))
+        if known.used:
+            note_uses(known.used)
+        results: tuple[Any, ...] = _played(known.sequence, tensors)
+        if known.keeps:
+            for each in known.keeps:
+                each.keep(keywords.before, results[-1])
+            results = results[:-1]
+        if len(results) == 2:
+            return results
+        output, produced, saved = results
+        versions = {i: Versions(picked(tensors), owner) for i, owner, picked in known.versioned}
+        return output, produced, (self, versions), saved, None, known.specs
+
+    def _record(
+        self, tensors: Tensors, keywords: Keywords, forward: Callable[[], tuple[Any, ...]]
+    ) -> tuple[Any, ...]:
+        """The results of ``forward``, as :meth:`run` returns them, which is recorded."""
+        versions: dict[int, Versions] = {}
         with noting_uses() as used:
             sequence, results, slotted = record(
                 tensors,
-                lambda: forward(*args),
+                forward,
                 constants=self._constants,
                 runs=self._parameters.memory(tensors[1:]),
                 with_calls=True,

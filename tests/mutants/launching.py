@@ -179,8 +179,8 @@ LAUNCH_CACHE = (
     Mutant(
         "a recorded forward of delayed scaling adds nothing to the step",
         "runtime/recorded.py",
-        "                note_uses(known.used)\n",
-        "                pass\n",
+        "            note_uses(known.used)\n",
+        "            pass\n",
         "test_recorded.py::test_recorded_steps_have_the_bits_of_the_plans_own_code",
         select="delayed",
     ),

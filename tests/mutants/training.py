@@ -93,8 +93,8 @@ KEPT_WEIGHTS = (
     Mutant(
         "a replay of a first microbatch keeps nothing",
         "runtime/recorded.py",
-        "                    each.keep(keywords.before, results[-1])",
-        "                    pass",
+        "                each.keep(keywords.before, results[-1])",
+        "                pass",
         "test_recorded_microbatches.py",
         select="nobody_counts or two_containers",
     ),
