@@ -350,7 +350,9 @@ class RecordedForward:
         if len(results) == 2:
             return results
         output, produced, saved = results
-        versions = {i: Versions(picked(tensors), owner) for i, owner, picked in known.versioned}
+        versions: dict[int, Versions] = {}
+        for i, owner, picked in known.versioned:
+            versions[i] = Versions(picked(tensors), owner)
         return output, produced, (self, versions), saved, None, known.specs
 
     def _record(
