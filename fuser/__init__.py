@@ -51,7 +51,6 @@ from fuser.errors import (
     InputTypeError,
     StateError,
 )
-from fuser.errors import explains_names as _explains_names
 from fuser.formats import DType
 from fuser.fused_ops import Linear
 from fuser.fused_ops.catalog import FUSIONS
@@ -109,7 +108,7 @@ from fuser.tensors import (
 from fuser.version import __version__
 
 if not _typing.TYPE_CHECKING:  # a type checker would accept every name of this package
-    __getattr__ = _explains_names("fuser")
+    from fuser.errors import missing_attribute as __getattr__  # noqa: F401
 
 __all__ = [
     "Activation",

@@ -95,6 +95,11 @@ def _names_of(module: str) -> list[str]:
     return names
 
 
+# An ``__init__`` file computes nothing: it imports these as its ``__getattr__``.
+missing_attribute = explains_names("fuser")
+missing_layer = explains_names("fuser.modules")
+
+
 # -- arguments that a function does not take ---------------------------------------------
 
 _HINTS = {

@@ -473,4 +473,4 @@ def test_a_group_needs_process_groups(op: Any) -> None:
     """With ranks: test_expert_parallel.py."""
     assert op(expert_parallel_group=None).expert_parallel_size == 1
     with pytest.raises(StateError, match=r"Moe\w+ communicates .*init_process_group first"):
-        op(expert_parallel_group=8)
+        op(expert_parallel_group=torch.distributed.ProcessGroup(0, 2))
