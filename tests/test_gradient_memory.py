@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from test_random_replays import OnTorch, patched
 
 import fuser
 from fuser.cuda import launch
+from fuser.runtime import codegen
 
 Ops = Callable[[], list[fuser.BasicOperation]]
 WIDTH = 32
@@ -86,3 +88,40 @@ def test_a_gradient_to_which_more_is_added_is_no_part_of_another(
         assert len(set(places)) == len(leaves)
         for leaf, grad in zip(leaves, once, strict=True):
             torch.testing.assert_close(leaf.grad, 2 * grad)
+
+
+def test_what_shares_no_memory_is_not_copied() -> None:
+    """Such as the gradients of experts' weights, which are parts of one buffer."""
+    parts = torch.arange(24.0).view(4, 6).unbind()
+    assert all(map(operator.is_, codegen._separate(parts), parts))
+    once = torch.ones(3)
+    assert all(each is once for each in codegen._separate((once, None, once)) if each is not None)
+    whole = torch.arange(6.0)
+    results = codegen._separate((whole, None, whole[2:], whole.view(2, 3)))
+    given = (whole, None, whole[2:], whole.view(2, 3))
+    tensors = [each for each in results if each is not None]
+    assert len({each.untyped_storage().data_ptr() for each in tensors}) == 3
+    for each, expected in zip(results, given, strict=True):
+        assert (each is None) == (expected is None)
+        assert each is None or torch.equal(each, expected)
+
+
+def test_gradients_of_experts_are_copied_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    separate = codegen._separate
+
+    def noted(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        results = separate(grads)
+        copied.append(sum(map(operator.is_not, results, grads)))
+        return results
+
+    monkeypatch.setattr(codegen, "_separate", noted)
+    model = fuser.Sequential(
+        fuser.GroupedLinear(4, WIDTH, 2 * WIDTH, device="cpu"),
+        fuser.ScaledSwiGLU(),
+        fuser.GroupedLinear(4, WIDTH, WIDTH, device="cpu"),
+    )
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    sizes, scales = torch.tensor([2, 0, 5, 1]), torch.rand(8, requires_grad=True)
+    model(x, sizes, scales, sizes).sum().backward()
+    assert copied == [0]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from fuser.cuda.sequence import end_of
 from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
 from fuser.plan.graph import Source, assumes_extra_outputs
@@ -660,12 +661,13 @@ def _separate(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | No
 
     Autograd takes a gradient for the ``.grad`` of a leaf if nothing else refers to the tensor, and
     adds to it in place. It sees that one tensor is returned twice, and not that memory is.
+    Parts of one buffer, as the gradients of experts' weights, share none.
     """
-    owners: dict[int, torch.Tensor] = {}
-    found = list(grads)
-    for place, grad in enumerate(grads):
-        if type(grad) is not torch.Tensor or not grad.numel():
-            continue
-        if owners.setdefault(grad.untyped_storage().data_ptr(), grad) is not grad:
-            found[place] = grad.clone()
-    return tuple(found)
+    plain = {id(g): g for g in grads if type(g) is torch.Tensor and g.numel()}
+    copies: dict[int, torch.Tensor] = {}
+    end = 0
+    for grad in sorted(plain.values(), key=torch.Tensor.data_ptr):
+        if grad.data_ptr() < end:
+            copies[id(grad)] = grad.clone()
+        end = max(end, end_of(grad))
+    return tuple([copies.get(id(grad), grad) for grad in grads])
