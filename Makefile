@@ -26,8 +26,9 @@ MUTANTS_FLAGS ?=
 # make test-cuda-build CUDA_TORCH=torch==2.14.1; by default the release of `make test`
 CUDA_TORCH ?= $(shell grep ^torch== constraints.txt)
 CUDA_VENV ?= .venv-cuda
+CUDA_BUILD_TESTS := $(addprefix tests/,plan runtime tensors recipes ops experts te)
 
-.PHONY: demo demo-sharded compare mutants test test-fast test-cuda-build test-elsewhere lint format \
+.PHONY: demo demo-sharded compare mutants test test-fast test-nightly test-cuda-build test-elsewhere lint format \
 	clean
 
 demo: $(VENV)/.ready
@@ -48,12 +49,19 @@ mutants: $(VENV)/.ready
 test: lint
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-test-fast: $(VENV)/.ready
-	$(BIN)/python -m pytest -n auto --dist worksteal --check-slow-files -m "not slow" tests --ignore tests/gpu
+# With every combination of the parameters of tests that `make test` takes a sample of.
+test-nightly: lint
+	$(BIN)/python -m pytest -n auto --dist worksteal --full
 
-# With a torch that is built for CUDA, as `pip install torch` brings it; no GPU needed.
+# make test-fast AFFECTED_FLAGS="--since HEAD~3 --steps 3"
+test-fast: $(VENV)/.ready
+	tests=$$($(BIN)/python tests/affected.py $(AFFECTED_FLAGS)) && \
+		$(BIN)/python -m pytest -n auto --dist worksteal $$tests
+
+# The tests that need neither ranks nor compilers, with a torch that is built for CUDA, as
+# `pip install torch` brings it; no GPU needed.
 test-cuda-build: $(CUDA_VENV)/.ready
-	$(CUDA_VENV)/bin/python -m pytest -n auto --dist worksteal -m "not slow" tests --ignore tests/gpu
+	$(CUDA_VENV)/bin/python -m pytest -n auto --dist worksteal $(CUDA_BUILD_TESTS)
 
 $(CUDA_VENV)/.ready: pyproject.toml forecast/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)

@@ -23,7 +23,7 @@ from fuser.cuda import (
     pointwise,
 )
 from fuser.cuda.launch import kernels_support
-from fuser.formats import mxfp8_scale_shape
+from fuser.formats import MXFP8_BLOCK, MXFP8_SWIZZLED, NumberFormat, mxfp8_scale_shape
 from fuser.functional import normalization as norm_ops
 from fuser.functional import pointwise as ops
 from fuser.functional.amax import amax as amax_of
@@ -333,7 +333,14 @@ def mxfp8_swizzled(inputs: Inputs) -> Calls:
 
     def launch() -> None:
         mxfp8.quantize(
-            x, E4M3, swizzled=True, row=row, row_scale=row_scale, col=col, col_scale=col_scale
+            NumberFormat("MXFP8", E4M3, MXFP8_SWIZZLED, MXFP8_BLOCK),
+            x,
+            {
+                "_rowwise_data": row,
+                "_rowwise_scale_inv": row_scale,
+                "_columnwise_data": col,
+                "_columnwise_scale_inv": col_scale,
+            },
         )
 
     return {"fuser": inputs.kernel(launch, lambda: mxfp8_reference.quantize(x, E4M3))}

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fuser
-from fuser.plan.text import format_bytes
+from fuser.report.text import format_bytes
 
 # Gates and values of a SwiGLU alternate in blocks of this many outputs if ranks may share them:
 # then a rank's consecutive outputs have both. It does not depend on the number of ranks, so that a

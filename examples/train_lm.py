@@ -526,7 +526,7 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
 
 def bytes_moved(steps: Iterable[fuser.plan.plan.Step]) -> str:
     """The bytes per token that the steps of a plan move through memory, as text."""
-    return fuser.plan.text.format_bytes(sum(step.bytes_per_token for step in steps))
+    return fuser.report.text.format_bytes(sum(step.bytes_per_token for step in steps))
 
 
 def counted(count: int, noun: str) -> str:

@@ -64,7 +64,6 @@ from fuser.precision.availability import (
 )
 from fuser.precision.contexts import autocast, quantized_model_init
 from fuser.recipe import QuantizerRole
-from fuser.report import draw as _draw  # noqa: F401 - registers the renderers of plans
 from fuser.runtime.graphs import make_graphed_callables
 from fuser.runtime.pipeline import (
     OperationFuser,

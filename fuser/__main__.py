@@ -17,9 +17,9 @@ import torch
 
 from fuser.errors import FuserError, InputError, InputTypeError, StateError
 from fuser.op import COMPUTE_DTYPES
-from fuser.plan.plan import renderer_for
-from fuser.report.doctor import diagnose
+from fuser.report.draw import drawable
 from fuser.sequential import Sequential
+from fuser.testing.doctor import diagnose
 from fuser.version import __version__
 
 DEMO = Path(__file__).resolve().parent.parent / "examples" / "train_lm.py"
@@ -129,7 +129,7 @@ def _plan(options: argparse.Namespace) -> int:
     shape = None if options.input is None else _shape(options.input)
     dtype = None if options.dtype is None else _dtype(options.dtype)
     if options.draw is not None:
-        renderer_for(options.draw)  # raises before anything is made or printed
+        drawable(options.draw)  # raises before anything is made or printed
     model, inputs = _made_by(options.factory)
     if dtype is not None:
         model.to(dtype)
@@ -174,16 +174,16 @@ def _made_by(target: str) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
                 f"{target} is of type {type(factory).__name__}; it is called to make the model."
             )
         try:
-            made = factory()
+            result = factory()
         except FuserError:
             raise
         except Exception as error:
             raise InputError(f"{target} raised {type(error).__name__}: {error}") from error
-    return _model_and_inputs(target, made)
+    return _model_and_inputs(target, result)
 
 
-def _model_and_inputs(target: str, made: Any) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
-    model, *inputs = made if isinstance(made, tuple) and made else (made,)
+def _model_and_inputs(target: str, result: Any) -> tuple[Sequential, tuple[torch.Tensor, ...]]:
+    model, *inputs = result if isinstance(result, tuple) and result else (result,)
     if not isinstance(model, Sequential) or not all(isinstance(x, torch.Tensor) for x in inputs):
         parts = ", ".join(type(part).__name__ for part in (model, *inputs))
         raise InputTypeError(

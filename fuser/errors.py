@@ -50,23 +50,6 @@ class EmulationWarning(FuserWarning):
 
 # -- names that a module does not have ---------------------------------------------------
 
-_NOT_HERE = {
-    **dict.fromkeys(
-        ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
-    ),
-    **dict.fromkeys(
-        ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
-        "this library has no attention",
-    ),
-    "moe_permute": "it is fuser.moe.permute, and in a pipeline the op fuser.MoeDispatch",
-    "moe_unpermute": "it is fuser.moe.unpermute, and in a pipeline the op fuser.MoeCombine",
-    **dict.fromkeys(
-        ("FusedAdam", "FusedSGD"), "torch.optim has optimizers that take this library's parameters"
-    ),
-    "FusedLayerNorm": "it is fuser.LayerNorm",
-    "FusedRMSNorm": "it is fuser.RMSNorm",
-}
-"""What is here instead of a name of Transformer Engine."""
 _PLACES = ("", ".modules", ".moe", ".recipe", ".distributed", ".testing")
 """The modules below fuser in which a name may be that another one does not have."""
 
@@ -78,8 +61,8 @@ def explains_names(module: str) -> Callable[[str], NoReturn]:
         here = sys.modules[module]
         sentence = f"module {module!r} has no attribute {name!r}"
         places = [place for place in _PLACES if name in _names_of(f"fuser{place}")]
-        if name in _NOT_HERE:
-            sentence += f": {_NOT_HERE[name].format(name=name)}."
+        if instead := _other_names("instead_of", name):
+            sentence += f": {instead}."
         elif places:
             sentence += f": it is fuser{places[0]}.{name}."
         elif (close := close_name(name, _names_of(module))) is not None:
@@ -87,6 +70,21 @@ def explains_names(module: str) -> Callable[[str], NoReturn]:
         raise AttributeError(sentence, name=name, obj=here)
 
     return missing
+
+
+_other_library: dict[str, Callable[..., str]] = {}
+
+
+def know_other_library(
+    instead_of: Callable[[str], str], hint_of: Callable[[str, str], str]
+) -> None:
+    """Register what to write instead of names, and of arguments, of another library."""
+    _other_library.update(instead_of=instead_of, hint_of=hint_of)
+
+
+def _other_names(function: str, *names: str) -> str:
+    """What a registered function says about these names; empty if they are unknown."""
+    return _other_library[function](*names) if function in _other_library else ""
 
 
 def _names_of(module: str) -> list[str]:
@@ -104,7 +102,6 @@ missing_layer = explains_names("fuser.modules")
 
 _HINTS = {
     ("autocast", "dtype"): "torch.autocast(device, dtype=...) chooses a dtype, and the two nest.",
-    ("Linear", "params_dtype"): "That is dtype here.",
     ("", "elementwise_affine"): "A gain that is frozen, weight.requires_grad_(False), remains 1.",
     ("", "recipe"): "Enter its context around the call: with fuser.autocast(recipe=...).",
 }
@@ -114,17 +111,14 @@ _HINTS = {
 def close_name(name: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` for which ``name`` may be a slip, also in upper and lower case."""
     by_lower = {known.lower(): known for known in names}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.75)
-    return by_lower[found[0]] if found else None
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.75)
+    return by_lower[matches[0]] if matches else None
 
 
 def hint_of(name: str, argument: str) -> str:
     """What to write instead of an argument that ``name`` does not take; empty if unknown."""
     hint = _HINTS.get((name, argument)) or _HINTS.get(("", argument), "")
-    module = getattr(sys.modules.get("fuser.modules"), name, None)
-    if module is not None and argument in inspect.signature(module).parameters:
-        hint = f"{hint} fuser.modules.{name} takes the arguments of te.{name}.".lstrip()
-    return hint
+    return f"{hint} {_other_names('hint_of', name, argument)}".strip()
 
 
 def explains_arguments(init: Callable[P, None]) -> Callable[P, None]:
@@ -138,9 +132,9 @@ def explains_arguments(init: Callable[P, None]) -> Callable[P, None]:
         try:
             init(*args, **kwargs)
         except TypeError:
-            made = type(args[0])
-            is_own = made.__init__ is explained
-            name = made.__name__ if is_own else init.__qualname__.partition(".")[0]
+            cls = type(args[0])
+            is_own = cls.__init__ is explained
+            name = cls.__name__ if is_own else init.__qualname__.partition(".")[0]
             sentence = _wrong_arguments(name, init, args[1:], kwargs)
             if sentence is None:  # the arguments are right, and the body raised
                 raise

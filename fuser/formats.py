@@ -7,6 +7,7 @@ along K, columnwise blocks along M.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -88,52 +89,6 @@ def check_fp8_dtype(name: str, dtype: DType) -> None:
         )
 
 
-class NumberFormat(NamedTuple):
-    """The format of a quantized tensor: its elements, and how many of them share a scale.
-
-    ``name`` is the name of the format, with its block geometry if there are several.
-    ``block_size`` is the number of elements that share a scale of ``scale_bytes``
-    bytes; 0 if the whole tensor shares one, or, with ``has_row_scales``, each row of
-    a copy: a row of the tensor in the rowwise copy, a column of it in the columnwise
-    copy. Data is padded with zeros to multiples
-    of ``multiple`` in both dimensions.
-    """
-
-    name: str
-    element: DType
-    block_size: int = 0
-    scale_bytes: int = 4
-    multiple: int = 1
-    has_row_scales: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.element.label}"
-
-    @property
-    def has_one_scale(self) -> bool:
-        """Whether the whole tensor has one scale."""
-        return not (self.block_size or self.has_row_scales)
-
-    def nbytes(self, shape: tuple[int, ...], copies: tuple[str, ...]) -> int:
-        """Bytes of copies of a tensor ``[..., K]``: elements and scales, without padding.
-
-        ``copies`` has ``"rowwise"``, ``"columnwise"`` or both.
-        """
-        bits = 4 if self.element is DType.kFloat4E2M1 else 8
-        data = ceil_div(math.prod(shape) * bits, 8)
-        return sum(data + self._scales(shape, copy) * self.scale_bytes for copy in copies)
-
-    def _scales(self, shape: tuple[int, ...], copy: str) -> int:
-        if self.has_row_scales:
-            return shape[-1] if copy == "columnwise" else math.prod(shape[:-1])
-        return ceil_div(math.prod(shape), self.block_size) if self.block_size else 1
-
-    def pads(self, shape: tuple[int, ...]) -> bool:
-        """Whether quantizing pads a tensor ``[..., K]`` of this shape."""
-        multiple = self.multiple
-        return math.prod(shape[:-1]) % multiple != 0 or shape[-1] % multiple != 0
-
-
 def ceil_div(n: int, divisor: int) -> int:
     """``n / divisor``, rounded up."""
     return -(-n // divisor)
@@ -149,49 +104,283 @@ def padded_shape(m: int, k: int, multiple: int) -> tuple[int, int]:
     return round_up(m, multiple), round_up(k, multiple)
 
 
-def mxfp8_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
-    """Shape of the padded E8M0 scales of an MXFP8 tensor ``[m, k]``.
+class Size(NamedTuple):
+    """The size of one dimension of a buffer of a tensor ``[M, K]``.
 
-    Rowwise ``[M, K / 32]``, columnwise ``[M / 32, K]``, each padded to whole tiles.
+    The blocks of ``unit`` rows in M, or of ``unit`` columns in K, rounded up to a multiple of
+    ``padding``.
     """
-    if columnwise:
-        blocks = ceil_div(m, MXFP8_BLOCK)
-        return round_up(blocks, SCALE_TILE_BLOCKS), round_up(k, SCALE_TILE_ROWS)
-    return round_up(m, SCALE_TILE_ROWS), round_up(ceil_div(k, MXFP8_BLOCK), SCALE_TILE_BLOCKS)
+
+    of: Literal["M", "K"]
+    unit: int = 1
+    padding: int = 1
 
 
-def nvfp4_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, int]:
-    """Shape of the padded E4M3 scales of an NVFP4 tensor ``[m, k]``.
+class Buffer(NamedTuple):
+    """One buffer of a quantized tensor ``[M, K]``.
 
-    Rowwise ``[M, K / 16]``; columnwise, where the data is stored transposed, ``[K, M / 16]``; each
-    padded to whole tiles.
+    ``sizes`` are those of its dimensions; without any it has one value, of the whole tensor.
+    ``usage`` is the copy that it belongs to; None: both. Kernels write it at a multiple of
+    ``alignment`` bytes.
     """
-    if columnwise:
-        m, k = k, m
-    return round_up(m, SCALE_TILE_ROWS), round_up(ceil_div(k, NVFP4_BLOCK), SCALE_TILE_BLOCKS)
+
+    usage: Literal["rowwise", "columnwise"] | None
+    sizes: tuple[Size, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    alignment: int = 1
+
+    def shape(self, m: int, k: int) -> tuple[int, ...]:
+        """The shape in a tensor ``[m, k]``."""
+        return tuple(
+            -(-(m if of == "M" else k) // (unit * padding)) * padding
+            for of, unit, padding in self.sizes
+        ) or (1,)
 
 
-def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> tuple[int, int]:
-    """Shape of the padded fp32 ``scale_inv`` of a tensor ``[m, k]`` in FP8 blocks of 128.
+class Layout:
+    """The buffers of a quantized tensor ``[M, K]``, by name.
 
-    ``block_dim`` 1 (blocks of 1x128): rowwise ``[K / 128, M]``, columnwise ``[M / 128, K]``, so
-    that scales of neighbouring blocks in the other dimension are adjacent in memory. ``block_dim``
-    2 (128x128): rowwise ``[M / 128, K / 128]``, columnwise the transpose. The second dimension is
-    padded.
+    Tensors are allocated, checked, cut into views, sharded, gathered and grouped by it. M and K
+    are first rounded up to multiples of ``multiple``.
+
+    ``rowwise`` and ``columnwise`` are the names of the buffers of each copy, in the same order, the
+    data first; ``shared`` those of both copies. ``rows`` has for each buffer the dimension that
+    indexes rows, and the number of rows that share an entry; a buffer that is not there belongs to
+    all rows. ``scope`` says which rows scales belong to: those of ``"blocks"``, the whole
+    ``"tensor"``, or ``"groups"`` of rows, which start at multiples of 128.
+    """
+
+    def __init__(
+        self, buffers: dict[str, Buffer], multiple: int = 1, scope: str | None = None
+    ) -> None:
+        self.buffers = buffers
+        self.multiple = multiple
+        self.rowwise = tuple(n for n, buffer in buffers.items() if buffer.usage == "rowwise")
+        self.columnwise = tuple(n for n, buffer in buffers.items() if buffer.usage == "columnwise")
+        self.shared = tuple(n for n, buffer in buffers.items() if buffer.usage is None)
+        self.rows = {
+            name: (dim, size.unit)
+            for name, buffer in buffers.items()
+            for dim, size in enumerate(buffer.sizes)
+            if size.of == "M"
+        }
+        self.scope = scope or ("blocks" if self.rows.keys() == buffers.keys() else "tensor")
+        _LAYOUTS[self._contents()] = self
+
+    def _contents(self) -> tuple[tuple[tuple[str, Buffer], ...], int, str]:
+        return tuple(self.buffers.items()), self.multiple, self.scope
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy is the same object: layouts are compared by identity, which is fast.
+        return _known, self._contents()
+
+    def shapes(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
+        """The shape of each buffer of a tensor ``[m, k]``."""
+        m, k = padded_shape(m, k, self.multiple)
+        return {name: buffer.shape(m, k) for name, buffer in self.buffers.items()}
+
+    def unpadded_columns(self, k: int) -> dict[str, int]:
+        """By buffer with padding in the dimension of columns: its size there without padding."""
+        k = round_up(k, self.multiple)
+        return {
+            name: ceil_div(k, size.unit)
+            for name, buffer in self.buffers.items()
+            for size in buffer.sizes
+            if size.of == "K" and size.padding > 1
+        }
+
+    @functools.cached_property
+    def of_groups(self) -> Layout:
+        """The layout of groups of rows: a value of the whole tensor becomes one for 128 rows."""
+        if self.scope == "blocks":
+            return self
+        tiles = (Size("M", GROUP_TILE),)
+        buffers = (
+            (name, buffer if buffer.sizes else buffer._replace(sizes=tiles))
+            for name, buffer in self.buffers.items()
+        )
+        return _known(tuple(buffers), self.multiple, "groups")
+
+
+@functools.lru_cache(maxsize=1024)
+def buffers_for_kernels(
+    layout: Layout, m: int, k: int
+) -> tuple[tuple[str, Buffer, tuple[int, ...]], ...]:
+    """Name, description and shape of each buffer of a tensor ``[m, k]``; for every launch."""
+    shapes = layout.shapes(m, k)
+    return tuple((name, buffer, shapes[name]) for name, buffer in layout.buffers.items())
+
+
+_LAYOUTS: dict[tuple[object, ...], Layout] = {}
+
+
+def _known(buffers: tuple[tuple[str, Buffer], ...], multiple: int, scope: str) -> Layout:
+    """The one layout of these contents."""
+    return _LAYOUTS.get((buffers, multiple, scope)) or Layout(dict(buffers), multiple, scope)
+
+
+def _layout(
+    rowwise: tuple[Size, ...],
+    columnwise: tuple[Size, ...],
+    rowwise_scales: tuple[Size, ...],
+    columnwise_scales: tuple[Size, ...],
+    dtype: torch.dtype,
+    multiple: int = 1,
+    **others: Buffer,
+) -> Layout:
+    """The layout of copies that have scales of their own."""
+    buffers = {
+        "_rowwise_data": Buffer("rowwise", rowwise),
+        "_columnwise_data": Buffer("columnwise", columnwise),
+        "_rowwise_scale_inv": Buffer("rowwise", rowwise_scales, dtype, 16),
+        "_columnwise_scale_inv": Buffer("columnwise", columnwise_scales, dtype, 16),
+    }
+    return Layout(buffers | others, multiple)
+
+
+_M, _K = Size("M"), Size("K")
+
+FP8 = Layout(
+    {
+        "_rowwise_data": Buffer("rowwise", (_M, _K)),
+        "_columnwise_data": Buffer("columnwise", (_K, _M)),
+        "_scale_inv": Buffer(None, dtype=torch.float32),
+    }
+)
+"""FP8 with one scale a tensor: ``[M, K]``, and transposed ``[K, M]``."""
+
+FP8_ROWS = _layout((_M, _K), (_K, _M), (_M,), (_K,), torch.float32)
+"""FP8 with one scale a row of a copy: ``[M]`` and ``[K]``."""
+
+FP8_BLOCKS: dict[int, Layout] = {
+    1: _layout(
+        (_M, _K),
+        (_K, _M),
+        (Size("K", FP8_BLOCK), Size("M", padding=FP8_BLOCK_SCALE_ALIGNMENT)),
+        (Size("M", FP8_BLOCK), Size("K", padding=FP8_BLOCK_SCALE_ALIGNMENT)),
+        torch.float32,
+    ),
+    2: _layout(
+        (_M, _K),
+        (_K, _M),
+        (Size("M", FP8_BLOCK), Size("K", FP8_BLOCK, FP8_BLOCK_SCALE_ALIGNMENT)),
+        (Size("K", FP8_BLOCK), Size("M", FP8_BLOCK, FP8_BLOCK_SCALE_ALIGNMENT)),
+        torch.float32,
+    ),
+}
+"""FP8 in blocks of 1x128 and of 128x128. Scales of 1x128 are ``[K / 128, M]`` and ``[M / 128, K]``,
+so that scales of neighbouring blocks in the other dimension are adjacent in memory."""
+
+_MXFP8_SCALES = (
+    (Size("M", padding=SCALE_TILE_ROWS), Size("K", MXFP8_BLOCK, SCALE_TILE_BLOCKS)),
+    (Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K", padding=SCALE_TILE_ROWS)),
+)
+MXFP8 = _layout((_M, _K), (_M, _K), *_MXFP8_SCALES, torch.uint8, MXFP8_BLOCK)
+"""MXFP8: no copy is transposed; E8M0 scales ``[M, K / 32]`` and ``[M / 32, K]``."""
+
+MXFP8_SWIZZLED = _layout(
+    (_M, _K), (_M, _K), _MXFP8_SCALES[0], _MXFP8_SCALES[1][::-1], torch.uint8, MXFP8_BLOCK
+)
+"""As MXFP8, with the columnwise scales transposed: how block-scaled tensor cores read scales."""
+
+NVFP4 = _layout(
+    (_M, Size("K", 2)),
+    (_K, Size("M", 2)),
+    (Size("M", padding=SCALE_TILE_ROWS), Size("K", NVFP4_BLOCK, SCALE_TILE_BLOCKS)),
+    (Size("K", padding=SCALE_TILE_ROWS), Size("M", NVFP4_BLOCK, SCALE_TILE_BLOCKS)),
+    torch.uint8,
+    NVFP4_BLOCK,
+    _amax_rowwise=Buffer("rowwise", dtype=torch.float32),
+    _amax_columnwise=Buffer("columnwise", dtype=torch.float32),
+)
+"""NVFP4: two elements a byte, transposed in the columnwise copy; E4M3 scales ``[M, K / 16]`` and
+``[K, M / 16]``; the amax of each copy."""
+
+
+class NumberFormat(NamedTuple):
+    """The format of a quantized tensor: its elements, where they and their scales are stored.
+
+    ``name`` is the name of the format, with its block geometry if there are several.
+    ``block_size`` is the number of elements that share a scale; 0 if ``layout`` alone says so.
+    """
+
+    name: str
+    element: DType
+    layout: Layout = FP8
+    block_size: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.element.label}"
+
+    @property
+    def multiple(self) -> int:
+        """Data is padded with zeros to multiples of this number in both dimensions."""
+        return self.layout.multiple
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether the whole tensor has one scale."""
+        return bool(self.layout.shared)
+
+    def nbytes(self, shape: tuple[int, ...], copies: tuple[str, ...]) -> int:
+        """Bytes of copies of a tensor ``[..., K]``: elements and scales, without padding.
+
+        ``copies`` has ``"rowwise"``, ``"columnwise"`` or both.
+        """
+        bits = 4 if self.element is DType.kFloat4E2M1 else 8
+        data = ceil_div(math.prod(shape) * bits, 8)
+        return sum(data + self._scale_bytes(shape, copy) for copy in copies)
+
+    def _scale_bytes(self, shape: tuple[int, ...], copy: str) -> int:
+        layout = self.layout
+        name = (layout.shared or (layout.rowwise if copy == "rowwise" else layout.columnwise)[1:])[
+            0
+        ]
+        scales = layout.buffers[name]
+        if self.block_size:
+            return ceil_div(math.prod(shape), self.block_size) * scales.dtype.itemsize
+        m, k = math.prod(shape[:-1]), shape[-1]
+        return math.prod(scales.shape(m, k)) * scales.dtype.itemsize
+
+    def pads(self, shape: tuple[int, ...]) -> bool:
+        """Whether quantizing pads a tensor ``[..., K]`` of this shape."""
+        multiple = self.multiple
+        return math.prod(shape[:-1]) % multiple != 0 or shape[-1] % multiple != 0
+
+
+def mxfp8_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, ...]:
+    """Shape of the padded E8M0 scales of an MXFP8 tensor ``[m, k]``."""
+    return scale_shape(MXFP8, m, k, columnwise)
+
+
+def nvfp4_scale_shape(m: int, k: int, columnwise: bool) -> tuple[int, ...]:
+    """Shape of the padded E4M3 scales of an NVFP4 tensor ``[m, k]``."""
+    return scale_shape(NVFP4, m, k, columnwise)
+
+
+def fp8_block_scale_shape(m: int, k: int, columnwise: bool, block_dim: int) -> tuple[int, ...]:
+    """Shape of the padded fp32 ``scale_inv`` of a tensor ``[m, k]`` in FP8 blocks of 128."""
+    return scale_shape(fp8_blocks(block_dim), m, k, columnwise)
+
+
+def scale_shape(layout: Layout, m: int, k: int, columnwise: bool) -> tuple[int, ...]:
+    """Shape of the scales of a copy that has its own, of a tensor ``[m, k]``."""
+    name = (layout.columnwise if columnwise else layout.rowwise)[1]
+    return layout.buffers[name].shape(m, k)
+
+
+def fp8_blocks(block_dim: int) -> Layout:
+    """The layout of FP8 in blocks of 1x128 (``block_dim`` 1) or 128x128 (2).
 
     Raises
     ------
     InputError
         If ``block_dim`` is neither 1 nor 2.
     """
-    if block_dim not in (1, 2):
+    layout = FP8_BLOCKS.get(block_dim)
+    if layout is None:
         raise InputError(f"FP8 block scaling got block_dim {block_dim}; it must be 1 or 2.")
-    if columnwise:
-        m, k = k, m
-    blocks = ceil_div(k, FP8_BLOCK)
-    if block_dim == 1:
-        return blocks, round_up(m, FP8_BLOCK_SCALE_ALIGNMENT)
-    return ceil_div(m, FP8_BLOCK), round_up(blocks, FP8_BLOCK_SCALE_ALIGNMENT)
+    return layout
 
 
 def check_multiple(what: str, m: int, k: int, multiple: int) -> None:

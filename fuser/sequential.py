@@ -16,9 +16,9 @@ from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
 from fuser.runtime.checks import check_keywords
-from fuser.runtime.group import Keywords
-from fuser.runtime.grouping import Grouping
 from fuser.runtime.pipeline import checked_fusions
+from fuser.runtime.segment import Keywords
+from fuser.runtime.segments import Segments
 from fuser.torch_private import (
     breaks_graph,
     global_backward_hooks,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OpKwargs = Mapping[Any, Mapping[str, Any]]
 """Keyword arguments for single ops; a key is an op or the index of a module."""
 
-_UNGROUPED: tuple[Any, Any, Any, object] = (None, None, None, None)
+_NO_SEGMENTS: tuple[Any, Any, Any, object] = (None, None, None, None)
 
 
 class Sequential(torch.nn.Sequential):
@@ -70,8 +70,8 @@ class Sequential(torch.nn.Sequential):
                 _check_module(module)
             super().__init__(*modules)  # type: ignore[arg-type]
         self._fusions = checked_fusions(fusions)
-        self._grouping = _UNGROUPED
-        self._grouping_lock = threading.Lock()
+        self._segments = _NO_SEGMENTS
+        self._segments_lock = threading.Lock()
 
     @property
     def fusions(self) -> tuple[type[FusedOperation], ...]:
@@ -81,7 +81,7 @@ class Sequential(torch.nn.Sequential):
     @fusions.setter
     def fusions(self, fusions: Sequence[type[FusedOperation]]) -> None:
         self._fusions = checked_fusions(fusions)
-        self._grouping = _UNGROUPED
+        self._segments = _NO_SEGMENTS
 
     @overload
     def __getitem__(self, idx: slice) -> Self: ...
@@ -112,21 +112,21 @@ class Sequential(torch.nn.Sequential):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, torch.nn.Module):
-            self._grouping = _UNGROUPED  # the old grouping may hold the replaced module
+            self._segments = _NO_SEGMENTS  # the old segments may hold the replaced module
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._grouping = _UNGROUPED
+        self._segments = _NO_SEGMENTS
 
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines refer to ops; a copy builds its own pipelines.
-        state = {**self.__dict__, "_grouping": _UNGROUPED}
-        del state["_grouping_lock"]
-        return state
+        own = self.__dict__.items()
+        return {k: v for k, v in own if k not in ("_segments", "_segments_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._grouping_lock = threading.Lock()
+        self._segments = _NO_SEGMENTS
+        self._segments_lock = threading.Lock()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -196,7 +196,7 @@ class Sequential(torch.nn.Sequential):
         """
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
-        modules, _, only, version = self._grouping
+        modules, _, only, version = self._segments
         if (
             only is not None
             and op_kwargs is None
@@ -209,12 +209,16 @@ class Sequential(torch.nn.Sequential):
         ):
             result: torch.Tensor | tuple[torch.Tensor, ...] = only.run(input, extra_inputs, None)
             return result
-        grouping = self._current_grouping()
-        keywords = None if op_kwargs is None else self._keywords(grouping, op_kwargs)
-        return grouping.run(input, extra_inputs, keywords)
+        segments = self._current_segments()
+        keywords = None if op_kwargs is None else self._keywords(segments, op_kwargs)
+        return segments.run(input, extra_inputs, keywords)
 
-    def _current_grouping(self) -> Grouping:
-        """The current modules, grouped into pipelines and modules between them.
+    def _runs_segments(self) -> bool:
+        """Whether a container around this one can plan what it runs: no class changed forward."""
+        return type(self).forward is Sequential.forward
+
+    def _current_segments(self) -> Segments:
+        """The current modules, divided into pipelines and modules between them.
 
         Raises
         ------
@@ -223,24 +227,24 @@ class Sequential(torch.nn.Sequential):
         """
         modules = tuple(self._modules.values())
         # Modules are compared by identity, so this detects every kind of edit.
-        grouping: Grouping
-        known, grouping, *_ = self._grouping
-        if known == modules and grouping.is_current():
-            return grouping
-        with self._grouping_lock:
-            known, grouping, *_ = self._grouping
+        segments: Segments
+        known, segments, *_ = self._segments
+        if known == modules and segments.is_current():
+            return segments
+        with self._segments_lock:
+            known, segments, *_ = self._segments
             is_known = known == modules
-            if is_known and grouping.is_current():
-                return grouping
-            name, previous = type(self).__name__, grouping if is_known else None
-            grouping = Grouping(
+            if is_known and segments.is_current():
+                return segments
+            name, previous = type(self).__name__, segments if is_known else None
+            segments = Segments(
                 modules, self.fusions, name=name, keys=self._modules, previous=previous
             )
             # One assignment, so that another thread never sees a part of it.
-            self._grouping = (modules, grouping, grouping.only, grouping.version)
-            return grouping
+            self._segments = (modules, segments, segments.only, segments.version)
+            return segments
 
-    def _keywords(self, grouping: Grouping, op_kwargs: OpKwargs) -> Keywords:
+    def _keywords(self, segments: Segments, op_kwargs: OpKwargs) -> Keywords:
         """The keyword arguments by op, after all checks."""
         if not isinstance(op_kwargs, Mapping):
             raise InputTypeError(
@@ -248,7 +252,7 @@ class Sequential(torch.nn.Sequential):
                 f"of a module, as its key; got {op_kwargs!r:.60}."
             )
         modules = list(self)
-        names = {op: name for name, op in reversed(list(grouping.named_ops()))}
+        names = {op: name for name, op in reversed(list(segments.named_ops()))}
         result: dict[torch.nn.Module, Mapping[str, Any]] = {}
         for target, given in op_kwargs.items():
             op = target
@@ -258,11 +262,11 @@ class Sequential(torch.nn.Sequential):
             if isinstance(op, FusedOperation):
                 op = op.members[0]
             if not isinstance(op, torch.nn.Module) or op not in names:
-                what = repr(target)
+                target_name = repr(target)
                 if isinstance(target, torch.nn.Module):
-                    what = f"a {type(target).__name__}"
+                    target_name = f"a {type(target).__name__}"
                 raise InputError(
-                    f"op_kwargs names {what} that is not in this Sequential, which holds "
+                    f"op_kwargs names {target_name} that is not in this Sequential, which holds "
                     f"{', '.join(f'{i} {type(m).__name__}' for i, m in enumerate(modules))}."
                 )
             if op in result:
@@ -289,19 +293,19 @@ class Sequential(torch.nn.Sequential):
         Raises
         ------
         InputError
-            As :meth:`forward`, or if there is no fusible op here.
+            If :meth:`forward` would refuse the input, or there is no fusible op here.
         InputTypeError
             If there is any other keyword argument.
         """
         if unknown:
             refuse_unknown(f"The plan of a {type(self).__name__}", Sequential.plan, unknown)
-        return self._current_grouping().plan(input, extra_inputs, training=training)
+        return self._current_segments().plan(input, extra_inputs, training=training)
 
     @property
     def plans(self) -> tuple[FusionPlan, ...]:
         """Every cached plan of every pipeline here."""
-        grouping = self._grouping[1]
-        pipelines = () if grouping is None else grouping.pipelines()
+        segments = self._segments[1]
+        pipelines = () if segments is None else segments.pipelines()
         return tuple(plan for pipeline in pipelines for plan in pipeline.plans)
 
 
@@ -309,12 +313,9 @@ def _check_module(module: object) -> None:
     """Refuse what is not a module, and say what to write."""
     if module is None or isinstance(module, torch.nn.Module):
         return
-    what, hint = repr(module)[:60], ""
+    argument, hint = repr(module)[:60], ""
     if isinstance(module, type):
-        what, hint = f"the class {module.__name__}", f" Write {module.__name__}(...)."
+        argument, hint = f"the class {module.__name__}", f" Write {module.__name__}(...)."
     elif isinstance(module, Iterable) and not isinstance(module, str):
-        what, hint = f"a {type(module).__name__}", " Write Sequential(*modules)."
-    raise InputTypeError(f"Sequential takes modules, one an argument; got {what}.{hint}")
-
-
-Grouping.container_class = Sequential
+        argument, hint = f"a {type(module).__name__}", " Write Sequential(*modules)."
+    raise InputTypeError(f"Sequential takes modules, one an argument; got {argument}.{hint}")

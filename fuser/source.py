@@ -47,18 +47,18 @@ class SourceCode:
     def __str__(self) -> str:
         return "\n".join(self._lines) + "\n"
 
-    def functions(self, what: str) -> dict[str, Callable[..., Any]]:
+    def functions(self, stem: str) -> dict[str, Callable[..., Any]]:
         """The functions that the source defines, by name; see :func:`compiled`."""
-        return compiled(str(self), what, self.names)
+        return compiled(str(self), stem, self.names)
 
 
-def compiled(source: str, what: str, globals_: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+def compiled(source: str, stem: str, globals_: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     """The functions that ``source`` defines, by name; their only globals are ``globals_``.
 
-    Tracebacks show their lines under the name ``<fuser what n>``, as long as
+    Tracebacks show their lines under the name ``<fuser stem n>``, as long as
     the functions live.
     """
-    filename = f"<fuser {what} {next(_numbers)}>"
+    filename = f"<fuser {stem} {next(_numbers)}>"
     given = set(globals_)
     exec(compile(source, filename, "exec"), globals_)
     # Popped, because a function in its own globals is a reference cycle.

@@ -40,29 +40,28 @@ class TensorKey:
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """The format and copies of a tensor that is quantized between two ops."""
+    """The format and usages of a tensor that is quantized between two ops."""
 
     format: NumberFormat
     rowwise: bool
     columnwise: bool
 
     def __str__(self) -> str:
-        return f"{self.format} {'+'.join(self.copies)}"
+        return f"{self.format} {'+'.join(self.usages)}"
 
     @property
-    def copies(self) -> tuple[str, ...]:
-        """The usages of the copies that are made: ``"rowwise"``, ``"columnwise"``."""
-        made = (("rowwise", self.rowwise), ("columnwise", self.columnwise))
-        return tuple(name for name, is_made in made if is_made)
+    def usages(self) -> tuple[str, ...]:
+        """``"rowwise"``, ``"columnwise"`` or both."""
+        return tuple(name for name, is_used in self.usage.items() if is_used)
 
     @property
     def usage(self) -> dict[str, bool]:
-        """Which copies are made, as keyword arguments of ``Quantizer.with_usage``."""
+        """The usages as keyword arguments of ``Quantizer.with_usage``."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     def nbytes(self, spec: TensorSpec) -> int:
         """Bytes of the tensor ``spec`` when quantized."""
-        return self.format.nbytes(spec.shape, self.copies)
+        return self.format.nbytes(spec.shape, self.usages)
 
 
 @dataclass(frozen=True)

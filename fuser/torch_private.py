@@ -1,10 +1,10 @@
 """Everything of torch that its documents do not promise, and every look at the Python stack.
 
 A new version of torch may rename or change these. They have been checked with the versions in
-``CHECKED``; ``tests/test_torch_private.py`` checks them with the installed one, and that no other
-file uses such names. Elsewhere are the methods and tables that a subclass of ``torch.nn.Module``
-or of ``torch.Tensor`` overrides or reads, and the names of operators that ``__torch_dispatch__``
-gets.
+``CHECKED``; ``tests/repository/test_torch_private.py`` checks them with the installed one, and that
+no other file uses such names. Elsewhere are the methods and tables that a subclass of
+``torch.nn.Module`` or of ``torch.Tensor`` overrides or reads, and the names of operators that
+``__torch_dispatch__`` gets.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ import contextlib
 import gc
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import other_sums  # noqa: F401  torch adds in other orders if the environment says so
 import torch
-from slow_files import ALLOWED_SECONDS, SLOW_FILES, unlisted
+from samples import sample
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+SHOWN = 12
+"""Names in a line of the summary."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -57,16 +58,53 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--check-slow-files",
-        action="store_true",
-        help=f"fail if a file outside SLOW_FILES takes more than {ALLOWED_SECONDS:g} CPU seconds",
+        "--full", action="store_true", help="all parameters of the tests that are marked sampled"
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is in no sample, if no test is asked for by its name."""
+    if config.option.full or config.option.keyword or any("::" in name for name in config.args):
+        return
+    alike: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.path.name in SLOW_FILES:
-            item.add_marker(pytest.mark.slow)
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sampled"):
+            alike.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: list[pytest.Item] = []
+    for group in alike.values():
+        taken = set(sample([parameters_of(item) for item in group]))
+        left_out += [item for index, item in enumerate(group) if index not in taken]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def parameters_of(item: pytest.Function) -> list[Hashable]:
+    """The parameters of a test; of a case on several ranks the function and the format."""
+    parameters: list[Hashable] = []
+    for value in item.callspec.params.values():
+        if isinstance(value, str):
+            parameters += value.split(" [", 1)
+        else:
+            parameters.append(value if isinstance(value, (int, torch.dtype)) else id(value))
+    return parameters
+
+
+def cpu_seconds() -> float:
+    """What this process took until now, the processes that it started, and what these waited for.
+
+    A process that has ended counts all at once; on Linux one that runs counts as it runs.
+    """
+    times = os.times()
+    seconds = times.user + times.system + times.children_user + times.children_system
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            with contextlib.suppress(OSError):  # it has just ended
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 _measured_until = [0.0]
@@ -76,45 +114,40 @@ def pytest_collection_finish() -> None:
     # Thousands of collected tests live as long as the process: no collection looks at them again.
     gc.collect()
     gc.freeze()
-    _measured_until[0] = time.process_time()
+    _measured_until[0] = cpu_seconds()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, Any, Any]:
-    """A report of a phase of a test has its CPU seconds, also when it comes from a worker."""
+    """The last report of a test has its CPU seconds, also when it comes from a worker."""
     report = yield
-    now = time.process_time()
+    if report.when != "teardown":
+        return report
+    now = cpu_seconds()
     report.cpu_seconds = now - _measured_until[0]
     _measured_until[0] = now
     return report
 
 
-def too_slow(config: pytest.Config) -> dict[str, float]:
-    """The files outside ``SLOW_FILES`` that took too long in this run, and their CPU seconds."""
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if not config.getoption("--check-slow-files") or reporter is None:
-        return {}
-    seconds: Counter[str] = Counter()
-    for reports in reporter.stats.values():
+def write_seconds(terminalreporter: pytest.TerminalReporter) -> None:
+    """The CPU seconds of each folder of tests and of the slowest files, processes included."""
+    folders: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
         for report in reports:
             if hasattr(report, "cpu_seconds"):
-                seconds[Path(report.nodeid.partition("::")[0]).name] += report.cpu_seconds
-    return unlisted(seconds)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if too_slow(session.config) and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+                file = Path(report.nodeid.partition("::")[0])
+                folders[file.parent.name] += report.cpu_seconds
+                files[file.name] += report.cpu_seconds
+    for title, seconds in (("Folders", folders), ("Slowest files", files)):
+        if len(seconds) > 1:
+            each = (f"{name} {taken:.0f}" for name, taken in seconds.most_common(SHOWN))
+            terminalreporter.write_line(f"{title} by CPU seconds: {', '.join(each)}.")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what the compile check found, which checks could not run, and which files are slow."""
-    for file, taken in too_slow(terminalreporter.config).items():
-        terminalreporter.write_line(
-            f"{file} took {taken:.1f} CPU seconds: make it faster, or put it into SLOW_FILES of "
-            "tests/slow_files.py."
-        )
+    """Say what took the time, what the compile check found, and which checks could not run."""
+    write_seconds(terminalreporter)
     stats = terminalreporter.stats
     found = [dict(report.user_properties) for report in stats.get("passed", [])]
     found = [properties for properties in found if "compiled" in properties]

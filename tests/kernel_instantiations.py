@@ -18,7 +18,7 @@ import torch
 
 import fuser.cuda
 from fuser.chain import ACTIVATIONS, STAGES, Stage
-from fuser.cuda import block_scaling, grouped_fp8, grouped_nvfp4, mxfp8, nvfp4
+from fuser.cuda import block_scaling, fp8_scaling, mxfp8, nvfp4
 from fuser.cuda.arguments import ELEMENTS
 from fuser.cuda.launch import Kernel
 from fuser.cuda.permutation import gathers
@@ -115,10 +115,10 @@ def groups_into_stores() -> frozenset[Kernel]:
             for inner in producer_types(SCALED_SWIGLU, dtype, aligned=aligned, scales=dtype):
                 producer = f"fuser::GroupedProducer<{inner}>"
                 for to in (E4M3, E5M2):
-                    found.update(grouped_fp8.stores(producer, to, aligned))
+                    found.update(fp8_scaling.stores(producer, to, aligned))
                     found.update(block_scaling.stores(producer, to, aligned))
                     found.update(mxfp8.stores(producer, to, aligned))
-                found.update(grouped_nvfp4.grouped_stores(producer, aligned))
+                found.update(nvfp4.stores(producer, aligned))
     found |= gradients_beside()
     for element in ELEMENTS.values():
         for of_producer, of_store in ALIGNED:
@@ -127,8 +127,8 @@ def groups_into_stores() -> frozenset[Kernel]:
                 for to in (E4M3, E5M2):
                     found.update(block_scaling.stores(producer, to, of_store))
                     found.update(mxfp8.stores(producer, to, of_store))
-                    found.update(grouped_fp8.stores(producer, to, of_store))
-            found.update(grouped_nvfp4.grouped_stores(producer, of_store))
+                    found.update(fp8_scaling.stores(producer, to, of_store))
+            found.update(nvfp4.stores(producer, of_store))
     return frozenset(found)
 
 
@@ -162,15 +162,15 @@ def gradients_beside() -> set[Kernel]:
     for aligned in (True, False):
         for stage in stages.values():
             for producer in producers(stage, bf16, bf16, aligned):
-                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+                found.update(fp8_scaling.stores(producer, E5M2, aligned))
         for dtype, scales in ((fp16, fp32), (fp32, fp16)):
             for producer in producers(stages["swiglu"], dtype, scales, aligned):
-                found.update(grouped_fp8.stores(producer, E5M2, aligned))
+                found.update(fp8_scaling.stores(producer, E5M2, aligned))
     for name in ("swiglu", "situglu", "srelu"):
         for producer in producers(stages[name], bf16, bf16, True)[1:]:
             found.update(block_scaling.stores(producer, E5M2, True))
             found.update(mxfp8.stores(producer, E5M2, True))
-            found.update(grouped_nvfp4.grouped_stores(producer, True)[1:])
+            found.update(nvfp4.stores(producer, True)[1:])
     return found
 
 

@@ -107,7 +107,7 @@ def _run(options: argparse.Namespace) -> int:
         model,
         options.gpus,
         recipe,
-        sizes=Sizes(**{each.name: getattr(options, each.name) for each in fields(Sizes)}),
+        sizes=Sizes(**{field.name: getattr(options, field.name) for field in fields(Sizes)}),
         batch=options.batch,
         tokens=options.tokens,
         recompute=options.recompute,

@@ -37,8 +37,8 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     if target.suffix.lower() not in SUFFIXES:
         raise InputError(f"A report is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
     if target.is_dir() or not target.parent.is_dir():
-        what = "is a folder" if target.is_dir() else "is in a folder that does not exist"
-        raise InputError(f"A report is drawn into a file; {str(target)!r} {what}.")
+        obstacle = "is a folder" if target.is_dir() else "is in a folder that does not exist"
+        raise InputError(f"A report is drawn into a file; {str(target)!r} {obstacle}.")
     return target
 
 

@@ -130,8 +130,8 @@ class Layer:
 
 def bytes_of(recipe: Recipe, role: str, shape: tuple[int, ...], copies: Sequence[str]) -> int:
     """Bytes of copies of a tensor that ``recipe`` quantizes in ``role``."""
-    made: NumberFormat = role_format(recipe, role)
-    return made.nbytes(shape, tuple(copies))
+    number_format: NumberFormat = role_format(recipe, role)
+    return number_format.nbytes(shape, tuple(copies))
 
 
 @functools.cache
@@ -149,16 +149,16 @@ def weight_bytes(recipe: Recipe, rows: int, columns: int, copies: tuple[str, ...
     """Bytes of copies of a quantized weight: elements and the scales of its rows, unpadded."""
     weight = _weight(recipe, rows, columns)
     layout, units, widths = (
-        weight._layout(rows, columns),
-        weight._row_units(),
-        weight._unpadded_columns(columns),
+        weight._layout.shapes(rows, columns),
+        weight._layout.rows,
+        weight._layout.unpadded_columns(columns),
     )
     total = 0
     for name in (name for copy in copies for name in weight._names(copy) if name in units):
         (dim, unit), shape = units[name], layout[name]
         across = widths.get(name, math.prod(shape) // shape[dim])
-        is_scale = name.endswith("scale_inv")
-        total += ceil_div(rows, unit) * across * (weight.format.scale_bytes if is_scale else 1)
+        size = weight._layout.buffers[name].dtype.itemsize
+        total += ceil_div(rows, unit) * across * size
     return total
 
 
@@ -189,7 +189,7 @@ def gathered_bytes(
 def reduces_amaxes(recipe: Recipe) -> bool:
     """Whether shards of a weight share a scale or amax, which the ranks reduce."""
     weight = _weight(recipe, 1, 1)
-    return any(name not in weight._row_units() for name in weight.buffer_names)
+    return any(name not in weight._layout.rows for name in weight.buffer_names)
 
 
 def derives_columnwise(recipe: Recipe) -> bool:
@@ -228,14 +228,14 @@ def plan_layer(model: Transformer, tp: int, ep: int, tokens: int, recipe: Recipe
     for ops, inputs in pipelines:
         with contexts.autocast(enabled=recipe is not None, recipe=recipe):
             graph, plan = OperationFuser(ops, fusions).plan_for_gpu((9, 0), *inputs)
-        found = _products(graph)
-        products += found.values()
+        own_products = _products(graph)
+        products += own_products.values()
         for side in SIDES:
             elementwise[side] += _elementwise(graph, plan, side)
         if recipe is not None:
-            quantizing = _grouped_quantization(recipe, list(found.values()))
+            quantizing = _grouped_quantization(recipe, list(own_products.values()))
             elementwise = {side: elementwise[side] + quantizing[side] for side in SIDES}
-        sent += _sent(graph, found)
+        sent += _sent(graph, own_products)
         saved += _saved(graph)
     # Rotary embedding reads and writes queries and keys, in forward and in backward. Queries, keys,
     # values and the output are kept.
@@ -332,17 +332,17 @@ def _linear(inputs: int, outputs: int, tp: int, mode: str) -> Linear:
 
 def _products(graph: OpGraph) -> dict[int, Product]:
     """The linears of a pipeline, by the index of their op."""
-    found: dict[int, Product] = {}
+    products: dict[int, Product] = {}
     for index, op in enumerate(graph.ops):
         rows = math.prod(graph.main_specs[index + 1].shape[:-1])
         follows = index > 0 and isinstance(graph.ops[index - 1], (SwiGLU, ScaledSwiGLU))
         if isinstance(op, BasicLinear):
             sizes = (op.local_in_features, op.local_out_features)
-            found[index] = Product(rows, *sizes, reads_activation=follows)
+            products[index] = Product(rows, *sizes, reads_activation=follows)
         elif isinstance(op, GroupedLinear):
             sizes = (op.in_features, op.out_features)
-            found[index] = Product(rows, *sizes, op.num_groups, True, follows)
-    return found
+            products[index] = Product(rows, *sizes, op.num_groups, True, follows)
+    return products
 
 
 def _elementwise(graph: OpGraph, plan: FusionPlan, side: str) -> float:
@@ -372,7 +372,7 @@ def _grouped_quantization(recipe: Recipe, products: Sequence[Product]) -> dict[s
     as copies only, in place of values.
     """
     both = ("rowwise", "columnwise")
-    found = dict.fromkeys(SIDES, 0.0)
+    seconds = dict.fromkeys(SIDES, 0.0)
     for product in products:
         if not product.is_expert:
             continue
@@ -381,8 +381,8 @@ def _grouped_quantization(recipe: Recipe, products: Sequence[Product]) -> dict[s
             values = math.prod(shape) * VALUE
             is_computed = product.reads_activation == (role == "input")
             copies = bytes_of(recipe, role, shape, both)
-            found[side] += copies - values if is_computed else copies + values
-    return found
+            seconds[side] += copies - values if is_computed else copies + values
+    return seconds
 
 
 def _sent(graph: OpGraph, products: dict[int, Product]) -> list[Sent]:
@@ -391,17 +391,17 @@ def _sent(graph: OpGraph, products: dict[int, Product]) -> list[Sent]:
     In backward an input is gathered during dgrad, and dgrad's result added during wgrad
     (docs/parallel.md); nothing runs during the rest.
     """
-    found = []
+    tensors = []
     for side in SIDES:
         for i, op in enumerate(graph.ops):
-            for each, nbytes in graph.collectives(i, i + 1, side, {}):
-                is_after = each.tensor in ("output", "grad_output")
+            for collective, nbytes in graph.collectives(i, i + 1, side, {}):
+                is_after = collective.tensor in ("output", "grad_output")
                 spec = graph.main_specs[i + is_after]
-                values = replace(each, quantization=None).nbytes(spec)
-                overlaps = side == "backward" and each.tensor in ("input", "grad_input")
+                values = replace(collective, quantization=None).nbytes(spec)
+                overlaps = side == "backward" and collective.tensor in ("input", "grad_input")
                 during = products[i].flops if overlaps and isinstance(op, BasicLinear) else 0
-                found.append(Sent(side, each, nbytes, values, during))
-    return found
+                tensors.append(Sent(side, collective, nbytes, values, during))
+    return tensors
 
 
 def _saved(graph: OpGraph) -> float:

@@ -36,11 +36,13 @@ class Transformer:
     top_k: int = 0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            size = getattr(self, each.name)
-            least = 0 if each.name in MAY_BE_ABSENT else 1
-            if each.name != "name" and size < least:
-                raise InputError(f"{self.name} has {each.name} {size}; it must be {least} or more.")
+        for field in fields(self):
+            size = getattr(self, field.name)
+            least = 0 if field.name in MAY_BE_ABSENT else 1
+            if field.name != "name" and size < least:
+                raise InputError(
+                    f"{self.name} has {field.name} {size}; it must be {least} or more."
+                )
         if not bool(self.experts) <= self.top_k <= self.experts:
             raise InputError(
                 f"{self.name} has {self.experts} experts and top_k {self.top_k}; a token goes to "

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fuser.errors import InputError
-from fuser.plan.text import columns, format_bytes, format_time
 from fuser.recipe import Float8CurrentScaling, Recipe
+from fuser.report.text import columns, format_bytes, format_time
 from fuser_forecast.hardware import H200, Hardware
 from fuser_forecast.mesh import ANY, Mesh, Sizes, meshes
 from fuser_forecast.model import Transformer
@@ -109,16 +109,21 @@ class ScaleReport:
         )  # fmt: skip
 
     def _summary(self, step: TrainingStep) -> tuple[str, ...]:
-        return (
-            step.variant.name,
-            self._mesh(step),
+        times = (
             _seconds(step.seconds),
             f"{step.tokens_per_second:.0f}",
             f"{step.mfu:.2f}",
+            f"{step.exposed:.0%}",
+        )
+        *speed, exposed = times if step.fits else ["-"] * len(times)
+        return (
+            step.variant.name,
+            self._mesh(step),
+            *speed,
             *_traffic(
                 sum(line.nvlink for line in step.lines), sum(line.network for line in step.lines)
             ),
-            f"{step.exposed:.0%}",
+            exposed,
             _gigabytes(step.memory_bytes),
             step.limit,
         )
@@ -144,7 +149,7 @@ class ScaleReport:
         return "x".join(map(str, sizes)) + "r" * step.recompute
 
     def _limits(self) -> list[str]:
-        found = (
+        limits = (
             f"{step.variant.name} {self.network_limit(index) or 'none'}"
             for index, step in enumerate(self.here.steps)
         )
@@ -153,7 +158,7 @@ class ScaleReport:
             f"  mesh: replicas x fsdp x tp{ep}, r with recomputation; then the step, and its "
             "exposed share",
             "  - does not fit into memory; network: the network is busiest",
-            f"  GPUs that make the network busier than compute: {', '.join(found)}",
+            f"  GPUs that make the network busier than compute: {', '.join(limits)}",
         ]
 
     def _least(self) -> list[str]:
@@ -161,11 +166,11 @@ class ScaleReport:
         mesh = self.here.steps[-1].mesh
         if mesh.shards.nodes == 1 and mesh.expert_shards.nodes == 1:
             return []
-        found = (
+        counts = (
             f"{step.variant.name} {least or 'none'}"
             for step, least in zip(self.here.steps, self.least_tokens, strict=True)
         )
-        return [f"  tokens of a microbatch that hide the network: {', '.join(found)}"]
+        return [f"  tokens of a microbatch that hide the network: {', '.join(counts)}"]
 
     def _rates(self) -> str:
         """The recipe, and how its products run."""
@@ -405,9 +410,9 @@ def microbatches(model: Transformer, mesh: Mesh, batch: int, tokens: int | None)
 # -- text -----------------------------------------------------------------------------
 
 
-def _count(number: int, what: str) -> str:
-    plural = "es" if what.endswith("ch") else "s"
-    return f"{number} {what}{'' if number == 1 else plural}"
+def _count(number: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _traffic(nvlink: float, network: float) -> tuple[str, str]:

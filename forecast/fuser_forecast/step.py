@@ -194,8 +194,12 @@ class _Step:
 
     def _bytes_travel(self) -> float:
         """The share of a layer's weights that are gathered as bytes and scales."""
-        found = [(one.weights, self._travels_quantized(one)) for one in self.layer.products]
-        return sum(weights for weights, travels in found if travels) / sum(w for w, _ in found)
+        weights_and_travel = [
+            (one.weights, self._travels_quantized(one)) for one in self.layer.products
+        ]
+        return sum(weights for weights, travels in weights_and_travel if travels) / sum(
+            w for w, _ in weights_and_travel
+        )
 
     def _quantizes_again(self, product: Product) -> bool:
         """Whether the quantized weight is freed after forward, though its values were gathered."""
@@ -210,8 +214,8 @@ class _Step:
         lines = []
         for side in (*SIDES, *(("recomputed",) if self.recompute else ())):
             is_again = side == "recomputed"
-            found = self._side("forward" if is_again else side, is_again=is_again)
-            for name, seconds in found.items():
+            parts = self._side("forward" if is_again else side, is_again=is_again)
+            for name, seconds in parts.items():
                 total = seconds * times
                 lines.append(Line(f"{name}, {side}", "compute", total, total))
         head = self._head_seconds() * self.microbatches
@@ -232,14 +236,14 @@ class _Step:
 
     def _wait_lines(self) -> list[Line]:
         """The lines of :meth:`_waits`; a recomputed forward communicates again."""
-        found: dict[str, Line] = {}
+        lines: dict[str, Line] = {}
         for wait in self._waits:
             again = 2 if self.recompute and wait.side == "forward" else 1
             times = self.model.layers * self.microbatches * again
             busy = self.hardware.seconds(wait.traffic) * times
             line = line_of(wait.name, wait.traffic * times, busy, wait.exposed * times)
-            found[wait.name] = line if wait.name not in found else added(found[wait.name], line)
-        return list(found.values())
+            lines[wait.name] = line if wait.name not in lines else added(lines[wait.name], line)
+        return list(lines.values())
 
     @functools.cached_property
     def _waits(self) -> list[_Wait]:
@@ -266,10 +270,15 @@ class _Step:
         Backward sends the input's rows as forward has quantized them; under delayed scaling the
         scale is known.
         """
-        made = sent.collective.quantization
+        quantization = sent.collective.quantization
         is_new = (sent.side, sent.collective.tensor) != ("backward", "input")
         is_known = isinstance(self.recipe, DelayedScaling)
-        return made is not None and made.format.has_one_scale and is_new and not is_known
+        return (
+            quantization is not None
+            and quantization.format.has_one_scale
+            and is_new
+            and not is_known
+        )
 
     def _experts(self) -> Iterator[_Wait]:
         """Tokens to the ranks of their experts and back: nothing runs during it.
@@ -280,7 +289,7 @@ class _Step:
         if self.mesh.ep == 1:
             return
         shape = (self.tokens * self.model.top_k, self.model.hidden)
-        for side, what, role in (
+        for side, tensor, role in (
             ("forward", "dispatch", "input"),
             ("forward", "combine", ""),
             ("backward", "combine", "grad_output"),
@@ -290,7 +299,7 @@ class _Step:
             if role and self.travelling is not None:
                 nbytes = bytes_of(self.travelling, role, shape, ("rowwise",))
             traffic = all_to_all(nbytes, self.mesh.experts)
-            yield _Wait(f"EP {what}, {side}", side, traffic, self.hardware.seconds(traffic))
+            yield _Wait(f"EP {tensor}, {side}", side, traffic, self.hardware.seconds(traffic))
 
     def _gather(self, side: str) -> Traffic:
         """The weights of one layer: those of each kind of shards are one collective.
@@ -367,8 +376,8 @@ class _Step:
         if self.mesh.replicas > 1:
             extra = ("all-reduce over replicas", self._replicate())
             without = sum(line.exposed for line in self._backward_lines(parts))
-            found = self._backward_lines([*parts, extra])
-            exposed = sum(line.exposed for line in found) - without
+            backward_lines = self._backward_lines([*parts, extra])
+            exposed = sum(line.exposed for line in backward_lines) - without
             total = extra[1] * layers
             lines.append(line_of(extra[0], total, seconds(extra[1]) * layers, exposed))
         if isinstance(self.recipe, DelayedScaling):  # an optimizer of lists writes all at once

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -21,12 +21,25 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
-from fuser.tensors import Float8CurrentScalingQuantizer
+from fuser.tensors import Float8CurrentScalingQuantizer, Quantizer
 
 Approximation = Literal["tanh", "none"]
 
 # The quantizer of a cached input: E4M3, one scale per tensor, without a transposed copy.
 INPUT_CACHE = Float8CurrentScalingQuantizer(columnwise=False)
+
+
+class ActivationSaved(NamedTuple):
+    """What an activation saves."""
+
+    x: torch.Tensor
+
+
+class ActivationState(NamedTuple):
+    """Attributes of an activation, as its forward found them."""
+
+    function: Stage
+    cache_quantized_input: bool
 
 
 class Activation(BasicOperation):
@@ -44,7 +57,7 @@ class Activation(BasicOperation):
 
     parameter_names = ()
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("function", "cache_quantized_input")
+    backward_attributes = ActivationState
     function: Stage
     """The function; an attribute of the instance if the formula has scalars."""
 
@@ -90,7 +103,7 @@ class Activation(BasicOperation):
         """The output. Saves the input for backward in ``ctx``."""
         x = input_ if ctx.autocast_dtype is None else cast(input_, ctx.autocast_dtype)
         if ctx.requires_grad:
-            ctx.to_save = (INPUT_CACHE(x) if self.cache_quantized_input else x,)
+            ctx.to_save = ActivationSaved(INPUT_CACHE(x) if self.cache_quantized_input else x)
         return pointwise.activation(self.function, x, is_plain=not ctx.has_recipe)
 
     def stage(
@@ -106,15 +119,16 @@ class Activation(BasicOperation):
 
     def saved_input(self, ctx: OperationContext) -> torch.Tensor:
         """The input of the forward, rounded if the cached copy is quantized."""
-        x: torch.Tensor = ctx.saved_tensors[0]
-        return x.dequantize() if ctx.cache_quantized_input else x
+        (x,) = ActivationSaved(*ctx.saved_tensors)
+        state: ActivationState = ctx.state
+        return x.dequantize() if state.cache_quantized_input else x
 
     def op_forward(
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         return write_output(self.run(ctx, input_), next_op_input_quantizer)
 
@@ -122,7 +136,8 @@ class Activation(BasicOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
         x, is_plain = self.saved_input(ctx), not ctx.has_recipe
-        dx = pointwise.activation_backward(ctx.function, grad_output, x, is_plain=is_plain)
+        state: ActivationState = ctx.state
+        dx = pointwise.activation_backward(state.function, grad_output, x, is_plain=is_plain)
         return write_grad_input(dx, ctx), ()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,14 +12,33 @@ from fuser.basic_ops.linear_operands import plain
 from fuser.errors import InputError
 from fuser.op import (
     BasicOperation,
-    Grads,
-    OperationContext,
+    Contexts,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     check_sizes,
     write_grad_input,
     write_output,
 )
 from fuser.reference import normalization as reference
 from fuser.specs import PlanKey, TensorSpec
+
+
+class AdaptiveLayerNormSaved(NamedTuple):
+    """What an adaptive layer norm saves."""
+
+    x: torch.Tensor
+    gain: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+class AdaptiveLayerNormState(NamedTuple):
+    """What an adaptive layer norm keeps besides: its batch dimension, and its extra inputs."""
+
+    batch_dim: int
+    extras: tuple[TensorSpec, ...]
 
 
 class AdaptiveLayerNorm(BasicOperation):
@@ -49,7 +68,6 @@ class AdaptiveLayerNorm(BasicOperation):
     num_extra_inputs = 2
     takes_floating_extras = True
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("batch_dim",)
 
     def __init__(self, hidden_size: int, *, eps: float = 1e-5, batch_dim: int = 0) -> None:
         super().__init__()
@@ -88,48 +106,35 @@ class AdaptiveLayerNorm(BasicOperation):
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        ctx: Any = basic_op_ctxs[0]
-        ((scale, shift),) = basic_op_extra_inputs
-        self._check_shapes(input_.shape, scale.shape, shift.shape)
-        x = plain(input_, input_.dtype)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (ctx,), (scale, shift) = ctxs, inputs.extras
+        self._check_shapes(x.shape, scale.shape, shift.shape)
+        x = plain(x, x.dtype)
         rows = self._rows(x, self.batch_dim)
         batch = (x.shape[self.batch_dim], self.hidden_size)
         gain, bias = (plain(t, t.dtype).reshape(batch) for t in (scale, shift))
         dtype = ctx.autocast_dtype or x.dtype
         y, mean, rstd = reference.adaptive_layernorm(rows, gain, bias, self.eps, dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x, gain, mean, rstd)
-            ctx.extras = tuple((tensor.shape, tensor.dtype) for tensor in (scale, shift))
-        return write_output(y.view(x.shape), next_op_input_quantizer), [()]
+            ctx.to_save = AdaptiveLayerNormSaved(x, gain, mean, rstd)
+            specs = tuple(TensorSpec(extra.shape, extra.dtype) for extra in inputs.extras)
+            ctx.state = AdaptiveLayerNormState(self.batch_dim, specs)
+        return write_output(y.view(x.shape), inputs.quantizer), ()
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        ctx: Any = basic_op_ctxs[0]
-        x, gain, mean, rstd = ctx.saved_tensors
-        rows = self._rows(x, ctx.batch_dim)
-        dy = self._rows(plain(grad_output, grad_output.dtype), ctx.batch_dim)
-        wanted = (ctx.input_requires_grad, *ctx.extra_inputs_require_grad)
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        x, gain, mean, rstd = AdaptiveLayerNormSaved(*ctx.saved_tensors)
+        state: AdaptiveLayerNormState = ctx.state
+        rows = self._rows(x, state.batch_dim)
+        dy = self._rows(plain(dy, dy.dtype), state.batch_dim)
+        of_scale, of_shift = ctx.extra_inputs_require_grad
+        wanted = (ctx.input_requires_grad, of_scale, of_shift)
         dx, *grads = reference.adaptive_layernorm_backward(dy, rows, gain, mean, rstd, wanted)
         shaped = tuple(
-            None if grad is None else grad.to(dtype).view(shape)
-            for grad, (shape, dtype) in zip(grads, ctx.extras, strict=True)
+            None if grad is None else grad.to(spec.dtype).view(spec.shape)
+            for grad, spec in zip(grads, state.extras, strict=True)
         )
-        return None if dx is None else write_grad_input(dx.view(x.shape), ctx), [()], [shaped]
+        return None if dx is None else write_grad_input(dx.view(x.shape), ctx), (), shaped
 
     @staticmethod
     def _rows(x: torch.Tensor, batch_dim: int) -> torch.Tensor:

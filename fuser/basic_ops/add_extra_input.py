@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -12,8 +11,12 @@ from fuser.errors import InputError
 from fuser.functional import pointwise
 from fuser.op import (
     BasicOperation,
-    Grads,
+    Contexts,
     OperationContext,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     quantizes_values,
     write_grad_input,
     write_output,
@@ -83,31 +86,15 @@ class AddExtraInput(BasicOperation):
         self.check_extra(shape, extra.shape)
         return Stage("add_extra_input"), extra
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        ((extra,),) = basic_op_extra_inputs
-        self.check_extra(input_.shape, extra.shape)
-        return write_output(pointwise.add(input_, extra), next_op_input_quantizer), ((),)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (extra,) = inputs.extras
+        self.check_extra(x.shape, extra.shape)
+        return write_output(pointwise.add(x, extra), inputs.quantizer), ()
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        ctx = basic_op_ctxs[0]
-        dx = grad_output
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,), dx = ctxs, dy
         if ctx.input_requires_grad:
             if dx.dtype.itemsize > ctx.input_dtype.itemsize:
                 dx = dx.to(ctx.input_dtype)
             dx = write_grad_input(dx, ctx)
-        return dx, [()], [(grad_output,)]
+        return dx, (), (dy,)

@@ -10,13 +10,16 @@ import torch
 from fuser import gemm
 from fuser.basic_ops import linear_parallel
 from fuser.basic_ops.linear_operands import (
+    LinearSaved,
+    LinearState,
+    OperandQuantizers,
     gemm_name,
+    operand_of_backward,
     operands_of,
     original,
     plain,
     quantized,
     readable,
-    saved_operand,
 )
 from fuser.basic_ops.linear_parallel import InputGather, travels
 from fuser.basic_ops.linear_weight import LinearWeight, parallel_text
@@ -113,9 +116,8 @@ class BasicLinear(LinearWeight):
         return f"{sizes}{parallel_text([self])}"
 
     @property
-    def is_recordable(self) -> bool:  # type: ignore[override]
-        """A recording would not repeat communication."""
-        return self._parallel is None
+    def process_groups(self) -> tuple[GroupArgument, ...]:
+        return () if self._parallel is None else (self.tensor_parallel_group,)
 
     # -- questions of the planner ------------------------------------------------
 
@@ -141,12 +143,12 @@ class BasicLinear(LinearWeight):
         if parallel is None:
             return ()
         (op,) = key.ops
-        made = operands_of("forward", key, self.quantizer_format)
-        input_ = travels(key, "input", made.get("input"), side)
+        operands = operands_of("forward", key, self.quantizer_format)
+        input_ = travels(key, "input", operands.get("input"), side)
         if side == "forward":
             return parallel.forward(input_)
-        made = operands_of("backward", key, self.quantizer_format)
-        grad = travels(key, "grad_output", made.get("grad_output"), side)
+        operands = operands_of("backward", key, self.quantizer_format)
+        grad = travels(key, "grad_output", operands.get("grad_output"), side)
         wants = (op.input_requires_grad, op.params[0].requires_grad)
         return parallel.backward(wants, input_, grad)
 
@@ -154,14 +156,14 @@ class BasicLinear(LinearWeight):
         (op,) = key.ops
         if side == "forward":
             return ("mm" if key.recipe is None else self._gemm_name("mm", "input", "weight", key),)
-        wanted = {
+        roles_of = {
             "dgrad mm": op.input_requires_grad and ("grad_output", "weight"),
             "wgrad mm": op.params[0].requires_grad and ("grad_output", "input"),
         }
         is_plain = key.recipe is None or not key.recipe.quantizes_backward
         return tuple(
             name if is_plain else self._gemm_name(name, *roles, key)
-            for name, roles in wanted.items()
+            for name, roles in roles_of.items()
             if roles
         )
 
@@ -188,14 +190,14 @@ class BasicLinear(LinearWeight):
         """
         if key.recipe is None or self.constant_quantizer(key.recipe, "forward", 0) is None:
             return {}
-        found: dict[str, Quantizer | None] = {"grad_output": None}
+        quantizers: dict[str, Any] = {"grad_output": None}
         for side in ("forward", "backward"):
             operands = operands_of(side, key, self.quantizer_format)
             for index, (role, spec) in enumerate(operands.items()):
                 quantizer = self.constant_quantizer(key.recipe, side, index)
                 assert quantizer is not None
-                found[role] = quantizer.with_usage(**spec.usage)
-        return {"operand_quantizers": (self, found["input"], found["weight"], found["grad_output"])}
+                quantizers[role] = quantizer.with_usage(**spec.usage)
+        return {"operand_quantizers": OperandQuantizers(self, **quantizers)}
 
     def quantizes(self, side: str, key: PlanKey) -> dict[str, QuantSpec]:
         (op,) = key.ops
@@ -248,7 +250,8 @@ class BasicLinear(LinearWeight):
         if x.dtype is not weight.dtype:
             x = x.to(weight.dtype)
         if ctx.requires_grad:
-            ctx.to_save = (x if wants_grad else None, weight if ctx.input_requires_grad else None)
+            saved_weight = weight if ctx.input_requires_grad else None
+            ctx.to_save = LinearSaved(x if wants_grad else None, saved_weight)
             # The rowwise copy has the values of forward.
             note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         if self._parallel is not None:
@@ -333,37 +336,20 @@ class BasicLinear(LinearWeight):
     def _quantized_operands(
         self, ctx: OperationContext, input_: torch.Tensor, is_first_microbatch: bool | None
     ) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """Input and weight with rowwise copies; saves in ``ctx`` the operands of backward.
-
-        A tensor that was quantized here is saved itself, without an alias for one of its copies.
-        """
+        """Input and weight with rowwise copies; saves in ``ctx`` the operands of backward."""
         if input_.shape[-1] != self.local_in_features:
             self._check_features(input_.shape)
         weight = self._parameters.get("weight")
         if weight is None:
             weight = self.weight
-        dtype = ctx.autocast_dtype or weight.dtype
-        ctx.compute_dtype = dtype
-        override = ctx.backward_override
-        wants_wgrad = ctx.requires_grad and weight.requires_grad
-        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
-        constant = ctx.operand_quantizers
-        if constant is not None and constant[0] is self:
-            _, input_quantizer, weight_quantizer, grad_output_quantizer = constant
-        else:
-            is_quantized = override is None  # also in backward, which then reads columnwise copies
-            input_quantizer = self.quantizer_value("forward", 0)
-            weight_quantizer = self.quantizer_value("forward", 1)
-            grad_output_quantizer = None
-            if ctx.requires_grad and is_quantized:
-                grad_output_quantizer = self.quantizer_value("backward", 0)
-            assert input_quantizer is not None
-            assert weight_quantizer is not None
-            x_usage, w_usage = wants_wgrad and is_quantized, wants_dgrad and is_quantized
-            input_quantizer = input_quantizer.with_usage(rowwise=True, columnwise=x_usage)
-            weight_quantizer = weight_quantizer.with_usage(rowwise=True, columnwise=w_usage)
+        dtype = ctx.compute_dtype = ctx.autocast_dtype or weight.dtype
+        quantizers: OperandQuantizers | None = ctx.operand_quantizers
+        if quantizers is None or quantizers[0] is not self:
+            quantizers = self._quantizers_of_call(ctx, weight.requires_grad)
+        _, input_quantizer, weight_quantizer, _ = quantizers
         gather = None
         if self._parallel is not None:
+            wants_wgrad = ctx.requires_grad and weight.requires_grad
             gather = self._start_gather(ctx, input_, dtype, input_quantizer, wants_wgrad)
         qx = quantized(input_, dtype, input_quantizer) if gather is None else input_
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
@@ -371,32 +357,60 @@ class BasicLinear(LinearWeight):
             qx = gather.wait()
         assert isinstance(qx, QuantizedTensor)
         if ctx.requires_grad:
-            ctx.input_quantizer = input_quantizer  # type: ignore[attr-defined]
-            ctx.weight_quantizer = weight_quantizer  # type: ignore[attr-defined]
-            ctx.grad_output_quantizer = grad_output_quantizer
-            # A quantizer with a launch key returns new tensors: no other code refers to them.
-            x_is_own = qx is not input_ and input_quantizer.launch_key is not None
-            weight_is_own = (
-                is_first_microbatch is None
-                and not isinstance(weight, QuantizedTensor)
-                and weight_quantizer.launch_key is not None
+            _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
+            is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
+            ctx.to_save = LinearSaved(
+                self._saved_input(ctx, input_, qx, gather) if weight.requires_grad else None,
+                self._saved_weight(ctx, weight, qw, is_new) if ctx.input_requires_grad else None,
             )
-            usage = "rowwise" if override == "dequantized" else "columnwise"
-            kept: list[torch.Tensor] = [qx, qw]
-            if not wants_dgrad or override == "high_precision":
-                note_backward_read(weight, "rowwise" if wants_dgrad else None)
-            if override == "high_precision":
-                kept = [original(input_, dtype), cast(weight, dtype)]
-            else:
-                if wants_wgrad and not x_is_own and gather is None:
-                    kept[0] = saved_operand(qx, usage, input_quantizer)
-                if wants_dgrad and not weight_is_own:
-                    kept[1] = saved_operand(qw, usage, weight_quantizer)
-            if gather is not None and wants_wgrad:
-                assert gather.saved is not None
-                kept[0], ctx.input_is_whole = gather.saved, gather.is_whole  # type: ignore[attr-defined]
-            ctx.to_save = (kept[0] if wants_wgrad else None, kept[1] if wants_dgrad else None)
+            if not ctx.input_requires_grad or ctx.backward_override == "high_precision":
+                note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)
         return readable(qx, "rowwise", input_quantizer), readable(qw, "rowwise", weight_quantizer)
+
+    def _saved_input(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        qx: QuantizedTensor,
+        gather: InputGather | None,
+    ) -> torch.Tensor | None:
+        """The input that backward reads; ``qx`` is the quantized one."""
+        if gather is not None:
+            ctx.state = LinearState(gather.is_whole)
+            return gather.saved
+        if ctx.backward_override == "high_precision":
+            assert ctx.compute_dtype is not None
+            return original(input_, ctx.compute_dtype)
+        return operand_of_backward(ctx, qx, ctx.input_quantizer, is_new=qx is not input_)
+
+    def _saved_weight(
+        self, ctx: OperationContext, weight: torch.Tensor, qw: QuantizedTensor, is_new: bool
+    ) -> torch.Tensor:
+        """The weight that backward reads; ``qw`` is the quantized one, of this call if new."""
+        if ctx.backward_override == "high_precision":
+            assert ctx.compute_dtype is not None
+            return cast(weight, ctx.compute_dtype)
+        return operand_of_backward(ctx, qw, ctx.weight_quantizer, is_new=is_new)
+
+    def _quantizers_of_call(
+        self, ctx: OperationContext, weight_requires_grad: bool
+    ) -> OperandQuantizers:
+        """The quantizers of a call for which the plan has no constant ones."""
+        is_quantized = ctx.requires_grad and ctx.backward_override is None
+        x, weight = self.quantizer_value("forward", 0), self.quantizer_value("forward", 1)
+        assert x is not None
+        assert weight is not None
+        # Backward then reads columnwise copies.
+        wgrad, dgrad = (
+            is_quantized and weight_requires_grad,
+            is_quantized and ctx.input_requires_grad,
+        )
+        return OperandQuantizers(
+            self,
+            x.with_usage(rowwise=True, columnwise=wgrad),
+            weight.with_usage(rowwise=True, columnwise=dgrad),
+            self.quantizer_value("backward", 0) if is_quantized else None,
+        )
 
     def _start_gather(
         self,
@@ -459,7 +473,7 @@ class BasicLinear(LinearWeight):
         """
         if self._parallel is not None:
             return linear_parallel.backward(self, ctx, grad_output, scale, addend)
-        x, weight = ctx.saved_tensors
+        x, weight = LinearSaved(*ctx.saved_tensors)
         # A user's fused op may have run the forward, and saved unquantized operands.
         if ctx.has_recipe and ctx.compute_dtype is not None:
             if ctx.backward_override is None:

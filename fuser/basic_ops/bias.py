@@ -25,6 +25,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
 
 
 class Bias(BasicOperation):
@@ -106,11 +107,6 @@ class Bias(BasicOperation):
             return f"size={self.size}"
         return f"size={self.size}, parallel over {self.size // self.local_size} ranks"
 
-    @property
-    def is_recordable(self) -> bool:  # type: ignore[override]
-        """A recording would read a bias of zeros as a constant."""
-        return self.is_added
-
     def reset_parameters(self) -> None:
         """Set the bias to zero. A bias on meta is allocated first."""
         self.initialise("bias", torch.nn.init.zeros_)
@@ -159,8 +155,8 @@ class Bias(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         self._check_features(input_.shape)
         bias = self.addend(ctx)

@@ -24,7 +24,7 @@ from fuser.errors import StateError
 from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input, write_output
 from fuser.precision.contexts import current_recipe
 from fuser.specs import Collective, PlanKey, TensorSpec
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 class CollectiveOperation(BasicOperation):
@@ -64,9 +64,8 @@ class CollectiveOperation(BasicOperation):
         self._group = GroupRef(group)
 
     @property
-    def is_recordable(self) -> bool:  # type: ignore[override]
-        """Whether the op does not communicate: a recording would not repeat communication."""
-        return self.process_group_size == 1
+    def process_groups(self) -> tuple[GroupArgument, ...]:
+        return (self.process_group,) if self.process_group_size > 1 else ()
 
     # No state is saved, so that a checkpoint has the same keys on any number of ranks.
     get_extra_state = torch.nn.Module.get_extra_state
@@ -101,8 +100,8 @@ class CollectiveOperation(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         if self.process_group_size == 1:
             return write_output(input_, next_op_input_quantizer)
@@ -122,7 +121,7 @@ class CollectiveOperation(BasicOperation):
         return self._backward(ctx, grad_output, group), ()
 
     def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Any | None
+        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -170,7 +169,7 @@ class AllGather(CollectiveOperation):
         return self._on(side, key, "all-gather" if side == "forward" else "reduce-scatter")
 
     def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Any | None
+        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
     ) -> torch.Tensor:
         check_shard("AllGather", x.shape)
         return gathered(x, quantizer, group, reduces_amaxes=ctx.reduces_amaxes)
@@ -203,7 +202,7 @@ class ReduceScatter(CollectiveOperation):
         return self._on(side, key, "reduce-scatter" if side == "forward" else "all-gather")
 
     def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Any | None
+        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
     ) -> torch.Tensor:
         check_divides("ReduceScatter", x.shape, self.process_group_size)
         y = start_reduce_scatter(_values(x), group).wait()
@@ -239,7 +238,7 @@ class AllReduce(CollectiveOperation):
         return self._on(side, key, "all-reduce")
 
     def _forward(
-        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Any | None
+        self, ctx: OperationContext, x: torch.Tensor, group: Any, quantizer: Quantizer | None
     ) -> torch.Tensor:
         return write_output(start_all_reduce(_values(x), group).wait(), quantizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +18,13 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
+
+
+class ConstantScaleState(NamedTuple):
+    """The scale, as the forward found it."""
+
+    scale: float
 
 
 class ConstantScale(BasicOperation):
@@ -27,7 +34,7 @@ class ConstantScale(BasicOperation):
     takes_scalars = True
     saves_input = False
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("scale",)
+    backward_attributes = ConstantScaleState
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -61,12 +68,13 @@ class ConstantScale(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         return write_output(pointwise.constant_scale(input_, self.scale), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return write_grad_input(pointwise.constant_scale(grad_output, ctx.scale), ctx), ()
+        state: ConstantScaleState = ctx.state
+        return write_grad_input(pointwise.constant_scale(grad_output, state.scale), ctx), ()

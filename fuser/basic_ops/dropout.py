@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +20,19 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
+
+
+class DropoutSaved(NamedTuple):
+    """The seed of the mask; None if there is no mask."""
+
+    seed: torch.Tensor | None
+
+
+class DropoutState(NamedTuple):
+    """The probability, as the forward found it."""
+
+    dropout_probability: float
 
 
 class Dropout(BasicOperation):
@@ -38,7 +51,7 @@ class Dropout(BasicOperation):
     takes_scalars = True
     saves_input = False
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("dropout_probability",)
+    backward_attributes = DropoutState
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -77,23 +90,24 @@ class Dropout(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         if not self.training or self.dropout_probability == 0:
-            ctx.save_for_backward(None)
+            ctx.to_save = DropoutSaved(None)
             return write_output(x, next_op_input_quantizer)
         seed = pointwise.dropout_seed(x.device)
-        ctx.save_for_backward(seed)
+        ctx.to_save = DropoutSaved(seed)
         y = pointwise.dropout(x, seed, self.dropout_probability)
         return write_output(y, next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        (seed,) = ctx.saved_tensors
+        (seed,) = DropoutSaved(*ctx.saved_tensors)
         if seed is None:
             return write_grad_input(grad_output, ctx), ()
-        dx = pointwise.dropout(grad_output, seed, ctx.dropout_probability)
+        state: DropoutState = ctx.state
+        dx = pointwise.dropout(grad_output, seed, state.dropout_probability)
         return write_grad_input(dx, ctx), ()

@@ -16,6 +16,7 @@ from fuser.communication import (
     resolved,
     start_all_to_all,
 )
+from fuser.cuda.launch import refuse_recording
 from fuser.errors import InputError, StateError
 from fuser.formats import round_up
 from fuser.functional import permutation as ops
@@ -71,14 +72,13 @@ class ExpertParallelOperation(BasicOperation):
         self._group = GroupRef(group)
 
     @property
-    def is_recordable(self) -> bool:  # type: ignore[override]
-        """Whether the op does not communicate: a recording would not repeat communication."""
-        return self.expert_parallel_size == 1
+    def process_groups(self) -> tuple[GroupArgument, ...]:
+        return (self.expert_parallel_group,) if self.expert_parallel_size > 1 else ()
 
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph can contain it: torch captures these collectives."""
-        return True
+        return self.is_recordable
 
     def _agreed_group(self, ctx: OperationContext, x: torch.Tensor, *others: str) -> Any:
         """The group of a forward, after its ranks have compared their recipe, dtypes and options.
@@ -88,9 +88,9 @@ class ExpertParallelOperation(BasicOperation):
         name = type(self).__name__
         group, recipe = resolved(name, self.expert_parallel_group), current_recipe()
         of_probs = any(ctx.extra_inputs_require_grad)
-        grads = [bool(ctx.requires_grad and each) for each in (ctx.input_requires_grad, of_probs)]
-        found = (*others, f"gradients {grads}")
-        self._agreement.check(name, group, recipe, x, *found, compares_rows=False)
+        grads = [bool(ctx.requires_grad and wants) for wants in (ctx.input_requires_grad, of_probs)]
+        facts = (*others, f"gradients {grads}")
+        self._agreement.check(name, group, recipe, x, *facts, compares_rows=False)
         if recipe is not None and recipe.delayed() and mixes_amaxes_of(group):
             raise StateError(
                 f"{name} spreads experts over {self.expert_parallel_size} ranks, and delayed "
@@ -164,9 +164,9 @@ class Exchange(NamedTuple):
         shape = packed_shape(tokens, k, received, len(sizes) // 2)
         rest = shape[0] * k - tokens * k - received - len(sizes)
         parts = [self.inverse_map.reshape(-1), self.received_map, sizes, sizes.new_zeros(rest)]
-        made = torch.cat(parts).view(shape)
-        made.exchange_sizes = (self.send_sizes, self.receive_sizes)  # type: ignore[attr-defined]
-        return made
+        whole = torch.cat(parts).view(shape)
+        whole.exchange_sizes = (self.send_sizes, self.receive_sizes)  # type: ignore[attr-defined]
+        return whole
 
     @classmethod
     def unpacked(
@@ -184,8 +184,9 @@ class Exchange(NamedTuple):
         if sizes is None:
             sizes = getattr(packed, "exchange_sizes", None)
         if sizes is None:
-            found = flat[end : end + 2 * ranks].tolist()
-            sizes = tuple(found[:ranks]), tuple(found[ranks:])
+            refuse_recording("numbers of rows are read on the host")
+            counts = flat[end : end + 2 * ranks].tolist()
+            sizes = tuple(counts[:ranks]), tuple(counts[ranks:])
         return cls(flat[: tokens * k].view(tokens, k), flat[tokens * k : end], *sizes)
 
     @property
@@ -260,8 +261,8 @@ def route_to_experts(
     receive_sizes: Sizes | None = None
     if block is None:
         sizes = torch.cat([counts.sum(1, dtype=torch.int32), received.sum(1, dtype=torch.int32)])
-        found = sizes.tolist()  # the one place that waits for the device
-        send_sizes, receive_sizes = tuple(found[:ranks]), tuple(found[ranks:])
+        counts_by_rank = sizes.tolist()  # the one place that waits for the device
+        send_sizes, receive_sizes = tuple(counts_by_rank[:ranks]), tuple(counts_by_rank[ranks:])
         rows, unused = sum(receive_sizes), received.new_zeros(ranks, 1)
     else:
         sizes = counts.new_full((2 * ranks,), block)

@@ -56,14 +56,14 @@ def bits_note(recipe: Recipe | None, dtype: torch.dtype) -> str | None:
     shared = {role: _rows_of_a_scale(recipe, role) for role in ("input", "grad_output")}
     if not recipe.quantizes_backward:
         del shared["grad_output"]
-    found = [
-        f"its {what} shares a scale with {shared[role]} of its group"
-        for role, what in (("input", "input"), ("grad_output", "gradient"))
+    sharing = [
+        f"its {tensor} shares a scale with {shared[role]} of its group"
+        for role, tensor in (("input", "input"), ("grad_output", "gradient"))
         if shared.get(role)
     ]
-    if not found:
+    if not sharing:
         return f"{OWN_BITS}."
-    return f"The bits of a row may depend on other rows: {', and '.join(found)}."
+    return f"The bits of a row may depend on other rows: {', and '.join(sharing)}."
 
 
 def _rows_of_a_scale(recipe: Recipe, role: str) -> str:

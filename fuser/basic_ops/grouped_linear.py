@@ -5,54 +5,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from fuser.basic_ops.group_notes import bits_note, padding_note
+from fuser.basic_ops.grouped_loop import LoopedProduct
 from fuser.basic_ops.grouped_parameters import GroupParameters
 from fuser.basic_ops.grouped_products import (
-    kept,
-    loop_backward,
-    loop_forward,
-    products_of_backward,
-    products_of_forward,
+    GroupedProduct,
+    product_at_once,
+    quantizers_of_each,
     quantizers_of_groups,
     quantizes_groups_of,
     rows_of_groups,
 )
-from fuser.basic_ops.grouped_quantized_weights import are_quantized, keep_stack, kept_matrices
-from fuser.basic_ops.grouped_wgrad import GroupedWeightGradients
-from fuser.basic_ops.linear_operands import gemm_name, plain
+from fuser.basic_ops.linear_operands import gemm_name
 from fuser.basic_ops.shared_memory import overlap, pack
 from fuser.cuda import grouped_gemm
 from fuser.errors import InputError, InputTypeError
-from fuser.functional.grouped import add_bias
-from fuser.functional.lazy import materialize
 from fuser.gemm import grouped
-from fuser.gemm.grouped import Groups
 from fuser.gemm.quantized_groups import sums_of
 from fuser.op import (
-    Grads,
+    Contexts,
     OperationContext,
-    cast,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     check_sizes,
     default_device,
     default_dtype,
     write_grad_input,
     write_output,
 )
-from fuser.reference import grouped as reference
 from fuser.specs import PlanKey, QuantSpec, TensorSpec
-from fuser.tensors.gathering import gather_noted_reads
 from fuser.tensors.sharding import is_distributed
-from fuser.tensors.stacks import matrices
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class GroupedLinear(GroupedWeightGradients, GroupParameters):
+class GroupedLinear(GroupParameters):
     """``y_g = x_g @ weight_g.T (+ bias_g)``: a linear for each group of consecutive rows.
 
     The first extra input, ``split_sizes``, is an integer tensor ``[num_groups]`` with the number of
@@ -142,9 +136,9 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         self._rng_state_tracker_function = rng_state_tracker_function
         is_one = {"weight": single_grouped_weight, "bias": single_grouped_bias}
         self._names = {
-            what: (what,) if one else tuple(f"{what}{g}" for g in range(num_groups))
-            for what, one in is_one.items()
-            if what == "weight" or bias
+            kind: (kind,) if one else tuple(f"{kind}{g}" for g in range(num_groups))
+            for kind, one in is_one.items()
+            if kind == "weight" or bias
         }
         self.parameter_names = [name for names in self._names.values() for name in names]
         self.main_grad_count = len(self._names["weight"])
@@ -165,14 +159,14 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         """Initialise each weight as torch.nn.Linear does, and the biases with zeros."""
         self._reset([name for names in self._names.values() for name in names])
 
-    def _reset(self, wanted: Collection[str]) -> None:
+    def _reset(self, chosen: Collection[str]) -> None:
         tracker = self._rng_state_tracker_function
         with tracker().fork() if tracker is not None else contextlib.nullcontext():
             for name in self._names["weight"]:
-                if name in wanted:
+                if name in chosen:
                     self.initialise(name, _fill)
         for name in self._names.get("bias", ()):
-            if name in wanted:
+            if name in chosen:
                 self.initialise(name, torch.nn.init.zeros_)
         for parts in self._separate():
             pack(parts)
@@ -204,40 +198,42 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
 
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         (op,), recipe, weights = key.ops, key.recipe, self.main_grad_count
-        is_one = self.runs_at_once(key)
         is_quantized = recipe is not None and (side == "forward" or recipe.quantizes_backward)
-        sizes = (self.out_features, self.in_features)
-        has_kernel = key.arch == (9, 0) and grouped_gemm.is_aligned(sizes)
-        times, one = f"{self.num_groups} x ", "grouped "
-
-        def product(name: str, a: str, b: str) -> str:
-            of = f" of {self.num_groups}" if is_one else ""
-            if is_quantized and is_one:
-                assert recipe is not None
-                formats = [self.quantizer_format(recipe, role) for role in (a, b)]
-                is_native = has_kernel and sums_of(formats[0], formats[1], True) is not None
-                how = "(native)" if is_native else "(emulated)"
-                name = name.replace("mm", "scaled_mm") if is_native else name
-                return f"{one}{name}{of} {how}"
-            if is_quantized:
-                return times + gemm_name(name, a, b, key, self.quantizer_format)
-            return f"{one}{name}{of}" if is_one else times + name
-
+        product = functools.partial(self._product_name, key, is_quantized)
+        quantize = f"{'grouped' if self.runs_at_once(key) else f'{self.num_groups} x'} quantize"
         if side == "forward":
-            weight_arrives = op.params[0].format is not None
-            quantized_first = ("input", *["weight"] * (not weight_arrives)) if is_quantized else ()
-            first = [f"{one if is_one else times}quantize {role}" for role in quantized_first]
-            return (*first, product("mm", "input", "weight"), *["grouped add"] * self.has_bias)
-        wanted = {
-            f"{one if is_one else times}quantize grad_output": is_quantized,
-            product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
-            product("wgrad mm", "grad_output", "input"): any(
-                param.requires_grad for param in op.params[:weights]
-            )
-            and not self.delay_wgrad_compute,
-            "grouped sum": any(param.requires_grad for param in op.params[weights:]),
-        }
-        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+            is_launched = {
+                f"{quantize} input": is_quantized,
+                f"{quantize} weight": is_quantized and op.params[0].format is None,
+                product("mm", "input", "weight"): True,
+                "grouped add": self.has_bias,
+            }
+        else:
+            wants_wgrad = any(param.requires_grad for param in op.params[:weights])
+            is_launched = {
+                f"{quantize} grad_output": is_quantized,
+                product("dgrad mm", "grad_output", "weight"): op.input_requires_grad,
+                product("wgrad mm", "grad_output", "input"): wants_wgrad
+                and not self.delay_wgrad_compute,
+                "grouped sum": any(param.requires_grad for param in op.params[weights:]),
+            }
+        return tuple(name for name, is_one in is_launched.items() if is_one)
+
+    def _product_name(self, key: PlanKey, is_quantized: bool, name: str, a: str, b: str) -> str:
+        """The kernels of a product, which multiplies the tensors of roles ``a`` and ``b``."""
+        count, recipe = self.num_groups, key.recipe
+        if not self.runs_at_once(key):
+            one = gemm_name(name, a, b, key, self.quantizer_format) if is_quantized else name
+            return f"{count} x {one}"
+        if recipe is None or not is_quantized:
+            return f"grouped {name} of {count}"
+        has_kernel = key.arch == (9, 0) and grouped_gemm.is_aligned(
+            (self.out_features, self.in_features)
+        )
+        formats = self.quantizer_format(recipe, a), self.quantizer_format(recipe, b)
+        if has_kernel and sums_of(*formats, True) is not None:
+            return f"grouped {name.replace('mm', 'scaled_mm')} of {count} (native)"
+        return f"grouped {name} of {count} (emulated)"
 
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Groups, split sizes, padding, and what the bits of a row depend on."""
@@ -248,12 +244,12 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
             if is_one
             else "one after the other; split sizes are read on the host."
         )
-        found = (
+        notes = (
             f"{self.num_groups} groups, {how}",
             padding_note(recipe, self.num_groups, rows, is_one_launch=is_one),
             bits_note(recipe, key.autocast_dtype or self._dtype),
         )
-        return tuple(note for note in found if note is not None)
+        return tuple(note for note in notes if note is not None)
 
     def num_quantizers(self, mode: str) -> int:
         return (2 if mode == "forward" else 1) * self.num_groups
@@ -273,24 +269,14 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
 
     # -- running --------------------------------------------------------------------
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         """``op_kwargs`` may have ``is_first_microbatch``, and buffers of the caller.
 
         ``is_first_microbatch`` is as in :class:`BasicLinear`: True quantizes the weights and keeps
         them, False uses the kept ones. A buffer, ``output`` or ``grad_input``, belongs to one call
         until its result has been read: two calls that share one overwrite each other's results.
         """
-        (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
-        options = dict(basic_op_kwargs[0])
+        (ctx,), extras, options = ctxs, inputs.extras, dict(inputs.kwargs[0])
         output, grad_input = options.pop("output", None), options.pop("grad_input", None)
         is_first = options.pop("is_first_microbatch", None)
         if options:
@@ -298,159 +284,44 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
                 f"GroupedLinear got {', '.join(options)}; it takes output, grad_input and "
                 "is_first_microbatch."
             )
-        self._check(input_.shape, extras)
-        dtype = ctx.autocast_dtype or self._dtype
-        ctx.compute_dtype = dtype
-        shape = (*input_.shape[:-1], self.out_features)
-        self._check_buffer("output", output, shape, dtype, input_.device)
-        self._check_buffer("grad_input", grad_input, input_.shape, dtype, input_.device)
-        ctx.grad_input_buffer = grad_input  # type: ignore[attr-defined]
-        x = rows_of_groups(input_, dtype)
-        for name, buffer in (("output", output), ("grad_input", grad_input)):
-            if buffer is not None and overlap(buffer, input_):
-                raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
-        is_read = self.check_device_splits or not grouped.has_grouped_mm(x.device, dtype)
+        self._check(x.shape, extras)
+        dtype = ctx.compute_dtype = ctx.autocast_dtype or self._dtype
+        shape = (*x.shape[:-1], self.out_features)
+        self._check_buffer("output", output, shape, dtype, x)
+        self._check_buffer("grad_input", grad_input, x.shape, dtype, x)
+        matrix = rows_of_groups(x, ctx)
+        y = self._product(ctx, extras[0], matrix).forward(matrix, extras, is_first)
+        if grad_input is not None and ctx.requires_grad:
+            ctx.state = ctx.state._replace(grad_input=grad_input)
+        # Not the caller's tensor itself, of which autograd would make a part of the graph.
+        y = y.view(shape) if output is None else output.copy_(y.view(shape)).detach()
+        return write_output(y, inputs.quantizer), ()
+
+    def _product(self, ctx: OperationContext, split_sizes: torch.Tensor, x: Any) -> GroupedProduct:
+        """The product of all groups at once if they can be quantized so, else one by one."""
+        is_read = self.check_device_splits or not grouped.has_grouped_mm(x.device, x.dtype)
         quantizers = None
         if ctx.has_recipe:
             quantizers = None if is_read else quantizers_of_groups(self, ctx)
             is_read = quantizers is None
-        groups = grouped.groups_of(extras[0], x, is_read=is_read, is_padded=quantizers is not None)
-        out = None if output is None else output.view(-1, self.out_features)
-        wants_wgrad = ctx.requires_grad and any(ctx.params_require_grad[: self.main_grad_count])
-        wants_dgrad = ctx.requires_grad and ctx.input_requires_grad
-        ctx.group_sizes = groups.sizes  # type: ignore[attr-defined]
-        ctx.quantizers = quantizers  # type: ignore[attr-defined]
-        ctx.is_loop = ctx.has_recipe and quantizers is None  # type: ignore[attr-defined]
-        saved: list[torch.Tensor | None]
-        if ctx.is_loop:
-            weights = self._weights(ctx, dtype)
-            is_stack = are_quantized(weights) and weights[0].dim() == 3
-            if is_stack:
-                keep_stack(ctx, weights[0], self.quantizer_values("forward")[1::2], wants_dgrad)
-                weights = matrices(weights[0])
-            wanted = (wants_wgrad, wants_dgrad and not is_stack)
-            made_weights = self._looped_weights(ctx, weights, dtype, wants_dgrad, is_first)
-            x = materialize(x)
-            out = x.new_empty(x.shape[0], self.out_features) if out is None else out
-            y, saved = loop_forward(self, ctx, x, weights, made_weights, groups, out, wanted)
-            saved = [None, None, *saved]
-        else:
-            weight = self.stacked_weight(ctx, dtype)
-            products = products_of_forward(ctx, groups, quantizers, dtype)
-            is_quantized = ctx.backward_override is None
-            made_x = products.input(x, quantizers, is_kept=wants_wgrad and is_quantized)
-            made = self.weight_operand(ctx, products, weight, quantizers, is_first)
-            y = products.forward(made_x, made, self.out_features)
-            y = y if out is None else out.copy_(y)
-            saved = [*groups.places(), kept(ctx, x, made_x, wants_wgrad)]
-            saved.append(
-                self.saved_weight(
-                    ctx, weight, made, quantizers, wants_dgrad, is_own=is_first is None
-                )
-            )
-        scales = extras[1].reshape(-1) if self.scale_bias else None
-        y, bias = self.add_biases(ctx, groups.ends, scales, y)
-        if ctx.requires_grad:
-            ctx.save_for_backward(groups.ends, scales, bias, *saved)
-        # Not the caller's tensor itself, of which autograd would make a part of the graph.
-        y = y.view(shape) if output is None else output.detach()
-        return write_output(y, next_op_input_quantizer), [()]
+        groups = grouped.groups_of(
+            split_sizes, x, is_read=is_read, is_padded=quantizers is not None
+        )
+        if ctx.has_recipe and quantizers is None:
+            return LoopedProduct(self, ctx, groups, quantizers_of_each(self, ctx))
+        return product_at_once(self, ctx, groups, quantizers)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        (ctx,) = basic_op_ctxs
-        ends, scales, bias, padded_ends, tiles, *saved = ctx.saved_tensors
-        self.check_versions(ctx)
-        dtype = ctx.compute_dtype
-        assert dtype is not None
-        if ctx.grad_input_buffer is not None and overlap(ctx.grad_input_buffer, grad_output):
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        buffer, matrix = ctx.state.grad_input, rows_of_groups(dy, ctx)
+        if buffer is not None and overlap(buffer, dy):
             raise InputError("GroupedLinear got a buffer grad_input in the memory of the gradient.")
-        dy = cast(plain(grad_output, dtype), dtype).reshape(-1, self.out_features)
-        groups = Groups.at(ends, ctx.group_sizes, padded_ends, tiles, len(dy))
-        shape = (*grad_output.shape[:-1], self.in_features)
-        buffer = ctx.grad_input_buffer
-        out = None if buffer is None else buffer.view(-1, self.in_features)
-        wants_wgrad = any(ctx.params_require_grad[: self.main_grad_count])
-        wants_dgrad = ctx.input_requires_grad
-        if ctx.is_loop:
-            sizes = (self.num_groups, self.out_features, self.in_features)
-            wanted = (wants_wgrad, wants_dgrad)
-            gather_noted_reads(self._parts("weight"))
-            if "separate_weights" in ctx.__dict__:
-                saved[self.num_groups :] = kept_matrices(ctx)
-            dx, make_wgrads = loop_backward(ctx, dy, saved, groups, out, sizes, wanted)
-        elif wants_wgrad or wants_dgrad:
-            x, weight = saved
-            products = products_of_backward(ctx, groups, dtype)
-            made = products.gradient(dy, ctx.quantizers, dgrad=wants_dgrad, wgrad=wants_wgrad)
-            dx = None
-            if wants_dgrad:
-                dx = products.dgrad(made, self.weight_of_backward(ctx, weight, dtype))
-            dx = dx if out is None or dx is None else out.copy_(dx)
-            make_wgrads = functools.partial(products.wgrad, made, x) if wants_wgrad else None
-        else:
-            dx = make_wgrads = None
+        product = GroupedProduct.of_backward(self, ctx, len(matrix))
+        dx, grads, extras = product.backward([matrix], dy.shape[:-1])
         if dx is not None:
-            dx = write_grad_input(buffer if buffer is not None else dx.view(shape), ctx)
-        dweights: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
-        if make_wgrads is not None:
-            dweights = self.weight_gradients(ctx, make_wgrads)
-        dbiases, dscales = self.bias_gradients(ctx, dy, groups, scales, bias)
-        dscales = None if dscales is None else dscales.view(grad_output.shape[:-1])
-        return dx, [(*dweights, *dbiases)], [(None, dscales) if self.scale_bias else (None,)]
-
-    # -- parts of a pass, of which a fused op makes its own --------------------------------
-
-    def add_biases(
-        self,
-        ctx: OperationContext,
-        ends: torch.Tensor,
-        scales: torch.Tensor | None,
-        y: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``y`` with the biases of its groups, and the biases if the gradient of scales reads them.
-
-        ``scales``, one for each row, are those of ``scale_bias``.
-        """
-        if not self.has_bias:
-            return y, None
-        bias = self._stacked("bias", y.dtype)
-        y = add_bias(ends, bias, None if scales is None else cast(scales, y.dtype), y)
-        wants_dscales = self.scale_bias and ctx.extra_inputs_require_grad[1]
-        if not (ctx.requires_grad and wants_dscales):
-            return y, None
-        self._note_versions(ctx, "bias")
-        return y, bias
-
-    def bias_gradients(
-        self,
-        ctx: OperationContext,
-        dy: torch.Tensor,
-        groups: Groups,
-        scales: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
-        """The gradients of the biases that autograd gets, and of :meth:`add_biases`' scales."""
-        dbiases: Sequence[torch.Tensor | None] = [None] * len(self._names.get("bias", ()))
-        if any(ctx.params_require_grad[self.main_grad_count :]):
-            dbiases = self.bias_parts(ctx, grouped.sums(dy, groups, scales))
-        if bias is None or scales is None:
-            return dbiases, None
-        products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
-        return dbiases, reference.zero_tail(groups.ends, products).to(scales.dtype)
-
-    def bias_parts(
-        self, ctx: OperationContext, summed: torch.Tensor
-    ) -> Sequence[torch.Tensor | None]:
-        """The gradients of the biases that autograd gets, from those of all groups ``[G, N]``."""
-        parts = [summed] if self.single_grouped_bias else summed
-        require_grad = ctx.params_require_grad[self.main_grad_count :]
-        return [p if w else None for p, w in zip(parts, require_grad, strict=True)]
+            dx = dx.view(*dy.shape[:-1], self.in_features)
+            dx = write_grad_input(dx if buffer is None else buffer.copy_(dx), ctx)
+        return dx, grads, extras
 
     # -- checks -----------------------------------------------------------------------
 
@@ -482,10 +353,11 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
         buffer: torch.Tensor | None,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        device: torch.device,
+        input_: torch.Tensor,
     ) -> None:
         if buffer is None:
             return
+        device = input_.device
         if not isinstance(buffer, torch.Tensor):
             raise InputTypeError(
                 f"GroupedLinear takes a tensor as buffer {name}; got {type(buffer).__name__}."
@@ -499,6 +371,8 @@ class GroupedLinear(GroupedWeightGradients, GroupParameters):
             )
         if buffer.requires_grad:
             raise InputError(f"GroupedLinear got a buffer {name} that requires a gradient.")
+        if overlap(buffer, input_):
+            raise InputError(f"GroupedLinear got a buffer {name} in the memory of its input.")
 
 
 def _fill(weight: torch.Tensor) -> None:
@@ -507,5 +381,5 @@ def _fill(weight: torch.Tensor) -> None:
         bound = 1 / math.sqrt(weight.shape[-1])
         torch.nn.init.uniform_(weight, -bound, bound)
         return
-    for each in weight if weight.dim() == 3 else [weight]:
-        torch.nn.init.kaiming_uniform_(each, a=math.sqrt(5))
+    for matrix in weight if weight.dim() == 3 else [weight]:
+        torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))

@@ -1,23 +1,33 @@
-"""Products of a grouped linear whose operands are quantized.
+"""Products of a grouped linear, of all groups at once: in the compute dtype, or quantized.
 
 If the recipe's format has a quantizer of groups, the operands of all groups are quantized in one
-launch and multiplied in one: the *padded* path, which does not read the split sizes on the host.
-Otherwise each group has its own quantizers and products: the *loop*, which needs the sizes. Both
-give each group the bytes of a tensor of its own.
+launch and multiplied in one, over *padded* groups; the split sizes are not read on the host.
+Otherwise each group has its own quantizers and products (:mod:`grouped_loop`). Both give each group
+the bytes of a tensor of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fuser import gemm
-from fuser.basic_ops.linear_operands import original, plain, quantized, readable, saved_operand
+from fuser.basic_ops.grouped_parameters import GroupParameters
+from fuser.basic_ops.grouped_quantized_weights import (
+    are_quantized,
+    note_reads,
+    padded_weights,
+    stacked,
+    stacked_values,
+)
+from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
+from fuser.basic_ops.shared_memory import packed
 from fuser.formats import GROUP_TILE
-from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad, zero_tail
+from fuser.functional.grouped import PaddedGroups, add_bias, padded_groups, padded_rows, unpad
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.gemm import grouped, quantized_groups
 from fuser.gemm.grouped import Groups
@@ -26,6 +36,7 @@ from fuser.op import BasicOperation, OperationContext, cast
 from fuser.precision.contexts import current_recipe
 from fuser.precision.quantizer_for import make_quantizer
 from fuser.recipe import Recipe
+from fuser.reference import grouped as reference
 from fuser.tensors import (
     Float8BlockQuantizer,
     MXFP8Quantizer,
@@ -34,13 +45,20 @@ from fuser.tensors import (
     groups_quantizer,
     quantizes_groups,
 )
-from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.grouped import can_be_joined
+from fuser.tensors.sharding import gathered_by
 from fuser.tensors.stacks import is_stack
 
 Values = torch.Tensor | LazyTensor
+Operand = Any
+"""An operand of a product: a tensor of all groups, or ``GroupOperands`` of a loop."""
+Weights = torch.Tensor | Sequence[torch.Tensor]
+Gradients = Sequence[torch.Tensor | None]
+Saved = tuple[Any, ...]
+"""Tensors, and None for those that backward does not read."""
 
-# -- padded --------------------------------------------------------------------------
+
+# -- quantizers ------------------------------------------------------------------------
 
 
 class GroupsQuantizers(NamedTuple):
@@ -81,313 +99,508 @@ def quantizers_of_groups(op: BasicOperation, ctx: OperationContext) -> GroupsQua
         constants = [op.constant_quantizer(recipe, mode, role) for role in range(roles)]
         if None not in constants:
             return [[constant] for constant in constants if constant is not None]
-        if not recipe.delayed():
-            return [[]] * roles
-        values = [value for value in op.quantizer_values(mode) if value is not None]
-        return [values[role::roles] for role in range(roles)]
+        return _of_each_group(op, mode) if recipe.delayed() else [[]] * roles
 
     has_gradient = ctx.requires_grad and ctx.backward_override is None
-    found = GroupsQuantizers(*of("forward"), *(of("backward") if has_gradient else [[]]))
-    needed = found if has_gradient else found[:2]
-    return found if all(quantizes_groups(each, groups) for each in needed) else None
+    quantizers = GroupsQuantizers(*of("forward"), *(of("backward") if has_gradient else [[]]))
+    needed = quantizers if has_gradient else quantizers[:2]
+    return quantizers if all(quantizes_groups(of_role, groups) for of_role in needed) else None
 
 
-class Exact:
-    """Products in the compute dtype. Operands that were quantized are dequantized.
+def quantizers_of_each(op: BasicOperation, ctx: OperationContext) -> GroupsQuantizers:
+    """The quantizers of a grouped linear, one for each group."""
+    has_gradient = ctx.requires_grad and ctx.backward_override is None
+    gradient = _of_each_group(op, "backward") if has_gradient else [[]]
+    return GroupsQuantizers(*_of_each_group(op, "forward"), *gradient)
 
-    Rows are those of the groups, or of the padded groups if these are given. Methods that make
-    operands take the quantizers of the linear; here these are not used.
+
+def _of_each_group(op: BasicOperation, mode: str) -> list[list[Quantizer]]:
+    values = [value for value in op.quantizer_values(mode) if value is not None]
+    roles = op.num_quantizers(mode) // op.num_quantizers("backward")
+    return [values[role::roles] for role in range(roles)]
+
+
+def rows_of_groups(values: Any, ctx: OperationContext) -> Any:
+    """An input of a grouped linear, or the gradient of its output, as ``[T, K]``.
+
+    In the compute dtype; lazy rows as they are, which a kernel that quantizes takes.
+    """
+    if isinstance(values, LazyTensor):
+        return values
+    dtype = ctx.compute_dtype
+    assert dtype is not None
+    return cast(plain(values, dtype), dtype).reshape(-1, values.shape[-1])
+
+
+def padded_values(values: torch.Tensor, padded: PaddedGroups | None) -> torch.Tensor:
+    """One value for each row, ``[T]``; of padded groups, if these are given, zeros in between."""
+    if padded is None:
+        return values
+    return materialize(padded_rows(values[:, None], padded)).view(-1)
+
+
+def unpadded_values(values: torch.Tensor, padded: PaddedGroups | None) -> torch.Tensor:
+    """The inverse of :func:`padded_values`."""
+    return values if padded is None else unpad(values.view(-1, 1), padded).view(-1)
+
+
+# -- from forward to backward ----------------------------------------------------------
+
+
+class GroupedLinearSaved(NamedTuple):
+    """The tensors that the backward of a grouped linear reads; None for those that it does not.
+
+    ``x`` and ``weight`` have a tensor of all groups, or one of each group.
     """
 
-    def __init__(self, groups: Groups) -> None:
-        self.padded = groups.padded
-        self.rows = groups if self.padded is None else Groups(self.padded.padded_ends, None)
+    ends: torch.Tensor
+    padded_ends: torch.Tensor | None
+    tiles: torch.Tensor | None
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    x: Saved
+    weight: Saved
 
-    def input(
-        self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
-    ) -> torch.Tensor:
-        """An input as the operand of the forward, and of the weight gradient if ``is_kept``.
+    def tensors(self) -> Saved:
+        """All of them, to be saved."""
+        return (*self[:5], *self.x, *self.weight)
 
-        ``is_padded``: its rows are those of padded groups already.
+    @classmethod
+    def of(cls, tensors: Sequence[Any]) -> GroupedLinearSaved:
+        """Those of :meth:`tensors`."""
+        ends, padded_ends, tiles, scales, bias, *operands = tensors
+        half = len(operands) // 2
+        x, weight = tuple(operands[:half]), tuple(operands[half:])
+        return cls(ends, padded_ends, tiles, scales, bias, x, weight)
+
+
+class SeparateWeights(NamedTuple):
+    """Parameters that backward copies into one operand: of each group, or one of all groups.
+
+    So the copies of all layers are not in memory at one time. ``usage`` is the copy of quantized
+    ones that backward reads, None for their values.
+    """
+
+    usage: str | None
+    weights: Sequence[torch.Tensor]
+
+
+class GroupedLinearState(NamedTuple):
+    """What a grouped linear keeps for its backward besides the tensors that it saves."""
+
+    product: type[GroupedProduct]
+    sizes: tuple[int, ...] | None
+    quantizers: GroupsQuantizers | None
+    is_padded: tuple[bool, bool]
+    separate: SeparateWeights | None
+    grad_input: torch.Tensor | None = None
+    """The caller's buffer for the gradient of the input."""
+
+
+# -- products --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """``y_g = x_g @ weight_g.T (+ bias_g)`` of all groups at once, in the compute dtype.
+
+    A grouped linear in one pass: its operands, what backward reads of them, and its gradients.
+    Operands that were quantized are dequantized.
+
+    Parameters
+    ----------
+    linear, ctx
+        The op and its context.
+    groups
+        The groups of rows; products are of the rows of padded groups, if these are given.
+    quantizers
+        None without a recipe.
+    is_padded
+        Whether ``x`` and ``y``, and their gradients, have the rows of padded groups.
+    saved
+        In backward, what the forward saved.
+    """
+
+    linear: GroupParameters
+    ctx: OperationContext
+    groups: Groups
+    quantizers: GroupsQuantizers | None
+    is_padded: tuple[bool, bool] = (False, False)
+    saved: GroupedLinearSaved | None = None
+
+    @staticmethod
+    def of_backward(linear: GroupParameters, ctx: OperationContext, rows: int) -> GroupedProduct:
+        """The product in the backward of a forward with ``rows`` rows.
+
+        Raises
+        ------
+        StateError
+            If a weight or a bias that it reads was changed in place since the forward.
         """
-        if self.padded is None or is_padded:
-            return materialize(x)
-        return materialize(padded_rows(x, self.padded))
+        linear.check_versions(ctx)
+        saved, state = GroupedLinearSaved.of(ctx.saved_tensors), ctx.state
+        groups = Groups.at(saved.ends, state.sizes, saved.padded_ends, saved.tiles, rows)
+        is_exact = groups.padded is not None and ctx.backward_override is not None
+        product = GroupedProduct if is_exact else state.product
+        return product(linear, ctx, groups, state.quantizers, state.is_padded, saved)
 
-    def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
-        """The weights ``[G, N, K]`` as the operand of the forward, and of dgrad if ``is_kept``."""
-        return weight
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = self.ctx.compute_dtype
+        assert dtype is not None
+        return dtype
 
-    def gradient(
-        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
-    ) -> torch.Tensor:
-        """A gradient as an operand of the products that are wanted."""
-        return self.input(dy, quantizers, is_kept=wgrad, is_padded=is_padded)
+    @property
+    def wants_wgrad(self) -> bool:
+        """Whether backward computes gradients of the weights, which read the input."""
+        ctx = self.ctx
+        return ctx.requires_grad and any(ctx.params_require_grad[: self.linear.main_grad_count])
+
+    @property
+    def wants_dgrad(self) -> bool:
+        """Whether backward computes the gradient of the input, which reads the weights."""
+        return self.ctx.requires_grad and self.ctx.input_requires_grad
+
+    @property
+    def wants_products(self) -> bool:
+        """Whether a product reads the gradient of the output."""
+        return self.wants_wgrad or self.wants_dgrad
+
+    @property
+    def wants_biases(self) -> bool:
+        """Whether backward computes gradients of the biases."""
+        return any(self.ctx.params_require_grad[self.linear.main_grad_count :])
+
+    @property
+    def rows(self) -> Groups:
+        """The groups of the rows that are multiplied."""
+        padded = self.groups.padded
+        return self.groups if padded is None else Groups(padded.padded_ends, None)
+
+    @property
+    def _rows_of_y(self) -> Groups:
+        return self.rows if self.is_padded[1] else self.groups
+
+    @property
+    def _padding_of_y(self) -> PaddedGroups | None:
+        return self.groups.padded if self.is_padded[1] else None
+
+    # -- forward -----------------------------------------------------------------------
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, size: int, *, is_padded: bool = False
+        self,
+        x: Values,
+        extras: Sequence[torch.Tensor],
+        is_first_microbatch: bool | None,
+        *,
+        keeps_input: bool = True,
     ) -> torch.Tensor:
-        """``x_g @ weight_g.T``; ``size`` is N. ``is_padded``: padded rows remain padded."""
-        y = grouped.forward(x, weight, self.rows)
-        return y if is_padded or self.padded is None else unpad(y, self.padded)
+        """The output ``[T, N]`` of ``x [T, K]``; keeps in the context what backward reads.
 
-    def dgrad(
-        self, dy: torch.Tensor, weight: torch.Tensor, *, is_padded: bool = False
-    ) -> torch.Tensor:
-        """``dy_g @ weight_g``; ``is_padded`` as in :meth:`forward`."""
+        ``extras`` are the op's extra inputs. ``keeps_input``: whether gradients of the weights read
+        this ``x``.
+        """
+        ctx, keeps_input = self.ctx, keeps_input and self.wants_wgrad
+        scales = None
+        if self.linear.scale_bias:
+            scales = padded_values(extras[1].reshape(-1), self._padding_of_y)
+        operand = self._input(x, keeps_input and ctx.backward_override is None)
+        weights = self._weights()
+        weight = self._weight_operand(weights, is_first_microbatch)
+        y, bias = self._with_biases(self._multiplied(operand, weight), scales)
+        saved_weight, separate = self._saved_weight(weights, weight, is_first_microbatch is None)
+        if ctx.requires_grad:
+            saved_x = self._saved_input(x, operand) if keeps_input else (None,) * len(saved_weight)
+            places = (self.groups.ends, *self.groups.places())
+            saved = GroupedLinearSaved(*places, scales, bias, saved_x, saved_weight)
+            ctx.save_for_backward(*saved.tensors())
+            ctx.state = GroupedLinearState(
+                type(self), self.groups.sizes, self.quantizers, self.is_padded, separate
+            )
+        return y
+
+    def _input(self, x: Values, has_columns: bool) -> Operand:
+        """The input as the operand of the forward, and of the weight gradient if needed."""
+        return self._padded(x, self.is_padded[0])
+
+    def _padded(self, rows: Values, is_padded: bool) -> torch.Tensor:
+        padded = self.groups.padded
+        return materialize(rows if is_padded or padded is None else padded_rows(rows, padded))
+
+    def _unpadded(self, rows: torch.Tensor, is_padded: bool) -> torch.Tensor:
+        padded = self.groups.padded
+        return rows if is_padded or padded is None else unpad(rows, padded)
+
+    def _weights(self) -> Weights:
+        """The weights ``[G, N, K]``; quantized ones as a list."""
+        weights = self.linear.read_weights(self.ctx, self.dtype)
+        if isinstance(weights, torch.Tensor) or are_quantized(weights):
+            return weights
+        return stacked(weights)
+
+    def _weight_operand(self, weights: Weights, is_first_microbatch: bool | None) -> Operand:
+        """The weights as an operand, perhaps that of the first microbatch."""
+        if are_quantized(weights):
+            return stacked_values(self.linear.bound(weights), self.dtype)
+        return weights
+
+    def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
+        return self._unpadded(grouped.forward(x, weight, self.rows), self.is_padded[1])
+
+    def _with_biases(
+        self, y: torch.Tensor, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``y`` with its biases, and the biases if the gradient of scales reads them."""
+        linear, ctx = self.linear, self.ctx
+        if not linear.has_bias:
+            return y, None
+        bias = linear._stacked("bias", y.dtype)
+        factors = None if scales is None else cast(scales, y.dtype)
+        y = add_bias(self._rows_of_y.ends, bias, factors, y)
+        wants_dscales = linear.scale_bias and ctx.extra_inputs_require_grad[1]
+        if not (ctx.requires_grad and wants_dscales):
+            return y, None
+        linear.note_versions(ctx, "bias")
+        return y, bias
+
+    def _saved_input(self, x: Values, operand: Operand) -> Saved:
+        return (self._kept(x, operand, is_own=True),)
+
+    def _kept(self, values: Any, operand: Operand, *, is_own: bool) -> Any:
+        """What is saved of an input or of weights, from which ``operand`` was made.
+
+        This is the operand, or the values if the override is high precision. An operand with a
+        columnwise copy loses its rowwise copy. If it is not this call's own operand, the result is
+        an alias of its columnwise copy instead.
+        """
+        if self.ctx.backward_override == "high_precision":
+            return values
+        if isinstance(operand, QuantizedTensor) and operand._has("columnwise"):
+            if not is_own:
+                return operand.with_usage("columnwise")
+            operand.release("rowwise")
+        return operand
+
+    def _saved_weight(
+        self, weights: Weights, operand: Operand, is_own: bool
+    ) -> tuple[Saved, SeparateWeights | None]:
+        """The weights that are saved for backward, or else those that it copies again."""
+        if are_quantized(weights):
+            usage = self._usage_of_backward(weights[0]) if self.wants_dgrad else None
+            note_reads(weights, usage, is_read=self.wants_dgrad)
+            return (None,), SeparateWeights(usage, weights) if self.wants_dgrad else None
+        assert isinstance(weights, torch.Tensor)
+        if not self.wants_dgrad:
+            return (None,), None
+        kept = self._kept(weights, operand, is_own=is_own)
+        parts = self.linear._parts("weight")
+        is_copy = kept is weights and weights.data_ptr() != parts[0].data_ptr()
+        if is_copy and len(parts) > 1 and packed(parts) is None and gathered_by(parts):
+            return (None,), SeparateWeights(None, parts)
+        return (kept,), None
+
+    def _usage_of_backward(self, weight: QuantizedTensor) -> str | None:
+        """The copy of quantized weights that dgrad reads; None for the values."""
+        override, quantizers = self.ctx.backward_override, self.quantizers
+        if quantizers is None or override == "high_precision":
+            return None
+        is_columns = override is None and reads_columns(
+            weight._quantizer, quantizers.grad_output[0], weight.device
+        )
+        return "columnwise" if is_columns else "rowwise"
+
+    # -- backward ----------------------------------------------------------------------
+
+    def backward(
+        self,
+        held: list[Values],
+        leading: torch.Size,
+        *,
+        sums: torch.Tensor | None = None,
+        repeated_x: Callable[[], Saved] | None = None,
+    ) -> tuple[torch.Tensor | None, Gradients, Gradients]:
+        """The gradients of the input, of the parameters, and of the extra inputs.
+
+        Parameters
+        ----------
+        held
+            The gradient of the output alone, which is taken out, and so is not kept.
+        leading
+            The shape of the input's rows.
+        sums
+            The sums of that gradient by group, if a kernel leaves them as it quantizes it.
+        repeated_x
+            Computes the input again, if it is not saved.
+        """
+        dy, saved = held.pop(), self.saved
+        assert saved is not None
+        dbiases = self._bias_parts(sums)
+        extras: Gradients = [None] * self.linear.num_extra_inputs
+        reads_dy = self.wants_biases or saved.bias is not None
+        if sums is None and (reads_dy or not self.wants_products):
+            dy = materialize(dy)  # which also computes what comes beside a lazy gradient
+            dbiases, extras = self._bias_gradients(dy, saved, leading)
+        operand = self._gradient(dy) if self.wants_products else None
+        del dy
+        dx = self._dgrad(operand, saved) if self.wants_dgrad else None
+        dweights: Gradients = [None] * self.linear.main_grad_count
+        if self.wants_wgrad:
+            # Without the saved weight, if the gradient is computed later.
+            product = replace(self, saved=None)
+            saved_x = saved.x
+            wgrad = functools.partial(product._wgrad, operand, repeated_x or (lambda: saved_x))
+            dweights = self.linear.weight_gradients(self.ctx, wgrad)
+        return dx, (*dweights, *dbiases), extras
+
+    def _gradient(self, dy: Values) -> Operand:
+        """The gradient of the output as the operand of the products that are wanted."""
+        return self._padded(dy, self.is_padded[1])
+
+    def _dgrad(self, dy: Operand, saved: GroupedLinearSaved) -> torch.Tensor:
+        """``dy_g @ weight_g``, the gradient of the input ``[T, K]``."""
+        (weight,), separate = saved.weight, self.ctx.state.separate
+        if separate is not None and separate.usage is None:
+            weight = stacked_values(separate.weights, self.dtype)
+        elif separate is not None:
+            weight = padded_weights(separate.weights, separate.usage)
+        return self._dgrad_of(dy, weight)
+
+    def _dgrad_of(self, dy: Operand, weight: Any) -> torch.Tensor:
         if isinstance(weight, QuantizedTensor):
             shape = (len(self.rows.ends), -1, weight.shape[-1])
             weight = weight.dequantize(dtype=dy.dtype).view(shape)[:, : dy.shape[1]]
-        dx = grouped.dgrad(dy, weight, self.rows)
-        return dx if is_padded or self.padded is None else unpad(dx, self.padded)
+        return self._unpadded(grouped.dgrad(dy, weight, self.rows), self.is_padded[0])
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, *, is_padded: bool = False) -> torch.Tensor:
-        """``dy_g.T @ x_g``; ``is_padded`` as in :meth:`input`."""
+    def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
+        """``dy_g.T @ x_g``, the gradients of the weights ``[G, N, K]``."""
+        (x,), is_padded = saved_x(), self.is_padded[0]
         if isinstance(x, QuantizedTensor):
             x, is_padded = x.dequantize(dtype=dy.dtype), True
-        x = self.input(x, None, is_kept=True, is_padded=is_padded)
-        return grouped.wgrad(dy, x, self.rows)
+        return grouped.wgrad(dy, self._padded(x, is_padded), self.rows)
+
+    def repeated_input(self, x: Values) -> Saved:
+        """An input that backward computes again, as the operand of the weight gradient."""
+        return (materialize(x),)
+
+    def _bias_gradients(
+        self, dy: torch.Tensor, saved: GroupedLinearSaved, leading: torch.Size
+    ) -> tuple[Gradients, Gradients]:
+        """The gradients of the biases that autograd gets, and of the extra inputs."""
+        groups, scales, bias = self._rows_of_y, saved.scales, saved.bias
+        dbiases = self._bias_parts(grouped.sums(dy, groups, scales) if self.wants_biases else None)
+        if bias is None or scales is None:
+            return dbiases, [None] * self.linear.num_extra_inputs
+        products = (dy.float() * reference.of_rows(groups.ends, bias, dy.shape[0]).float()).sum(-1)
+        dscales = reference.zero_tail(groups.ends, products).to(scales.dtype)
+        return dbiases, (None, unpadded_values(dscales, self._padding_of_y).view(leading))
+
+    def _bias_parts(self, summed: torch.Tensor | None) -> Gradients:
+        """The gradients of the biases that autograd gets, from those of all groups ``[G, N]``."""
+        if summed is None:
+            return [None] * len(self.linear._names.get("bias", ()))
+        parts = [summed] if self.linear.single_grouped_bias else summed
+        require_grad = self.ctx.params_require_grad[self.linear.main_grad_count :]
+        return [p if w else None for p, w in zip(parts, require_grad, strict=True)]
 
 
-class Quantized(Exact):
-    """Products of quantized operands, whose rows are those of padded groups."""
+@dataclass(frozen=True)
+class QuantizedProduct(GroupedProduct):
+    """The product with quantized operands, whose rows are those of padded groups."""
 
-    padded: PaddedGroups
+    quantizers: GroupsQuantizers
 
-    def __init__(self, groups: Groups, dtype: torch.dtype, is_split: tuple[bool, ...]) -> None:
-        assert groups.padded is not None
-        super().__init__(groups)
-        self.dtype, self.is_split = dtype, is_split
+    @property
+    def padded(self) -> PaddedGroups:
+        assert self.groups.padded is not None
+        return self.groups.padded
 
-    def input(
-        self, x: Values, quantizers: Any, *, is_kept: bool, is_padded: bool = False
-    ) -> torch.Tensor:
-        has_columns = is_kept and needs_columns(quantizers, "input", x.device)
-        return self._rows(x, quantizers.input, True, has_columns, is_padded)
-
-    def kept_input(self, x: Values, quantizers: Any) -> torch.Tensor:
-        """An input of padded rows as the operand of the weight gradient alone."""
-        has_columns = needs_columns(quantizers, "input", x.device)
-        return self._rows(x, quantizers.input, not has_columns, has_columns, True)
-
-    def weight(self, weight: torch.Tensor, quantizers: Any, *, is_kept: bool) -> torch.Tensor:
-        count, n, k = weight.shape
-        rows, first = weight.reshape(count * n, k), quantizers.weight[0]
-        usages = {
-            "rowwise": True,
-            "columnwise": is_kept and needs_columns(quantizers, "weight", weight.device),
-        }
-        if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
-            made: torch.Tensor = first.with_usage(**usages)(rows)  # no padding, no scales of groups
-            return made
-        groups = padded_groups(n, count, count * n, weight.device)
-        quantizer = groups_quantizer(quantizers.weight, groups, **usages)
-        return quantizer(padded_rows(rows, groups))
-
-    def gradient(
-        self, dy: Values, quantizers: Any, *, dgrad: bool, wgrad: bool, is_padded: bool = False
-    ) -> torch.Tensor:
-        has_columns = wgrad and needs_columns(quantizers, "grad_output", dy.device)
-        rowwise = dgrad or not has_columns
-        return self._rows(dy, quantizers.grad_output, rowwise, has_columns, is_padded)
-
-    def _rows(
-        self,
-        x: Values,
-        quantizers: list[Quantizer],
-        rowwise: bool,
-        columnwise: bool,
-        is_padded: bool,
-    ) -> torch.Tensor:
-        groups = self.padded
+    def _quantized(
+        self, x: Values, role: str, rowwise: bool, columnwise: bool, is_padded: bool
+    ) -> QuantizedTensor:
+        quantizers: list[Quantizer] = getattr(self.quantizers, role)
         if isinstance(x, RemoteRows):
-            made = x.quantized(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
-            if made is not None:
-                return made
+            received = x.quantized(quantizers, self.padded, rowwise=rowwise, columnwise=columnwise)
+            if received is not None:
+                return received
             x = x.gathered()
-        quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
-        return quantizer(padded_rows(x, groups, is_padded=is_padded))
+        quantizer = groups_quantizer(
+            quantizers, self.padded, rowwise=rowwise, columnwise=columnwise
+        )
+        return quantizer(padded_rows(x, self.padded, is_padded=is_padded))
 
-    def forward(self, x: Any, weight: Any, size: int, *, is_padded: bool = False) -> torch.Tensor:
-        how: Any = {"is_split": self.is_split[0], "is_padded": is_padded}
+    def _reads_columns(self, role: str, device: torch.device) -> bool:
+        """Whether backward reads a columnwise copy of the tensor of a role."""
+        quantizers = self.quantizers
+        other = quantizers.input if role == "grad_output" else quantizers.grad_output
+        return reads_columns(getattr(quantizers, role)[0], other[0], device)
+
+    def _input(self, x: Values, has_columns: bool) -> QuantizedTensor:
+        has_columns = has_columns and self._reads_columns("input", x.device)
+        return self._quantized(x, "input", True, has_columns, self.is_padded[0])
+
+    def repeated_input(self, x: Values) -> Saved:
+        has_columns = self._reads_columns("input", x.device)
+        return (self._quantized(x, "input", not has_columns, has_columns, self.is_padded[0]),)
+
+    def _gradient(self, dy: Values) -> QuantizedTensor:
+        has_columns = self.wants_wgrad and self._reads_columns("grad_output", dy.device)
+        rowwise = self.wants_dgrad or not has_columns
+        return self._quantized(dy, "grad_output", rowwise, has_columns, self.is_padded[1])
+
+    def _weight_operand(self, weights: Weights, is_first_microbatch: bool | None) -> Operand:
+        linear = self.linear
+        if are_quantized(weights):
+            return padded_weights(linear.bound(weights), "rowwise")
+        assert isinstance(weights, torch.Tensor)
+        has_columns = self.wants_dgrad and self.ctx.backward_override is None
+        has_columns = has_columns and self._reads_columns("weight", weights.device)
+        make = functools.partial(self._quantized_weight, weights, has_columns)
+        if is_first_microbatch is None:
+            return make()
+        return linear.kept_weights(
+            linear._parts("weight"),
+            weights.dtype,
+            self.quantizers.weight,
+            is_first_microbatch,
+            make,
+            lambda kept: not has_columns or kept._has("columnwise"),
+        )
+
+    def _quantized_weight(self, weight: torch.Tensor, has_columns: bool) -> QuantizedTensor:
+        quantizers = self.quantizers.weight
+        count, n, k = weight.shape
+        rows, first = weight.reshape(count * n, k), quantizers[0]
+        usages = {"rowwise": True, "columnwise": has_columns}
+        if isinstance(first, (Float8BlockQuantizer, MXFP8Quantizer)) and n % GROUP_TILE == 0:
+            return first.with_usage(**usages)(rows)  # no padding, no scales of groups
+        groups = padded_groups(n, count, count * n, weight.device)
+        return groups_quantizer(quantizers, groups, **usages)(padded_rows(rows, groups))
+
+    def _multiplied(self, x: Operand, weight: Operand) -> torch.Tensor:
+        how = {"is_split": self.ctx.split_accumulators[0], "is_padded": self.is_padded[1]}
+        size = self.linear.out_features
         return quantized_groups.quantized_forward(x, weight, self.padded, size, self.dtype, **how)
 
-    def dgrad(self, dy: Any, weight: Any, *, is_padded: bool = False) -> torch.Tensor:
-        how: Any = {"is_split": self.is_split[1], "is_padded": is_padded}
+    def _dgrad_of(self, dy: Operand, weight: Any) -> torch.Tensor:
+        how = {"is_split": self.ctx.split_accumulators[1], "is_padded": self.is_padded[0]}
         dx = quantized_groups.quantized_dgrad(dy, weight, self.padded, self.dtype, **how)
         if dy._has("columnwise"):
             dy.release("rowwise")  # nothing reads it again
         return dx
 
-    def wgrad(self, dy: Any, x: Any, *, is_padded: bool = False) -> torch.Tensor:
-        is_split = self.is_split[2]
+    def _wgrad(self, dy: Operand, saved_x: Callable[[], Saved]) -> torch.Tensor:
+        (x,), is_split = saved_x(), self.ctx.split_accumulators[2]
         return quantized_groups.quantized_wgrad(dy, x, self.padded, self.dtype, is_split=is_split)
 
 
-def rows_of_groups(x: Any, dtype: torch.dtype) -> Any:
-    """The input of a grouped linear as ``[T, K]`` in ``dtype``; a lazy one, of that form, as it is.
-
-    A kernel that quantizes takes lazy rows; :class:`Exact` products and the loop write them.
-    """
-    if isinstance(x, LazyTensor):
-        return x
-    return cast(plain(x, dtype), dtype).reshape(-1, x.shape[-1])
-
-
-def needs_columns(quantizers: GroupsQuantizers, role: str, device: torch.device) -> bool:
-    """Whether backward reads a columnwise copy of the tensor of a role."""
-    other = quantizers.input if role == "grad_output" else quantizers.grad_output
-    return reads_columns(getattr(quantizers, role)[0], other[0], device)
-
-
-def products_of_forward(
-    ctx: OperationContext, groups: Groups, quantizers: Any, dtype: torch.dtype
-) -> Exact:
-    """The products of a forward; exact if ``quantizers`` is None."""
-    return Exact(groups) if quantizers is None else Quantized(groups, dtype, ctx.split_accumulators)
-
-
-def products_of_backward(ctx: OperationContext, groups: Groups, dtype: torch.dtype) -> Exact:
-    """The products of a backward; quantized if the forward was, and nothing overrides it."""
-    if groups.padded is None or ctx.backward_override is not None:
-        return Exact(groups)
-    return Quantized(groups, dtype, ctx.split_accumulators)
-
-
-def kept(
+def product_at_once(
+    linear: GroupParameters,
     ctx: OperationContext,
-    values: torch.Tensor,
-    operand: torch.Tensor,
-    is_wanted: bool,
-    *,
-    is_own: bool = True,
-) -> torch.Tensor | None:
-    """The tensor to save for backward: of an input or of weights, from which ``operand`` was made.
-
-    This is the operand; the values, if the override is high precision; None if not wanted. An
-    operand with a columnwise copy loses its rowwise copy. If it is not this call's own operand, the
-    result is an alias of its columnwise copy instead.
-    """
-    if not is_wanted:
-        return None
-    if ctx.backward_override == "high_precision":
-        return values
-    if isinstance(operand, QuantizedTensor) and operand._has("columnwise"):
-        if not is_own:
-            return operand.with_usage("columnwise")
-        operand.release("rowwise")
-    return operand
-
-
-# -- loop ------------------------------------------------------------------------------
-
-
-def loop_forward(
-    op: BasicOperation,
-    ctx: OperationContext,
-    x: torch.Tensor,
-    weights: torch.Tensor | Sequence[torch.Tensor],
-    made_weights: Sequence[QuantizedTensor],
     groups: Groups,
-    y: torch.Tensor,
-    wanted: tuple[bool, bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The output ``y``, and the operands of each group that backward reads: inputs, then weights.
-
-    ``made_weights``: the weight of each group, quantized. ``wanted``: whether backward
-    computes the gradients of the weights and of the input, which read the operands.
-    """
-    dtype, override = x.dtype, ctx.backward_override
-    is_quantized = override is None
-    usage = "columnwise" if is_quantized else "rowwise"
-    kept: tuple[list[Any], list[Any]] = ([], [])
-    quantizers = op.quantizer_values("forward")
-    has_gradient = ctx.requires_grad and is_quantized
-    gradients = op.quantizer_values("backward") if has_gradient else []
-    for g, rows in enumerate(groups.slices()):
-        # Also of a group without rows, which may have some on other ranks: all gather one copy.
-        note_backward_read(made_weights[g], usage if wanted[1] else None)
-        if rows.start == rows.stop:
-            kept[0].append(None)
-            kept[1].append(None)
-            continue
-        made = []
-        for place, tensor in enumerate((x[rows], weights[g])):
-            quantizer = quantizers[2 * g + place]
-            assert quantizer is not None
-            is_wanted = wanted[place]
-            value = quantizer.with_usage(rowwise=True, columnwise=is_wanted and is_quantized)
-            q = made_weights[g] if place else quantized(tensor, dtype, value)
-            if override == "high_precision":
-                kept[place].append(original(tensor, dtype) if is_wanted else None)
-            else:
-                kept[place].append(saved_operand(q, usage, value) if is_wanted else None)
-            made.append(readable(q, "rowwise", value))
-        is_split = ctx.split_accumulators[0]
-        y[rows] = gemm.quantized_linear(made[0], made[1], dtype, is_split=is_split)
-    ctx.grad_output_quantizers = gradients  # type: ignore[attr-defined]
-    return zero_tail(groups.ends, y), [*kept[0], *kept[1]]
-
-
-def loop_backward(
-    ctx: OperationContext,
-    dy: torch.Tensor,
-    saved: list[Any],
-    groups: Groups,
-    out: torch.Tensor | None,
-    shape: tuple[int, int, int],
-    wanted: tuple[bool, bool],
-) -> tuple[torch.Tensor | None, Callable[[], torch.Tensor] | None]:
-    """dx, and a function that computes the gradients of the weights ``[G, N, K]``.
-
-    Either is None if it is not wanted. ``shape`` is that of the weights, ``wanted`` as in the
-    forward.
-    """
-    dtype, (count, _, size), (wants_wgrad, wants_dgrad) = dy.dtype, shape, wanted
-    if not (wants_wgrad or wants_dgrad):  # of the biases alone, which read no product
-        return None, None
-    xs, weights = saved[:count], saved[count:]
-    dx = None
-    if wants_dgrad:
-        dx = dy.new_empty(dy.shape[0], size) if out is None else out
-    operands: list[Any] = []
-    for g, rows in enumerate(groups.slices()):
-        if rows.start == rows.stop:
-            operands.append(None)
-            continue
-        x, weight, gradient = xs[g], weights[g], dy[rows]
-        if ctx.backward_override is not None:
-            if dx is not None:
-                dx[rows] = gemm.dgrad(gradient, plain(weight, dtype))
-            operands.append((gradient, x))
-            continue
-        quantizer = ctx.grad_output_quantizers[g]
-        value = quantizer.with_usage(rowwise=wants_dgrad, columnwise=wants_wgrad)
-        q = quantized(gradient, dtype, value)
-        if dx is not None:
-            dx[rows] = gemm.quantized_dgrad(
-                readable(q, "rowwise", value),
-                weight,
-                dtype,
-                is_split=ctx.split_accumulators[1],
-            )
-        operands.append((readable(q, "columnwise", value), x) if wants_wgrad else None)
-    if dx is not None:
-        zero_tail(groups.ends, dx)
-    if not wants_wgrad:
-        return dx, None
-    is_split = ctx.split_accumulators[2]
-
-    def wgrads() -> torch.Tensor:
-        made = dy.new_zeros(shape)
-        for product, pair in zip(made, operands, strict=True):
-            if pair is None:
-                continue
-            gradient, x = pair
-            if isinstance(gradient, QuantizedTensor):
-                product.copy_(gemm.quantized_wgrad(gradient, x, dtype, is_split=is_split))
-            else:
-                product.copy_(gemm.wgrad(gradient, plain(x, dtype)))
-        return made
-
-    return dx, wgrads
+    quantizers: GroupsQuantizers | None,
+    is_padded: tuple[bool, bool] = (False, False),
+) -> GroupedProduct:
+    """The product of a forward; in the compute dtype without quantizers."""
+    if quantizers is None:
+        return GroupedProduct(linear, ctx, groups, None, is_padded)
+    return QuantizedProduct(linear, ctx, groups, quantizers, is_padded)

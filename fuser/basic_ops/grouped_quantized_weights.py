@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn import Parameter
 
-from fuser.basic_ops.grouped_products import GroupsQuantizers, Quantized
-from fuser.basic_ops.linear_operands import bind, plain, readable
+from fuser.basic_ops.linear_operands import bind, plain
 from fuser.errors import InputError
 from fuser.formats import GROUP_TILE
-from fuser.gemm.quantized_groups import reads_columns
-from fuser.op import BasicOperation, OperationContext, cast, default_device
+from fuser.op import BasicOperation, cast, default_device
 from fuser.precision.contexts import (
     ParameterInit,
     current_parameter_init,
@@ -27,7 +25,7 @@ from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.gathering import note_backward_read
 from fuser.tensors.grouped import joined, one_copy
 from fuser.tensors.sharding import initialise_shard, is_distributed, shard_of_values
-from fuser.tensors.stacks import matrices, stack_quantizer
+from fuser.tensors.stacks import stack_quantizer
 from fuser.torch_private import without_autocast
 
 
@@ -78,8 +76,8 @@ class QuantizedGroupWeights(BasicOperation):
         assert self._init is not None
         recipe = self._init.recipe
         if not isinstance(recipe, DelayedScaling):
-            made = self._stack_quantizer(recipe) if name == "weight" else None
-            return made or make_quantizer(recipe, "weight")
+            of_stack = self._stack_quantizer(recipe) if name == "weight" else None
+            return of_stack or make_quantizer(recipe, "weight")
         state, dtypes, device = self._delayed_state("forward", recipe, device)
         state.prepare(recipe, dtypes, device)
         quantizer = state.parameter_quantizer(_place(name))
@@ -115,7 +113,7 @@ class QuantizedGroupWeights(BasicOperation):
         return weights
 
 
-def are_quantized(weights: Any) -> bool:
+def are_quantized(weights: Any) -> TypeGuard[list[QuantizedTensor]]:
     """Whether this is a list of quantized parameters: of each group, or one of all groups."""
     return isinstance(weights, list) and isinstance(weights[0], QuantizedTensor)
 
@@ -126,61 +124,6 @@ def padded_weights(weights: Sequence[QuantizedTensor], usage: str) -> QuantizedT
     if first.dim() == 2:
         return joined(weights, usage)
     return one_copy(first.detach().view(-1, first.shape[-1]), usage)  # type: ignore[arg-type]
-
-
-def quantized_operand(
-    weights: Sequence[QuantizedTensor], products: Any, dtype: torch.dtype
-) -> torch.Tensor:
-    """Quantized weights as the operand of the forward's products."""
-    if isinstance(products, Quantized):
-        return padded_weights(weights, "rowwise")
-    return stacked_values(weights, dtype)
-
-
-def backward_usage(
-    ctx: OperationContext,
-    weights: Sequence[QuantizedTensor],
-    quantizers: GroupsQuantizers | None,
-    device: torch.device,
-) -> str | None:
-    """The copy of quantized weights that a backward's product reads; None for the values."""
-    if quantizers is None or ctx.backward_override == "high_precision":
-        return None
-    if ctx.backward_override is not None:
-        return "rowwise"
-    reads = reads_columns(weights[0]._quantizer, quantizers.grad_output[0], device)
-    return "columnwise" if reads else "rowwise"
-
-
-def keep_stack(
-    ctx: OperationContext, stack: torch.Tensor, quantizers: Sequence[Any], is_read: bool
-) -> None:
-    """Keep a stack of weights for a backward that multiplies each matrix alone.
-
-    Its matrices are taken in backward: ``fully_shard`` gathers the copy that is read before it.
-    """
-    override = ctx.backward_override
-    usage = None if override == "high_precision" else "rowwise" if override else "columnwise"
-    note_reads([stack], usage, is_read=is_read)
-    if is_read:
-        ctx.separate_weights = (usage, [stack])  # type: ignore[attr-defined]
-        ctx.weight_quantizers = quantizers  # type: ignore[attr-defined]
-
-
-def kept_matrices(ctx: OperationContext) -> list[Any]:
-    """The matrices of the stack that :func:`keep_stack` kept, with the copy that is read."""
-    usage, (stack,) = ctx.separate_weights
-    found: list[Any] = matrices(stack, usage)
-    if usage is None:
-        return found
-    pairs = zip(found, ctx.weight_quantizers, strict=True)
-    one = {name: name == usage for name in ("rowwise", "columnwise")}
-    return [
-        readable(matrix, usage, quantizer)
-        if isinstance(matrix, QuantizedTensor)
-        else quantizer.with_usage(**one)(matrix)
-        for matrix, quantizer in pairs
-    ]
 
 
 def note_reads(weights: Sequence[torch.Tensor], usage: str | None, *, is_read: bool) -> None:

@@ -74,34 +74,34 @@ class GroupedWeightGradients(BasicOperation):
         The gradients of leaves that this backward accumulates may instead go into ``main_grad``, or
         wait for :meth:`backward_dw`. A weight that a hook computes is not a leaf.
         """
-        wanted = ctx.params_require_grad[: self.main_grad_count]
+        require_grad = ctx.params_require_grad[: self.main_grad_count]
         owners: Sequence[torch.Tensor | None] = [None] * self.main_grad_count
         if self.accumulates_into_main_grad:
             owners = ctx.main_grad_owners
         if not self.delay_wgrad_compute:
-            return self._added(make(), owners, wanted)
+            return self._added(make(), owners, require_grad)
         if any(owner is not None for owner in owners):
             self._delayed_wgrads.append(functools.partial(self._add_later, make, owners))
-        now = [is_wanted and owner is None for is_wanted, owner in zip(wanted, owners, strict=True)]
+        now = [wants and owner is None for wants, owner in zip(require_grad, owners, strict=True)]
         if not any(now):
             return [None] * self.main_grad_count
         return self._added(make(), [None] * self.main_grad_count, now)
 
     def _added(
         self,
-        made: torch.Tensor,
+        gradients: torch.Tensor,
         owners: Sequence[torch.Tensor | None],
-        wanted: Sequence[bool],
+        require_grad: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """The gradients that autograd gets, after others were added to their ``main_grad``."""
-        parts = [made] if self.single_grouped_weight else list(made)
+        parts = [gradients] if self.single_grouped_weight else list(gradients)
         names = self._names["weight"]
         if not self._accumulate_into_main_grad:
             owners = [None] * self.main_grad_count
         for name, owner, part in zip(names, owners, parts, strict=True):  # before any is added to
             check_main_grad(name, owner, self._parameters.get(name), part.shape)
         grads: list[torch.Tensor | None] = []
-        for name, owner, part, is_wanted in zip(names, owners, parts, wanted, strict=True):
+        for name, owner, part, is_wanted in zip(names, owners, parts, require_grad, strict=True):
             own = self._parameters.get(name)
             main_grad = None if owner is None else main_grad_of(owner, own)
             if main_grad is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
 
 
 class Identity(BasicOperation):
@@ -30,8 +30,8 @@ class Identity(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         return input_
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -15,11 +16,13 @@ from fuser.cuda.sequence import layout_of
 from fuser.op import BasicOperation
 from fuser.precision.contexts import recomputed_state
 from fuser.precision.delayed_scaling import holds_steps
-from fuser.tensors import Float8Quantizer, Quantizer
+from fuser.tensors import Float8Quantizer, QuantizedTensor, Quantizer
 from fuser.tensors.sharding import Gathered, gathered_by
 from fuser.torch_private import free_with, reshards_after_forward
 
-Made = TypeVar("Made")
+Form = QuantizedTensor | list[QuantizedTensor]
+"""Quantized weights: one tensor, or one of each group."""
+Made = TypeVar("Made", bound=Form)
 
 
 class KeepsWeights(BasicOperation):
@@ -51,9 +54,8 @@ class KeepsWeights(BasicOperation):
             return make()
         how = (dtype, *[_encoding(quantizer) for quantizer in quantizers])
         kept = before.kept
-        if kept is not None and kept.how == how and is_complete(kept.made):
-            found: Made = kept.made
-            return found
+        if kept is not None and kept.how == how and is_complete(cast(Made, kept.made)):
+            return cast(Made, kept.made)
         made = make()
         before.keep(how, made)
         return made
@@ -73,28 +75,17 @@ class KeepsWeights(BasicOperation):
         super()._load_from_state_dict(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class Kept:
-    """A quantized form of weights, and all that it depends on.
+    """A quantized form of weights, and all that it depends on."""
 
-    Parameters
-    ----------
-    facts
-        Of the weights: their versions, the number of steps of optimizers, and their places.
-    how
-        The dtype in which they were read, and the encodings.
-    made
-        The form: a quantized tensor, or a list of them.
-    gathering
-        That in which they were gathered.
-    """
-
-    def __init__(
-        self, facts: tuple[Any, ...], how: tuple[Any, ...], made: Any, gathering: _Gathering
-    ) -> None:
-        self.facts = facts
-        self.how = how
-        self.made = made
-        self.gathering = gathering
+    facts: tuple[object, ...]
+    """Of the weights: their versions, the number of steps of optimizers, and their places."""
+    how: tuple[object, ...]
+    """The dtype in which they were read, and the encodings."""
+    made: Form
+    gathering: _Gathering
+    """That in which they were gathered."""
 
     @functools.cached_property
     def buffers(self) -> list[torch.Tensor]:
@@ -112,7 +103,7 @@ class Kept:
         return None if None in layouts else (self.how, *kinds, *layouts)
 
 
-def as_list(made: Any) -> list[Any]:
+def as_list(made: Form) -> list[QuantizedTensor]:
     """The tensors of a form."""
     return made if isinstance(made, list) else [made]
 
@@ -123,7 +114,7 @@ class KeptBefore(NamedTuple):
     op: KeepsWeights
     table: MutableMapping[torch.Tensor, Kept] | None
     first: torch.Tensor
-    facts: tuple[Any, ...]
+    facts: tuple[object, ...]
     gathered: Sequence[Gathered]
     gathering: _Gathering | None
     kept: Kept | None
@@ -158,7 +149,7 @@ class KeptBefore(NamedTuple):
                 kept = None
         return KeptBefore(op, table, wholes[0], facts, gathered, gathering, kept)
 
-    def keep(self, how: tuple[Any, ...], made: Any) -> None:
+    def keep(self, how: tuple[object, ...], made: Any) -> None:
         """Keep what was made of the weights in the pass."""
         gathering = self.gathering or _Gathering(self.gathered)
         gathering.begin()
@@ -196,7 +187,7 @@ class _Gathering:
             self._freed.untyped_storage().resize_(1)
 
 
-def _encoding(quantizer: Quantizer) -> Any:
+def _encoding(quantizer: Quantizer) -> object:
     """All that a quantized weight depends on, besides the weight and its copies."""
     # A recomputation under delayed scaling has another scale, and so another quantizer.
     is_delayed = isinstance(quantizer, Float8Quantizer)

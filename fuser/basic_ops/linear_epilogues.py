@@ -102,10 +102,10 @@ def grad_scale_refusal(linear: BasicLinear, key: PlanKey) -> str | None:
         # Quantizing dy without the scale would record the amax of another tensor.
         name = type(recipe).__name__
         return f"{name} may record the amax of scale * dy, and here dy would be quantized."
-    wanted = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
+    readers = {"weight": op.input_requires_grad, "input": op.params[0].requires_grad}
     rows = [
         native_row("grad_output", role, key, linear.quantizer_format)
-        for role, is_wanted in wanted.items()
-        if is_wanted
+        for role, is_read in readers.items()
+        if is_read
     ]
     return EMULATED_GEMM if None in rows else None

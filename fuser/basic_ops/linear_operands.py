@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fuser.errors import StateError
 from fuser.formats import NumberFormat
 from fuser.gemm.native import NativeGemm, native_gemm
+from fuser.op import BasicOperation, OperationContext
 from fuser.precision.delayed_scaling import DelayedScales
 from fuser.recipe import Recipe
 from fuser.specs import PlanKey, QuantSpec
@@ -70,6 +71,32 @@ def gemm_name(name: str, a: str, b: str, key: PlanKey, format_of: FormatOf) -> s
 # -- running ----------------------------------------------------------------------
 
 
+class OperandQuantizers(NamedTuple):
+    """The quantizers of a linear's operands, with the usages that are read.
+
+    With the op, since an op that contains linears may run them with its own context.
+    """
+
+    op: BasicOperation
+    input: Quantizer
+    weight: Quantizer
+    grad_output: Quantizer | None
+
+
+class LinearSaved(NamedTuple):
+    """The operands that a linear's backward reads; None for those that it does not."""
+
+    x: Any
+    weight: Any
+
+
+class LinearState(NamedTuple):
+    """What a linear that gathers its input keeps for its backward besides tensors."""
+
+    input_is_whole: bool
+    """Whether it saved the input of all ranks, and not its own rows."""
+
+
 def quantized(tensor: torch.Tensor, dtype: torch.dtype, quantizer: Quantizer) -> QuantizedTensor:
     """``tensor`` quantized from ``dtype``; as it is if it arrives quantized."""
     if isinstance(tensor, QuantizedTensor):
@@ -94,6 +121,20 @@ def saved_operand(tensor: QuantizedTensor, usage: str, quantizer: Quantizer) -> 
     except StateError:
         needed = {name: name == usage for name in ("rowwise", "columnwise")}
         return quantizer.with_usage(**needed)(tensor)
+
+
+def operand_of_backward(
+    ctx: OperationContext, operand: QuantizedTensor, quantizer: Quantizer, *, is_new: bool
+) -> QuantizedTensor:
+    """The copy of a quantized operand that backward reads.
+
+    The tensor itself, without an alias for one of its copies, if it was quantized in this call, and
+    no other code refers to it: a quantizer with a launch key returns new tensors.
+    """
+    if is_new and quantizer.launch_key is not None:
+        return operand
+    is_dequantized = ctx.backward_override == "dequantized"
+    return saved_operand(operand, "rowwise" if is_dequantized else "columnwise", quantizer)
 
 
 def original(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from fuser import gemm
 from fuser.basic_ops.linear_operands import (
+    LinearSaved,
     original,
     plain,
     quantized,
@@ -72,15 +73,15 @@ class Parallelism:
         travels of a quantized input and gradient.
         """
         wants_dgrad, wants_wgrad = wants
-        found = []
+        collectives = []
         if self.gathers_input and wants_wgrad:
-            found.append(Collective("all-gather", "input", self.ranks, input_))
+            collectives.append(Collective("all-gather", "input", self.ranks, input_))
         if self.gathers_grad and (wants_dgrad or wants_wgrad):
-            found.append(Collective("all-gather", "grad_output", self.ranks, grad))
+            collectives.append(Collective("all-gather", "grad_output", self.ranks, grad))
         if self.mode == "column" and wants_dgrad:
             kind = "reduce-scatter" if self.has_shards else "all-reduce"
-            found.append(Collective(kind, "grad_input", self.ranks))
-        return tuple(found)
+            collectives.append(Collective(kind, "grad_input", self.ranks))
+        return tuple(collectives)
 
     def output_shape(self, op: str, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
         """The shape of the output on this rank.
@@ -105,8 +106,14 @@ class Parallelism:
             return start_reduce_scatter(y, group)
         return start_all_reduce(y, group, is_own=True)
 
+    def start_grad_input(self, dx: torch.Tensor, group: Any) -> Pending[torch.Tensor]:
+        """Start to add the gradients that the ranks of a column parallel linear have."""
+        if self.has_shards:
+            return start_reduce_scatter(dx, group)
+        return start_all_reduce(dx, group, is_own=True)
 
-def travels(key: PlanKey, role: str, made: QuantSpec | None, side: str) -> QuantSpec | None:
+
+def travels(key: PlanKey, role: str, spec: QuantSpec | None, side: str) -> QuantSpec | None:
     """The form of the sent ``"input"`` or ``"grad_output"`` on ``side``; None for values.
 
     It assumes that no block has rows of two ranks: shapes are not part of a plan.
@@ -114,10 +121,10 @@ def travels(key: PlanKey, role: str, made: QuantSpec | None, side: str) -> Quant
     recipe = key.recipe
     if recipe is None or (side == "backward" and recipe.backward_override == "high_precision"):
         return None
-    if made is not None and role == "input":
+    if spec is not None and role == "input":
         is_wgrads = side == "backward" and recipe.backward_override is None
-        made = replace(made, rowwise=not is_wgrads, columnwise=is_wgrads)
-    return travelling(recipe, made)
+        spec = replace(spec, rowwise=not is_wgrads, columnwise=is_wgrads)
+    return travelling(recipe, spec)
 
 
 class InputGather:
@@ -192,11 +199,12 @@ def backward(
     """
     parallel: Parallelism = op._parallel
     group = group_of(ctx, "BasicLinear", op.tensor_parallel_group)
-    x, weight = ctx.saved_tensors
+    x, weight = LinearSaved(*ctx.saved_tensors)
     is_recipes = ctx.has_recipe and ctx.compute_dtype is not None
     is_quantized = is_recipes and ctx.backward_override is None
     gathering = None
-    if x is not None and parallel.gathers_input and not ctx.__dict__.get("input_is_whole"):
+    is_whole = ctx.state is not None and ctx.state.input_is_whole
+    if x is not None and parallel.gathers_input and not is_whole:
         gathering = _start_saved(x, group, is_quantized)
     dtype = ctx.compute_dtype if is_recipes else (weight if x is None else x).dtype
     assert dtype is not None
@@ -211,10 +219,8 @@ def backward(
             )
         else:
             dx = gemm.dgrad(rows(), plain(weight, dtype), scale, addend)
-        if parallel.mode == "column" and parallel.has_shards:
-            reducing = start_reduce_scatter(dx, group)
-        elif parallel.mode == "column":
-            reducing = start_all_reduce(dx, group, is_own=True)
+        if parallel.mode == "column":
+            reducing = parallel.start_grad_input(dx, group)
     if x is not None:
         whole = x if gathering is None else gathering.wait()
         whole = whole if is_quantized else plain(whole, dtype)
@@ -252,7 +258,7 @@ def _quantized_grad(
     """
     quantizer = ctx.grad_output_quantizer
     assert quantizer is not None
-    x, weight = ctx.saved_tensors
+    x, weight = LinearSaved(*ctx.saved_tensors)
     readers = (("rowwise", weight), ("columnwise", x))
     usages = tuple(usage for usage, reader in readers if reader is not None)
     quantizer = quantizer.with_usage(rowwise=weight is not None, columnwise=x is not None)

@@ -221,7 +221,7 @@ class LinearWeight(KeepsWeights):
             [quantizer],
             is_first_microbatch,
             lambda: quantized(weight, dtype, quantizer),
-            lambda made: made._has("columnwise") or not quantizer.columnwise,
+            lambda kept: kept._has("columnwise") or not quantizer.columnwise,
         )
 
     def weights_to_keep(self) -> Sequence[torch.Tensor] | None:
@@ -231,7 +231,9 @@ class LinearWeight(KeepsWeights):
 
 def parallel_text(linears: Sequence[LinearWeight]) -> str:
     """For a repr: ``", column and row parallel over 2 ranks"`` of two linears, else empty."""
-    shared = [found for linear in linears if (found := linear.mode_and_ranks) is not None]
+    shared = [
+        shared_mode for linear in linears if (shared_mode := linear.mode_and_ranks) is not None
+    ]
     if not shared:
         return ""
     return f", {' and '.join(mode for mode, _ in shared)} parallel over {shared[0][1]} ranks"

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from fuser.op import BasicOperation, Grads, OperationContext, write_grad_input
+from fuser.op import (
+    BasicOperation,
+    Contexts,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
+    write_grad_input,
+)
 from fuser.specs import PlanKey, TensorSpec
 
 
@@ -44,24 +51,9 @@ class MakeExtraOutput(BasicOperation):
     def kernels(self, side: str, key: PlanKey) -> tuple[str, ...]:
         return () if side == "forward" else ("add",)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        return input_, [(input_,)]
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        return x, (x,)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        ((grad_extra,),) = basic_op_grad_extra_outputs
-        return write_grad_input(grad_output + grad_extra, basic_op_ctxs[0]), [()], [()]
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,), (grad_extra,) = ctxs, grad_extras
+        return write_grad_input(dy + grad_extra, ctx), (), ()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fuser.basic_ops.expert_parallel import (
     Exchange,
     ExpertParallelOperation,
+    Sizes,
     packed_shape,
     route_to_experts,
     tokens_of,
@@ -18,6 +19,7 @@ from fuser.basic_ops.expert_parallel import (
 from fuser.basic_ops.linear_operands import plain
 from fuser.basic_ops.remote_rows import RemoteRows
 from fuser.communication import GroupArgument, divided
+from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 from fuser.functional import permutation as ops
 from fuser.functional.lazy import LazyTensor, materialize
@@ -31,13 +33,35 @@ from fuser.functional.routing import (
     route,
 )
 from fuser.op import (
-    Grads,
+    Contexts,
     OperationContext,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     cast,
     write_grad_input,
     write_output,
 )
 from fuser.specs import Collective, PlanKey, TensorSpec
+
+ExchangeSizes = tuple[Sizes | None, Sizes | None] | None
+
+
+class MoeDispatchSaved(NamedTuple):
+    """What a dispatch saves: extra output 2."""
+
+    inverse_map: torch.Tensor
+
+
+class MoeDispatchState(NamedTuple):
+    """What a dispatch keeps for its backward besides."""
+
+    input_shape: torch.Size
+    received: int = 0
+    """On several ranks, the number of received rows."""
+    sizes: ExchangeSizes = None
+    """On several ranks, the numbers of rows that are known on the host."""
 
 
 class MoeDispatch(ExpertParallelOperation):
@@ -126,8 +150,8 @@ class MoeDispatch(ExpertParallelOperation):
         return f"num_experts={self.num_experts}{capacity}{ranks}"
 
     @property
-    def is_capturable(self) -> bool:
-        """Whether a CUDA graph can contain it: no number of rows is read on the host."""
+    def is_recordable(self) -> bool:  # type: ignore[override]
+        """Whether no number of rows is read on the host."""
         return self.expert_parallel_size == 1 or self.capacity is not None
 
     def output_spec(
@@ -212,26 +236,17 @@ class MoeDispatch(ExpertParallelOperation):
         }
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        (ctx,), (extras,) = basic_op_ctxs, basic_op_extra_inputs
-        dtype = ctx.autocast_dtype or input_.dtype
-        rows, made = self.rows_of_experts(ctx, input_, extras, dtype)
-        return write_output(materialize(rows), next_op_input_quantizer), [made]
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (ctx,) = ctxs
+        dtype = ctx.autocast_dtype or x.dtype
+        rows, outputs = self.rows_of_experts(ctx, x, inputs.extras, dtype)
+        return write_output(materialize(rows), inputs.quantizer), outputs
 
     def rows_of_experts(
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        extras: tuple[torch.Tensor, ...],
+        extras: Tensors,
         dtype: torch.dtype,
         *,
         is_lazy: bool = False,
@@ -250,7 +265,7 @@ class MoeDispatch(ExpertParallelOperation):
         own = ctx.autocast_dtype or input_.dtype
         # The rows have the bits of tokens, so they may be cast before or after the copy.
         x = cast(cast(plain(input_, own), own), dtype).reshape(-1, input_.shape[-1])
-        ctx.input_shape = input_.shape  # type: ignore[attr-defined]
+        ctx.state = MoeDispatchState(input_.shape)
         if self.expert_parallel_size > 1:
             return self._from_ranks(ctx, x, indices, probs, is_lazy, may_send_bytes)
         split_sizes, row_map, inverse_map = route(
@@ -259,7 +274,7 @@ class MoeDispatch(ExpertParallelOperation):
         # A matrix of one column, and a token for each assignment.
         row_probs = ops.permute(probs.reshape(-1, 1), row_map, inverse_map.view(-1, 1)).view(-1)
         if ctx.requires_grad:
-            ctx.save_for_backward(inverse_map)
+            ctx.to_save = MoeDispatchSaved(inverse_map)
         copy = gathered_rows if is_lazy else ops.permute
         return copy(x, row_map, inverse_map), (split_sizes, row_probs, inverse_map)
 
@@ -287,56 +302,66 @@ class MoeDispatch(ExpertParallelOperation):
         with torch.no_grad():
             found = route_to_experts(x, indices, probs, *options, group, sends_rows=not is_lazy)
         if ctx.requires_grad:
-            ctx.save_for_backward(found.packed)
-            ctx.received = len(found.places)  # type: ignore[attr-defined]
-            ctx.sizes = found.exchange.sizes  # type: ignore[attr-defined]
+            ctx.to_save = MoeDispatchSaved(found.packed)
+            received, sizes = len(found.places), found.exchange.sizes
+            ctx.state = ctx.state._replace(received=received, sizes=sizes)
         made = (found.split_sizes, found.probs, found.packed)
         rows = RemoteRows(found, group, may_send_bytes=may_send_bytes)
         return (rows if is_lazy else materialize(rows)), made
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        (ctx,) = basic_op_ctxs
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,), (_, drows, _) = ctxs, grad_extras
         if self.expert_parallel_size > 1:
-            drows = basic_op_grad_extra_outputs[0][1]
-            return self._backward_over_ranks(ctx, grad_output, drows)
-        (inverse_map,) = ctx.saved_tensors
+            return self._backward_over_ranks(ctx, dy, drows)
+        (inverse_map,) = MoeDispatchSaved(*ctx.saved_tensors)
+        state: MoeDispatchState = ctx.state
         dx = dprobs = None
         if ctx.input_requires_grad:
-            dy = plain(grad_output, ctx.autocast_dtype or ctx.input_dtype)
-            dx = ops.unpermute(dy, inverse_map, None).view(ctx.input_shape)
+            dy = plain(dy, ctx.autocast_dtype or ctx.input_dtype)
+            dx = ops.unpermute(dy, inverse_map, None).view(state.input_shape)
             dx = write_grad_input(dx, ctx)
         if ctx.extra_inputs_require_grad[1]:
-            drows = basic_op_grad_extra_outputs[0][1].reshape(-1, 1)
+            drows = drows.reshape(-1, 1)
             dprobs = ops.unpermute(drows, inverse_map.view(-1, 1), None).view(inverse_map.shape)
-        return dx, [()], [(None, dprobs)]
+        return dx, (), (None, dprobs)
 
     def _backward_over_ranks(
-        self, ctx: OperationContext, grad_output: torch.Tensor, drows: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        """As :meth:`fuser_backward`; both gradients travel at once."""
-        (packed,), group = ctx.saved_tensors, self._group_of(ctx)
-        exchange = Exchange.unpacked(packed, ctx.received, self.expert_parallel_size, ctx.sizes)
+        self, ctx: OperationContext, dy: torch.Tensor, drows: torch.Tensor | None
+    ) -> StepGrads:
+        """As :meth:`step_backward`; both gradients travel at once."""
+        (packed,), group = MoeDispatchSaved(*ctx.saved_tensors), self._group_of(ctx)
+        state: MoeDispatchState = ctx.state
+        ranks = self.expert_parallel_size
+        exchange = Exchange.unpacked(packed, state.received, ranks, state.sizes)
         dx = dprobs = moving = moving_probs = None
         if ctx.input_requires_grad:
-            dy = plain(grad_output, ctx.autocast_dtype or ctx.input_dtype)
+            dy = plain(dy, ctx.autocast_dtype or ctx.input_dtype)
             moving = exchange.start_to_tokens(dy, group)
         if ctx.extra_inputs_require_grad[1]:
             assert drows is not None
             moving_probs = exchange.start_to_tokens(drows.reshape(-1, 1), group)
         if moving is not None:
-            dx = exchange.sum_of_tokens(moving.wait()).view(ctx.input_shape)
+            dx = exchange.sum_of_tokens(moving.wait()).view(state.input_shape)
             dx = write_grad_input(dx, ctx)
         if moving_probs is not None:
             inverse_map = exchange.inverse_map
             dprobs = ops.unpermute(moving_probs.wait(), inverse_map.reshape(-1, 1), None)
             dprobs = dprobs.view(inverse_map.shape)
-        return dx, [()], [(None, dprobs)]
+        return dx, (), (None, dprobs)
+
+
+class MoeCombineSaved(NamedTuple):
+    """What a combine saves: its extra input."""
+
+    inverse_map: torch.Tensor
+
+
+class MoeCombineState(NamedTuple):
+    """What a combine keeps for its backward besides."""
+
+    num_rows: int
+    sizes: ExchangeSizes = None
+    """On several ranks, the numbers of rows that are known on the host."""
 
 
 class MoeCombine(ExpertParallelOperation):
@@ -395,20 +420,11 @@ class MoeCombine(ExpertParallelOperation):
         name = "unpermute" if side == "forward" else "permute"
         return (name,) if self.expert_parallel_size == 1 else (f"{name} to ranks", name)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        (ctx,), ((inverse_map,),) = basic_op_ctxs, basic_op_extra_inputs
-        self._check(input_, inverse_map)
-        check_device("MoeCombine", "inverse_map", inverse_map, "the input", input_)
-        x = plain(input_, input_.dtype)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (ctx,), (inverse_map,) = ctxs, inputs.extras
+        self._check(x, inverse_map)
+        check_device("MoeCombine", "inverse_map", inverse_map, "the input", x)
+        x = plain(x, x.dtype)
         if self.expert_parallel_size == 1:
             if hasattr(inverse_map, "exchange_sizes"):
                 raise InputError(
@@ -416,41 +432,36 @@ class MoeCombine(ExpertParallelOperation):
                     "with experts on several. Give both ops the same expert_parallel_group."
                 )
             _check_rows(inverse_map, x.shape[0])
-            y = ops.unpermute(x, inverse_map.contiguous(), None)
+            y, sizes = ops.unpermute(x, inverse_map.contiguous(), None), None
         else:
-            y = self._over_ranks(ctx, x, inverse_map)
-        ctx.num_rows = x.shape[0]  # type: ignore[attr-defined]
+            y, sizes = self._over_ranks(ctx, x, inverse_map)
+        ctx.state = MoeCombineState(x.shape[0], sizes)
         if ctx.requires_grad:
-            ctx.save_for_backward(inverse_map)
-        return write_output(y, next_op_input_quantizer), [()]
+            ctx.to_save = MoeCombineSaved(inverse_map)
+        return write_output(y, inputs.quantizer), ()
 
     def _over_ranks(
         self, ctx: OperationContext, x: torch.Tensor, packed: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ExchangeSizes]:
         exchange = Exchange.unpacked(packed, x.shape[0], self.expert_parallel_size)
         _check_exchange(exchange)
         group = self._agreed_group(ctx, x, f"k {packed.shape[1]}")
-        ctx.sizes = exchange.sizes  # type: ignore[attr-defined]
-        return exchange.sum_of_tokens(exchange.start_to_tokens(x, group).wait())
+        y = exchange.sum_of_tokens(exchange.start_to_tokens(x, group).wait())
+        return y, exchange.sizes
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        (ctx,) = basic_op_ctxs
-        (inverse_map,) = ctx.saved_tensors
-        dy = plain(grad_output, ctx.input_dtype)
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        (inverse_map,) = MoeCombineSaved(*ctx.saved_tensors)
+        state: MoeCombineState = ctx.state
+        dy = plain(dy, ctx.input_dtype)
         ranks = self.expert_parallel_size
         if ranks == 1:
-            row_map = ops.row_map_of(inverse_map, ctx.num_rows)
+            row_map = ops.row_map_of(inverse_map, state.num_rows)
             dx = ops.permute(dy, row_map, inverse_map.contiguous())
         else:
-            exchange = Exchange.unpacked(inverse_map, ctx.num_rows, ranks, ctx.sizes)
+            exchange = Exchange.unpacked(inverse_map, state.num_rows, ranks, state.sizes)
             dx = exchange.sorted(exchange.start_of_tokens(dy, self._group_of(ctx)).wait())
-        return write_grad_input(dx, ctx), [()], [(None,)]
+        return write_grad_input(dx, ctx), (), (None,)
 
     def _check(self, rows: Any, inverse_map: Any) -> None:
         """Check shapes and dtypes: of tensors, or of their specs."""
@@ -489,8 +500,11 @@ def _check_exchange(exchange: Exchange) -> None:
 
 def _check_rows(inverse_map: torch.Tensor, rows: int) -> None:
     """Raise if a map on the CPU names a row that the input does not have, or a row twice."""
-    if inverse_map.device.type != "cpu":
-        return
+    if inverse_map.device.type == "cpu":
+        call_each_time(_check_rows_on_cpu, inverse_map, rows)
+
+
+def _check_rows_on_cpu(inverse_map: torch.Tensor, rows: int) -> None:
     found = inverse_map.reshape(-1)
     found = found[found != -1]
     is_wrong = (found < 0) | (found >= rows)

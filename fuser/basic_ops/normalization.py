@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from fuser.op import (
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
 
 
 def kernel_names(norm: BasicOperation, name: str, side: str, key: PlanKey) -> tuple[str, ...]:
@@ -36,13 +37,46 @@ def kernel_names(norm: BasicOperation, name: str, side: str, key: PlanKey) -> tu
     return (f"{name}_rows", name)
 
 
+class LayerNormSaved(NamedTuple):
+    """What a LayerNorm saves; x is the sum if a fusion added an extra input."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+
+class RMSNormSaved(NamedTuple):
+    """What an RMSNorm saves; x is the sum if a fusion added an extra input."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    rstd: torch.Tensor
+
+
+class L2NormalizationSaved(NamedTuple):
+    """What an L2Normalization saves."""
+
+    x: torch.Tensor
+    rnorm: torch.Tensor
+
+
+class NormState(NamedTuple):
+    """Whether the gain is ``1 + gamma``, as the forward found it."""
+
+    zero_centered_gamma: bool
+
+
 class _Normalization(BasicOperation):
     """A norm with parameters: LayerNorm, or RMSNorm, which has no mean and no beta."""
 
     parameter_names: tuple[str, ...] = ("weight",)
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("zero_centered_gamma",)
+    backward_attributes = NormState
     grad_input_dtype = "input"
+    saved: ClassVar[type[LayerNormSaved] | type[RMSNormSaved]]
+    """What the norm saves: its input, its parameters and the statistics."""
     num_statistics: ClassVar[int]
     """Number of statistics of a row: 1 for ``rstd`` alone, 2 with the mean before it."""
     _forward: ClassVar[Callable[..., Any]]
@@ -138,7 +172,7 @@ class _Normalization(BasicOperation):
             wants_sum=extra is not None and (wants_sum or ctx.requires_grad),
         )
         if ctx.requires_grad:
-            ctx.save_for_backward(x if extra is None else z, *parameters, *statistics)
+            ctx.to_save = self.saved(x if extra is None else z, *parameters, *statistics)
         return self._shaped(y, input_.shape), self._sum(z, input_.shape)
 
     def input_grad_and_param_grads(
@@ -153,7 +187,8 @@ class _Normalization(BasicOperation):
         A gradient that is not needed is None. ``rounded_dx``, contiguous, in the dtype of
         ``grad_output`` and of fewer bits than the input, is written together with the first.
         """
-        x, *saved = ctx.saved_tensors
+        x, *saved = self.saved(*ctx.saved_tensors)
+        state: NormState = ctx.state
         count = len(self.parameter_names)
         dx, *grads = self._backward(
             grad_output.reshape(x.shape),
@@ -161,7 +196,7 @@ class _Normalization(BasicOperation):
             *map(torch.Tensor.flatten, saved[:count]),
             *saved[count:],
             (ctx.input_requires_grad, *ctx.params_require_grad),
-            zero_centered=ctx.zero_centered_gamma,
+            zero_centered=state.zero_centered_gamma,
             d_extra=None if d_extra is None else d_extra.reshape(x.shape),
             rounded_dx=None if rounded_dx is None else rounded_dx.view(x.shape),
         )
@@ -201,8 +236,8 @@ class _Normalization(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         return write_output(self.normalize(ctx, input_)[0], next_op_input_quantizer)
 
@@ -253,6 +288,7 @@ class LayerNorm(_Normalization):
     """
 
     parameter_names = ("weight", "bias")
+    saved = LayerNormSaved
     num_statistics = 2
     _forward = staticmethod(functional.layernorm)
     _backward = staticmethod(functional.layernorm_backward)
@@ -265,6 +301,7 @@ class RMSNorm(_Normalization):
     :class:`LayerNorm`; there is no beta.
     """
 
+    saved = RMSNormSaved
     num_statistics = 1
     _forward = staticmethod(functional.rmsnorm)
     _backward = staticmethod(functional.rmsnorm_backward)
@@ -316,19 +353,19 @@ class L2Normalization(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
         x = cast(input_, ctx.autocast_dtype or input_.dtype)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         y, rnorm = functional.l2norm(rows, self.eps)
         if ctx.requires_grad:
-            ctx.save_for_backward(rows, rnorm)
+            ctx.to_save = L2NormalizationSaved(rows, rnorm)
         return write_output(y.view(x.shape), next_op_input_quantizer)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        x, rnorm = ctx.saved_tensors
+        x, rnorm = L2NormalizationSaved(*ctx.saved_tensors)
         dx = functional.l2norm_backward(grad_output.reshape(x.shape), x, rnorm)
         return write_grad_input(dx.view(grad_output.shape), ctx), ()

@@ -29,7 +29,7 @@ def note_group(ctx: OperationContext, group: Any) -> None:
     Also whether delayed scaling reduces its amaxes over the group, which backward cannot see.
     """
     ctx.group = WeakGroup(group)  # type: ignore[attr-defined]
-    ctx.reduces_amaxes = ctx.has_recipe and reduces_amaxes_over(group)  # type: ignore[attr-defined]
+    ctx.reduces_amaxes = ctx.has_recipe and reduces_amaxes_over(group)
 
 
 def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
@@ -38,18 +38,18 @@ def group_of(ctx: OperationContext, op: str, own: Any | None) -> Any:
     return resolved(op, own) if noted is None else noted(op)
 
 
-def travelling(recipe: Recipe | None, made: QuantSpec | None) -> QuantSpec | None:
-    """The form in which ranks send rows that are quantized as ``made``; None for their values.
+def travelling(recipe: Recipe | None, spec: QuantSpec | None) -> QuantSpec | None:
+    """The form in which ranks send rows that are quantized as ``spec``; None for their values.
 
     It assumes that no block has rows of two ranks: shapes are not part of a plan.
     """
-    if recipe is None or made is None or recipe.custom():
+    if recipe is None or spec is None or recipe.custom():
         return None
     if isinstance(recipe, DelayedScaling) and not recipe.reduce_amax:
         return None
-    if made.format.name == "FP8":  # the columnwise copy is made from the rowwise one
-        return replace(made, rowwise=True, columnwise=False)
-    return made
+    if spec.format.name == "FP8":  # the columnwise copy is made from the rowwise one
+        return replace(spec, rowwise=True, columnwise=False)
+    return spec
 
 
 class Rows:
@@ -77,7 +77,7 @@ class Rows:
         ]
 
         def finish() -> QuantizedTensor:
-            whole, *others = (each.wait() for each in pending)
+            whole, *others = (gathering.wait() for gathering in pending)
             for other in others:
                 for name, buffer in other.buffers().items():
                     if buffer is not None:
@@ -88,13 +88,13 @@ class Rows:
                     whole.release("rowwise")
             return whole
 
-        return Pending(finish, (), None)
+        return Pending(finish)
 
 
 def usages_of(quantizer: Quantizer) -> tuple[str, ...]:
     """The copies that a quantizer makes."""
-    made = (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise))
-    return tuple(usage for usage, is_made in made if is_made)
+    usages = (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise))
+    return tuple(usage for usage, is_used in usages if is_used)
 
 
 def quantized_rows(

@@ -8,7 +8,9 @@ import torch
 
 from fuser.basic_ops.expert_parallel import Routed
 from fuser.communication import start_all_gather, start_all_to_all
+from fuser.cuda.launch import call_each_time
 from fuser.formats import NumberFormat
+from fuser.functional.amax import largest_of_ranks
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.functional.permutation import gathered_rows, row_map_of
@@ -88,14 +90,14 @@ class RemoteRows(LazyTensor):
         data = out.index_copy_(0, targets, arriving.wait())[:-1].view(torch.uint8)
         quantizer = groups_quantizer(quantizers, groups, rowwise=rowwise, columnwise=columnwise)
         buffers = {"_rowwise_data": data, "_columnwise_data": None, "_scale_inv": of_tiles}
-        made = quantizer.tensor_class(
+        tensor = quantizer.tensor_class(
             buffers, tuple(data.shape), self.dtype, self.device, quantizer
         )
         if columnwise:
-            made._make_copy("columnwise")
+            tensor._make_copy("columnwise")
             if not rowwise:
-                made.release("rowwise")
-        return made
+                tensor.release("rowwise")
+        return tensor
 
     def _sent_bytes(self, quantizers: list[Quantizer]) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes of the rows that this rank sends, in words; and the scale of each expert."""
@@ -114,8 +116,8 @@ class RemoteRows(LazyTensor):
         own_map = torch.where(inverse_map < 0, -1, inverse_map + (own_begins - begins)[experts])
         groups = padded_groups(sizes, len(sizes), count, sizes.device)
         rows = gathered_rows(routed.x, row_map_of(own_map, count), own_map)
-        made, scale = self._quantized_here(quantizers, padded_rows(rows, groups), groups)
-        words = made._rowwise_data.view(torch.int64)
+        tensor, scale = self._quantized_here(quantizers, padded_rows(rows, groups), groups)
+        words = tensor._rowwise_data.view(torch.int64)
         if not len(words):  # no token here
             return words.new_zeros(exchange.sent, words.shape[1]), scale
         padded_map = (inverse_map + (_begins(groups) - begins)[experts]).view(-1)
@@ -137,13 +139,13 @@ class RemoteRows(LazyTensor):
         scale = start_all_gather(torch.cat([q.scale for q in states]), self.group).wait()
         amaxes = torch.zeros_like(scale)
         recorded = {"amaxes": amaxes.view(-1, 1).unbind(), **_state(scale)}
-        made = Float8GroupsQuantizer(groups, states[0].fp8_dtype, **recorded)(rows)
+        tensor = Float8GroupsQuantizer(groups, states[0].fp8_dtype, **recorded)(rows)
         if states[0].amax is not None:
             begin = torch.distributed.get_rank(self.group) * len(states)
             own = _largest(amaxes, self.group)[begin : begin + len(states)]
             kept = [q.amax for q in states if q.amax is not None]
             foreach_maximum_(kept, list(own.view(-1, 1).unbind()))
-        return made, scale
+        return tensor, scale
 
 
 def _state(scale: torch.Tensor) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _state(scale: torch.Tensor) -> dict[str, Any]:
 
 def _largest(amaxes: torch.Tensor, group: Any) -> torch.Tensor:
     """The maxima over the ranks, in place."""
-    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+    call_each_time(largest_of_ranks, amaxes, group)
     return amaxes
 
 

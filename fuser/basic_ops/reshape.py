@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from fuser.errors import InputError
 from fuser.op import BasicOperation, Grads, OperationContext
 from fuser.specs import PlanKey, TensorSpec
+from fuser.tensors import Quantizer
+
+
+class ReshapeState(NamedTuple):
+    """What a reshape keeps for its backward."""
+
+    input_shape: torch.Size
 
 
 class Reshape(BasicOperation):
@@ -47,10 +54,10 @@ class Reshape(BasicOperation):
         self,
         ctx: OperationContext,
         input_: torch.Tensor,
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
     ) -> torch.Tensor:
-        ctx.input_shape = input_.shape  # type: ignore[attr-defined]
+        ctx.state = ReshapeState(input_.shape)
         try:
             output = input_.reshape(self.shape)
         except RuntimeError as error:
@@ -64,7 +71,8 @@ class Reshape(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, Grads]:
-        return grad_output.reshape(ctx.input_shape), ()
+        state: ReshapeState = ctx.state
+        return grad_output.reshape(state.input_shape), ()
 
     def _does_not_fit(self, shape: tuple[int, ...]) -> InputError:
         return InputError(

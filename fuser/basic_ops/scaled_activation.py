@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,14 +12,31 @@ from fuser.errors import InputError, StateError
 from fuser.functional import pointwise
 from fuser.op import (
     BasicOperation,
-    Grads,
+    Contexts,
     OperationContext,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     cast,
     quantizes_values,
     write_grad_input,
     write_output,
 )
 from fuser.specs import PlanKey, TensorSpec
+
+
+class ScaledActivationSaved(NamedTuple):
+    """What a scaled activation saves."""
+
+    x: torch.Tensor
+    scales: torch.Tensor
+
+
+class ScaledActivationState(NamedTuple):
+    """The activation that is scaled, as the forward found it."""
+
+    function: Stage
 
 
 class ScaledActivation(BasicOperation):
@@ -46,7 +63,7 @@ class ScaledActivation(BasicOperation):
     num_extra_inputs = 1
     takes_floating_extras = True
     can_quantize_output = ("forward", "backward")
-    backward_attributes = ("function",)
+    backward_attributes = ScaledActivationState
 
     def __init__(self, function: Stage, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -83,41 +100,26 @@ class ScaledActivation(BasicOperation):
             raise self._unfused()
         return self.function.scaled, scales
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        (ctx,) = basic_op_ctxs
-        ((scales,),) = basic_op_extra_inputs
-        self._check_scales(input_.shape, scales.shape)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (ctx,), (scales,) = ctxs, inputs.extras
+        self._check_scales(x.shape, scales.shape)
         if self.activation_recompute_in_mlp and ctx.requires_grad:
             raise self._unfused()
-        x = cast(input_, ctx.autocast_dtype or input_.dtype)
+        x = cast(x, ctx.autocast_dtype or x.dtype)
         if ctx.requires_grad:
-            ctx.save_for_backward(x, scales)
+            ctx.to_save = ScaledActivationSaved(x, scales)
         y = pointwise.scaled_activation(self.function, x, scales)
-        return write_output(y, next_op_input_quantizer), [()]
+        return write_output(y, inputs.quantizer), ()
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        (ctx,) = basic_op_ctxs
-        x, scales = ctx.saved_tensors
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        (ctx,) = ctxs
+        x, scales = ScaledActivationSaved(*ctx.saved_tensors)
+        state: ScaledActivationState = ctx.state
         (wants_dscales,) = ctx.extra_inputs_require_grad
         dx, dscales = pointwise.scaled_activation_backward(
-            ctx.function, grad_output, x, scales, wants_dscales=wants_dscales
+            state.function, dy, x, scales, wants_dscales=wants_dscales
         )
-        return write_grad_input(dx, ctx), [()], [(dscales,)]
+        return write_grad_input(dx, ctx), (), (dscales,)
 
     def _unfused(self) -> StateError:
         return StateError(

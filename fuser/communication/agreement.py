@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fuser.communication.groups import are_ranks_debugged
+from fuser.cuda.launch import call_each_time
 from fuser.errors import InputError
 
 
@@ -59,11 +60,16 @@ class Agreement:
         shape: Any = tuple(input_.shape) if compares_rows else f"[..., {input_.shape[-1]}]"
         dtype = str(input_.dtype).removeprefix("torch.")
         mine = (f"recipe {described}", f"input {shape} in {dtype}", *map(str, others))
-        if not _is_same(mine, group, input_.device):
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, mine, group=group)
-            raise InputError(f"{op} communicates, and its ranks differ: {_differences(found)}.")
+        call_each_time(_compare, op, mine, group, input_.device)
         self._compared.add(key)
+
+
+def _compare(op: str, mine: tuple[str, ...], group: dist.ProcessGroup, device: Any) -> None:
+    """Raise on every rank if two of them differ."""
+    if not _is_same(mine, group, device):
+        descriptions: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(descriptions, mine, group=group)
+        raise InputError(f"{op} communicates, and its ranks differ: {_differences(descriptions)}.")
 
 
 def _is_same(mine: tuple[str, ...], group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -76,10 +82,10 @@ def _is_same(mine: tuple[str, ...], group: dist.ProcessGroup, device: torch.devi
     return ends.tolist() == [own, -own]
 
 
-def _differences(found: list[tuple[str, ...]]) -> str:
+def _differences(descriptions: list[tuple[str, ...]]) -> str:
     """The parts that differ, of each rank, as text."""
-    parts = [part for part in zip_longest(*found, fillvalue="") if len(set(part)) > 1]
+    parts = [part for part in zip_longest(*descriptions, fillvalue="") if len(set(part)) > 1]
     return "; ".join(
-        f"rank {rank} has {', '.join(filter(None, each))}"
-        for rank, each in enumerate(zip(*parts, strict=True))
+        f"rank {rank} has {', '.join(filter(None, parts_of_rank))}"
+        for rank, parts_of_rank in enumerate(zip(*parts, strict=True))
     )

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from fuser.cuda.launch import call_each_time
 from fuser.torch_private import is_unfinished
 from fuser.wrapper_tensor import WrapperTensor
 
@@ -21,6 +22,35 @@ Result = TypeVar("Result")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Recordings repeat each of these calls.
+
+
+def _gather(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    return _all_gather(out, x, group=group, async_op=True)
+
+
+def _scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    return _reduce_scatter(out, x, group=group, async_op=True)
+
+
+def _exchange(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    received: list[int] | None,
+    sent: list[int] | None,
+    group: dist.ProcessGroup,
+) -> Any:
+    return dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
+
+
+def _add(out: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    return dist.all_reduce(out, group=group, async_op=True)
+
+
+def _wait(work: Any, kept: tuple[torch.Tensor, ...]) -> None:
+    """Wait for a collective, whose tensors are in memory until then."""
+    work.wait()
+
 
 class Pending(Generic[Result]):
     """The result of communication that may still run.
@@ -29,23 +59,27 @@ class Pending(Generic[Result]):
     ----------
     finish
         Returns the result, after the communication.
-    works
-        torch's object for each collective; None if nothing was communicated.
+    work
+        torch's object for the collective; None if nothing was communicated, or ``finish`` waits.
     kept
-        Tensors that the communication reads: they stay in memory until :meth:`wait`.
+        Tensors that the communication reads and writes: they stay in memory until :meth:`wait`.
     """
 
-    def __init__(self, finish: Callable[[], Result], works: tuple[Any, ...], kept: Any) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], Result],
+        work: Any | None = None,
+        kept: tuple[torch.Tensor, ...] = (),
+    ) -> None:
         self._finish = finish
-        self._works = works
+        self._work = work
         self._kept = kept
 
     def wait(self) -> Result:
         """The result. Work that the device gets after this call runs after the communication."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self._works, self._kept = (), None
+        if self._work is not None:
+            call_each_time(_wait, self._work, self._kept)
+        self._work, self._kept = None, ()
         return self._finish()
 
 
@@ -84,16 +118,16 @@ def start_all_gather(
     ranks = dist.get_world_size(group)
     x = _values(x)
     out = torch.empty((ranks * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-    work = None if _is_silent(x) else _all_gather(out, x, group=group, async_op=True)
+    work = None if _is_silent(x) else call_each_time(_gather, out, x, group)
     if dim == 0:
-        return Pending(lambda: out, (work,), x)
+        return Pending(lambda: out, work, (out, x))
     assert dim == 1
     rows, columns = x.shape
 
     def side_by_side() -> torch.Tensor:
         return out.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
-    return Pending(side_by_side, (work,), x)
+    return Pending(side_by_side, work, (out, x))
 
 
 def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
@@ -104,8 +138,8 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup) -> Pending[t
     x = _values(x)
     shape = (x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
-    work = None if _is_silent(x) else _reduce_scatter(out, x, group=group, async_op=True)
-    return Pending(lambda: out, (work,), x)
+    work = None if _is_silent(x) else call_each_time(_scatter, out, x, group)
+    return Pending(lambda: out, work, (out, x))
 
 
 def start_all_to_all(
@@ -126,8 +160,8 @@ def start_all_to_all(
     work = None
     if not (x.is_meta or (send_sizes is None and x.numel() == 0)):
         received, sent = (None if n is None else list(n) for n in (receive_sizes, send_sizes))
-        work = dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)
-    return Pending(lambda: out, (work,), x)
+        work = call_each_time(_exchange, out, x, received, sent, group)
+    return Pending(lambda: out, work, (out, x))
 
 
 def start_all_reduce(
@@ -140,5 +174,5 @@ def start_all_reduce(
     out = _values(x)
     if not is_own and (x.is_meta or _shares_memory(out, x)):
         out = out.clone()
-    work = None if _is_silent(out) else dist.all_reduce(out, group=group, async_op=True)
-    return Pending(lambda: out, (work,), None)
+    work = None if _is_silent(out) else call_each_time(_add, out, group)
+    return Pending(lambda: out, work, (out,))

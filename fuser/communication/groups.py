@@ -158,7 +158,7 @@ def group_size(op: str, group: GroupArgument) -> int:
     Raises
     ------
     StateError, InputError
-        As :func:`resolved`.
+        If :func:`resolved` refuses the group.
     """
     if isinstance(group, PlannedGroup):
         return group.size
@@ -194,12 +194,12 @@ def ranks_of(op: str, group: GroupArgument) -> list[int]:
     Raises
     ------
     StateError, InputError
-        As :func:`resolved`.
+        If :func:`resolved` refuses the group.
     """
     return list(dist.get_process_group_ranks(resolved(op, group)))
 
 
-def divided(what: str, size: int, ranks: int) -> int:
+def divided(name: str, size: int, ranks: int) -> int:
     """``size / ranks``, the part of one rank.
 
     ``what`` names the op and the size in the error.
@@ -211,7 +211,7 @@ def divided(what: str, size: int, ranks: int) -> int:
     """
     if size % ranks:
         raise InputError(
-            f"{what} is {size}, and {ranks} ranks do not divide it: every rank holds an equal part."
+            f"{name} is {size}, and {ranks} ranks do not divide it: every rank holds an equal part."
         )
     return size // ranks
 

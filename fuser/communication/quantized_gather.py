@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fuser.communication.collectives import Pending, start_all_gather
+from fuser.cuda.launch import call_each_time
 from fuser.errors import StateError
 from fuser.tensors import QuantizedTensor, Quantizer
 
@@ -30,7 +31,7 @@ def can_gather(quantizer: Quantizer, usage: str, rows: int, *, has_equal_scales:
     all ranks, ``has_equal_scales``.
     """
     blank = _blank(quantizer, rows)
-    units = blank._row_units()
+    units = blank._layout.rows
     return all(
         rows % units[name][1] == 0 if name in units else has_equal_scales
         for name in _buffers_of(blank, usage)
@@ -52,33 +53,33 @@ def start_quantized_gather(
     other devices, where a check would wait for the device, the scale becomes NaN.
     """
     source = tensor.compact()
-    units, (rows, columns) = source._row_units(), source._matrix()
+    units, (rows, columns) = source._layout.rows, source._matrix()
     ranks = torch.distributed.get_world_size(group)
-    layout = source._layout(rows * ranks, columns)
+    layout = source._layout.shapes(rows * ranks, columns)
     pending: dict[str, Pending[torch.Tensor]] = {}
     shared: dict[str, Pending[torch.Tensor]] = {}
-    made: dict[str, torch.Tensor | None] = {}
+    buffers: dict[str, torch.Tensor | None] = {}
     for name in _buffers_of(source, usage):
         buffer = getattr(source, name)
         if name in units:
             dim, unit = units[name]
             pending[name] = start_all_gather(buffer.narrow(dim, 0, rows // unit), group, dim)
             continue
-        made[name] = buffer
+        buffers[name] = buffer
         if checks_scales:
             shared[name] = start_all_gather(buffer, group)
 
     def finish() -> QuantizedTensor:
         for name, gathering in pending.items():
-            made[name] = _padded(gathering.wait(), layout[name])
+            buffers[name] = _padded(gathering.wait(), layout[name])
         for name, gathering in shared.items():
-            own = made[name]
+            own = buffers[name]
             assert own is not None
-            made[name] = _checked(own, gathering.wait(), tensor)
+            buffers[name] = _checked(own, gathering.wait(), tensor)
         shape = (ranks * tensor.shape[0], *tensor.shape[1:])
-        return type(tensor)(made, shape, tensor.dtype, tensor.device, tensor._quantizer)
+        return type(tensor)(buffers, shape, tensor.dtype, tensor.device, tensor._quantizer)
 
-    return Pending(finish, (), source)
+    return Pending(finish)
 
 
 def _padded(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -90,13 +91,18 @@ def _padded(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return out
 
 
-def _checked(own: torch.Tensor, scales: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
-    """The scale ``own`` if the ``scales`` of all ranks equal it."""
-    are_equal = (scales == own).all()
-    if own.device.type == "cpu" and not are_equal:
+def _refuse_other_scales(are_equal: torch.Tensor, scales: torch.Tensor, name: str) -> None:
+    if not are_equal:
         raise StateError(
-            f"A {type(tensor).__name__} cannot be gathered: the ranks quantized their rows with "
+            f"A {name} cannot be gathered: the ranks quantized their rows with "
             f"the inverse scales {scales.tolist()}. Under delayed scaling ranks that share rows "
             "start from one state, and reduce amaxes over a group that has all of them."
         )
+
+
+def _checked(own: torch.Tensor, scales: torch.Tensor, tensor: QuantizedTensor) -> torch.Tensor:
+    """The scale ``own`` if the ``scales`` of all ranks equal it."""
+    are_equal = (scales == own).all()
+    if own.device.type == "cpu":
+        call_each_time(_refuse_other_scales, are_equal, scales, type(tensor).__name__)
     return torch.where(are_equal, own, torch.full_like(own, float("nan")))

@@ -1,13 +1,14 @@
 """Launchers of FP8 in blocks of 128: the functions of ``fuser.reference.block_scaling``.
 
 Data is uint8 and holds E4M3 or E5M2; columnwise data is stored transposed, ``[K, M]``. Scales are
-fp32 in the shapes of ``formats.fp8_block_scale_shape``.
+fp32 in the shapes of ``formats.FP8_BLOCKS``.
 The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -17,6 +18,7 @@ from fuser.cuda.checks import (
     bits_of,
     boolean,
     check_buffer,
+    check_buffers,
     check_copy,
     check_element,
     check_float8,
@@ -34,56 +36,46 @@ from fuser.cuda.tiled import (
     store_kernel,
     transposes_aligned,
 )
-from fuser.formats import FP8_BLOCK, DType, fp8_block_scale_shape
+from fuser.formats import FP8_BLOCK, FP8_BLOCKS, DType, NumberFormat, fp8_block_scale_shape
 
 
 def quantize(
+    format_: NumberFormat,
     x: torch.Tensor | Producer,
-    dtype: DType,
+    buffers: Mapping[str, torch.Tensor | None],
     *,
-    block_dim: int,
     pow2: bool = True,
     eps: float = 0.0,
-    row: torch.Tensor | None = None,
-    row_scale_inv: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    col_scale_inv: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` in blocks of 128 (``block_dim`` 1) or 128x128 (2), in one pass.
+    """Quantize ``x`` in blocks of 128 or 128x128, as the format says, in one pass.
 
     Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 4 for every 128
     (16384) elements and copy.
 
     Parameters
     ----------
+    format_
+        FP8 in blocks, of E4M3 or E5M2.
     x
         Read; ``[M, K]``, or a producer of such values.
-    dtype
-        E4M3 or E5M2.
-    block_dim, pow2, eps
+    buffers
+        Written; one copy or both.
+    pow2, eps
         As in the reference.
-    row, row_scale_inv
-        Written, both or neither; ``[M, K]`` and ``fp8_block_scale_shape(M, K, False, block_dim)``.
-    col, col_scale_inv
-        Written, both or neither; ``[K, M]`` and ``fp8_block_scale_shape(M, K, True, block_dim)``.
 
     Raises
     ------
     InputError
-        If a tensor does not match its description, or ``block_dim`` is neither 1 nor 2.
+        If a tensor does not match its description.
     """
-    what = "FP8 block quantize"
-    producer, to = as_producer(what, x), check_float8(what, dtype)
-    m, k = producer.rows, producer.columns
-    row_shape, col_shape = (fp8_block_scale_shape(m, k, c, block_dim) for c in (False, True))
-    scale_inv = (row_scale_inv, torch.float32, row_shape)
-    check_copy(what, "row", row, (m, k), "row_scale_inv", *scale_inv)
-    scale_inv = (col_scale_inv, torch.float32, col_shape)
-    check_copy(what, "col", col, (k, m), "col_scale_inv", *scale_inv)
-    if row is None and col is None:
+    what, layout = "FP8 block quantize", format_.layout
+    producer, to = as_producer(what, x), check_float8(what, format_.element)
+    if not check_buffers(what, layout, producer.rows, producer.columns, buffers):
         return
+    row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     aligned = transposes_aligned(producer, row, col)
-    store = Struct((row, row_scale_inv, col, col_scale_inv, bits_of(eps), int32(pow2)))
+    store = Struct((row, row_scale, col, col_scale, bits_of(eps), int32(pow2)))
+    block_dim = 1 if layout is FP8_BLOCKS[1] else 2
     launch_store(_quantize(producer.type, to, block_dim, aligned), producer, store)
 
 

@@ -152,8 +152,8 @@ class Chain:
     @functools.cached_property
     def sums_rows(self) -> bool:
         """Whether backward sums over rows: for the gradient of a bias."""
-        wanted = self.wanted or (False,) * len(self.stages)
-        stages = zip(self.stages, wanted, strict=True)
+        has_grad = self.wanted or (False,) * len(self.stages)
+        stages = zip(self.stages, has_grad, strict=True)
         return any(stage.name == "bias" and is_wanted for stage, is_wanted in stages)
 
     @functools.cached_property
@@ -233,7 +233,7 @@ class Chain:
             elif self.reads_operand(i):
                 raise InputError(f"Stage {i}, {name}, got no operand.")
 
-    def _check(self, what: str, tensor: torch.Tensor, i: int, rows: int, columns: int) -> None:
+    def _check(self, name: str, tensor: torch.Tensor, i: int, rows: int, columns: int) -> None:
         stage, width = self.stages[i], self.width(i, columns)
         dtype: torch.dtype | None = self.dtype
         if stage.operand == "rows":
@@ -244,7 +244,7 @@ class Chain:
             count = width if stage.operand == "columns" else rows * width
         if tensor.numel() != count or tensor.dtype != dtype or not tensor.is_contiguous():
             raise InputError(
-                f"{what} is {described(tensor)}; it is {count} contiguous elements of {dtype}."
+                f"{name} is {described(tensor)}; it is {count} contiguous elements of {dtype}."
             )
 
     def _interleave(self, columns: int) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from fuser.cuda.arguments import ELEMENTS
 from fuser.errors import InputError
-from fuser.formats import DType
+from fuser.formats import GROUP_TILE, DType, Layout, buffers_for_kernels
 
 FLOAT8 = {DType.kFloat8E4M3: "fuser::E4M3", DType.kFloat8E5M2: "fuser::E5M2"}
 """8-bit elements to their C++ names."""
@@ -133,3 +134,36 @@ def check_copy(
         raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
     check_buffer(what, name, data, torch.uint8, shape)
     check_buffer(what, scale_name, scale, scale_dtype, scale_shape, alignment=16)
+
+
+def check_tiles(what: str, tiles: torch.Tensor | None, rows: int) -> None:
+    """Refuse ``tiles`` of groups that are not int32 ``[rows / 128, 4]``; None is accepted.
+
+    Raises
+    ------
+    InputError
+        If they are not.
+    """
+    check_buffer(what, "tiles", tiles, torch.int32, (rows // GROUP_TILE, 4))
+
+
+def check_buffers(
+    what: str, layout: Layout, m: int, k: int, buffers: Mapping[str, torch.Tensor | None]
+) -> bool:
+    """Refuse buffers that are not those of copies of ``[m, k]``; return whether there is a copy.
+
+    Raises
+    ------
+    InputError
+        If a copy is given in part, or :func:`check_buffer` refuses a buffer.
+    """
+    for names in (layout.rowwise[:2], layout.columnwise[:2]):
+        if len(names) == 2 and (buffers.get(names[0]) is None) != (buffers.get(names[1]) is None):
+            given, missing = names if buffers.get(names[1]) is None else names[::-1]
+            raise InputError(f"{what} got {given} without {missing}; a copy is data and scales.")
+    for name, described, shape in buffers_for_kernels(layout, m, k):
+        buffer = buffers.get(name)
+        if buffer is not None:
+            check_buffer(what, name, buffer, described.dtype, shape, described.alignment)
+    data = (layout.rowwise[0], layout.columnwise[0])
+    return not (buffers.get(data[0]) is None and buffers.get(data[1]) is None)

@@ -83,27 +83,27 @@ def _loaded() -> ctypes.CDLL | None:
     if mode is None or torch.version.cuda is None:
         return None
     try:
-        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=mode)
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}", mode=mode)
     except OSError:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    found.cublasLtMatmul.argtypes = (pointer,) * 14 + (size, pointer)
-    found.cublasLtMatmulDescSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
-    found.cublasLtMatmulPreferenceSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
-    found.cublasLtMatrixLayoutCreate.argtypes = (
+    library.cublasLtMatmul.argtypes = (pointer,) * 14 + (size, pointer)
+    library.cublasLtMatmulDescSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
+    library.cublasLtMatmulPreferenceSetAttribute.argtypes = (pointer, ctypes.c_int, pointer, size)
+    library.cublasLtMatrixLayoutCreate.argtypes = (
         pointer,
         ctypes.c_int,
         ctypes.c_uint64,
         ctypes.c_uint64,
         ctypes.c_int64,
     )
-    found.cublasLtMatmulAlgoGetHeuristic.argtypes = (
+    library.cublasLtMatmulAlgoGetHeuristic.argtypes = (
         *(pointer,) * 7,
         ctypes.c_int,
         pointer,
         pointer,
     )
-    return found
+    return library
 
 
 @functools.cache
@@ -252,16 +252,16 @@ def _product(operands: Operands, modes: Modes | None, is_split: bool) -> _Produc
     except KeyError:
         while len(_products.found) >= MOST_PRODUCTS:
             _products.found.pop(next(iter(_products.found)))
-        found = _products.found[key] = _made(operands, modes, is_split)
-        return found
+        product = _products.found[key] = _made(operands, modes, is_split)
+        return product
 
 
 def _made(operands: Operands, modes: Modes | None, is_split: bool) -> _Product | None:
     """A new product of these layouts; None if cuBLASLt has none."""
     if library(operands.a.device.type) is None:
         return None
-    made = _Product(operands, modes, is_split)
-    return made if made.is_found else None
+    product = _Product(operands, modes, is_split)
+    return product if product.is_found else None
 
 
 Find = Callable[[Operands, "Modes | None", bool], "_Product | None"]
@@ -301,8 +301,8 @@ class Repeated:
         return out
 
     def _new(self, *layouts: Any) -> _Product | None:
-        made = self.products[threading.get_ident()] = _made(*layouts)
-        return made
+        product = self.products[threading.get_ident()] = _made(*layouts)
+        return product
 
 
 _operations.impl(  # type: ignore[no-untyped-call]
@@ -368,12 +368,12 @@ class _Product:
             lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)),
             "cublasLtMatmulPreferenceCreate",
         )
-        wanted = [
+        preferences = [
             (_WORKSPACE, ctypes.c_uint64(_WORKSPACE_BYTES)),
             (_REDUCTION, ctypes.c_uint32(_REDUCTION_IN_32F)),
             *((name, ctypes.c_uint32(_ALIGNMENT)) for name in _ALIGNMENTS),
         ]
-        for name, value in wanted:
+        for name, value in preferences:
             lt.cublasLtMatmulPreferenceSetAttribute(
                 preference, name, ctypes.addressof(value), ctypes.sizeof(value)
             )
@@ -460,9 +460,9 @@ def _layout(matrix: torch.Tensor) -> ctypes.c_void_p:
 
 
 def _library() -> ctypes.CDLL:
-    found = _loaded()
-    assert found is not None
-    return found
+    library = _loaded()
+    assert library is not None
+    return library
 
 
 def _check(status: int, name: str) -> None:

@@ -1,13 +1,15 @@
 """Launchers of FP8 with one scale a tensor: the functions of ``fuser.reference.fp8_scaling``.
 
 Data is uint8 and holds E4M3 or E5M2, scales and amaxes are fp32 ``[1]``; an output that is None is
-not written. The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
+not written. The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`. Groups of
+rows start at multiples of 128 rows and have amaxes and scales of their own; the scales are stored
+of each 128 rows, and rows after the last group are neither read nor written.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,22 +19,26 @@ from fuser.cuda.checks import (
     bits_of,
     boolean,
     check_buffer,
+    check_buffers,
     check_element,
     check_float8,
     check_matrix,
+    check_tiles,
     is_aligned,
 )
 from fuser.cuda.launch import TILE, Kernel, Launch, tiles
 from fuser.cuda.tiled import (
     as_producer,
+    decoder_kernel,
     decoder_types,
+    launch_decoder,
     launch_store,
     quantizing_kernels,
     store_kernel,
     transposes_aligned,
 )
 from fuser.errors import InputError
-from fuser.formats import DType, ceil_div
+from fuser.formats import DType, NumberFormat, ceil_div
 
 # As in fp8_scaling.cu: the threads of a block, and the elements of a block in a stream.
 THREADS = 256
@@ -41,8 +47,12 @@ STREAM_BLOCK = THREADS * 4 * 8
 # States in one launch of the update. Each takes 40 bytes of the arguments, which may have 4 KB.
 UPDATE_SIZES = (4, 96)
 
+_ANY = NumberFormat("FP8", DType.kFloat8E4M3)  # of an amax alone
 
-def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
+
+def amax(
+    x: torch.Tensor | Producer, *, out: torch.Tensor, tiles: torch.Tensor | None = None
+) -> None:
     """Raise ``out`` to ``max |x|``; a NaN is above all numbers. Reads ``b`` bytes an element.
 
     Parameters
@@ -51,106 +61,104 @@ def amax(x: torch.Tensor | Producer, *, out: torch.Tensor) -> None:
         Read; ``[M, K]``, or contiguous of any shape, or a producer.
     out
         fp32 ``[1]``, zeroed by the caller; read and written.
+    tiles
+        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
+        is then ``[G]``.
 
     Raises
     ------
     InputError
         If a tensor does not match its description.
     """
-    check_buffer("amax", "out", out, torch.float32, (1,))
-    if isinstance(x, torch.Tensor) and x.is_contiguous():
+    if tiles is None and isinstance(x, torch.Tensor) and x.is_contiguous():
+        check_buffer("amax", "out", out, torch.float32, (1,))
         _amax(check_element("amax", x), is_aligned(x, 16))(
             _stream(x.numel()), x, out, int64(x.numel())
         )
     else:
-        _quantize("amax", x, DType.kFloat8E4M3, _scaling(None, None, None), None, None, out)
+        quantize(_ANY, x, {}, recorded=out, tiles=tiles)
 
 
-def quantize_current(
+def quantize(
+    format_: NumberFormat,
     x: torch.Tensor | Producer,
-    dtype: DType,
+    buffers: Mapping[str, torch.Tensor | None],
     *,
+    amax_value: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     pow2: bool = False,
     eps: float = 0.0,
-    amax_value: torch.Tensor | None,
-    row: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    scale_inv: torch.Tensor,
+    recorded: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` with the scale of ``amax_value``: current scaling.
+    """Quantize ``x`` and raise ``recorded`` to its amax, in one pass.
 
-    Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
+    Moves ``b + 1`` bytes an element for one copy, ``b + 2`` for both.
 
     Parameters
     ----------
+    format_
+        FP8 with one scale, of E4M3 or E5M2.
     x
         Read; ``[M, K]``, or a producer of such values.
-    dtype
-        E4M3 or E5M2.
+    buffers
+        Written.
     amax_value
-        Read; fp32 ``[1]``: the amax of ``x`` (:func:`amax`), or of a group. It may be None if
-        ``x`` is one tile (:func:`is_one_tile`): then the kernel computes it.
-    row, col
-        Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
-    scale_inv
-        Written; fp32 ``[1]``.
+        Read; fp32 ``[1]``: the amax from which the scale follows, as in current scaling.
+    scale
+        Read; fp32 ``[1]``, as in delayed scaling. If neither is given, and ``x`` is one tile
+        (:func:`is_one_tile`), the kernel computes the amax.
+    pow2, eps
+        As in the reference of current scaling.
+    recorded
+        Read and written; fp32 ``[1]``, not negative; for example an entry of an amax history.
+    tiles
+        As :func:`amax` takes them. The fp32 vectors then have a value of each group, ``[G]``.
 
     Raises
     ------
     InputError
-        If a tensor does not match its description, or ``amax_value`` is None and ``x`` is not one
-        tile.
+        If a tensor does not match its description, or there is neither ``amax_value`` nor
+        ``scale``, and ``x`` is not one tile.
     """
-    check_buffer("quantize_current", "amax_value", amax_value, torch.float32, (1,))
-    check_buffer("quantize_current", "scale_inv", scale_inv, torch.float32, (1,))
-    scaling = _scaling(amax_value, None, scale_inv, eps, pow2)
-    is_own = amax_value is None
-    _quantize("quantize_current", x, dtype, scaling, row, col, None, finds_amax=is_own)
+    what, layout, is_grouped = "FP8 quantize", format_.layout, tiles is not None
+    to = check_float8(what, format_.element)
+    m, k = check_matrix(what, x) if isinstance(x, torch.Tensor) else (x.rows, x.columns)
+    if is_grouped:
+        check_tiles(what, tiles, m)
+    is_any = check_buffers(what, layout.of_groups if is_grouped else layout, m, k, buffers)
+    given = [vector for vector in (amax_value, scale, recorded) if vector is not None]
+    groups = len(given[0]) if is_grouped and given else 1
+    for vector in given:
+        check_buffer(what, "an amax or scale", vector, torch.float32, (groups,))
+    row, col, scale_inv = map(buffers.get, layout.buffers)
+    if is_any and scale_inv is None:
+        raise InputError(f"{what} got bytes without _scale_inv.")
+    finds_amax = is_any and amax_value is None and scale is None
+    scaling = (amax_value, scale, scale_inv, bits_of(eps), int32(pow2))  # fuser::TensorScale
+    is_stream = is_any and col is None and not finds_amax
+    if is_stream and isinstance(x, torch.Tensor) and x.is_contiguous():
+        _stream_cast(check_element(what, x), to, m * k, x, scaling, row, recorded)
+        return
+    producer = as_producer(what, x)
+    if finds_amax and (is_grouped or not is_one_tile(m, k)):
+        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
+    if is_grouped:
+        producer = producer if is_any else producer.alone or producer
+        kernel = _grouped(producer.type, to, transposes_aligned(producer, row, col))
+        store = Struct((tiles, *scaling[:3], row, col, recorded, *scaling[3:]))
+        launch_store(kernel, producer, store)
+    elif m * k == 0:
+        _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
+    else:
+        aligned = transposes_aligned(producer, row, col)
+        store = Struct((*scaling, row, col, recorded))
+        launch_store(_tiled(producer.type, to, aligned), producer, store)
 
 
 def is_one_tile(rows: int, columns: int) -> bool:
     """Whether one block quantizes the whole matrix, and its width allows vectors."""
     return 0 < rows <= TILE and 0 < columns <= TILE and columns % TILE_RUN == 0
-
-
-def quantize_delayed(
-    x: torch.Tensor | Producer,
-    scale: torch.Tensor,
-    dtype: DType,
-    *,
-    row: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    scale_inv: torch.Tensor,
-    amax: torch.Tensor | None = None,
-) -> None:
-    """Quantize ``x`` with ``scale`` and raise ``amax`` to ``max |x|`` in one pass: delayed scaling.
-
-    Moves ``b + 1`` bytes an element for ``row`` or ``col``, ``b + 2`` for both.
-
-    Parameters
-    ----------
-    x
-        Read; ``[M, K]``, or a producer of such values.
-    scale
-        Read; fp32 ``[1]``.
-    dtype
-        E4M3 or E5M2.
-    row, col
-        Written; uint8 ``[M, K]`` and, transposed, ``[K, M]``.
-    scale_inv
-        Written; fp32 ``[1]``.
-    amax
-        Read and written; fp32 ``[1]``, not negative; for example an entry of an amax history.
-
-    Raises
-    ------
-    InputError
-        If a tensor does not match its description.
-    """
-    for name, tensor in (("scale", scale), ("scale_inv", scale_inv), ("amax", amax)):
-        check_buffer("quantize_delayed", name, tensor, torch.float32, (1,))
-    scaling = _scaling(None, scale, scale_inv)
-    _quantize("quantize_delayed", x, dtype, scaling, row, col, amax)
 
 
 def transpose(data: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -203,6 +211,48 @@ def dequantize(
     )
     n = data.numel()
     kernel(_stream(n), data, scale_inv, out, int64(n))
+
+
+def dequantize_groups(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+    out: torch.Tensor,
+) -> None:
+    """As :func:`dequantize`, with a scale of each 128 rows, which belong to one group.
+
+    Parameters
+    ----------
+    data
+        Read; uint8 ``[M, K]``, or ``[K, M]`` if ``columnwise``, which is transposed back.
+    scale_inv
+        Read; fp32 ``[M / 128]``.
+    dtype
+        E4M3 or E5M2.
+    out_dtype, out
+        Written; ``[M, K]``, contiguous and of this dtype.
+
+    Raises
+    ------
+    InputError
+        If a tensor does not match its description.
+    """
+    what = "dequantize_groups"
+    rows, columns = check_matrix(what, data)
+    m, k = (columns, rows) if columnwise else (rows, columns)
+    check_buffer(what, "data", data, torch.uint8, (rows, columns))
+    check_buffer(what, "scale_inv", scale_inv, torch.float32, (m // TILE,))
+    check_buffer(what, "out", out, out_dtype, (m, k))
+    aligned = is_aligned(data, 8) and k % 8 == 0 and is_aligned(out, 16)
+    # A scale for 128 rows of [M, K], which are 128 columns of the transposed copy.
+    strides = (int32(0), int64(0), int64(1)) if columnwise else (int32(7), int64(1), int64(0))
+    producer = Struct((data, scale_inv, int32(columns), *strides))
+    element, of = check_element(what, out), check_float8(what, dtype)
+    kernel = _dequantize_groups(element, of, columnwise, aligned)
+    launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
 def update_delayed(
@@ -272,49 +322,6 @@ def update_delayed(
 # -- launches -----------------------------------------------------------------
 
 
-def _scaling(
-    amax: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    scale_inv: torch.Tensor | None,
-    eps: float = 0.0,
-    pow2: bool = False,
-) -> tuple[object, ...]:
-    """The fields of ``fuser::TensorScale``."""
-    return (amax, scale, scale_inv, bits_of(eps), int32(pow2))
-
-
-def _quantize(
-    what: str,
-    x: torch.Tensor | Producer,
-    dtype: DType,
-    scaling: tuple[object, ...],
-    row: torch.Tensor | None,
-    col: torch.Tensor | None,
-    recorded: torch.Tensor | None,
-    *,
-    finds_amax: bool = False,
-) -> None:
-    to = check_float8(what, dtype)
-    stream = x if isinstance(x, torch.Tensor) and x.is_contiguous() else None
-    if col is None and row is not None and stream is not None and not finds_amax:
-        m, k = check_matrix(what, stream)
-        check_buffer(what, "row", row, torch.uint8, (m, k))
-        _stream_cast(check_element(what, stream), to, m * k, stream, scaling, row, recorded)
-        return
-    producer = as_producer(what, x)
-    m, k = producer.rows, producer.columns
-    if finds_amax and not is_one_tile(m, k):
-        raise InputError(f"{what} of a matrix {[m, k]} needs its amax; it is no single tile.")
-    check_buffer(what, "row", row, torch.uint8, (m, k))
-    check_buffer(what, "col", col, torch.uint8, (k, m))
-    if m * k == 0:
-        _stream_cast(ELEMENTS[producer.dtype], to, 0, None, scaling, row, recorded)
-        return
-    aligned = transposes_aligned(producer, row, col)
-    store = Struct((*scaling, row, col, recorded))
-    launch_store(_tiled(producer.type, to, aligned), producer, store)
-
-
 def _stream_cast(
     element: str,
     to: str,
@@ -352,6 +359,17 @@ def _tiled(producer: str, to: str, aligned: bool) -> Kernel:
     return store_kernel("fp8_scaling", producer, f"Fp8Store<{to}, {boolean(aligned)}>")
 
 
+@functools.lru_cache(maxsize=1024)
+def _grouped(producer: str, to: str, aligned: bool) -> Kernel:
+    return store_kernel("grouped_fp8", producer, f"GroupedFp8Store<{to}, {boolean(aligned)}>")
+
+
+@functools.cache
+def _dequantize_groups(element: str, of: str, columnwise: bool, aligned: bool) -> Kernel:
+    producer = f"fuser::BlockProducer<{element}, {of}, {boolean(aligned)}>"
+    return decoder_kernel("grouped_fp8", producer, element, aligned, columnwise)
+
+
 @functools.cache
 def _dequantize(element: str, of: str, aligned: bool) -> Kernel:
     return Kernel("fp8_scaling", f"fuser_fp8_dequantize<{element}, {of}, {boolean(aligned)}>")
@@ -368,13 +386,23 @@ def _update(size: int) -> Kernel:
 
 
 def stores(producer: str, to: DType, aligned: bool) -> tuple[Kernel, ...]:
-    """The kernels of a producer with the store of FP8."""
-    return (_tiled(producer, FLOAT8[to], aligned),)
+    """The kernels of a producer, of a matrix or of padded groups, with the store of FP8."""
+    kernel = _grouped if "GroupedProducer" in producer else _tiled
+    return (kernel(producer, FLOAT8[to], aligned),)
 
 
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
     by_element = [_amax(e, a) for e in ELEMENTS.values() for a in (False, True)]
     by_both = [kernel(*types) for kernel in (_cast, _dequantize) for types in decoder_types()]
+    of_groups = [
+        _dequantize_groups(element, of, columnwise, aligned)
+        for element, of, aligned in decoder_types()
+        for columnwise in (False, True)
+    ]
     others = [_transpose(False), _transpose(True), *map(_update, UPDATE_SIZES)]
-    return (*by_element, *by_both, *quantizing_kernels(stores), *others)
+    grouped = quantizing_kernels(
+        lambda producer, to, aligned: stores(f"fuser::GroupedProducer<{producer}>", to, aligned)
+    )
+    stored = (*quantizing_kernels(stores), *grouped)
+    return (*by_element, *by_both, *of_groups, *stored, *others)

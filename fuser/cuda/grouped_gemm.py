@@ -155,12 +155,12 @@ def _multiply(
         data = operand.data
         check_buffer("grouped_gemm", f"{name}.data", data, torch.uint8, tuple(data.shape), 16)
     check_buffer("grouped_gemm", "out", out, out.dtype, tuple(out.shape), 16)
-    made: torch.Tensor = torch.ops.fuser.multiply_groups(
+    products: torch.Tensor = torch.ops.fuser.multiply_groups(
         out,
         *(a.data, a.scales, b.data, b.scales, padded_ends, tiles),
         *(sums.value, a.dtype.name, b.dtype.name, is_padded, divides_depth_of_b),
     )
-    return made
+    return products
 
 
 # An operation of torch, so that recorded passes and torch's tools observe it.

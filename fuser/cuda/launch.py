@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from fuser.cuda.sources import checked_source
 from fuser.errors import InputError
 from fuser.formats import ceil_div
 from fuser.torch_private import cuda_device, cuda_stream
+
+Result = TypeVar("Result")
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
@@ -141,10 +143,42 @@ class Kernel:
             backend.run(self, launch, args)
 
 
+class Recorder(Protocol):
+    """What records the actions of a thread."""
+
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """As :func:`call_each_time`."""
+
+    def refuse(self, reason: str) -> None:
+        """Note that the actions cannot be repeated."""
+
+
 class _Recording(threading.local):
-    """The listener of a thread, which is called at each of its launches; None without one."""
+    """What a thread records its launches with."""
 
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
+    """Called at each launch; None without a recording."""
+    recorder: Recorder | None = None
+
+
+def call_each_time(function: Callable[..., Result], *args: Any) -> Result:
+    """``function(*args)``; the repetition of a recording calls it too.
+
+    It is recorded as a whole: a collective, or a check of values. Its result depends on tensors,
+    on results of such calls, on the process groups that the recording has as inputs, and on
+    constants, all of which are in ``args``; it allocates nothing that is read later.
+    """
+    recorder = recording.recorder
+    if recorder is None:
+        return function(*args)
+    result: Result = recorder.called(function, args)
+    return result
+
+
+def refuse_recording(reason: str) -> None:
+    """If a recording is being made, note that it cannot be repeated."""
+    if recording.recorder is not None:
+        recording.recorder.refuse(reason)
 
 
 recording = _Recording()

@@ -150,8 +150,8 @@ def kernels_unavailable() -> str | None:
 @functools.cache
 def missing_requirement() -> str | None:
     """The missing requirement of CUDA kernels, as a sentence; computed once a process."""
-    found = obstacle(installation())
-    return None if found is None else str(found)
+    hindrance = obstacle(installation())
+    return None if hindrance is None else str(hindrance)
 
 
 def disable_kernels(failure: Obstacle) -> None:
@@ -168,7 +168,7 @@ def disable_kernels(failure: Obstacle) -> None:
 
 
 def _cupy_packages() -> tuple[str, ...]:
-    names = {str(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+    names = {str(package.metadata["Name"]) for package in importlib.metadata.distributions()}
     return tuple(sorted(n for n in names if re.fullmatch(r"cupy(-cuda\w+|-rocm[\w-]+)?", n)))
 
 
@@ -322,11 +322,11 @@ def _compiled(name: str | Path, expressions: tuple[str, ...], device: int) -> An
     except Exception as error:
         # A compiler error, no compiler, a compiler that does not know the chip, or a full disk.
         of_stages = f" with {', '.join(map(str, headers))}" if headers else ""
-        what = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
+        failure = f"{shown(name)}{of_stages} does not compile for {arch_name(capability)}"
         if own and isinstance(error, cupy.cuda.compiler.CompileException):
-            raise StateError(f"{what}:\n{error}") from error
-        disable_kernels(_compile_obstacle(what, error))
-        raise KernelUnavailable(f"{what}:\n{error}") from error
+            raise StateError(f"{failure}:\n{error}") from error
+        disable_kernels(_compile_obstacle(failure, error))
+        raise KernelUnavailable(f"{failure}:\n{error}") from error
     _loaded.append(module.module)
     return module
 
@@ -346,11 +346,11 @@ def leave_loaded() -> None:
         module.ptr = 0
 
 
-def _compile_obstacle(what: str, error: Exception) -> Obstacle:
+def _compile_obstacle(failure: str, error: Exception) -> Obstacle:
     """The first error line of a failed compilation, and the commands that help."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line), lines[0] if lines else "")
-    reason = f"{what} ({type(error).__name__}: {first})."
+    reason = f"{failure} ({type(error).__name__}: {first})."
     if isinstance(error, OSError):
         return Obstacle(f"{reason} {_cache_advice()}")
     return Obstacle(reason, ("python -m fuser doctor",))

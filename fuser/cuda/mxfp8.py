@@ -1,13 +1,14 @@
 """MXFP8 launchers: the functions of ``fuser.reference.mxfp8``.
 
 Data is uint8 and holds E4M3 or E5M2, both copies ``[M, K]``; scales are uint8 and hold E8M0, in the
-shapes of ``formats.mxfp8_scale_shape``.
+shapes of ``formats.MXFP8``.
 The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +17,7 @@ from fuser.cuda.checks import (
     FLOAT8,
     boolean,
     check_buffer,
+    check_buffers,
     check_copy,
     check_element,
     check_float8,
@@ -32,57 +34,50 @@ from fuser.cuda.tiled import (
     quantizing_kernels,
     store_kernel,
 )
-from fuser.formats import MXFP8_BLOCK, DType, check_multiple, mxfp8_scale_shape
+from fuser.formats import (
+    MXFP8_BLOCK,
+    MXFP8_SWIZZLED,
+    DType,
+    NumberFormat,
+    check_multiple,
+    mxfp8_scale_shape,
+)
 
 
 def quantize(
-    x: torch.Tensor | Producer,
-    dtype: DType,
-    *,
-    two_dimensional: bool = False,
-    swizzled: bool = False,
-    row: torch.Tensor | None = None,
-    row_scale: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    col_scale: torch.Tensor | None = None,
+    format_: NumberFormat, x: torch.Tensor | Producer, buffers: Mapping[str, torch.Tensor | None]
 ) -> None:
-    """Quantize ``x`` in blocks of 32, or 32x32 if ``two_dimensional``, in one pass.
+    """Quantize ``x`` in blocks of 32, or 32x32 as the format says, in one pass.
 
     Moves ``b + 1`` bytes an element for one copy and ``b + 2`` for both, and 1 for every 32
     elements and copy.
 
     Parameters
     ----------
+    format_
+        MXFP8, of E4M3 or E5M2. With the layout ``MXFP8_SWIZZLED`` scales have the order of the
+        reference's ``swizzle``; columnwise scales are transposed first.
     x
         Read; ``[M, K]``, multiples of 32, or a producer of such values.
-    dtype
-        E4M3 or E5M2.
-    swizzled
-        Whether scales have the order of the reference's ``swizzle``. Columnwise scales are
-        transposed first, to the padded shape ``[K, M / 32]``.
-    row, row_scale
-        Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, False)``.
-    col, col_scale
-        Written, both or neither; ``[M, K]`` and ``mxfp8_scale_shape(M, K, True)``.
+    buffers
+        Written; one copy or both.
 
     Raises
     ------
     InputError
         If a tensor does not match its description, or M or K is not a multiple of 32.
     """
-    what = "MXFP8 quantize"
-    producer, to = as_producer(what, x), check_float8(what, dtype)
+    what, layout = "MXFP8 quantize", format_.layout
+    producer, to = as_producer(what, x), check_float8(what, format_.element)
     m, k = producer.rows, producer.columns
     check_multiple("MXFP8", m, k, MXFP8_BLOCK)
-    row_shape, col_shape = (mxfp8_scale_shape(m, k, columnwise) for columnwise in (False, True))
-    col_shape = col_shape[::-1] if swizzled else col_shape
-    check_copy(what, "row", row, (m, k), "row_scale", row_scale, torch.uint8, row_shape)
-    check_copy(what, "col", col, (m, k), "col_scale", col_scale, torch.uint8, col_shape)
-    if row is None and col is None:
+    if not check_buffers(what, layout, m, k, buffers):
         return
+    row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     aligned = producer.is_aligned and is_aligned(row, 8) and is_aligned(col, 8)
-    store = Struct((row, row_scale, col, col_scale, int32(swizzled)))
-    launch_store(_quantize(producer.type, to, two_dimensional, aligned), producer, store)
+    store = Struct((row, row_scale, col, col_scale, int32(layout is MXFP8_SWIZZLED)))
+    is_square = format_.block_size > MXFP8_BLOCK
+    launch_store(_quantize(producer.type, to, is_square, aligned), producer, store)
 
 
 def dequantize(

@@ -209,13 +209,13 @@ def norm_producer(
     InputError
         If a dtype, shape or layout is wrong, or one of mean, beta and gamma is missing.
     """
-    what = "norm_producer"
-    _, columns = checked_shape(what, x)
-    check_y_dtype(what, x.dtype, y_dtype)
-    norm = checked_norm(what, x, (("gamma", gamma), ("beta", beta)), mean, rstd)
+    name = "norm_producer"
+    _, columns = checked_shape(name, x)
+    check_y_dtype(name, x.dtype, y_dtype)
+    norm = checked_norm(name, x, (("gamma", gamma), ("beta", beta)), mean, rstd)
     if (mean is None) != (beta is None):
         there, missing = ("beta", "mean") if mean is None else ("mean", "beta")
-        raise InputError(f"{what} got {there} without {missing}; a LayerNorm has both.")
+        raise InputError(f"{name} got {there} without {missing}; a LayerNorm has both.")
     aligned = fill_tiles(columns, (x.stride(0),), x, gamma, beta)
     return tile_producer(
         "NormProducer",

@@ -220,12 +220,12 @@ def norm_backward_producer(
     InputError
         If a dtype, shape or layout is wrong, or a mean comes without gamma.
     """
-    what = "norm_backward_producer"
-    rows, columns = checked_shape(what, x)
-    check_tensor(what, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
-    check_tensor(what, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
-    norm = checked_norm(what, x, (("gamma", gamma),), mean, rstd)
-    check_tensor(what, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
+    name = "norm_backward_producer"
+    rows, columns = checked_shape(name, x)
+    check_tensor(name, "dy", dy, partners_of(x.dtype), x.shape, is_spaced=True)
+    check_tensor(name, "d_extra", d_extra, (x.dtype,), x.shape, is_spaced=True)
+    norm = checked_norm(name, x, (("gamma", gamma),), mean, rstd)
+    check_tensor(name, "means", means, (torch.float32,), (rows, 1 + (mean is not None)))
     strides = row_strides(x, d_extra, dy)
     aligned = fill_tiles(columns, strides, x, dy, d_extra, gamma)
     adds = boolean(d_extra is not None)
@@ -318,8 +318,8 @@ class BackwardPlan:
 
     def prefetch_depth(self, vector_bytes: int, shared: int) -> int:
         """The number of rows that a thread prefetches, with at most ``shared`` bytes a block."""
-        each = (shared + RESERVED_SHARED_BYTES) // self.blocks_per_multiprocessor
-        free = each - RESERVED_SHARED_BYTES - STATIC_SHARED_BYTES
+        shared_of_block = (shared + RESERVED_SHARED_BYTES) // self.blocks_per_multiprocessor
+        free = shared_of_block - RESERVED_SHARED_BYTES - STATIC_SHARED_BYTES
         return min(max(free // self.slot_bytes(vector_bytes), 1), MAX_PREFETCH_DEPTH)
 
 
@@ -328,17 +328,17 @@ def backward_plan(columns: int, element_bytes: int, shared: int) -> BackwardPlan
     """The layout for rows of ``columns`` on a device with ``shared`` bytes a block."""
     vectors = vectors_of(columns, element_bytes)
     few, many = BACKWARD_VECTORS
-    each = few if vectors <= few * MANY_THREADS else many
-    share = -(-vectors // each)
-    lanes = min(whole_warps(share), MANY_THREADS if each == few else FEW_THREADS)
+    vectors_of_thread = few if vectors <= few * MANY_THREADS else many
+    share = -(-vectors // vectors_of_thread)
+    lanes = min(whole_warps(share), MANY_THREADS if vectors_of_thread == few else FEW_THREADS)
     if share <= 32:
         lanes = power_of_two(share)
     rows = max(1, BACKWARD_THREADS // lanes)
-    fits = vectors <= lanes * each
+    fits = vectors <= lanes * vectors_of_thread
     # Two blocks if their registers fit, and two slots of each fit shared memory.
-    slot_bytes = each * lanes * rows * 3 * VECTOR_BYTES
+    slot_bytes = vectors_of_thread * lanes * rows * 3 * VECTOR_BYTES
     two = 2 * lanes * rows <= MANY_THREADS and 4 * slot_bytes <= shared
-    return BackwardPlan(each, lanes, rows, 2 if two or not fits else 1, fits)
+    return BackwardPlan(vectors_of_thread, lanes, rows, 2 if two or not fits else 1, fits)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -412,9 +412,9 @@ def _backward(
     check_tensor(function, "means", means, (torch.float32,), (rows, 1 + (norm == "LayerNorm")))
     device = (shared_bytes(x.device), multiprocessors(x.device))
     blocks = _backward_blocks(rows, columns, x.element_size(), *device)
-    wanted = [grad for grad in grads if grad is not None]
-    partials = workspace if wanted else None
-    if wanted:
+    param_grads = [grad for grad in grads if grad is not None]
+    partials = workspace if param_grads else None
+    if param_grads:
         if workspace is None:
             raise InputError(f"{function} sums parameters' gradients in a workspace; it got none.")
         shape = (len(grads), blocks, columns)
@@ -422,7 +422,7 @@ def _backward(
 
     if dx is None and amax is None:
         d_extra = None
-    if rows > 0 and (wanted or any(output is not None for output in (dx, means, amax))):
+    if rows > 0 and (param_grads or any(output is not None for output in (dx, means, amax))):
         strides = row_strides(x, d_extra, dy)
         is_aligned = are_aligned(columns, x, strides, dy, gamma, d_extra, dx, rounded_dx)
         dtypes, sizes = (x.dtype, dy.dtype), (rows, columns)
@@ -436,8 +436,8 @@ def _backward(
             zero_centered_gamma=zero_centered_gamma,
             prefetch_depth=depth,
         )
-    if wanted:
+    if param_grads:
         dgamma, dbeta = (*grads, None)[:2]
-        kernel = _gradients_kernel(wanted[0].dtype)
+        kernel = _gradients_kernel(param_grads[0].dtype)
         launch = _gradients_launch(columns, len(grads), blocks)
         kernel(launch, partials, dgamma, dbeta, int32(blocks), int32(columns))

@@ -1,7 +1,8 @@
 """NVFP4 launchers: the functions of ``fuser.reference.nvfp4``.
 
 Data is uint8, two E2M1 values a byte; columnwise data is stored transposed, ``[K, M / 2]``. Scales
-are uint8 and hold E4M3, in the shapes of ``formats.nvfp4_scale_shape``.
+are uint8 and hold E4M3, in the shapes of ``formats.NVFP4``. Groups of rows start at multiples of
+128 rows and have amaxes of their own; rows after the last group are neither read nor written.
 The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -17,12 +19,14 @@ from fuser.cuda.arguments import ELEMENTS, Producer, Struct, int32
 from fuser.cuda.checks import (
     boolean,
     check_buffer,
+    check_buffers,
     check_copy,
     check_element,
     check_matrix,
+    check_tiles,
     is_aligned,
 )
-from fuser.cuda.launch import Kernel
+from fuser.cuda.launch import TILE, Kernel
 from fuser.cuda.tiled import (
     ALIGNED,
     as_producer,
@@ -33,13 +37,23 @@ from fuser.cuda.tiled import (
     store_kernel,
 )
 from fuser.errors import InputError
-from fuser.formats import HADAMARD_SIGNS, NVFP4_BLOCK, check_multiple, nvfp4_scale_shape
+from fuser.formats import (
+    HADAMARD_SIGNS,
+    NVFP4_BLOCK,
+    NumberFormat,
+    check_multiple,
+    nvfp4_scale_shape,
+)
 
 BOOLEANS = (False, True)
 
 
 def hadamard_amax(
-    x: torch.Tensor | Producer, *, random_signs: bool = True, out: torch.Tensor
+    x: torch.Tensor | Producer,
+    *,
+    random_signs: bool = True,
+    out: torch.Tensor,
+    tiles: torch.Tensor | None = None,
 ) -> None:
     """Raise ``out[0]`` to ``max |x|`` and ``out[1]`` to that of its Hadamard transform along M.
 
@@ -54,6 +68,9 @@ def hadamard_amax(
         As in the reference.
     out
         fp32 ``[2]``, zeroed by the caller; read and written.
+    tiles
+        Of groups of rows, whose padded rows ``x`` produces: read; int32 ``[M / 128, 4]``. ``out``
+        is then ``[G, 2]``.
 
     Raises
     ------
@@ -65,48 +82,48 @@ def hadamard_amax(
     producer = producer.alone or producer
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    check_buffer(what, "out", out, torch.float32, (2,))
-    launch_store(_amax(producer.type), producer, Struct((out, signs_of(random_signs))))
+    check_tiles(what, tiles, m)
+    check_buffer(what, "out", out, torch.float32, (2,) if tiles is None else (len(out), 2))
+    fields = (out, signs_of(random_signs))
+    if tiles is None:
+        launch_store(_amax(producer.type, ""), producer, Struct(fields))
+    else:
+        launch_store(_amax(producer.type, "Grouped"), producer, Struct((*fields, tiles)))
 
 
 def quantize(
+    format_: NumberFormat,
     x: torch.Tensor | Producer,
+    buffers: Mapping[str, torch.Tensor | None],
+    amax_value: torch.Tensor,
     *,
-    two_dimensional: bool = False,
     hadamard: bool = False,
     random_signs: bool = True,
     stochastic: bool = False,
     seed: int = 0,
     offset: int = 0,
-    amax_value: torch.Tensor,
-    row: torch.Tensor | None = None,
-    row_scale: torch.Tensor | None = None,
-    row_amax: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    col_scale: torch.Tensor | None = None,
-    col_amax: torch.Tensor | None = None,
+    tiles: torch.Tensor | None = None,
 ) -> None:
-    """Quantize ``x`` in blocks of 16, or 16x16 if ``two_dimensional``, for the given amax.
+    """Quantize ``x`` in blocks of 16, or 16x16 as the format says, for the given amax.
 
     Moves ``b + 1/2`` bytes an element for one copy and ``b + 1`` for both, and 1 for every 16
     elements and copy.
 
     Parameters
     ----------
+    format_
+        NVFP4.
     x
         Read; ``[M, K]``, multiples of 16, or a producer of such values.
-    two_dimensional, hadamard, random_signs, stochastic, seed, offset
-        As in the reference.
+    buffers
+        Written; one copy or both. Nothing is written if ``x`` is empty.
     amax_value
         Read; fp32 ``[1]``, or ``[2]`` with one amax for the rowwise and one for the columnwise
         copy, as :func:`hadamard_amax` computes them.
-    row, row_scale
-        Written, both or neither; ``[M, K / 2]`` and ``nvfp4_scale_shape(M, K, False)``.
-    col, col_scale
-        Written, both or neither; ``[K, M / 2]`` and ``nvfp4_scale_shape(M, K, True)``.
-    row_amax, col_amax
-        Written if given, unless ``x`` is empty; fp32 ``[1]``: the amax of each copy, in a tensor
-        of its own.
+    hadamard, random_signs, stochastic, seed, offset
+        As in the reference.
+    tiles
+        As :func:`hadamard_amax` takes them; ``amax_value`` is then ``[G, 1]`` or ``[G, 2]``.
 
     Raises
     ------
@@ -114,33 +131,32 @@ def quantize(
         If a tensor does not match its description, ``offset`` is negative, or M or K is no
         multiple of 16.
     """
-    what = "NVFP4 quantize"
+    what, layout = "NVFP4 quantize", format_.layout
     producer = as_producer(what, x)
     m, k = producer.rows, producer.columns
     check_multiple("NVFP4", m, k, NVFP4_BLOCK)
-    row_shape, col_shape = (nvfp4_scale_shape(m, k, columnwise) for columnwise in BOOLEANS)
-    check_copy(what, "row", row, (m, k // 2), "row_scale", row_scale, torch.uint8, row_shape)
-    check_copy(what, "col", col, (k, m // 2), "col_scale", col_scale, torch.uint8, col_shape)
-    amaxes = amax_value.numel()
-    if amaxes not in (1, 2):
+    check_tiles(what, tiles, m)
+    is_any = check_buffers(what, layout if tiles is None else layout.of_groups, m, k, buffers)
+    groups, amaxes = amax_value.shape[: amax_value.dim() - 1], amax_value.shape[-1]
+    if amaxes not in (1, 2) or len(groups) != (tiles is not None):
         raise InputError(
             f"{what} takes one or two amaxes; got the shape {tuple(amax_value.shape)}."
         )
-    check_buffer(what, "amax_value", amax_value, torch.float32, (amaxes,))
-    for name, out in (("row_amax", row_amax), ("col_amax", col_amax)):
-        if out is not None:
-            check_buffer(what, name, out, torch.float32, (1,))
+    check_buffer(what, "amax_value", amax_value, torch.float32, (*groups, amaxes))
     if offset < 0:
         raise InputError(f"{what} got offset {offset} into its random words.")
-    if row is None and col is None:
+    if not is_any:
         return
+    row, row_scale, row_amax = map(buffers.get, layout.rowwise)
+    col, col_scale, col_amax = map(buffers.get, layout.columnwise)
     aligned = producer.is_aligned and is_aligned(row, 4) and is_aligned(col, 8)
     copies = (amax_value, row, row_scale, row_amax, col, col_scale, col_amax)
     rounding = (np.uint64(seed % 2**64), np.uint64(offset))
-    how = (int32(amaxes - 1), int32(two_dimensional), signs_of(random_signs))
-    store = Struct((*copies, *rounding, *how))
-    kernel = _quantize(producer.type, hadamard and col is not None, stochastic, aligned)
-    launch_store(kernel, producer, store)
+    is_square = format_.block_size > NVFP4_BLOCK
+    how = (int32(amaxes - 1), int32(is_square), signs_of(random_signs))
+    scope, of_scope = ("", ()) if tiles is None else ("Grouped", (tiles,))
+    kernel = _quantize(producer.type, scope, hadamard and col is not None, stochastic, aligned)
+    launch_store(kernel, producer, Struct((*copies, *rounding, *how, *of_scope)))
 
 
 def dequantize(
@@ -159,7 +175,8 @@ def dequantize(
     Parameters
     ----------
     data, scale, amax
-        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``.
+        Read; a rowwise copy, or a columnwise copy, which is transposed back; amax fp32 ``[1]``, or
+        of each 128 rows of groups, ``[M / 128]``.
     out_dtype, out
         Written; ``[M, K]``, contiguous and of this dtype.
 
@@ -174,11 +191,13 @@ def dequantize(
     check_multiple("NVFP4", rows, columns, NVFP4_BLOCK)
     scales = (scale, torch.uint8, nvfp4_scale_shape(rows, columns, False))
     check_copy(what, "data", data, (rows, bytes_of_row), "scale", *scales)
-    check_buffer(what, "amax", amax, torch.float32, (1,))
-    check_buffer(what, "out", out, out_dtype, (columns, rows) if columnwise else (rows, columns))
+    m, k = (columns, rows) if columnwise else (rows, columns)
+    is_grouped = len(amax) != 1
+    check_buffer(what, "amax", amax, torch.float32, (m // TILE,) if is_grouped else (1,))
+    check_buffer(what, "out", out, out_dtype, (m, k))
     aligned = is_aligned(data, 4) and is_aligned(out, 16)
     producer = Struct((data, scale, amax, int32(columns)))
-    kernel = _dequantize(check_element(what, out), columnwise, aligned)
+    kernel = _dequantize(check_element(what, out), columnwise, aligned, is_grouped)
     launch_decoder(kernel, producer, out, rows, columns, columnwise)
 
 
@@ -191,41 +210,36 @@ def signs_of(random_signs: bool) -> np.int32:
 
 
 @functools.lru_cache(maxsize=1024)
-def _amax(producer: str) -> Kernel:
-    return store_kernel("nvfp4", producer, "HadamardAmaxStore")
+def _amax(producer: str, scope: str) -> Kernel:
+    return store_kernel("nvfp4", producer, f"{scope}HadamardAmaxStore")
 
 
 @functools.lru_cache(maxsize=1024)
-def _quantize(producer: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
+def _quantize(producer: str, scope: str, hadamard: bool, stochastic: bool, aligned: bool) -> Kernel:
     flags = ", ".join(map(boolean, (hadamard, stochastic, aligned)))
-    return store_kernel("nvfp4", producer, f"Nvfp4Store<{flags}>")
+    return store_kernel("nvfp4", producer, f"{scope}Nvfp4Store<{flags}>")
 
 
 @functools.cache
-def _dequantize(element: str, columnwise: bool, aligned: bool) -> Kernel:
-    producer = f"fuser::Nvfp4Producer<{element}, {boolean(aligned)}>"
+def _dequantize(element: str, columnwise: bool, aligned: bool, is_grouped: bool) -> Kernel:
+    flags = f"{boolean(columnwise)}, {boolean(aligned)}" if is_grouped else boolean(aligned)
+    producer = f"fuser::{'Grouped' * is_grouped}Nvfp4Producer<{element}, {flags}>"
     return decoder_kernel("nvfp4", producer, element, aligned, columnwise)
 
 
 def stores(producer: str, aligned: bool) -> tuple[Kernel, ...]:
-    """The kernels of a producer with each store of NVFP4."""
-    quantizing = [
-        _quantize(producer, hadamard, stochastic, aligned)
-        for hadamard in BOOLEANS
-        for stochastic in BOOLEANS
-    ]
-    return (_amax(producer), *quantizing)
+    """The kernels of a producer, of a matrix or of padded groups, with each store of NVFP4."""
+    scope = "Grouped" if "GroupedProducer" in producer else ""
+    each = itertools.product(BOOLEANS, BOOLEANS)
+    quantizing = (_quantize(producer, scope, *flags, aligned) for flags in each)
+    return (_amax(producer, scope), *quantizing)
 
 
 def instantiations() -> tuple[Kernel, ...]:
     """Every kernel whose input is a matrix."""
     names = ELEMENTS.values()
-    return (
-        *itertools.starmap(_dequantize, itertools.product(names, BOOLEANS, BOOLEANS)),
-        *(
-            kernel
-            for name in names
-            for of_producer, of_store in ALIGNED
-            for kernel in stores(loads(name, of_producer), of_store)
-        ),
-    )
+    types = itertools.product(names, BOOLEANS, BOOLEANS, BOOLEANS)
+    producers = [(loads(name, of_producer), b) for name in names for of_producer, b in ALIGNED]
+    producers += [(f"fuser::GroupedProducer<{producer}>", b) for producer, b in producers]
+    stored = (kernel for producer in producers for kernel in stores(*producer))
+    return (*itertools.starmap(_dequantize, types), *stored)

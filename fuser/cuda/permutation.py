@@ -76,26 +76,26 @@ def sort_by_expert(
     InputError
         If a tensor does not match its description.
     """
-    what = "sort_by_expert"
+    name = "sort_by_expert"
     index = INDICES.get(expert_indices.dtype)
     if index is None:
-        raise InputError(f"{what} takes indices of int32 and int64, not {expert_indices.dtype}.")
-    tokens, choices = _check_indices(what, expert_indices)
-    check_buffer(what, "expert_indices", expert_indices, expert_indices.dtype, (tokens, choices))
+        raise InputError(f"{name} takes indices of int32 and int64, not {expert_indices.dtype}.")
+    tokens, choices = _check_indices(name, expert_indices)
+    check_buffer(name, "expert_indices", expert_indices, expert_indices.dtype, (tokens, choices))
     experts, rows = split_sizes.numel(), row_map.numel()
-    check_buffer(what, "split_sizes", split_sizes, torch.int32, (experts,))
-    check_buffer(what, "row_map", row_map, torch.int32, (rows,))
-    check_buffer(what, "inverse_map", inverse_map, torch.int32, (tokens, choices))
+    check_buffer(name, "split_sizes", split_sizes, torch.int32, (experts,))
+    check_buffer(name, "row_map", row_map, torch.int32, (rows,))
+    check_buffer(name, "inverse_map", inverse_map, torch.int32, (tokens, choices))
     if not 1 <= experts <= MAX_EXPERTS:
-        raise InputError(f"{what} takes 1 to {MAX_EXPERTS} experts, not {experts}.")
+        raise InputError(f"{name} takes 1 to {MAX_EXPERTS} experts, not {experts}.")
     count = tokens * choices
     if count > MAX_ASSIGNMENTS:
-        raise InputError(f"{what} takes up to {MAX_ASSIGNMENTS} assignments, not {count}.")
+        raise InputError(f"{name} takes up to {MAX_ASSIGNMENTS} assignments, not {count}.")
     shape = counts_shape(count, experts)
     if (counts is None) != (shape is None):
-        raise InputError(f"{what} of {count} assignments needs counts of shape {shape}.")
+        raise InputError(f"{name} of {count} assignments needs counts of shape {shape}.")
     if shape is not None:
-        check_buffer(what, "counts", counts, torch.int32, shape)
+        check_buffer(name, "counts", counts, torch.int32, shape)
     blocks, chunk = _chunks(count)
     if counts is not None:
         launch = Launch((blocks,), (THREADS,), 4 * experts)
@@ -135,11 +135,11 @@ def permute(
     InputError
         If a tensor does not match its description.
     """
-    what = "permute"
-    tokens, columns = check_matrix(what, x)
-    check_element(what, x)
-    rows, choices = _check_maps(what, row_map, inverse_map, tokens)
-    check_buffer(what, "y", y, x.dtype, (rows, columns))
+    name = "permute"
+    tokens, columns = check_matrix(name, x)
+    check_element(name, x)
+    rows, choices = _check_maps(name, row_map, inverse_map, tokens)
+    check_buffer(name, "y", y, x.dtype, (rows, columns))
     size, row_bytes, stride_bytes = x.element_size(), columns * x.element_size(), _stride_bytes(x)
     word = next(
         width
@@ -172,12 +172,12 @@ def gathered_rows(x: torch.Tensor, row_map: torch.Tensor, choices: int) -> Produ
     InputError
         If a tensor does not match its description.
     """
-    what = "gathered_rows"
-    loaded = as_producer(what, x)
+    name = "gathered_rows"
+    loaded = as_producer(name, x)
     rows = row_map.numel()
-    check_buffer(what, "row_map", row_map, torch.int32, (rows,))
+    check_buffer(name, "row_map", row_map, torch.int32, (rows,))
     if choices < 1:
-        raise InputError(f"{what} takes a positive number of choices; got {choices}.")
+        raise InputError(f"{name} takes a positive number of choices; got {choices}.")
     return Producer(
         gathers(ELEMENTS[x.dtype], loaded.is_aligned),
         Struct((*loaded.argument.fields, row_map, int32(choices))),
@@ -215,13 +215,13 @@ def unpermute(
     InputError
         If a tensor does not match its description.
     """
-    what = "unpermute"
-    rows, columns = check_matrix(what, y)
-    element = check_element(what, y)
-    tokens, choices = _check_indices(what, inverse_map)
-    check_buffer(what, "inverse_map", inverse_map, torch.int32, (tokens, choices))
-    check_buffer(what, "probs", probs, torch.float32, (tokens, choices))
-    check_buffer(what, "out", out, y.dtype, (tokens, columns))
+    name = "unpermute"
+    rows, columns = check_matrix(name, y)
+    element = check_element(name, y)
+    tokens, choices = _check_indices(name, inverse_map)
+    check_buffer(name, "inverse_map", inverse_map, torch.int32, (tokens, choices))
+    check_buffer(name, "probs", probs, torch.float32, (tokens, choices))
+    check_buffer(name, "out", out, y.dtype, (tokens, columns))
     vector = VECTOR_BYTES // y.element_size()
     aligned = columns % vector == 0 and _rows_are_aligned(y) and is_aligned(out, VECTOR_BYTES)
     launch = _launch(tokens, ceil_div(columns, vector), 1, is_empty=False)
@@ -267,18 +267,18 @@ def unpermute_backward(
     InputError
         If a tensor does not match its description.
     """
-    what = "unpermute_backward"
-    tokens, columns = check_matrix(what, dout)
-    element = check_element(what, dout)
-    rows, choices = _check_maps(what, row_map, inverse_map, tokens)
-    check_buffer(what, "probs", probs, torch.float32, (tokens, choices))
-    check_buffer(what, "dy", dy, dout.dtype, (rows, columns))
-    check_buffer(what, "dprobs", dprobs, torch.float32, (tokens, choices))
+    name = "unpermute_backward"
+    tokens, columns = check_matrix(name, dout)
+    element = check_element(name, dout)
+    rows, choices = _check_maps(name, row_map, inverse_map, tokens)
+    check_buffer(name, "probs", probs, torch.float32, (tokens, choices))
+    check_buffer(name, "dy", dy, dout.dtype, (rows, columns))
+    check_buffer(name, "dprobs", dprobs, torch.float32, (tokens, choices))
     if (y is None) != (dprobs is None):
-        raise InputError(f"{what} needs both y and dprobs, or neither.")
-    if y is not None and (y.dtype != dout.dtype or check_matrix(what, y) != (rows, columns)):
+        raise InputError(f"{name} needs both y and dprobs, or neither.")
+    if y is not None and (y.dtype != dout.dtype or check_matrix(name, y) != (rows, columns)):
         raise InputError(
-            f"{what} needs y of shape {(rows, columns)} in {dout.dtype}; got {tuple(y.shape)} in "
+            f"{name} needs y of shape {(rows, columns)} in {dout.dtype}; got {tuple(y.shape)} in "
             f"{y.dtype}."
         )
     aligned = (
@@ -353,7 +353,7 @@ def _chunks(assignments: int) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(tokens: int, vectors: int, each: int, is_empty: bool) -> Launch:
+def _launch(tokens: int, vectors: int, tokens_of_thread: int, is_empty: bool) -> Launch:
     """Threads of ``each`` tokens and one of ``vectors`` of a row."""
     if is_empty or tokens == 0 or vectors == 0:
         return Launch((0,), (THREADS,))
@@ -361,7 +361,7 @@ def _launch(tokens: int, vectors: int, each: int, is_empty: bool) -> Launch:
     if x == THREADS:  # the fewest idle threads
         x = ceil_div(vectors, ceil_div(vectors, THREADS) * WARP) * WARP
     y = THREADS // x
-    chunks = ceil_div(tokens, y * each)
+    chunks = ceil_div(tokens, y * tokens_of_thread)
     z = ceil_div(chunks, MAX_GRID_Y)
     return Launch((ceil_div(vectors, x), ceil_div(chunks, z), z), (x, y))
 
@@ -369,19 +369,19 @@ def _launch(tokens: int, vectors: int, each: int, is_empty: bool) -> Launch:
 # -- checks -------------------------------------------------------------------
 
 
-def _check_indices(what: str, indices: torch.Tensor) -> tuple[int, int]:
+def _check_indices(name: str, indices: torch.Tensor) -> tuple[int, int]:
     if indices.dim() != 2:
-        raise InputError(f"{what} takes one row a token, [T, k]; got {tuple(indices.shape)}.")
+        raise InputError(f"{name} takes one row a token, [T, k]; got {tuple(indices.shape)}.")
     tokens, choices = indices.shape
     return tokens, choices
 
 
 def _check_maps(
-    what: str, row_map: torch.Tensor, inverse_map: torch.Tensor, tokens: int
+    name: str, row_map: torch.Tensor, inverse_map: torch.Tensor, tokens: int
 ) -> tuple[int, int]:
-    rows, choices = row_map.numel(), _check_indices(what, inverse_map)[1]
-    check_buffer(what, "row_map", row_map, torch.int32, (rows,))
-    check_buffer(what, "inverse_map", inverse_map, torch.int32, (tokens, choices))
+    rows, choices = row_map.numel(), _check_indices(name, inverse_map)[1]
+    check_buffer(name, "row_map", row_map, torch.int32, (rows,))
+    check_buffer(name, "inverse_map", inverse_map, torch.int32, (tokens, choices))
     return rows, choices
 
 

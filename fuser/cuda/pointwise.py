@@ -142,9 +142,9 @@ def pointwise_backward(
         If the dtype, shape or layout of a tensor is wrong, or there is nothing
         to write.
     """
-    wanted = tuple(grad is not None for grad in grads)
-    chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), wanted, saved)
-    if dx is None and amax is None and not any(wanted):
+    has_grad = tuple(grad is not None for grad in grads)
+    chain = chain_of(stages, dy.dtype, scale_dtypes_of(stages, operands), has_grad, saved)
+    if dx is None and amax is None and not any(has_grad):
         raise InputError(
             f"The backward of {stages} got neither dx nor amax nor a gradient to write."
         )
@@ -182,14 +182,14 @@ def pointwise_backward(
 
 
 def workspace_size(
-    stages: Stages, rows: int, columns: int, dtype: torch.dtype, wanted: Sequence[bool]
+    stages: Stages, rows: int, columns: int, dtype: torch.dtype, has_grad: Sequence[bool]
 ) -> int:
     """The size of the workspace of :func:`pointwise_backward`, in fp32 elements.
 
     ``rows`` and ``columns`` are those of the chain's output; ``wanted`` says for each stage
     whether the gradient of its operand is wanted.
     """
-    chain = chain_of(stages, dtype, (torch.float32,) * len(stages), tuple(wanted))
+    chain = chain_of(stages, dtype, (torch.float32,) * len(stages), tuple(has_grad))
     return sum(part.count * part.size for part in _parts(chain, rows, columns, 1))
 
 
@@ -266,8 +266,8 @@ def backward_producer(
             raise InputError(f"Parts of rows are of the scales of one stage; got {stages}.")
         shape = row_parts_shape(stages, rows, columns)
         check_buffer("backward_producer", "row_parts", row_parts, torch.float32, shape)
-        wanted = tuple(stage.is_scaled for stage in stages)
-        chain = chain_of(stages, dy.dtype, scale_dtypes, wanted, saved)
+        has_grad = tuple(stage.is_scaled for stage in stages)
+        chain = chain_of(stages, dy.dtype, scale_dtypes, has_grad, saved)
     return writing(chain, (row_parts,) * len(stages), sums)._replace(alone=alone)
 
 
@@ -386,13 +386,15 @@ def sum_kernel(dtype: torch.dtype, fan: int) -> Kernel:
 
 
 def _backward_launch(chain: Chain, rows: int, columns: int, vector: int) -> Launch:
-    each = chain.backward_rows * _steps(chain, rows, columns)
+    rows_of_thread = chain.backward_rows * _steps(chain, rows, columns)
     most_x = MAX_SUMMING_BLOCK_X if chain.sums_rows else MAX_BLOCK_X
-    return _launch(rows, columns, chain.widest, vector, each, most_x)
+    return _launch(rows, columns, chain.widest, vector, rows_of_thread, most_x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _launch(rows: int, columns: int, widest: int, vector: int, each: int, most_x: int) -> Launch:
+def _launch(
+    rows: int, columns: int, widest: int, vector: int, rows_of_thread: int, most_x: int
+) -> Launch:
     """Threads of ``each`` rows and ``vector`` columns.
 
     The block is always that of ``widest`` columns a thread. So vectors of 1 and of ``widest``
@@ -405,7 +407,7 @@ def _launch(rows: int, columns: int, widest: int, vector: int, each: int, most_x
         blocks = -(-vectors // most_x)
         x = -(-vectors // (blocks * WARP)) * WARP
     y = THREADS // x
-    chunks = -(-rows // (y * each))
+    chunks = -(-rows // (y * rows_of_thread))
     z = -(-chunks // MAX_GRID_Y)
     return Launch((-(-columns // (vector * x)), -(-chunks // max(1, z)), z), (x, y))
 

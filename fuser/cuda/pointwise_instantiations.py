@@ -47,8 +47,8 @@ def producer_types(
     """The C++ types of a chain's forward producer and of its backward producer."""
     scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
     forward = chain_of(stages, dtype, scale_dtypes)
-    wanted = tuple(with_row_parts and stage.is_scaled for stage in stages)
-    backward = chain_of(stages, dtype, scale_dtypes, wanted, saved)
+    has_grad = tuple(with_row_parts and stage.is_scaled for stage in stages)
+    backward = chain_of(stages, dtype, scale_dtypes, has_grad, saved)
     return (
         forward_producer_type(forward, aligned),
         backward_producer_type(backward, with_sums, aligned),
@@ -70,13 +70,13 @@ def instantiations() -> tuple[Kernel, ...]:
         dtype: torch.dtype,
         *,
         vectors: tuple[bool, ...] = (True,),
-        wanted: tuple[int, ...] = (),
+        with_grad: tuple[int, ...] = (),
         saved: int = 0,
         scales: torch.dtype = fp32,
         with_amax: bool = False,
     ) -> None:
         scale_dtypes = tuple(scales if stage.is_scaled else None for stage in stages)
-        grads = tuple(i in wanted for i in range(len(stages)))
+        grads = tuple(i in with_grad for i in range(len(stages)))
         forward = chain_of(stages, dtype, scale_dtypes)
         backward = chain_of(stages, dtype, scale_dtypes, grads, saved)
         for has_vectors in vectors:
@@ -90,16 +90,16 @@ def instantiations() -> tuple[Kernel, ...]:
         add(GELU, dtype, vectors=(True, False))
         add(GELU_ERF, dtype)
         add(SWIGLU, dtype, vectors=(True, False))
-        add(BIAS_GELU, dtype, vectors=(True, False), wanted=(0,), saved=1)
-    add(BIAS_SWIGLU, bf16, vectors=(True, False), wanted=(0,))
+        add(BIAS_GELU, dtype, vectors=(True, False), with_grad=(0,), saved=1)
+    add(BIAS_SWIGLU, bf16, vectors=(True, False), with_grad=(0,))
     add(GELU, bf16, with_amax=True)
-    add(BIAS_GELU, bf16, wanted=(0,))
-    add(BIAS_GELU, bf16, wanted=(0,), saved=1, with_amax=True)
-    add(SCALED_SRELU, bf16, wanted=(0,), scales=bf16)
-    add(SCALED_SWIGLU, bf16, wanted=(0,))
-    add(LINEAR, bf16, wanted=(0, 3))
-    add(TWO_HALVES, bf16, wanted=(1,))
+    add(BIAS_GELU, bf16, with_grad=(0,))
+    add(BIAS_GELU, bf16, with_grad=(0,), saved=1, with_amax=True)
+    add(SCALED_SRELU, bf16, with_grad=(0,), scales=bf16)
+    add(SCALED_SWIGLU, bf16, with_grad=(0,))
+    add(LINEAR, bf16, with_grad=(0, 3))
+    add(TWO_HALVES, bf16, with_grad=(1,))
     for dtype in (bf16, fp32):
         add(SCALED_SWIGLU, dtype, vectors=(True, False), scales=dtype)
-        add(EVERYTHING, dtype, vectors=(True, False), wanted=(0, 2, 4))
+        add(EVERYTHING, dtype, vectors=(True, False), with_grad=(0, 2, 4))
     return tuple(kernels)

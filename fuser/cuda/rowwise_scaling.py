@@ -8,6 +8,7 @@ The rules that all launchers of formats share are in :mod:`fuser.cuda.tiled`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 
@@ -17,7 +18,7 @@ from fuser.cuda.checks import (
     bits_of,
     boolean,
     check_buffer,
-    check_copy,
+    check_buffers,
     check_element,
     check_float8,
     check_matrix,
@@ -36,7 +37,7 @@ from fuser.cuda.tiled import (
     transposes_aligned,
 )
 from fuser.errors import InputError
-from fuser.formats import DType, ceil_div
+from fuser.formats import DType, NumberFormat, ceil_div
 
 
 def amaxes(
@@ -72,17 +73,14 @@ def amaxes(
 
 
 def quantize(
+    format_: NumberFormat,
     x: torch.Tensor | Producer,
-    dtype: DType,
+    buffers: Mapping[str, torch.Tensor | None],
     *,
     pow2: bool = False,
     eps: float = 0.0,
     row_amax: torch.Tensor | None = None,
-    row: torch.Tensor | None = None,
-    row_scale_inv: torch.Tensor | None = None,
     col_amax: torch.Tensor | None = None,
-    col: torch.Tensor | None = None,
-    col_scale_inv: torch.Tensor | None = None,
 ) -> None:
     """Quantize ``x`` with scales that follow from the amaxes of rows and columns.
 
@@ -90,36 +88,34 @@ def quantize(
 
     Parameters
     ----------
+    format_
+        FP8 with a scale a row, of E4M3 or E5M2.
     x
         Read; ``[M, K]``, or a producer of such values.
-    dtype
-        E4M3 or E5M2.
+    buffers
+        Written; one copy or both.
     pow2, eps
         As in the reference.
     row_amax, col_amax
-        Read; fp32 ``[M]`` with ``row`` and ``[K]`` with ``col`` (:func:`amaxes`).
-    row, row_scale_inv
-        Written, both or neither; ``[M, K]`` and fp32 ``[M]``.
-    col, col_scale_inv
-        Written, both or neither; ``[K, M]`` and fp32 ``[K]``.
+        Read; fp32 ``[M]`` with the rowwise copy and ``[K]`` with the columnwise (:func:`amaxes`).
 
     Raises
     ------
     InputError
         If a tensor does not match its description, or a copy comes without its amaxes.
     """
-    what = "row-wise FP8 quantize"
-    producer, to = as_producer(what, x), check_float8(what, dtype)
+    what, layout = "row-wise FP8 quantize", format_.layout
+    producer, to = as_producer(what, x), check_float8(what, format_.element)
     m, k = producer.rows, producer.columns
-    check_copy(what, "row", row, (m, k), "row_scale_inv", row_scale_inv, torch.float32, (m,))
-    check_copy(what, "col", col, (k, m), "col_scale_inv", col_scale_inv, torch.float32, (k,))
+    is_any = check_buffers(what, layout, m, k, buffers)
+    row, row_scale, col, col_scale = map(buffers.get, (*layout.rowwise, *layout.columnwise))
     for name, copy, amax, size in (("row", row, row_amax, m), ("col", col, col_amax, k)):
         check_buffer(what, f"{name}_amax", amax, torch.float32, (size,))
         if copy is not None and amax is None:
-            raise InputError(f"{what} got {name} without {name}_amax.")
-    if row is None and col is None:
+            raise InputError(f"{what} got a copy without {name}_amax.")
+    if not is_any:
         return
-    fields = (row_amax, row, row_scale_inv, col_amax, col, col_scale_inv)
+    fields = (row_amax, row, row_scale, col_amax, col, col_scale)
     store = Struct((*fields, bits_of(eps), int32(pow2)))
     if m * k:
         aligned = transposes_aligned(producer, row, col)

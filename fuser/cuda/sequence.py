@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from fuser.cuda import cublaslt, launch, module
 from fuser.cuda.arguments import Slot, Struct, encode, filled
 from fuser.cuda.launch import Kernel, Launch, begin, prepared
+from fuser.formats import ceil_div
 from fuser.source import SourceCode
 from fuser.torch_private import TorchDispatchMode, cuda_device, gelu, is_profiler_enabled, scaled_mm
 from fuser.wrapper_tensor import WrapperTensor
@@ -62,19 +63,26 @@ def end_of(tensor: torch.Tensor) -> int:
 # -- actions ----------------------------------------------------------------------
 
 
-class Allocation(NamedTuple):
-    """A new tensor."""
+class Dense(NamedTuple):
+    """The layout of a tensor whose elements fill its memory, in any order of dimensions."""
 
-    place: int
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
-    is_zeroed: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Allocation(NamedTuple):
+    """A new tensor."""
+
+    place: int
+    layout: Dense
+    device: torch.device
+    is_zeroed: bool
 
 
 class KernelLaunch(NamedTuple):
@@ -86,13 +94,28 @@ class KernelLaunch(NamedTuple):
 
 
 class TorchCall(NamedTuple):
-    """A call of torch, with slots in place of tensors; ``places`` of its results, None for None."""
+    """A call of torch, with slots in place of tensors; ``places`` of its results, None for None.
+
+    ``view`` is the layout of the result, if that is another view of all memory of its argument.
+    """
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     places: tuple[int | None, ...]
     returns_tuple: bool
+    view: Dense | None = None
+
+
+class PythonCall(NamedTuple):
+    """A call of :func:`fuser.cuda.launch.call_each_time`; the place of its result, None for None.
+
+    ``args`` have slots for tensors, and for objects that are inputs or results of such calls.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    place: int | None
 
 
 class Step(NamedTuple):
@@ -101,7 +124,7 @@ class Step(NamedTuple):
     title: str | None
 
 
-Action = Allocation | KernelLaunch | TorchCall | Step
+Action = Allocation | KernelLaunch | TorchCall | PythonCall | Step
 
 
 class LaunchSequence:
@@ -186,7 +209,7 @@ class LaunchSequence:
                 args, kwargs = _moved(action.args, to), _moved(action.kwargs, to)
                 places = tuple(None if at is None else to.get(at, at) for at in action.places)
                 action = action._replace(args=args, kwargs=kwargs, places=places)
-            elif type(action) is KernelLaunch:
+            elif type(action) is KernelLaunch or type(action) is PythonCall:
                 action = action._replace(args=_moved(action.args, to))
             self.actions.append(action)
         self.result = _moved(self.result, to)
@@ -197,7 +220,8 @@ class LaunchSequence:
         self, inputs: Sequence[torch.Tensor | None], *, in_ranges: bool
     ) -> Callable[[Sequence[torch.Tensor | None]], Any]:
         """Generate straight-line Python, with all constants inserted."""
-        actions = [one for one in self._needed() if in_ranges or type(one) is not Step]
+        needed = _with_views_at_once(self._needed(), set(_places(self.result)))
+        actions = [one for one in needed if in_ranges or type(one) is not Step]
         is_driver = type(launch.backend) is launch.LaunchBackend
         if is_driver:
             tensors = (*inputs, *self.constants)
@@ -229,6 +253,10 @@ class LaunchSequence:
                     code.launch(src, number, action)
                 elif type(action) is TorchCall:
                     _call(src, number, action)
+                elif type(action) is PythonCall:
+                    target = "" if action.place is None else f"t{action.place} = "
+                    name = src.bind(f"call_{number}", action.function)
+                    src.add(f"{target}{name}({_expressions(src, action.args)})")
                 elif type(action) is Step:
                     step.close()
                     if action.title is not None:
@@ -252,7 +280,7 @@ class LaunchSequence:
                 if action.function.is_view and read.isdisjoint(action.places):
                     continue
                 read.update(_places((action.args, action.kwargs)))
-            elif type(action) is KernelLaunch:
+            elif type(action) is KernelLaunch or type(action) is PythonCall:
                 read.update(_places(action.args))
             kept.append(action)
         return kept[::-1]
@@ -267,15 +295,14 @@ class _DriverCode:
         # Zeroed buffers that only launches read are parts of one, which one call clears.
         seen = set(_places(result))
         for action in actions:
-            if type(action) is TorchCall:
-                seen.update(_places((action.args, action.kwargs)))
+            seen.update(_read_as_tensors(action))
         self.offsets: dict[int, int] = {}
         self.zeros = 0
         self.where: torch.device | None = None
         for action in actions:
             if type(action) is Allocation and action.is_zeroed and action.place not in seen:
                 self.offsets[action.place], self.where = self.zeros, action.device
-                self.zeros += -(-action.nbytes // ZEROS_ALIGNMENT) * ZEROS_ALIGNMENT
+                self.zeros += ceil_div(action.layout.nbytes, ZEROS_ALIGNMENT) * ZEROS_ALIGNMENT
 
     def begin(self, src: SourceCode) -> None:
         """Write what comes before the first action."""
@@ -291,11 +318,9 @@ class _DriverCode:
     def allocate(self, src: SourceCode, action: Allocation) -> None:
         if action.place in self.offsets:
             return
-        place, shape, dtype, device, is_zeroed = action
-        new = src.bind(f"new_{place}", partial(torch.empty, shape, dtype=dtype, device=device))
-        src.add(f"t{place} = {new}()  # {shape}, {dtype}")
-        if is_zeroed and action.nbytes:
-            src.add(f"memset(t{place}.data_ptr(), 0, {action.nbytes}, stream)")
+        _allocate(src, action, torch.empty)
+        if action.is_zeroed and action.layout.nbytes:
+            src.add(f"memset(t{action.place}.data_ptr(), 0, {action.layout.nbytes}, stream)")
 
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
@@ -330,10 +355,7 @@ class _BackendCode:
         """Nothing to prepare."""
 
     def allocate(self, src: SourceCode, action: Allocation) -> None:
-        place, shape, dtype, device, is_zeroed = action
-        make = torch.zeros if is_zeroed else torch.empty
-        new = src.bind(f"new_{place}", partial(make, shape, dtype=dtype, device=device))
-        src.add(f"t{place} = {new}()  # {shape}, {dtype}")
+        _allocate(src, action, torch.zeros if action.is_zeroed else torch.empty)
 
     def launch(self, src: SourceCode, number: int, action: KernelLaunch) -> None:
         kernel, grid, args = action
@@ -348,9 +370,24 @@ class _BackendCode:
         )
 
 
+def _allocate(src: SourceCode, action: Allocation, contiguous: Callable[..., Any]) -> None:
+    """Write the allocation of a tensor, by ``contiguous`` if it is."""
+    shape, strides, dtype = action.layout
+    if strides == _contiguous_strides(shape):
+        new = partial(contiguous, shape, dtype=dtype, device=action.device)
+    else:
+        new = partial(torch.empty_strided, shape, strides, dtype=dtype, device=action.device)
+    place = action.place
+    src.add(f"t{place} = {src.bind(f'new_{place}', new)}()  # {shape}, {dtype}")
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 def _call(src: SourceCode, number: int, action: TorchCall) -> None:
     """Write a call of torch, by the fastest of its names."""
-    function, args, kwargs, places, returns_tuple = action
+    function, args, kwargs, places, returns_tuple, _ = action
     known = {None, *_places((args, kwargs))}  # an argument that is returned keeps its name
     results = [f"t{place}" if place not in known else "_" for place in places]
     target = f"{''.join(f'{result}, ' for result in results)}" if returns_tuple else results[0]
@@ -385,6 +422,10 @@ def _expression(src: SourceCode, value: Any) -> str:
     return src.bind(f"constant_{len(src.names)}", value)
 
 
+def _expressions(src: SourceCode, values: Sequence[Any]) -> str:
+    return ", ".join(_expression(src, value) for value in values)
+
+
 def _places(value: Any) -> Iterable[int]:
     """The places of the slots in a value."""
     if type(value) is Slot:
@@ -411,6 +452,52 @@ def _moved(value: Any, to: dict[int, int]) -> Any:
     return value
 
 
+def _with_views_at_once(actions: Sequence[Action], returned: set[int]) -> list[Action]:
+    """The actions, with tensors allocated as the views that are all that calls of torch read.
+
+    Launches read an address, which the view shares.
+    """
+    readers: dict[int, list[int]] = {}
+    for number, action in enumerate(actions):
+        for place in _read_as_tensors(action):
+            readers.setdefault(place, []).append(number)
+    to: dict[int, int] = {}
+    layouts: dict[int, Dense] = {}
+    gone: set[int] = set()
+    for action in actions:
+        if type(action) is not Allocation or action.is_zeroed:
+            continue
+        last, names, layout = action.place, [], action.layout
+        while last not in returned and len(readers.get(last, ())) == 1:
+            (number,) = readers[last]
+            call = actions[number]
+            if type(call) is not TorchCall or call.view is None or call.places[0] in returned:
+                break
+            assert call.places[0] is not None
+            names.append(last)
+            gone.add(number)
+            last, layout = call.places[0], call.view
+        to |= dict.fromkeys(names, last)
+        layouts[action.place] = layout
+    found: list[Action] = []
+    for number, action in enumerate(actions):
+        if type(action) is Allocation and action.place in layouts:
+            place = to.get(action.place, action.place)
+            action = action._replace(place=place, layout=layouts[action.place])
+        elif type(action) is KernelLaunch:
+            action = action._replace(args=_moved(action.args, to))
+        if number not in gone:
+            found.append(action)
+    return found
+
+
+def _read_as_tensors(action: Action) -> set[int]:
+    """The places that an action reads otherwise than by their addresses."""
+    if type(action) is TorchCall:
+        return set(_places((action.args, action.kwargs)))
+    return set(_places(action.args)) if type(action) is PythonCall else set()
+
+
 def _touched(action: Action) -> Iterable[int]:
     """The places that an action reads or writes."""
     if type(action) is KernelLaunch:
@@ -418,6 +505,10 @@ def _touched(action: Action) -> Iterable[int]:
     elif type(action) is TorchCall:
         yield from _places((action.args, action.kwargs))
         yield from (place for place in action.places if place is not None)
+    elif type(action) is PythonCall:
+        yield from _places(action.args)
+        if action.place is not None:
+            yield action.place
 
 
 def _last_uses(actions: Sequence[Action], kept: set[int]) -> dict[int, list[int]]:
@@ -439,6 +530,7 @@ def record(
     *,
     constants: Sequence[torch.Tensor] = (),
     runs: Sequence[tuple[int, int]] = (),
+    objects: Sequence[object] = (),
     with_calls: bool = False,
     owns_inputs: bool = False,
 ) -> tuple[LaunchSequence, Result, Callable[[Any], Any]]:
@@ -455,6 +547,8 @@ def record(
     runs
         First addresses, and the addresses after the last, of inputs that follow one another in one
         memory whenever the sequence is played. A view may reach from one into the next.
+    objects
+        Inputs after the tensors, for calls that are made each time: process groups.
     with_calls
         Whether the sequence may call torch, besides allocating.
 
@@ -464,15 +558,17 @@ def record(
         The sequence, whose ``result`` is not set; the result; and a function that puts slots in
         place of the tensors in a value.
     """
-    sequence = LaunchSequence(len(tensors), constants, owns_inputs=owns_inputs)
-    recorder = _Recorder([*tensors, *constants], sequence, runs, with_calls)
-    outer, failure = launch.recording.listener, module.compile_failure
-    launch.recording.listener = recorder.launched
+    count = len(tensors) + len(objects)
+    sequence = LaunchSequence(count, constants, owns_inputs=owns_inputs)
+    recorder = _Recorder(tensors, objects, sequence, runs, with_calls)
+    recording, failure = launch.recording, module.compile_failure
+    outer = recording.listener, recording.recorder
+    recording.listener, recording.recorder = recorder.launched, recorder
     try:
         with recorder:
             result = function()
     finally:
-        launch.recording.listener = outer
+        recording.listener, recording.recorder = outer
     if module.compile_failure is not failure:
         recorder.refuse("a kernel did not compile")
     return sequence, result, recorder.slotted
@@ -498,6 +594,7 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         tensors: Sequence[torch.Tensor | None],
+        objects: Sequence[object],
         sequence: LaunchSequence,
         runs: Sequence[tuple[int, int]],
         with_calls: bool,
@@ -506,16 +603,25 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sequence = sequence
         self.runs = runs
         self.with_calls = with_calls
-        self.count = len(tensors)
+        self.count = sequence.made_from
         # A sequence makes tensors where its inputs are.
-        self.devices = {tensor.device for tensor in tensors if tensor is not None}
+        given = [*tensors, *sequence.constants]
+        self.devices = {tensor.device for tensor in given if tensor is not None}
         # Weak, so that recording keeps no memory; an id can be used again after a tensor is gone.
         self.places: dict[int, tuple[TensorWeakRef, int]] = {}
+        # Objects besides tensors, with their places.
+        self.objects = {id(one): (one, place) for place, one in enumerate(objects, len(tensors))}
+        self.is_in_call = False
+        """Whether a call is running that is repeated as a whole."""
         for place, tensor in enumerate(tensors):
             if tensor is not None:
                 self._put(tensor, place)
+        for place, tensor in enumerate(sequence.constants, sequence.count):
+            self._put(tensor, place)
 
     def dispatched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.is_in_call:
+            return func(*args, **kwargs)
         if func.namespace == "profiler":
             is_begin = type(args[0]) is str
             self.sequence.actions.append(Step(args[0] if is_begin else None))
@@ -525,8 +631,8 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return types[0].__torch_dispatch__(func, types, args, kwargs)
         made = func(*args, **kwargs)
         if func in _ALLOCATING and made.device in self.devices and made.is_contiguous():
-            what = (tuple(made.shape), made.dtype, made.device, func in _ZEROING)
-            self.sequence.actions.append(Allocation(self._new(made), *what))
+            where = (made.device, func in _ZEROING)
+            self.sequence.actions.append(Allocation(self._new(made), _dense(made), *where))
         elif self.with_calls:
             self._called(func, args, kwargs, made)
         elif not func.is_view:
@@ -537,10 +643,45 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def launched(self, kernel: Kernel, shape: Launch, args: tuple[Any, ...]) -> None:
         """Record a launch."""
+        if self.is_in_call:
+            return
         self.sequence.actions.append(KernelLaunch(kernel, shape, tuple(map(self.slotted, args))))
 
+    def called(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call, and record it as a whole: :func:`fuser.cuda.launch.call_each_time`."""
+        if self.is_in_call:
+            return function(*args)
+        if not self.with_calls:
+            self.refuse(f"{function.__qualname__} is called")
+        slots = tuple(map(self._argument, args))
+        self.is_in_call = True
+        try:
+            result = function(*args)
+        finally:
+            self.is_in_call = False
+        place = None
+        if isinstance(result, torch.Tensor):
+            place = self._new(result)
+        elif result is not None:
+            place, self.count = self.count, self.count + 1
+            self.objects[id(result)] = (result, place)
+        self.sequence.actions.append(PythonCall(function, slots, place))
+        return result
+
+    def _argument(self, value: Any) -> Any:
+        """An argument of a call that is made each time, with slots."""
+        if id(value) in self.objects:
+            return Slot(self.objects[id(value)][1])
+        if type(value) in (tuple, list):
+            return type(value)(map(self._argument, value))
+        if not isinstance(value, (torch.Tensor, *_CONSTANTS)):
+            self.refuse(f"it passes on a {type(value).__name__} that is neither an input nor made")
+        return self.slotted(value)
+
     def _called(self, func: Any, args: Any, kwargs: Any, made: Any) -> None:
-        if not _REJECTED.isdisjoint(func.tags):
+        if func is _aten.promote_types.default:  # of dtypes alone
+            return
+        if not _REJECTED.isdisjoint(func.tags) and not _indexes_by_numbers(func, args):
             self.refuse(f"{func} reads values")
             return
         if func is _aten.as_strided.default and not self._is_within(made, args, kwargs):
@@ -559,8 +700,11 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 places.append(None)
             else:
                 self.refuse(f"{func} returns a {type(result).__name__}")
+        view = None
+        if func in _REORDERING and made is not args[0] and made.data_ptr() == args[0].data_ptr():
+            view = _dense(made)
         self.sequence.actions.append(
-            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)))
+            TorchCall(func, *given, tuple(places), isinstance(made, (tuple, list)), view)
         )
         base = self._place(args[0]) if func.is_view and _are_alike(made, args[0]) else None
         if base is not None and places[0] not in (None, base):
@@ -609,6 +753,17 @@ class _Recorder(_Unwrapped, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sequence.refusal = self.sequence.refusal or reason
 
 
+def _dense(tensor: torch.Tensor) -> Dense:
+    return Dense(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _indexes_by_numbers(func: Any, args: Any) -> bool:
+    """Whether this is an index by integers, whose result has their shape; masks count values."""
+    return func is _aten.index.Tensor and all(
+        index is None or index.dtype in (torch.int32, torch.int64) for index in args[1]
+    )
+
+
 def _are_alike(one: Any, other: Any) -> bool:
     """Whether a view is another name of the whole tensor, such as the view that users get."""
     return (
@@ -618,9 +773,15 @@ def _are_alike(one: Any, other: Any) -> bool:
     )
 
 
+# Arguments that are the same in every repetition.
+_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _aten = torch.ops.aten
 _ZEROING = frozenset((_aten.zeros.default, _aten.zeros_like.default))
 _ALLOCATING = frozenset((_aten.empty.memory_format, _aten.empty_like.default, *_ZEROING))
+# Views that have all elements of a tensor, in as many bytes.
+_REORDERING = frozenset(
+    (_aten.view.default, _aten.view.dtype, _aten.t.default, _aten.transpose.int)
+)
 # Their results depend on values, and so may what follows.
 _REJECTED = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 # Python's own names of operations, which are called faster than an operation itself.

@@ -22,8 +22,8 @@ def checked_source(path: Path) -> Path:
     """
     resolved = path.resolve()
     if resolved.suffix != ".cu" or not resolved.is_file():
-        what = "is not there" if resolved.suffix == ".cu" else "is not a .cu file"
-        raise InputError(f"The source of a kernel is a .cu file; {resolved} {what}.")
+        fault = "is not there" if resolved.suffix == ".cu" else "is not a .cu file"
+        raise InputError(f"The source of a kernel is a .cu file; {resolved} {fault}.")
     return resolved
 
 
@@ -57,7 +57,7 @@ def own_files(top: Path) -> tuple[Path, ...]:
     They are looked for beside the file that includes them and beside ``top``; others, such as
     ``<fuser/packed.cuh>``, are not the user's.
     """
-    found = {top: None}
+    files = {top: None}
     waiting = [top]
     while waiting:
         path = waiting.pop()
@@ -65,10 +65,10 @@ def own_files(top: Path) -> tuple[Path, ...]:
             there = next(
                 (f for folder in (path.parent, top.parent) if (f := folder / name).is_file()), None
             )
-            if there is not None and there.resolve() not in found:
-                found[there.resolve()] = None
+            if there is not None and there.resolve() not in files:
+                files[there.resolve()] = None
                 waiting.append(there.resolve())
-    return tuple(found)
+    return tuple(files)
 
 
 def own_options(tops: Iterable[Path]) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
             f"gather_quantized got the recipe {recipe!r}, whose backward reads the unquantized "
             'weight, which is not gathered; "dequantized" reads what is.'
         )
-    made: dict[int, torch.nn.Parameter] = {}
+    masters: dict[int, torch.nn.Parameter] = {}
     owners: list[torch.nn.Module] = []
     for path, op in modules_and_ops(module):
         if isinstance(op, HiddenOps):
@@ -73,16 +73,16 @@ def gather_quantized(module: torch.nn.Module, recipe: Recipe) -> torch.nn.Module
         owners.append(op)
         for name in (op.parameter_names or ())[: op.main_grad_count]:
             weight = getattr(op, name)
-            if id(weight) not in made:
-                made[id(weight)] = _master(weight, recipe, path, name)
-    if not made:
+            if id(weight) not in masters:
+                masters[id(weight)] = _master(weight, recipe, path, name)
+    if not masters:
         raise InputError(
             f"gather_quantized got a {type(module).__name__} without a BasicLinear or "
             "GroupedLinear."
         )
     for owner in owners:
         for name, parameter in owner._parameters.items():
-            owner._parameters[name] = made.get(id(parameter), parameter)
+            owner._parameters[name] = masters.get(id(parameter), parameter)
     return module
 
 

@@ -118,22 +118,22 @@ class _Style:
             kept = parameter.get_high_precision_init_val()
             values = parameter.dequantize().detach() if kept is None else kept.to(parameter.device)
             values = values.to(parameter.dtype)
-        made = distribute_tensor(values, mesh, placements, src_data_rank=self.src_data_rank)
+        distributed = distribute_tensor(values, mesh, placements, src_data_rank=self.src_data_rank)
         if isinstance(parameter, QuantizedTensor):
-            part: Any = torch.nn.Parameter(made.to_local())
+            part: Any = torch.nn.Parameter(distributed.to_local())
             if isinstance(op, BasicLinear):
                 part = op.as_parameter(part)
             if not isinstance(part, QuantizedTensor):  # the user has set a quantized weight
                 part = parameter._quantizer(part)
-            made = DTensor.from_local(
+            distributed = DTensor.from_local(
                 part.detach(),
                 mesh,
                 placements,
                 run_check=False,
-                shape=made.shape,
-                stride=made.stride(),
+                shape=distributed.shape,
+                stride=distributed.stride(),
             )
-        setattr(op, name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))
+        setattr(op, name, torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad))
 
 
 class _LinearStyle(_Style):
@@ -230,7 +230,7 @@ class Rowwise(_LinearStyle):
     Raises
     ------
     InputError
-        As :class:`Colwise`.
+        If :class:`Colwise` would raise it.
     """
 
     whole, parted = "output", "input"
@@ -259,7 +259,7 @@ class Replicated(_Style):
     Raises
     ------
     InputError
-        As :class:`Colwise`.
+        If :class:`Colwise` would raise it.
     """
 
     def __init__(self, *, sequence_parallel: bool = False) -> None:
@@ -279,7 +279,7 @@ class Replicated(_Style):
 
 def _basic_ops(module: Any) -> list[BasicOperation]:
     ops: Any = module.ops if isinstance(module, Layer) else (module,)
-    return [each for op in ops for each in getattr(op, "members", (op,))]
+    return [member for op in ops for member in getattr(op, "members", (op,))]
 
 
 def _linears(module: Any) -> list[Linear | BasicLinear]:

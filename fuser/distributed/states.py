@@ -43,7 +43,7 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     ranks = ranks_of("distribute_parameters", device_mesh)
-    found: dict[int, tuple[Parameter, int | None]] = {}
+    dims: dict[int, tuple[Parameter, int | None]] = {}
     ops = _ops_of(module)
     dispatches = [op for op in ops if isinstance(op, MoeDispatch) and op.expert_parallel_size > 1]
     for op in ops:
@@ -65,8 +65,8 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
                     f"distribute_parameters got a mesh of the ranks {ranks}, and {kind} is a part "
                     f"over the ranks {own}."
                 )
-            found[id(parameter)] = parameter, dim
-    made = {
+            dims[id(parameter)] = parameter, dim
+    distributed = {
         key: Parameter(
             DTensor.from_local(
                 parameter.detach(),
@@ -76,15 +76,15 @@ def distribute_parameters(module: torch.nn.Module, device_mesh: Any) -> torch.nn
             ),
             requires_grad=parameter.requires_grad,
         )
-        for key, (parameter, dim) in found.items()
+        for key, (parameter, dim) in dims.items()
     }
     for op in ops:  # layers mark the norms of some rows of a sequence
         marked = (getattr(p, "sequence_parallel", False) for p in op._parameters.values())
         op.rows_are_sharded = op.rows_are_sharded or any(marked)
     for owner in (*module.modules(), *ops):
         for name, parameter in owner._parameters.items():
-            if id(parameter) in made:
-                owner._parameters[name] = made[id(parameter)]
+            if id(parameter) in distributed:
+                owner._parameters[name] = distributed[id(parameter)]
     return module
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fuser.cuda import fp8_scaling as kernels
+from fuser.cuda.launch import call_each_time
 from fuser.functional.lazy import LazyTensor, kernel_or_torch, rows_of
 from fuser.reference import fp8_scaling as reference
 from fuser.torch_private import foreach_copy_
@@ -38,9 +39,14 @@ def raise_amax(x: torch.Tensor | LazyTensor, out: torch.Tensor) -> None:
         kernels.amax(rows_of(x), out=out)
 
 
+def largest_of_ranks(amaxes: torch.Tensor, group: Any) -> None:
+    """Replace ``amaxes`` by their maxima over the ranks of ``group``."""
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+
+
 def reduce_amaxes(amaxes: Sequence[torch.Tensor], group: Any) -> None:
     """Replace each tensor ``[n]`` by its maximum over the ranks of ``group``, in one reduction."""
     flat = torch.cat(list(amaxes))
-    torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+    call_each_time(largest_of_ranks, flat, group)
     parts = torch.split(flat, [one.numel() for one in amaxes])
     foreach_copy_(list(amaxes), list(parts))

@@ -48,19 +48,19 @@ def padded_groups(
         ends, padded_ends, tiles = (
             torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes
         )
-        made = PaddedGroups(ends, padded_ends, tiles, rows)
+        padded = PaddedGroups(ends, padded_ends, tiles, rows)
         sizes = split_sizes
         if isinstance(sizes, torch.Tensor):
             sizes = sizes.contiguous()
             sizes = sizes if sizes.dtype in cuda.INDICES else sizes.to(torch.int32)
         try:
             cuda.group_tiles(
-                sizes, rows, ends=made.ends, padded_ends=made.padded_ends, tiles=made.tiles
+                sizes, rows, ends=padded.ends, padded_ends=padded.padded_ends, tiles=padded.tiles
             )
         except KernelUnavailable:
             pass
         else:
-            return made
+            return padded
     if not isinstance(split_sizes, torch.Tensor):
         split_sizes = torch.full((groups,), split_sizes, device=device)
     ends = reference.group_ends(split_sizes, rows)
@@ -145,7 +145,7 @@ def unpad(padded: torch.Tensor, groups: PaddedGroups) -> torch.Tensor:
 
 
 def group_ends(split_sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """As :func:`fuser.reference.grouped.group_ends`, of the rows of ``x``; in one launch."""
+    """The ends of groups of the rows of ``x``, in one launch; the reference has the same name."""
     rows = x.shape[0]
     if kernels_support(x) and split_sizes.device == x.device:
         sizes = split_sizes.contiguous()
@@ -161,7 +161,7 @@ def group_ends(split_sizes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def zero_tail(ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """As :func:`fuser.reference.grouped.zero_tail`; writes the rows after the last group alone."""
+    """Zero the rows after the last group, and write no others; the reference has the same name."""
     if kernels_support(out) and out.dim() == 2 and out.is_contiguous():
         try:
             cuda.zero_tail(ends, out=out)
@@ -175,7 +175,7 @@ def zero_tail(ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 def add_bias(
     ends: torch.Tensor, bias: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """As :func:`fuser.reference.grouped.add_bias`; reads and writes ``out`` once."""
+    """Add biases to rows of groups, in one pass over ``out``; the reference has the same name."""
     if kernels_support(out) and out.dim() == 2 and out.is_contiguous():
         try:
             cuda.add_bias(ends, bias.contiguous(), scales, out=out)

@@ -90,7 +90,7 @@ def rmsnorm_backward(
     x: torch.Tensor,
     gamma: torch.Tensor,
     rstd: torch.Tensor,
-    wanted: tuple[bool, bool],
+    needed: tuple[bool, bool],
     *,
     zero_centered: bool = False,
     d_extra: Wanted = None,
@@ -103,11 +103,11 @@ def rmsnorm_backward(
     """
     if not _takes(dy.dtype, x, d_extra):
         gain = _gain(gamma, zero_centered)
-        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, wanted, d_extra)
+        dx, dgamma = reference.rmsnorm_backward(dy, x, gain, rstd, needed, d_extra)
         return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma)
     parameters, options = (gamma,), (zero_centered, d_extra, rounded_dx)
-    norm = _NormBackward(dy, x, parameters, (rstd,), wanted[1:], *options)
-    return norm.where(wanted[0]), norm.grads[0]
+    norm = _NormBackward(dy, x, parameters, (rstd,), needed[1:], *options)
+    return norm.where(needed[0]), norm.grads[0]
 
 
 @fallback_to_torch
@@ -118,7 +118,7 @@ def layernorm_backward(
     beta: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    wanted: tuple[bool, bool, bool],
+    needed: tuple[bool, bool, bool],
     *,
     zero_centered: bool = False,
     d_extra: Wanted = None,
@@ -127,14 +127,14 @@ def layernorm_backward(
     """Gradients of ``x``, of ``gamma`` and of ``beta``, as in :func:`rmsnorm_backward`."""
     if not _takes(dy.dtype, x, d_extra) or gamma.dtype is not beta.dtype:
         gain = _gain(gamma, zero_centered)
-        grads = reference.layernorm_backward(dy, x, gain, mean, rstd, wanted, d_extra)
+        grads = reference.layernorm_backward(dy, x, gain, mean, rstd, needed, d_extra)
         dx, dgamma, dbeta = grads
         return _rounded_too(dx, rounded_dx), _cast(dgamma, gamma), _cast(dbeta, beta)
     parameters, statistics = (gamma, beta), (mean, rstd)
     options = (zero_centered, d_extra, rounded_dx)
-    norm = _NormBackward(dy, x, parameters, statistics, wanted[1:], *options)
+    norm = _NormBackward(dy, x, parameters, statistics, needed[1:], *options)
     dgamma, dbeta = norm.grads
-    return norm.where(wanted[0]), dgamma, dbeta
+    return norm.where(needed[0]), dgamma, dbeta
 
 
 def l2norm_backward(dy: torch.Tensor, x: torch.Tensor, rnorm: torch.Tensor) -> Result:
@@ -243,8 +243,8 @@ class _Norm(LazyTensor):
             gain = _gain(self.parameters[0], self.zero_centered)
             forward: Any = (reference.rmsnorm, reference.layernorm)[len(self.parameters) - 1]
             y, *statistics = forward(z, gain, *self.parameters[1:], self.eps, self.dtype)
-        for out, found in zip(self.statistics, statistics, strict=True):
-            out.copy_(found)
+        for out, statistic in zip(self.statistics, statistics, strict=True):
+            out.copy_(statistic)
         return y.view(self.shape)
 
     def amax(self, out: torch.Tensor) -> None:
@@ -252,8 +252,8 @@ class _Norm(LazyTensor):
 
     def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
         count, is_measured = len(self.parameters), self.has_statistics
-        what = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
-        return what, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
+        settings = ("norm", self.eps, self.dtype, self.zero_centered, count, is_measured)
+        return settings, (self.x, self.extra, *self.parameters, *self.statistics, self.z)
 
     def producer(self) -> Producer:
         if not self.has_statistics:
@@ -302,7 +302,7 @@ class _NormBackward(LazyTensor):
         x: torch.Tensor,
         parameters: tuple[torch.Tensor, ...],
         statistics: tuple[torch.Tensor, ...],
-        wanted: tuple[bool, ...],
+        needed: tuple[bool, ...],
         zero_centered: bool = False,
         d_extra: Wanted = None,
         rounded_dx: Wanted = None,
@@ -313,7 +313,7 @@ class _NormBackward(LazyTensor):
         self.statistics = statistics
         self.zero_centered = zero_centered
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, wanted, strict=True)]
+        self.grads = [_like(p, is_wanted) for p, is_wanted in zip(parameters, needed, strict=True)]
         self.rounded_dx = rounded_dx
         self.means: Wanted = None
 
@@ -336,15 +336,15 @@ class _NormBackward(LazyTensor):
             dx = reference.l2norm_backward(self.dy, self.x, *self.statistics)
         else:
             gain = _gain(self.parameters[0], self.zero_centered)
-            wanted = (True, *(grad is not None for grad in self.grads))
+            needed = (True, *(grad is not None for grad in self.grads))
             backward: Any = (reference.rmsnorm_backward, reference.layernorm_backward)[
                 len(self.parameters) - 1
             ]
             read = (self.dy, self.x, gain, *self.statistics)
-            dx, *grads = backward(*read, wanted, self.d_extra)
-        for out, found in zip(self.grads, grads, strict=True):
-            if out is not None and found is not None:
-                out.copy_(found)
+            dx, *grads = backward(*read, needed, self.d_extra)
+        for out, grad_of_reference in zip(self.grads, grads, strict=True):
+            if out is not None and grad_of_reference is not None:
+                out.copy_(grad_of_reference)
         _rounded_too(dx, self.rounded_dx)
         return dx.view(self.shape)
 
@@ -352,9 +352,9 @@ class _NormBackward(LazyTensor):
         self._measure(amax=out)
 
     def launch_key(self) -> tuple[Hashable, tuple[Wanted, ...]]:
-        what = ("norm backward", self.zero_centered, len(self.parameters))
+        settings = ("norm backward", self.zero_centered, len(self.parameters))
         read = (self.dy, self.x, self.d_extra, *self.parameters, *self.statistics, self.means)
-        return what, (*read, *self.grads, self.rounded_dx)
+        return settings, (*read, *self.grads, self.rounded_dx)
 
     def producer(self) -> Producer:
         if self.means is None:

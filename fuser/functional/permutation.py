@@ -85,7 +85,7 @@ class _GatheredRows(LazyTensor):
 def gathered_rows(
     x: torch.Tensor, row_map: torch.Tensor, inverse_map: torch.Tensor
 ) -> torch.Tensor | LazyTensor:
-    """As :func:`permute`; lazy where kernels run."""
+    """The rows that :func:`permute` returns; lazy where kernels run."""
     if kernels_support(x):
         return _GatheredRows(x, row_map, inverse_map)
     return reference.permute(x, row_map, inverse_map)

@@ -112,7 +112,7 @@ def scaled_activation_bias_backward(
     *,
     wants_dscales: bool = True,
 ) -> tuple[Result, torch.Tensor | None, torch.Tensor]:
-    """As :func:`scaled_activation_backward`, and the gradients of the biases in ``x``.
+    """The gradients of :func:`scaled_activation_backward`, and those of the biases in ``x``.
 
     All rows are those of padded ``groups``, whose biases are before the activation: their gradients
     ``[G, columns of x]`` are the sums of the first result over the rows of each group. A lazy
@@ -190,7 +190,7 @@ def chain_backward(
     dy: torch.Tensor,
     x: torch.Tensor | None,
     operands: Operands,
-    wanted: Sequence[bool],
+    needed: Sequence[bool],
 ) -> tuple[LazyTensor, list[torch.Tensor | None]]:
     """Gradients of the input of ``stages`` and, if ``wanted``, of the operands.
 
@@ -199,7 +199,7 @@ def chain_backward(
     """
     *leading, width = dy.shape
     grads: list[torch.Tensor | None] = []
-    for stage, operand, is_wanted in reversed(list(zip(stages, operands, wanted, strict=True))):
+    for stage, operand, is_wanted in reversed(list(zip(stages, operands, needed, strict=True))):
         shape, dtype = (*leading, width), dy.dtype
         if stage.name == "bias":
             shape = (width,)
@@ -322,9 +322,9 @@ class _Backward(LazyTensor):
         dx, grads = reference_chain.backward(
             self.stages, self.dy, self.x, self.operands, self.saved
         )
-        for out, found in zip(self.grads, grads, strict=True):
-            if out is not None and found is not None:
-                out.copy_(found)
+        for out, grad in zip(self.grads, grads, strict=True):
+            if out is not None and grad is not None:
+                out.copy_(grad)
         self.grads, self.sums, self.row_parts = (None,) * len(self.stages), None, None
         dx = dx.contiguous()  # the same tensor if it is: autograd sees who else has it
         dx = dx if dx.shape == self.shape else dx.view(self.shape)
@@ -341,16 +341,16 @@ class _Backward(LazyTensor):
 
     def producer(self) -> Producer:
         rows, columns = self.matrix
-        wanted = [i for i, grad in enumerate(self.grads) if grad is not None]
+        operands_with_grad = [i for i, grad in enumerate(self.grads) if grad is not None]
         scaled = [i for i, stage in enumerate(self.stages) if stage.is_scaled]
         self.sums = self.row_parts = None
-        is_of_bias = wanted == [0] and self.stages[0].name == "bias"
+        is_of_bias = operands_with_grad == [0] and self.stages[0].name == "bias"
         if is_of_bias or self.group_dbias is not None:
             self.sums = self._parts(kernels.sums_shape(rows, columns))
-        if len(wanted) == 1 and wanted == scaled:
+        if len(operands_with_grad) == 1 and operands_with_grad == scaled:
             shape = kernels.row_parts_shape(self.stages, rows, self.columns)
             self.row_parts = self._parts(shape)
-        elif wanted and not is_of_bias:
+        elif operands_with_grad and not is_of_bias:
             self._run(None, None)  # a tile has no room for these
         return kernels.backward_producer(
             self.stages,
@@ -385,10 +385,10 @@ class _Backward(LazyTensor):
     def _run(self, dx: torch.Tensor | None, amax: torch.Tensor | None) -> None:
         """Write the gradients of operands, once, and the other outputs that are not None."""
         size, workspace = 0, None
-        wanted = [grad is not None for grad in self.grads]
-        if any(wanted):
+        have_grad = [grad is not None for grad in self.grads]
+        if any(have_grad):
             rows, _ = self.matrix
-            size = kernels.workspace_size(self.stages, rows, self.columns, self.dtype, wanted)
+            size = kernels.workspace_size(self.stages, rows, self.columns, self.dtype, have_grad)
         if size:
             workspace = torch.empty(size, dtype=torch.float32, device=self.device)
         kernels.pointwise_backward(

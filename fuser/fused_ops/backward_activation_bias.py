@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from fuser.basic_ops import Activation, Bias
+from fuser.basic_ops.activation import ActivationState
 from fuser.functional import pointwise
-from fuser.op import FusedOperation, Grads, OperationContext, quantizes_values, write_grad_input
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepGrads,
+    Tensors,
+    quantizes_values,
+    write_grad_input,
+)
 from fuser.specs import PlanKey
 
 
@@ -38,17 +43,12 @@ class BackwardActivationBias(FusedOperation):
     def fuses_quantize(cls, bias: Bias, activation: Activation, *, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         _, activation = self.members
-        ctx: Any = basic_op_ctxs[1]
+        bias_ctx, ctx = ctxs
         x = activation.saved_input(ctx)
+        state: ActivationState = ctx.state
         dx, dbias = pointwise.activation_bias_backward(
-            ctx.function, grad_output, x, is_plain=not ctx.has_recipe
+            state.function, dy, x, is_plain=not ctx.has_recipe
         )
-        return write_grad_input(dx, basic_op_ctxs[0]), ((dbias,), ()), ((), ())
+        return write_grad_input(dx, bias_ctx), (dbias,), ()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
 from fuser.functional.lazy import materialize
-from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepGrads,
+    Tensors,
+    write_grad_input,
+)
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -72,30 +77,20 @@ class _BackwardAddNorm(FusedOperation):
     ) -> bool:
         return add is None and norm.fuses_quantize(side, key.window(1, 2))
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        norm, ctx = self.members[-1], basic_op_ctxs[0]
-        (grad_extra,) = basic_op_grad_extra_outputs[-2]
-        if len(self.members) == 2:
-            dx, param_grads = norm.input_grad_and_param_grads(
-                basic_op_ctxs[1], grad_output, grad_extra
-            )
-            return write_grad_input(dx, ctx), [(), param_grads], [(), ()]
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        norm, ctx = self.members[-1], ctxs[0]
+        (grad_extra,) = grad_extras
+        if len(ctxs) == 2:
+            dx, param_grads = norm.input_grad_and_param_grads(ctxs[1], dy, grad_extra)
+            return write_grad_input(dx, ctx), param_grads, ()
         dtype = ctx.input_dtype
         rounded = None
-        if grad_output.dtype is dtype:
-            rounded = torch.empty(grad_output.shape, dtype=dtype, device=grad_output.device)
-        dx, param_grads = norm.input_grad_and_param_grads(
-            basic_op_ctxs[2], grad_output, grad_extra, rounded
-        )
+        if dy.dtype is dtype:
+            rounded = torch.empty(dy.shape, dtype=dtype, device=dy.device)
+        dx, param_grads = norm.input_grad_and_param_grads(ctxs[2], dy, grad_extra, rounded)
         d_sum = materialize(dx)
         main = d_sum.to(dtype) if rounded is None else rounded
-        return write_grad_input(main, ctx), [(), (), param_grads], [(d_sum,), (), ()]
+        return write_grad_input(main, ctx), param_grads, (d_sum,)
 
 
 class BackwardAddRMSNorm(_BackwardAddNorm):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from fuser.basic_ops import BasicLinear, MakeExtraOutput
 from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
-from fuser.op import FusedOperation, Grads, OperationContext, write_grad_input
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepGrads,
+    Tensors,
+    write_grad_input,
+)
 from fuser.specs import PlanKey
 
 
@@ -35,15 +39,7 @@ class BackwardLinearAdd(FusedOperation):
         wgrad = [(name, 0) for name in linear.kernels(side, own) if name.startswith("wgrad")]
         return (*wgrad, (added_gemm(linear, side, own), 2))
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        linear = self.members[1]
-        ctx = basic_op_ctxs[1]
-        (grad_extra,) = basic_op_grad_extra_outputs[0]
-        grad_input, param_grads = linear.op_backward(ctx, grad_output, addend=grad_extra)
-        return write_grad_input(grad_input, basic_op_ctxs[0]), [(), param_grads], [(), ()]
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        linear, (ctx, linear_ctx), (grad_extra,) = self.members[1], ctxs, grad_extras
+        grad_input, param_grads = linear.op_backward(linear_ctx, dy, addend=grad_extra)
+        return write_grad_input(grad_input, ctx), param_grads, ()

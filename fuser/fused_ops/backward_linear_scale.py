@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from fuser.basic_ops import BasicLinear, ConstantScale
+from fuser.basic_ops.constant_scale import ConstantScaleState
 from fuser.basic_ops.linear_epilogues import grad_scale_refusal
 from fuser.cuda import cublaslt
-from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.op import Contexts, FusedOperation, StepGrads, Tensors
 from fuser.specs import PlanKey
 
 
@@ -39,14 +38,8 @@ class BackwardLinearScale(FusedOperation):
             return tuple(step for gemm in gemms for step in (("mul scale_inv", 0), gemm))
         return tuple(gemms)
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        linear_ctx, scale_ctx = basic_op_ctxs
-        scale = scale_ctx.scale
-        grad_input, param_grads = self.members[0].op_backward(linear_ctx, grad_output, scale)
-        return grad_input, [param_grads, ()], [(), ()]
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        linear_ctx, scale_ctx = ctxs
+        state: ConstantScaleState = scale_ctx.state
+        grad_input, param_grads = self.members[0].op_backward(linear_ctx, dy, state.scale)
+        return grad_input, param_grads, ()

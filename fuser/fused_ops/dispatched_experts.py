@@ -12,7 +12,7 @@ from fuser.basic_ops.remote_rows import sends_bytes
 from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.functional.lazy import materialize
 from fuser.fused_ops.grouped_mlp import GroupedMLP
-from fuser.op import FusedOperation, Grads, OperationContext
+from fuser.op import Contexts, FusedOperation, StepGrads, StepInputs, StepOutputs, Tensors
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey, QuantSpec
 
@@ -42,8 +42,9 @@ class DispatchedExperts(FusedOperation):
         outputs = {name: k for k, (name, _) in dispatch._output_channels.items()}
         # For each extra input of the experts, the extra output of the dispatch that it is.
         self._places = [
-            [outputs.get(op._input_channels.get(k, "")) for k in range(op.num_extra_inputs)]
+            outputs.get(op._input_channels.get(k, ""))
             for op in experts
+            for k in range(op.num_extra_inputs)
         ]
 
     @classmethod
@@ -92,8 +93,8 @@ class DispatchedExperts(FusedOperation):
         if activation is None or down is None:
             names = up.kernels(side, of_experts)
         else:
-            made = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
-            names = tuple(name for name, _ in made)
+            of_mlp = GroupedMLP.kernels(up, activation, down, side=side, key=of_experts)
+            names = tuple(name for name, _ in of_mlp)
         if side == "forward":
             how = "permute input" if sends_bytes else "permute+quantize input"
             names = tuple(name.replace("quantize input", how) for name in names)
@@ -132,79 +133,48 @@ class DispatchedExperts(FusedOperation):
     def notes(self, key: PlanKey, rows: int) -> tuple[str, ...]:
         """Notes on the copy that is not made and on sent bytes, and the notes of the experts."""
         (experts,), (dispatch, up, *_) = self._experts, self.members
-        found = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
+        note = "Quantizes the experts' input from the tokens, by index: the rows are not copied."
         if _sends_bytes(dispatch, up, key):
-            found += " Bytes are sent; ranks first agree on the scale of each expert."
+            note += " Bytes are sent; ranks first agree on the scale of each expert."
         elif dispatch.expert_parallel_size > 1:
-            found = "Quantizes the experts' input from the received rows, by index."
+            note = "Quantizes the experts' input from the received rows, by index."
         of_experts = key.window(1, len(key.ops))
-        return (found, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
+        return (note, *(experts.notes(of_experts, rows) if experts.is_fused_op else ()))
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
         (experts,), (dispatch, up, *_) = self._experts, self.members
-        ctx, *ctxs = basic_op_ctxs
+        count = dispatch.num_extra_inputs
+        own, of_experts = inputs.extras[:count], inputs.extras[count:]
         rows: Any
-        rows, made = dispatch.rows_of_experts(
-            ctx,
-            input_,
-            basic_op_extra_inputs[0],
-            ctxs[0].autocast_dtype or up._dtype,
+        rows, outputs = dispatch.rows_of_experts(
+            ctxs[0],
+            x,
+            own,
+            ctxs[1].autocast_dtype or up._dtype,
             is_lazy=True,
-            may_send_bytes=self._places[0][0] == SPLIT_SIZES,
+            may_send_bytes=self._places[0] == SPLIT_SIZES,
         )
-        if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in basic_op_kwargs[1:]):
+        if not all({*kwargs} <= {"is_first_microbatch"} for kwargs in inputs.kwargs[1:]):
             rows = materialize(rows)  # the caller has buffers, which are compared with the input
-        extras = [
-            tuple(
-                given if place is None else made[place]
-                for given, place in zip(row, places, strict=True)
-            )
-            for row, places in zip(basic_op_extra_inputs[1:], self._places, strict=True)
-        ]
-        y, _ = experts.fuser_forward(
-            ctxs,
-            rows,
-            basic_op_extra_inputs=extras,
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=next_op_input_quantizer,
-            basic_op_kwargs=basic_op_kwargs[1:],
+        extras = tuple(
+            given if place is None else outputs[place]
+            for given, place in zip(of_experts, self._places, strict=True)
         )
-        return y, [made, *[()] * len(ctxs)]
+        own_inputs = StepInputs(extras, inputs.quantizer, inputs.kwargs[1:])
+        y, _ = experts.step_forward(ctxs[1:], rows, own_inputs)
+        return y, outputs
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
         (experts,), dispatch = self._experts, self.members[0]
-        dx, params, extras = experts.fuser_backward(
-            basic_op_ctxs[1:],
-            grad_output,
-            basic_op_grad_extra_outputs=basic_op_grad_extra_outputs[1:],
-        )
-        params, extras = list(params), list(extras)
-        of_outputs: list[Any] = list(basic_op_grad_extra_outputs[0])
+        dx, params, extras = experts.step_backward(ctxs[1:], dy, ())
+        extras, of_outputs = tuple(extras), list[Any](grad_extras)
         # In the order in which the executor adds those of one fused op, which decides the bits.
-        for row, places in zip(extras, self._places, strict=True):
-            for grad, place in zip(row, places, strict=True):
-                if place is not None and grad is not None:
-                    before = of_outputs[place]
-                    of_outputs[place] = grad if before is None else before + grad
-        dx, own_params, own_extras = dispatch.fuser_backward(
-            basic_op_ctxs[:1], dx, basic_op_grad_extra_outputs=[tuple(of_outputs)]
-        )
-        return dx, [*own_params, *params], [*own_extras, *extras]
+        for grad, place in zip(extras, self._places, strict=True):
+            if place is not None and grad is not None:
+                before = of_outputs[place]
+                of_outputs[place] = grad if before is None else before + grad
+        dx, own_params, own_extras = dispatch.step_backward(ctxs[:1], dx, of_outputs)
+        return dx, (*own_params, *params), (*own_extras, *extras)
 
 
 def _sends_bytes(dispatch: MoeDispatch, up: GroupedLinear, key: PlanKey) -> bool:

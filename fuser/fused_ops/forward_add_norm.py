@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from fuser.basic_ops import AddExtraInput, LayerNorm, MakeExtraOutput, RMSNorm
 from fuser.basic_ops.normalization import kernel_names
-from fuser.op import FusedOperation, OperationContext, write_output
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepInputs,
+    StepOutputs,
+    write_output,
+)
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -56,24 +61,12 @@ class _ForwardAddNorm(FusedOperation):
         runs: bool = norm.runs_in_kernel(key.window(count - 1, count))
         return runs
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        add = self.members[0]
-        norm = self.members[-1]
-        (extra,) = basic_op_extra_inputs[0]
-        add.check_extra(input_.shape, extra.shape)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        add, norm, (extra,) = self.members[0], self.members[-1], inputs.extras
+        add.check_extra(x.shape, extra.shape)
         exposes_sum = len(self.members) == 3
-        y, z = norm.normalize(basic_op_ctxs[-1], input_, extra, exposes_sum)
-        y = write_output(y, next_op_input_quantizer)
-        return y, ((), (z,), ()) if exposes_sum else ((), ())
+        y, z = norm.normalize(ctxs[-1], x, extra, exposes_sum)
+        return write_output(y, inputs.quantizer), (z,) if exposes_sum else ()
 
 
 class ForwardAddRMSNorm(_ForwardAddNorm):

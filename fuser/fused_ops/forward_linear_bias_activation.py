@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from fuser import gemm
 from fuser.basic_ops import GELU, Activation, BasicLinear, Bias
 from fuser.basic_ops.linear_epilogues import bias_refusal, biased_gemm
-from fuser.op import FusedOperation, OperationContext, quantizes_values, write_output
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepInputs,
+    StepOutputs,
+    quantizes_values,
+    write_output,
+)
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -65,32 +69,17 @@ class ForwardLinearBiasActivation(FusedOperation):
     ) -> bool:
         return activation is not None and quantizes_values(side, key)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        members = self.members
-        linear = members[0]
-        bias = members[1].addend(basic_op_ctxs[1])
-        if len(members) == 2:
-            y = linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0])
-            return write_output(y, next_op_input_quantizer), ((), ())
-        activation, ctx = members[2], basic_op_ctxs[2]
-        if (
-            not ctx.has_recipe
-            and not ctx.requires_grad
-            and _is_gelu_epilogue(activation, input_.device.type)
-        ):
-            x, weight = linear.operands(basic_op_ctxs[0], input_)
-            return gemm.linear_gelu(x, weight, bias), ((), (), ())
-        y = activation.run(ctx, linear.matmul(basic_op_ctxs[0], input_, bias, **basic_op_kwargs[0]))
-        return write_output(y, next_op_input_quantizer), ((), (), ())
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        linear, bias_op, *rest = self.members
+        bias = bias_op.addend(ctxs[1])
+        is_exact = bool(rest) and not (ctxs[2].has_recipe or ctxs[2].requires_grad)
+        if is_exact and _is_gelu_epilogue(rest[0], x.device.type):
+            x, weight = linear.operands(ctxs[0], x)
+            return gemm.linear_gelu(x, weight, bias), ()
+        y = linear.matmul(ctxs[0], x, bias, **inputs.kwargs[0])
+        if rest:
+            y = rest[0].run(ctxs[2], y)
+        return write_output(y, inputs.quantizer), ()
 
 
 def _is_gelu_epilogue(activation: Activation, device: str) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from fuser.basic_ops import AddExtraInput, BasicLinear, Bias
@@ -16,7 +13,13 @@ from fuser.basic_ops.linear_epilogues import (
     biased_gemm,
     parallel_refusal,
 )
-from fuser.op import FusedOperation, OperationContext, write_output
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepInputs,
+    StepOutputs,
+    write_output,
+)
 from fuser.plan.window import Optional
 from fuser.specs import PlanKey
 
@@ -62,20 +65,9 @@ class ForwardLinearBiasAdd(FusedOperation):
             return ((added_gemm(linear, side, key), 3),)
         return ((biased_gemm(linear, key), 2), ("add", 1))
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear = self.members[0]
-        add = self.members[-1]
-        (extra,) = basic_op_extra_inputs[-1]
-        add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
-        bias = None if len(self.members) == 2 else self.members[1].addend(basic_op_ctxs[1])
-        y = linear.matmul(basic_op_ctxs[0], input_, bias, addend=extra, **basic_op_kwargs[0])
-        return write_output(y, next_op_input_quantizer), ((),) * len(self.members)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        linear, add, (extra,) = self.members[0], self.members[-1], inputs.extras
+        add.check_extra((*x.shape[:-1], linear.out_features), extra.shape)
+        bias = None if len(self.members) == 2 else self.members[1].addend(ctxs[1])
+        y = linear.matmul(ctxs[0], x, bias, addend=extra, **inputs.kwargs[0])
+        return write_output(y, inputs.quantizer), ()

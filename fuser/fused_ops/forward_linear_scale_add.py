@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from fuser.basic_ops import AddExtraInput, BasicLinear, ConstantScale
 from fuser.basic_ops.linear_epilogues import added_gemm, addend_refusal
-from fuser.op import FusedOperation, OperationContext, write_output
+from fuser.op import (
+    Contexts,
+    FusedOperation,
+    StepInputs,
+    StepOutputs,
+    write_output,
+)
 from fuser.specs import PlanKey
 
 
@@ -42,20 +45,8 @@ class ForwardLinearScaleAdd(FusedOperation):
     ) -> tuple[tuple[str, int], ...]:
         return ((added_gemm(linear, side, key), 3),)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        linear, scale, add = self.members
-        ((extra,),) = basic_op_extra_inputs[2:]
-        add.check_extra((*input_.shape[:-1], linear.out_features), extra.shape)
-        y = linear.matmul(
-            basic_op_ctxs[0], input_, addend=extra, scale=scale.scale, **basic_op_kwargs[0]
-        )
-        return write_output(y, next_op_input_quantizer), ((), (), ())
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        (linear, scale, add), (extra,) = self.members, inputs.extras
+        add.check_extra((*x.shape[:-1], linear.out_features), extra.shape)
+        y = linear.matmul(ctxs[0], x, addend=extra, scale=scale.scale, **inputs.kwargs[0])
+        return write_output(y, inputs.quantizer), ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,11 +12,16 @@ from fuser.basic_ops.scaled_activation import ScaledActivation
 from fuser.chain import Stage, Stages
 from fuser.functional import pointwise
 from fuser.op import (
+    Contexts,
     FusedOperation,
-    Grads,
     OperationContext,
+    StepGrads,
+    StepInputs,
+    StepOutputs,
+    Tensors,
     cast,
     quantizes_values,
+    rows,
     write_grad_input,
     write_output,
 )
@@ -28,6 +33,16 @@ _POINTWISE = Having("stage")
 
 # Stages that are sums: the gradients of input and operand are the output's, perhaps summed.
 _SUMS = ("bias", "add_extra_input")
+
+
+class PointwiseChainState(NamedTuple):
+    """What a chain keeps besides its input and operands, for each op that does something."""
+
+    stages: Stages
+    owners: list[int]
+    """The index of the op."""
+    wanted: list[bool]
+    """Whether its operand needs a gradient."""
 
 
 class PointwiseChain(FusedOperation):
@@ -69,25 +84,16 @@ class PointwiseChain(FusedOperation):
     def fuses_quantize(cls, first: Any, rest: tuple[Any, ...], *, side: str, key: PlanKey) -> bool:
         return quantizes_values(side, key)
 
-    def fuser_forward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        input_: torch.Tensor,
-        *,
-        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
-        basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
-        ctx: Any = basic_op_ctxs[0]
-        shape = tuple(input_.shape)
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        ctx = ctxs[0]
+        shape = tuple(x.shape)
+        extras = rows(inputs.extras, [op.num_extra_inputs for op in self.members])
         # Index, stage and operand of each op that does something.
         owners: list[int] = []
         chain: list[Stage] = []
         operands: list[torch.Tensor | None] = []
         for i, op in enumerate(self.members):
-            extras = basic_op_extra_inputs[i]
-            link = op.stage(basic_op_ctxs[i], shape, input_.device, extras)
+            link = op.stage(ctxs[i], shape, x.device, extras[i])
             if link is not None:
                 stage, operand = link
                 owners.append(i)
@@ -100,27 +106,21 @@ class PointwiseChain(FusedOperation):
                 operand if stage.name not in _SUMS or _reads_again(stages[i:]) else None
                 for i, (stage, operand) in enumerate(zip(stages, operands, strict=True))
             ]
-            ctx.save_for_backward(input_ if _reads_again(stages) else None, *kept)
-            ctx.stages, ctx.owners = stages, owners
-            ctx.wanted = [_wants_grad(basic_op_ctxs[i]) for i in owners]
-        y = pointwise.chain(stages, input_, operands) if stages else input_
-        return write_output(y, next_op_input_quantizer), ((),) * len(self.members)
+            ctx.save_for_backward(x if _reads_again(stages) else None, *kept)
+            wanted = [_wants_grad(ctxs[i]) for i in owners]
+            ctx.state = PointwiseChainState(stages, owners, wanted)
+        y = pointwise.chain(stages, x, operands) if stages else x
+        return write_output(y, inputs.quantizer), ()
 
-    def fuser_backward(
-        self,
-        basic_op_ctxs: list[OperationContext],
-        grad_output: torch.Tensor,
-        *,
-        basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
-    ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
-        ctx: Any = basic_op_ctxs[0]
-        stages: Stages = ctx.stages
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        ctx = ctxs[0]
+        state: PointwiseChainState = ctx.state
+        stages = state.stages
         grads: list[torch.Tensor | None] = []
         if not stages:
-            dx = write_grad_input(grad_output, ctx)
+            dx = write_grad_input(dy, ctx)
         else:
             x, *operands = ctx.saved_tensors
-            dy = cast(grad_output, ctx.input_dtype)
             is_dy = [_are_sums(stages[i:]) for i in range(len(stages))]
             is_dx = [
                 _are_sums(stages[: i + 1]) and ctx.grad_input_quantizer is None
@@ -129,17 +129,19 @@ class PointwiseChain(FusedOperation):
             asked = [
                 is_wanted and (stage.name == "bias" or not (as_dy or as_dx))
                 for stage, is_wanted, as_dy, as_dx in zip(
-                    stages, ctx.wanted, is_dy, is_dx, strict=True
+                    stages, state.wanted, is_dy, is_dx, strict=True
                 )
             ]
-            values, grads = pointwise.chain_backward(stages, dy, x, operands, asked)
+            values, grads = pointwise.chain_backward(
+                stages, cast(dy, ctx.input_dtype), x, operands, asked
+            )
             dx = write_grad_input(values, ctx)
             for i, stage in enumerate(stages):
-                if stage.name == "add_extra_input" and ctx.wanted[i] and not asked[i]:
-                    grads[i] = grad_output if is_dy[i] else dx
-        found = dict(zip(ctx.owners, grads, strict=True))
-        params = [(found[i],) if op._parameters else () for i, op in enumerate(self.members)]
-        extras = [(found[i],) if op.num_extra_inputs else () for i, op in enumerate(self.members)]
+                if stage.name == "add_extra_input" and state.wanted[i] and not asked[i]:
+                    grads[i] = dy if is_dy[i] else dx
+        found = dict(zip(state.owners, grads, strict=True))
+        params = [found[i] for i, op in enumerate(self.members) if op._parameters]
+        extras = [found[i] for i, op in enumerate(self.members) if op.num_extra_inputs]
         return dx, params, extras
 
 

@@ -56,11 +56,11 @@ class Groups(NamedTuple):
     def slices(self) -> list[slice]:
         """The rows of each group; the sizes must have been read."""
         assert self.sizes is not None
-        found, start = [], 0
+        slices, start = [], 0
         for size in self.sizes:
-            found.append(slice(start, start + size))
+            slices.append(slice(start, start + size))
             start += size
-        return found
+        return slices
 
 
 def has_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
@@ -141,12 +141,12 @@ def wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         n, k = dy.shape[1], x.shape[1]
         if not len(dy):  # torch refuses a product over no rows
             return dy.new_zeros(len(groups.ends), n, k)
-        made = F.grouped_mm(whole_vectors(dy).t(), whole_vectors(x), offs=groups.ends)
-        return made if made.shape[1:] == (n, k) else made[:, :n, :k]
-    made = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
-    for product, rows in zip(made, groups.slices(), strict=True):
+        products = F.grouped_mm(whole_vectors(dy).t(), whole_vectors(x), offs=groups.ends)
+        return products if products.shape[1:] == (n, k) else products[:, :n, :k]
+    products = dy.new_empty(len(groups.sizes), dy.shape[1], x.shape[1])
+    for product, rows in zip(products, groups.slices(), strict=True):
         torch.mm(dy[rows].t(), x[rows], out=product)
-    return made
+    return products
 
 
 def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -158,8 +158,8 @@ def sums(dy: torch.Tensor, groups: Groups, scales: torch.Tensor | None = None) -
         factors = dy.new_ones(1) if scales is None else scales.to(dy.dtype)
         width = VECTOR_BYTES // dy.element_size()
         left = factors[:, None].expand(dy.shape[0], width).contiguous()
-        made = F.grouped_mm(left.t(), whole_vectors(dy), offs=groups.ends)
-        return made[:, 0, : dy.shape[1]]
+        products = F.grouped_mm(left.t(), whole_vectors(dy), offs=groups.ends)
+        return products[:, 0, : dy.shape[1]]
     weighted = dy if scales is None else dy * scales[:, None].to(dy.dtype)
     return torch.stack([weighted[rows].sum(0) for rows in groups.slices()])
 
@@ -174,7 +174,7 @@ def _multiply(
         y = y if y.shape[1] == columns else y[:, :columns].contiguous()
         y = grouped.zero_tail(groups.ends, y)
         return y if out is None else out.copy_(y)
-    parts = [torch.mm(a[rows], each) for rows, each in zip(groups.slices(), b, strict=True)]
+    parts = [torch.mm(a[rows], weight) for rows, weight in zip(groups.slices(), b, strict=True)]
     y = torch.cat([*parts, a.new_zeros(a.shape[0] - sum(groups.sizes), b.shape[2])])
     return y if out is None else out.copy_(y)
 

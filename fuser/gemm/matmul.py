@@ -238,8 +238,8 @@ def _product(
     rows, columns = (
         tensor._matrix()[usage == "columnwise"] for tensor, usage in ((a, a_copy), (b, b_copy))
     )
-    made = product(row, one, other, dtype, is_split, bias=bias, scale=scale)[:rows, :columns]
-    return made if addend is None else made + _rows(addend)
+    result = product(row, one, other, dtype, is_split, bias=bias, scale=scale)[:rows, :columns]
+    return result if addend is None else result + _rows(addend)
 
 
 def _native(a: QuantizedTensor, b: QuantizedTensor) -> NativeGemm | None:

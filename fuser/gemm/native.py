@@ -108,9 +108,9 @@ def blockwise(
     are_2d = [operand.format.name == "FP8 128x128" for operand in (a, b)]
     inner = round_up(a.data.shape[1], INNER_ALIGNMENT_2D if any(are_2d) else FP8_BLOCK)
     if inner != a.data.shape[1]:  # cuBLASLt itself does not need padded data
-        made = by_cublaslt(_new(a, b, out_dtype), a, b, is_split, bias)
-        if made is not None:
-            return made
+        result = by_cublaslt(_new(a, b, out_dtype), a, b, is_split, bias)
+        if result is not None:
+            return result
     data, scales = [], []
     for operand, is_2d in zip((a, b), are_2d, strict=True):
         rows = round_up(operand.data.shape[0], ALIGNMENT)
@@ -141,9 +141,9 @@ def product(
     """
     if addend is not None or scale != 1.0:
         out = _new(a, b, out_dtype if addend is None else addend.dtype)
-        made = by_cublaslt(out, a, b, is_split, bias, scale, addend)
-        if made is not None:
-            return made
+        result = by_cublaslt(out, a, b, is_split, bias, scale, addend)
+        if result is not None:
+            return result
     if scale != 1.0:
         a = a._replace(scale_inv=a.scale_inv * scale)
     y = row.run(a, b, out_dtype, is_split, bias)

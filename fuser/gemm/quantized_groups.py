@@ -29,12 +29,12 @@ from fuser.tensors import (
 
 def sums_of(a: NumberFormat, b: NumberFormat, is_split: bool) -> Sums | None:
     """How the kernel forms sums of operands of these formats; None if it does not take them."""
-    found = {
+    sums = {
         ("FP8", "FP8"): Sums.SPLIT if is_split else Sums.FAST,
         ("FP8 1x128", "FP8 1x128"): Sums.BLOCKS_1D,
         ("FP8 1x128", "FP8 128x128"): Sums.BLOCKS_2D,
     }
-    return found.get((a.name, b.name))
+    return sums.get((a.name, b.name))
 
 
 def reads_columns(own: Quantizer, other: Quantizer, device: torch.device) -> bool:
@@ -64,9 +64,9 @@ def quantized_forward(
     after the last group. ``is_split`` requests a split accumulator, here and in the functions
     below.
     """
-    made = _by_kernel(x, weight, "rowwise", groups, size, dtype, is_split, is_padded)
-    if made is not None:
-        return made
+    product = _by_kernel(x, weight, "rowwise", groups, size, dtype, is_split, is_padded)
+    if product is not None:
+        return product
     values = _values(weight, "rowwise", dtype).view(len(groups.ends), -1, x.shape[-1])[:, :size]
     y = _product(_values(x, "rowwise", dtype), values.transpose(1, 2), groups)
     return y if is_padded else unpad(y, groups)
@@ -86,9 +86,9 @@ def quantized_dgrad(
     ``[C, K]`` if ``is_padded``, else ``[T, K]`` as in the forward.
     """
     n, k = dy.shape[-1], weight.shape[-1]
-    made = _by_kernel(dy, weight, "columnwise", groups, k, dtype, is_split, is_padded)
-    if made is not None:
-        return made
+    product = _by_kernel(dy, weight, "columnwise", groups, k, dtype, is_split, is_padded)
+    if product is not None:
+        return product
     values = _values(weight, "columnwise", dtype).view(len(groups.ends), -1, k)[:, :n]
     dx = _product(_values(dy, "rowwise", dtype), values, groups)
     return dx if is_padded else unpad(dx, groups)
@@ -106,10 +106,10 @@ def quantized_wgrad(
     n, k = dy.shape[-1], x.shape[-1]
     sums = sums_of(dy.format, x.format, is_split)
     if sums is not None and kernel.serves((n, k), dtype, dy.device):
-        made = torch.empty(len(groups.ends), n, k, dtype=dtype, device=dy.device)
+        dw = torch.empty(len(groups.ends), n, k, dtype=dtype, device=dy.device)
         of_dy, of_x = _operand(dy, "columnwise"), _operand(x, "columnwise")
         try:
-            return kernel.multiply_depth(of_dy, of_x, groups.padded_ends, sums, out=made)
+            return kernel.multiply_depth(of_dy, of_x, groups.padded_ends, sums, out=dw)
         except KernelUnavailable:
             pass
     if dy.column_transform is not None:

@@ -45,7 +45,7 @@ class GroupedLinear(Layer):
     Raises
     ------
     InputError
-        As :class:`fuser.modules.Linear`, or if a number is not positive.
+        If :class:`fuser.modules.Linear` would refuse the arguments, or a number is not positive.
     """
 
     def __init__(
@@ -83,14 +83,17 @@ class GroupedLinear(Layer):
         )
         op.name = name or ""
         weights, biases = (
-            [what] if is_one else [f"{what}{i}" for i in range(num_gemms)]
-            for what, is_one in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
+            [kind] if is_one else [f"{kind}{i}" for i in range(num_gemms)]
+            for kind, is_one in (("weight", single_grouped_weight), ("bias", single_grouped_bias))
         )
         places: dict[str, Place | None] = {weight: (op, weight) for weight in weights}
         init = _of_each(init_method) if single_grouped_weight and init_method else init_method
         super().__init__(
             op,
-            places={**places, **{each: (op, each) if bias else None for each in biases}},
+            places={
+                **places,
+                **{bias_name: (op, bias_name) if bias else None for bias_name in biases},
+            },
             init_methods=dict.fromkeys(weights, init),
         )
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features

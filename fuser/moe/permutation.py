@@ -110,8 +110,8 @@ def permute(
     y: torch.Tensor = _Permute.apply(x, row_map, inverse_map)  # type: ignore[no-untyped-call]
     row_probs: torch.Tensor | None = None
     if probs is not None:  # a matrix of one column, and a token for each assignment
-        column, each = probs.reshape(-1, 1), inverse_map.view(-1, 1)
-        row_probs = _Permute.apply(column, row_map, each)  # type: ignore[no-untyped-call]
+        column, rows_of_assignments = probs.reshape(-1, 1), inverse_map.view(-1, 1)
+        row_probs = _Permute.apply(column, row_map, rows_of_assignments)  # type: ignore[no-untyped-call]
         assert row_probs is not None
         row_probs = row_probs.view(-1)
     return Permuted(y, split_sizes, row_probs, row_map, inverse_map)

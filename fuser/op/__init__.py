@@ -1,10 +1,10 @@
 """Operations: base classes and functions for authors of ops and fusions."""
 
-from fuser.op.arguments import QUANTIZER_ARGUMENTS, keyword_names, pipeline_arguments
+from fuser.op.arguments import QUANTIZER_ARGUMENTS, is_plain, keyword_names, pipeline_arguments
 from fuser.op.basic import MAX_RECIPES, BasicOperation
 from fuser.op.context import OperationContext, autocast_dtype
 from fuser.op.fused import FusedOperation
-from fuser.op.fusible import METHODS, CallResult, FusibleOperation, Grads
+from fuser.op.fusible import COMPUTE_METHODS, METHODS, CallResult, FusibleOperation
 from fuser.op.output import cast, quantizes_values, write_grad_input, write_output
 from fuser.op.parameters import (
     COMPUTE_DTYPES,
@@ -15,12 +15,15 @@ from fuser.op.parameters import (
     default_device,
     default_dtype,
 )
+from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
 from fuser.op.walk import HiddenOps, modules_and_ops
 
 __all__ = [
     "BasicOperation",
     "COMPUTE_DTYPES",
+    "COMPUTE_METHODS",
     "CallResult",
+    "Contexts",
     "FusedOperation",
     "FusibleOperation",
     "Grads",
@@ -30,6 +33,10 @@ __all__ = [
     "OperationContext",
     "ParallelMode",
     "QUANTIZER_ARGUMENTS",
+    "StepGrads",
+    "StepInputs",
+    "StepOutputs",
+    "Tensors",
     "autocast_dtype",
     "cast",
     "check_parallel_mode",
@@ -37,10 +44,12 @@ __all__ = [
     "check_parameter",
     "default_device",
     "default_dtype",
+    "is_plain",
     "keyword_names",
     "modules_and_ops",
     "pipeline_arguments",
     "quantizes_values",
+    "rows",
     "write_grad_input",
     "write_output",
 ]

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import TypeGuard
 
 from fuser.op.basic import BasicOperation
+from fuser.op.fusible import FusibleOperation
 
 QUANTIZER_ARGUMENTS = ("prev_op_grad_output_quantizer", "next_op_input_quantizer")
 """Keyword arguments that a pipeline gives to ``op_forward``."""
 
 
+def is_plain(cls: type[FusibleOperation], side: str) -> TypeGuard[type[BasicOperation]]:
+    """Whether ``op_forward``, or ``op_backward``, is what an op of this class runs on a side."""
+    return issubclass(cls, BasicOperation) and all(
+        getattr(cls, method) is getattr(BasicOperation, method)
+        for method in (f"fuser_{side}", f"step_{side}")
+    )
+
+
 @functools.cache
 def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
     """Arguments of an op's forward that its pipeline gives; a caller cannot give them."""
-    if cls.fuser_forward is not BasicOperation.fuser_forward:
-        return ()  # fuser_forward gets the caller's arguments in a dict
+    if not is_plain(cls, "forward"):
+        return ()  # it gets the caller's arguments in a dict
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[1:3]
     named = (p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
     return (*named, *QUANTIZER_ARGUMENTS)
@@ -24,7 +34,7 @@ def pipeline_arguments(cls: type[BasicOperation]) -> tuple[str, ...]:
 @functools.cache
 def keyword_names(cls: type[BasicOperation]) -> tuple[str, ...] | None:
     """The keyword arguments that an op of this class takes from its caller; None for any."""
-    if cls.fuser_forward is not BasicOperation.fuser_forward:
+    if not is_plain(cls, "forward"):
         return None
     parameters = list(inspect.signature(cls.op_forward).parameters.values())[3:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

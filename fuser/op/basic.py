@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from fuser.communication import GroupArgument
 from fuser.errors import StateError
 from fuser.formats import DType, NumberFormat
 from fuser.module_calls import module_calls
 from fuser.op.channels import ChannelBindings
 from fuser.op.context import OperationContext
-from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation, Grads
+from fuser.op.fusible import QUANTIZER_METHODS, FusibleOperation
 from fuser.op.parameters import default_device
+from fuser.op.step import Grads
 from fuser.precision.amax_reduction import note_op
 from fuser.precision.contexts import current_recipe
 from fuser.precision.delayed_scaling import DelayedScales
@@ -40,7 +42,6 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     """
 
     # runtime/pipeline.py sets this to its class: ops may not import a later package.
-    pipeline_class: ClassVar[Callable[..., Any]]
 
     name: str = ""
     """A name for the op, which a custom recipe's factory gets; users may set it."""
@@ -76,9 +77,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     The op has exactly these parameters. A parameter of a submodule is named by its path, such as
     ``"gate.weight"``. None means all parameters: first the op's own, in the order in which their
     names were first registered, then those of its submodules."""
-    backward_attributes: tuple[str, ...] = ()
-    """Attributes of the op that the forward copies into the context. The op's backward reads them
-    there, and so does a fusion that runs one half of the op."""
+    backward_attributes: tuple[str, ...] | type[tuple[Any, ...]] = ()
+    """Attributes of the op that a plan copies into the context, for every forward that runs it,
+    fused or not: the fields of a ``NamedTuple``, which is then the context's ``state``, or names,
+    which are then attributes of the context."""
     rows_are_sharded: bool = False
     """Whether each rank has some rows of the input, so that gradients of parameters that are
     ``DTensor``s are sums over these rows, which backward adds over the ranks of the mesh."""
@@ -168,7 +170,12 @@ class BasicOperation(ChannelBindings, FusibleOperation):
     @property
     def is_capturable(self) -> bool:
         """Whether a CUDA graph can contain the op."""
-        return self.is_recordable
+        return self.is_recordable and not self.process_groups
+
+    @property
+    def process_groups(self) -> tuple[GroupArgument, ...]:
+        """The groups over which its passes communicate: a recording has them as inputs."""
+        return ()
 
     def collectives(self, side: str, key: PlanKey) -> tuple[Collective, ...]:
         """The communication of the op on ``"forward"`` or ``"backward"``, in its order.
@@ -445,10 +452,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             return None if state is None else state.last_quantizer(index)
         return self._made_quantizer(recipe, mode, index)
 
-    def get_input_quantizer(self) -> Any | None:
+    def get_input_quantizer(self) -> Quantizer | None:
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 
-    def get_grad_output_quantizer(self) -> Any | None:
+    def get_grad_output_quantizer(self) -> Quantizer | None:
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     # -- running --------------------------------------------------------------
@@ -476,20 +483,25 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         input_: torch.Tensor,
         *,
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
+        quantizers = {
+            "prev_op_grad_output_quantizer": prev_op_grad_output_quantizer,
+            "next_op_input_quantizer": next_op_input_quantizer,
+        }
+        if type(self).step_forward is not FusibleOperation.step_forward:
+            return super().fuser_forward(
+                basic_op_ctxs,
+                input_,
+                basic_op_extra_inputs=basic_op_extra_inputs,
+                basic_op_kwargs=basic_op_kwargs,
+                **quantizers,
+            )
         if self.num_extra_inputs or self.num_extra_outputs:
             raise StateError(self._missing_method("forward"))
-        output = self.op_forward(
-            basic_op_ctxs[0],
-            input_,
-            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
-            next_op_input_quantizer=next_op_input_quantizer,
-            **basic_op_kwargs[0],
-        )
-        return output, [()]
+        return self.op_forward(basic_op_ctxs[0], input_, **quantizers, **basic_op_kwargs[0]), [()]
 
     def fuser_backward(
         self,
@@ -498,6 +510,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor, ...]],
     ) -> tuple[torch.Tensor | None, Iterable[Grads], Iterable[Grads]]:
+        if type(self).step_backward is not FusibleOperation.step_backward:
+            return super().fuser_backward(
+                basic_op_ctxs, grad_output, basic_op_grad_extra_outputs=basic_op_grad_extra_outputs
+            )
         result = self.op_backward(basic_op_ctxs[0], grad_output)
         if not isinstance(result, tuple) or len(result) != 2:
             raise StateError(
@@ -541,7 +557,7 @@ class BasicOperation(ChannelBindings, FusibleOperation):
                 # reference cycle would keep parameters until the garbage collector runs.
                 twin = object.__new__(type(self))
                 object.__setattr__(twin, "__dict__", self.__dict__)
-                pipeline = type(self).pipeline_class([twin], open_channels=self.channels)
+                pipeline = type(self).runner_of(twin, None)
             self._runner = (pipeline, version)
         return pipeline
 

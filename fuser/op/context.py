@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+
+from fuser.tensors import Quantizer
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -42,9 +44,9 @@ class OperationContext:
     """Whether the quantized GEMMs of forward, dgrad and wgrad use split accumulators."""
     input_dtype: torch.dtype = torch.float32
     """The dtype of the op's main input."""
-    grad_input_quantizer: Any | None = None
+    grad_input_quantizer: Quantizer | None = None
     """The quantizer that the op before wants for its gradient; None for unquantized."""
-    grad_output_quantizer: Any | None = None
+    grad_output_quantizer: Quantizer | None = None
     """The quantizer for the gradient of the op's output, if this op quantizes it."""
     operand_quantizers: Any | None = None
     """The op, and its quantizers of input, weight and output gradient, if they are constants of the
@@ -55,16 +57,21 @@ class OperationContext:
     compute it."""
     compute_dtype: torch.dtype | None = None
     """The dtype of a linear's operands after dequantization."""
+    input_quantizer: Quantizer
+    weight_quantizer: Quantizer
+    """The quantizers of a linear's quantized forward, under the names of te.ops."""
+    reduces_amaxes: bool
+    """Of an op that communicates: whether ranks agree on amaxes before they quantize."""
+    versions: Any
+    """Of a grouped linear that reads parts of one buffer: their versions in the forward."""
+    state: Any = None
+    """What the op keeps for its backward besides tensors: a ``NamedTuple`` of its own."""
     to_save: tuple[torch.Tensor | None, ...] | None
     saved_tensors: Any
     """In backward: the saved tensors, in the order in which the forward saved them."""
 
     def __init__(self) -> None:
         self.to_save = self.saved_tensors = None
-
-    if TYPE_CHECKING:  # an op's own attributes
-
-        def __getattr__(self, name: str) -> Any: ...
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep ``tensors`` for the backward. The forward calls this."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
+from fuser.tensors import Quantizer
 from fuser.torch_private import breaks_graph
 
 
@@ -76,9 +77,6 @@ class FusedOperation(FusibleOperation):
         The ops that this one replaces, in their order.
     """
 
-    # runtime/grouping.py sets this to its class: ops may not import a later package.
-    grouping_class: ClassVar[Callable[..., Any]]
-
     window: ClassVar[tuple[Any, ...]] = ()
     side: ClassVar[FusionSide] = ""
     communicates: ClassVar[bool] = False
@@ -106,6 +104,10 @@ class FusedOperation(FusibleOperation):
     @property
     def is_fused_op(self) -> bool:
         return True
+
+    @property
+    def _step_ops(self) -> Sequence[Any]:
+        return self.members
 
     # These types let a fusion name the ops of its window as parameters.
     @classmethod
@@ -144,11 +146,13 @@ class FusedOperation(FusibleOperation):
         """
         return {}
 
-    def get_input_quantizer(self) -> Any | None:
-        return self.members[0].get_input_quantizer()
+    def get_input_quantizer(self) -> Quantizer | None:
+        quantizer: Quantizer | None = self.members[0].get_input_quantizer()
+        return quantizer
 
-    def get_grad_output_quantizer(self) -> Any | None:
-        return self.members[-1].get_grad_output_quantizer()
+    def get_grad_output_quantizer(self) -> Quantizer | None:
+        quantizer: Quantizer | None = self.members[-1].get_grad_output_quantizer()
+        return quantizer
 
     def pre_first_fuser_forward(self) -> None:
         for op in self.members:
@@ -173,20 +177,18 @@ class FusedOperation(FusibleOperation):
         """
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", FusedOperation.forward, unknown)
-        grouping = self._own_grouping()
-        keywords = None if basic_op_kwargs is None else grouping.keywords(basic_op_kwargs)
+        segments = self._own_segments()
+        keywords = None if basic_op_kwargs is None else segments.keywords(basic_op_kwargs)
         result: torch.Tensor | tuple[torch.Tensor, ...]
-        result = grouping.run(input, extra_inputs, keywords)
+        result = segments.run(input, extra_inputs, keywords)
         return result
 
-    def _own_grouping(self) -> Any:
-        """The basic ops as pipelines and modules, grouped again after hooks change."""
+    def _own_segments(self) -> Any:
+        """The basic ops as pipelines and modules, divided again after hooks change."""
         try:
             runner = self._runner
         except AttributeError:
             runner = None
         if runner is None or not runner.is_current():
-            runner = self._runner = type(self).grouping_class(
-                self.members, name=type(self).__name__, is_open=True, previous=runner
-            )
+            runner = self._runner = type(self).runner_of(self, runner)
         return runner

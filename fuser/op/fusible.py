@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
@@ -12,14 +12,17 @@ import torch
 from fuser.errors import StateError, explains_arguments
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
+from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
 from fuser.specs import PlanKey
+from fuser.tensors import Quantizer
 
-_RUNNING_METHODS = (
+COMPUTE_METHODS = (
     *("op_forward", "op_backward", "fuser_forward", "fuser_backward"),
-    *("pre_first_fuser_forward", "pre_fuser_forward"),
+    *("step_forward", "step_backward"),
 )
+"""The methods that define what an op or a fusion computes."""
+_RUNNING_METHODS = (*COMPUTE_METHODS, "pre_first_fuser_forward", "pre_fuser_forward")
 
-Grads = Iterable[torch.Tensor | None]
 CallResult: TypeAlias = "torch.Tensor | Any"
 """What a call returns, for type checkers: a tensor, or a tuple of it and the extra outputs.
 
@@ -31,10 +34,7 @@ QUANTIZER_METHODS = (
     *("num_quantizers", "quantizer_roles", "quantizer_value", "get_quantizer"),
     *("get_input_quantizer", "get_grad_output_quantizer"),
 )
-METHODS = (
-    *("forward", "op_forward", "op_backward", "fuser_forward", "fuser_backward", "__class__"),
-    *QUANTIZER_METHODS,
-)
+METHODS = ("forward", *COMPUTE_METHODS, "__class__", *QUANTIZER_METHODS)
 """Attributes that change how an op runs if they are set on the object."""
 
 
@@ -63,12 +63,11 @@ _changes = itertools.count(1)
 class FusibleOperation(torch.nn.Module, abc.ABC):
     """An operation that a pipeline can run: basic, or the fusion of basic ones."""
 
-    # The pipeline that runs the op alone; not part of the state, so that a copy makes its own.
+    # What runs the op alone; not part of the state, so that a copy makes its own.
     __slots__ = ("_runner",)
     _runner: Any
-    # Makes the object that code outside this library gets in place of a quantizer. Called with the
-    # quantizer, and the object made before for the same place, or None. te/ sets it.
-    quantizer_view: ClassVar[Callable[[Any, Any], Any]] = staticmethod(lambda value, before: value)
+    runner_of: ClassVar[Callable[[Any, Any], Any]]
+    quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
 
@@ -147,13 +146,31 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Called before each forward of a pipeline that holds this op."""
 
-    def get_input_quantizer(self) -> Any | None:
+    def get_input_quantizer(self) -> Quantizer | None:
         """The quantizer that this op wants for its input, if any."""
         return None
 
-    def get_grad_output_quantizer(self) -> Any | None:
+    def get_grad_output_quantizer(self) -> Quantizer | None:
         """The quantizer that this op wants for the gradient of its output, if any."""
         return None
+
+    # -- running ------------------------------------------------------------------
+
+    def step_forward(self, ctxs: Contexts, x: torch.Tensor, inputs: StepInputs) -> StepOutputs:
+        """Run forward. This library's own classes define this, and others ``fuser_forward``.
+
+        A plan calls the one that a class defines.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no forward of its own.")
+
+    def step_backward(self, ctxs: Contexts, dy: torch.Tensor, grad_extras: Tensors) -> StepGrads:
+        """Run backward, from the gradients of the output and of the extra outputs."""
+        raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
+
+    @property
+    def _step_ops(self) -> Sequence[Any]:
+        """The basic ops of this operation."""
+        return (self,)
 
     def fuser_forward(
         self,
@@ -161,15 +178,18 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         input_: torch.Tensor,
         *,
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
-        prev_op_grad_output_quantizer: Any | None,
-        next_op_input_quantizer: Any | None,
+        prev_op_grad_output_quantizer: Quantizer | None,
+        next_op_input_quantizer: Quantizer | None,
         basic_op_kwargs: list[dict[str, Any]],
     ) -> tuple[torch.Tensor, Iterable[Iterable[torch.Tensor]]]:
         """Run forward for every basic op of this operation.
 
         Returns the output and, for each basic op, its extra outputs.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no forward of its own.")
+        extras = tuple(itertools.chain(*basic_op_extra_inputs))
+        inputs = StepInputs(extras, next_op_input_quantizer, basic_op_kwargs)
+        output, outputs = self.step_forward(basic_op_ctxs, input_, inputs)
+        return output, rows(outputs, [op.num_extra_outputs for op in self._step_ops])
 
     def fuser_backward(
         self,
@@ -183,7 +203,13 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         Returns the gradient of the input and, for each basic op, the gradients
         of its parameters and of its extra inputs.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no backward of its own.")
+        grad_extras = tuple(itertools.chain(*basic_op_grad_extra_outputs))
+        grad_input, params, extras = self.step_backward(basic_op_ctxs, grad_output, grad_extras)
+        ops = self._step_ops
+        named = [op.parameter_names for op in ops]
+        counts = [len([*ops[i].parameters()] if n is None else n) for i, n in enumerate(named)]
+        extra_counts = [op.num_extra_inputs for op in ops]
+        return grad_input, rows(params, counts), rows(extras, extra_counts)
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the slot.
@@ -192,3 +218,19 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._count_change()
+
+
+def runs_ops_alone(function: Callable[[Any, Any], Any]) -> None:
+    """Register what makes the runner of an op that is called alone, in a later package.
+
+    It is called with the op, and with the runner that the op had before or None.
+    """
+    FusibleOperation.runner_of = staticmethod(function)
+
+
+def shows_quantizers(function: Callable[[Any, Any], Any]) -> None:
+    """Register what makes the object that code outside this library gets for a quantizer.
+
+    It is called with the quantizer, and with the object made before for the same place or None.
+    """
+    FusibleOperation.quantizer_view = staticmethod(function)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fuser.functional.lazy import LazyTensor, materialize
 from fuser.op.context import OperationContext
 from fuser.recipe import CustomRecipe
 from fuser.specs import PlanKey
-from fuser.tensors import QuantizedTensor
+from fuser.tensors import QuantizedTensor, Quantizer
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -18,7 +16,7 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def write_output(values: torch.Tensor | LazyTensor, quantizer: Any | None) -> torch.Tensor:
+def write_output(values: torch.Tensor | LazyTensor, quantizer: Quantizer | None) -> torch.Tensor:
     """``values`` quantized for the next op; unquantized if ``quantizer`` is None.
 
     A quantized tensor is returned unchanged, because quantizing it again would

@@ -9,7 +9,7 @@ from fuser.op import FusedOperation
 from fuser.plan.cover import Candidate
 from fuser.plan.graph import OpGraph
 from fuser.plan.plan import Step
-from fuser.plan.text import format_bytes
+from fuser.report.text import format_bytes
 from fuser.specs import QuantSpec
 
 # Shapes are not part of a plan's key, so all plans use one token count. It is
@@ -87,7 +87,7 @@ class CostModel:
             names = [*(name for name, _, _ in before), *names]
             token_bytes += sum(for_tokens for _, for_tokens, _ in before)
             param_bytes += sum(for_params for _, _, for_params in before)
-            after = self.graph.emitting_bytes(window.start, window.stop, side)
+            after = self.graph.output_quantize_bytes(window.start, window.stop, side)
             if after is not None and not fuses_quantize:
                 names.append("quantize")
                 token_bytes += after
@@ -123,10 +123,12 @@ class CostModel:
         """
         if side == "backward" and window.stop <= self.first:
             return []
-        found = []
-        for each, nbytes in self.graph.collectives(window.start, window.stop, side, sends):
-            what = " ".join(str(part) for part in (each.quantization, each.tensor) if part)
+        collectives = []
+        for collective, nbytes in self.graph.collectives(window.start, window.stop, side, sends):
+            tensor = " ".join(
+                str(part) for part in (collective.quantization, collective.tensor) if part
+            )
             a_token = format_bytes(nbytes / self.graph.tokens)
-            name = f"{each.kind} {what} ({each.ranks} ranks: {a_token}/token)"
-            found.append((name, nbytes, each.is_first))
-        return found
+            name = f"{collective.kind} {tensor} ({collective.ranks} ranks: {a_token}/token)"
+            collectives.append((name, nbytes, collective.is_first))
+        return collectives

@@ -61,8 +61,8 @@ class Cuts:
     def __init__(self, planned: Planned, key: PlanKey, graph: OpGraph) -> None:
         self.grad_bytes = [
             [
-                param.numel() * param.element_size() if wanted.requires_grad else 0
-                for param, wanted in zip(row, op_key.params, strict=True)
+                param.numel() * param.element_size() if param_key.requires_grad else 0
+                for param, param_key in zip(row, op_key.params, strict=True)
             ]
             for row, op_key in zip(graph.params, key.ops, strict=True)
         ]
@@ -81,7 +81,7 @@ class Cuts:
         ``FIRST_BYTES`` or more. Among the gaps within as many bytes again, those that no quantized
         tensor passes are preferred, then those that the fewest channels pass.
 
-        ``joined`` are first and last op of stretches without a cut.
+        ``joined`` are pairs of ops, first and last, without a cut between them.
         """
         allowed = {
             op: gap
@@ -89,11 +89,11 @@ class Cuts:
             if not any(first < op <= last for first, last in joined)
         }
         first, bytes_of_others = (FIRST_BYTES, self.share()) if sizes is None else sizes
-        wanted, stop = max(first, FIRST_BYTES), len(self._bytes)
+        least, stop = max(first, FIRST_BYTES), len(self._bytes)
         chosen: list[int] = []
-        while (gap := self._before(stop, wanted, allowed)) is not None:
+        while (gap := self._before(stop, least, allowed)) is not None:
             chosen.append(gap.op)
-            wanted, stop = max(bytes_of_others, FIRST_BYTES), gap.op
+            least, stop = max(bytes_of_others, FIRST_BYTES), gap.op
         return tuple(reversed(chosen))
 
     def share(self) -> int:
@@ -104,7 +104,7 @@ class Cuts:
         least = NODE_MICROSECONDS / self._microseconds if self._microseconds else 1.0
         return min(BUCKET_BYTES, math.ceil(sum(self._bytes) * max(SHARE, least)))
 
-    def _before(self, stop: int, wanted: int, allowed: Mapping[int, Gap]) -> Gap | None:
+    def _before(self, stop: int, least: int, allowed: Mapping[int, Gap]) -> Gap | None:
         """The gap before the node that ends before op ``stop``; None for the pipeline's start."""
         left, held, limit = sum(self._bytes[:stop]), 0, 0
         best: Gap | None = None
@@ -113,10 +113,10 @@ class Cuts:
             if left - held < FIRST_BYTES or (best is not None and held > limit):
                 break
             gap = allowed.get(op)
-            if gap is None or held < wanted:
+            if gap is None or held < least:
                 continue
             if best is None:
-                best, limit = gap, held + wanted
+                best, limit = gap, held + least
             elif gap[1:] < best[1:]:
                 best = gap
         return best
@@ -187,16 +187,16 @@ def _converted(graph: OpGraph) -> tuple[list[bool], set[tuple[int, int]]]:
     return main, extras
 
 
-def joined_stretches(places: Iterable[tuple[object, int]]) -> tuple[tuple[int, int], ...]:
-    """The stretches without a cut, as pairs of first and last op: both read the same tensor.
+def joined_ops(places: Iterable[tuple[object, int]]) -> tuple[tuple[int, int], ...]:
+    """Pairs of ops, first and last, without a cut between them: both read the same tensor.
 
     Autograd adds the gradients of such a tensor in another order if they come from two nodes.
     ``places`` are pairs of a tensor and the op that reads it.
     """
-    found: dict[int, list[int]] = {}
+    readers: dict[int, list[int]] = {}
     for tensor, op in places:
-        found.setdefault(id(tensor), []).append(op)
-    spans = {(min(ops), max(ops)) for ops in found.values()}
+        readers.setdefault(id(tensor), []).append(op)
+    spans = {(min(ops), max(ops)) for ops in readers.values()}
     return tuple(sorted(span for span in spans if span[0] < span[1]))
 
 

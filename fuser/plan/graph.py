@@ -126,14 +126,14 @@ def with_quantized_outputs(ops: Sequence[BasicOperation], key: PlanKey) -> PlanK
     for gap in range(len(ops) + 1):
         before, after = gap - 1, gap
         if before >= 0:
-            wanted = ops[after].input_quantization(narrowed[after]) if after < len(ops) else None
-            value = ops[before].output_quantization("forward", narrowed[before], wanted)
+            reader = ops[after].input_quantization(narrowed[after]) if after < len(ops) else None
+            value = ops[before].output_quantization("forward", narrowed[before], reader)
             keys[before] = replace(keys[before], output=value)
             if after < len(ops):
                 keys[after] = replace(keys[after], input=value)
         if after < len(ops) and key.ops[after].input_requires_grad:
-            wanted = ops[before].grad_output_quantization(narrowed[before]) if before >= 0 else None
-            grad = ops[after].output_quantization("backward", narrowed[after], wanted)
+            reader = ops[before].grad_output_quantization(narrowed[before]) if before >= 0 else None
+            grad = ops[after].output_quantization("backward", narrowed[after], reader)
             keys[after] = replace(keys[after], grad_input=grad)
             if before >= 0:
                 keys[before] = replace(keys[before], grad_output=grad)
@@ -260,8 +260,8 @@ class OpGraph:
                 nbytes = self.gap_bytes(gap, "backward")
                 _add(gradients, target, source, gradient["line", gap], nbytes)
         for i in range(len(self.ops)):
-            wanted = key.ops[i].extra_inputs
-            for k, (spec, tensor) in enumerate(zip(self.extra_inputs[i], wanted, strict=True)):
+            keys = key.ops[i].extra_inputs
+            for k, (spec, tensor) in enumerate(zip(self.extra_inputs[i], keys, strict=True)):
                 origin = self._origin(i, k)
                 _add(values, origin, i, value["extra input", i, k], spec.nbytes)
                 if tensor.requires_grad:
@@ -380,8 +380,8 @@ class OpGraph:
     def gap_bytes(self, gap: int, side: str) -> int:
         """Bytes of the tensor between op ``gap - 1`` and op ``gap``, or of its gradient."""
         spec = self.main_specs[gap]
-        emission = self.quant_spec(gap, side)
-        return spec.nbytes if emission is None else emission.nbytes(spec)
+        quantized = self.quant_spec(gap, side)
+        return spec.nbytes if quantized is None else quantized.nbytes(spec)
 
     def quant_spec(self, gap: int, side: str) -> QuantSpec | None:
         """The quantization of the tensor at ``gap``, or of its gradient; None for unquantized."""
@@ -405,17 +405,17 @@ class OpGraph:
                 key = replace(key, ops=(replace(key.ops[0], input=None),))
             elif side == "backward" and i + 1 < stop:
                 key = replace(key, ops=(replace(key.ops[0], grad_output=None),))
-            for role, made in op.quantizes(side, key).items():
+            for role, quantized in op.quantizes(side, key).items():
                 if role == "weight":
                     weight = self.params[i][0]
-                    nbytes = made.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
+                    nbytes = quantized.nbytes(TensorSpec(tuple(weight.shape), weight.dtype))
                     kernels.append((f"quantize {role}", 0, 2 * nbytes))
                 else:
-                    nbytes = made.nbytes(self.main_specs[i if role == "input" else i + 1])
+                    nbytes = quantized.nbytes(self.main_specs[i if role == "input" else i + 1])
                     kernels.append((f"quantize {role}", 2 * nbytes, 0))
         return kernels
 
-    def emitting_bytes(self, start: int, stop: int, side: str) -> int | None:
+    def output_quantize_bytes(self, start: int, stop: int, side: str) -> int | None:
         """Bytes that a kernel of its own moves to quantize a window's output; None if it need not.
 
         The unquantized tensor is written and read once more.
@@ -430,16 +430,18 @@ class OpGraph:
 
         ``sends`` has what a fusion sends quantized, by the tensor's name.
         """
-        found = []
+        collectives = []
         for i in range(start, stop):
-            for each in self.ops[i].collectives(side, self.key.window(i, i + 1)):
-                each = replace(each, quantization=sends.get(each.tensor, each.quantization))
-                is_after = each.tensor in ("output", "grad_output")
+            for collective in self.ops[i].collectives(side, self.key.window(i, i + 1)):
+                collective = replace(
+                    collective, quantization=sends.get(collective.tensor, collective.quantization)
+                )
+                is_after = collective.tensor in ("output", "grad_output")
                 spec = self.main_specs[i + is_after]
-                if each.extra_output is not None:
-                    spec = self.extra_outputs[i][each.extra_output]
-                found.append((each, each.nbytes(spec)))
-        return found
+                if collective.extra_output is not None:
+                    spec = self.extra_outputs[i][collective.extra_output]
+                collectives.append((collective, collective.nbytes(spec)))
+        return collectives
 
     def _param_bytes(self, op: int, side: str) -> int:
         keys = self.key.ops[op].params

@@ -5,15 +5,15 @@ from __future__ import annotations
 import html
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fuser.cuda.launch import off_cuda
-from fuser.errors import InputError
-from fuser.plan.text import columns, format_bytes, format_time, listed, quoted, span, wrapped
+from fuser.report.draw import draw
+from fuser.report.text import columns, format_bytes, format_time, listed, quoted, span, wrapped
 from fuser.specs import PlanKey, QuantSpec
 
 KERNELS_WIDTH = 72  # of the column of kernels in a printed plan
@@ -53,21 +53,20 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class VectorNote:
-    """A note on a tensor of a step: its layout in memory, or its padding to whole blocks."""
+class Note:
+    """A sentence of a step, or of an operation, about itself or about a tensor that it reads.
 
-    side: str
+    ``fusion`` is the fused op, None for a basic op; ``side`` that of a step, None for both sides.
+    """
+
     ops: tuple[int, ...]
     text: str
+    fusion: str | None = None
+    side: str | None = None
 
-
-@dataclass(frozen=True)
-class OpNote:
-    """A sentence of an operation about itself: ``fusion`` is the fused op, None for a basic op."""
-
-    fusion: str | None
-    ops: tuple[int, ...]
-    text: str
+    def title(self, names: Sequence[str]) -> str:
+        """The name of the step or operation; ``names`` are those of the plan's ops."""
+        return self.fusion or names[self.ops[0]]
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,8 @@ class FusionPlan:
     between the pipelines, in a plan for several, and are not modelled. ``nodes``
     are the autograd nodes into which ``plan`` says that the pipeline is cut if
     somebody waits for single gradients, and ``waiting`` who waits now; both are
-    empty if it cannot be cut, and ``waiting`` if it runs as one node.
+    empty if it cannot be cut, and ``waiting`` if it runs as one node. ``extra_outputs`` are the
+    numbers of extra outputs of the ops.
     """
 
     key: PlanKey
@@ -139,12 +139,13 @@ class FusionPlan:
     activation_bytes: tuple[float, ...]
     grad_activation_bytes: tuple[float, ...]
     nominal_tokens: int
-    layout: tuple[VectorNote, ...] = ()
+    layout: tuple[Note, ...] = ()
     modules: tuple[ModuleCall, ...] = ()
-    padding: tuple[VectorNote, ...] = ()
-    notes: tuple[OpNote, ...] = ()
+    padding: tuple[Note, ...] = ()
+    notes: tuple[Note, ...] = ()
     nodes: tuple[Node, ...] = ()
     waiting: str = ""
+    extra_outputs: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"Fusion plan of {len(self.ops)} ops: {self.key.describe()}"]
@@ -153,7 +154,7 @@ class FusionPlan:
             names += [f"[{module.name}]" for module in self.modules_before(i)]
             names += [] if name is None else [f"{i} {name}"]
         lines += wrapped("  ", names)
-        for (reason,), calls in _grouped(self.modules, "reason").items():
+        for (reason,), calls in _alike(self.modules, "reason").items():
             called = (f"{c.name} over {span(c.ops)}" if c.ops else f"[{c.name}]" for c in calls)
             lines.append(f"  called as a module ({reason}): {', '.join(dict.fromkeys(called))}")
         lines += [
@@ -174,11 +175,11 @@ class FusionPlan:
         ):
             lines += ["", heading] if notes else []
             for note in notes:
-                title = f"{self._title(note)} over {span(note.ops)}"
+                title = f"{note.title(self.ops)} over {span(note.ops)}"
                 lines.append(f"  {note.side:<8} {title} {note.text}")
         if self.refusals:
             lines += ["", "not used"]
-        refusals = _grouped(self.refusals, "side", "fusion", "reason")
+        refusals = _alike(self.refusals, "side", "fusion", "reason")
         for (side, fusion, reason), alike in refusals.items():
             spans = [span(refusal.ops) for refusal in alike]
             where, below = ", ".join(spans), []
@@ -201,11 +202,6 @@ class FusionPlan:
             lines.append("Modules in brackets are not counted.")
         return "\n".join(lines)
 
-    def _title(self, note: VectorNote) -> str:
-        """The name of the step that a note is about."""
-        steps = self.steps(note.side)
-        return next(s.fusion for s in steps if s.ops == note.ops) or self.ops[note.ops[0]]
-
     def _side_lines(self, side: str) -> list[str]:
         steps, unfused = self.steps(side), self.steps(side, fused=False)
         if not steps:
@@ -223,8 +219,8 @@ class FusionPlan:
                 format_time(step.microseconds),
             )
             rows += [row, *(("", "", line, *[""] * (len(row) - 3)) for line in more)]
-        what = ("emits",) if emits else ()
-        heading = (side, "runs as", "kernels", *what, "bytes/token", "modelled")
+        quantization = ("emits",) if emits else ()
+        heading = (side, "runs as", "kernels", *quantization, "bytes/token", "modelled")
         ratio = _time(unfused) / _time(steps) if _time(steps) else 1.0
         return [
             *columns([heading, *rows], left=len(heading) - 2),
@@ -237,11 +233,11 @@ class FusionPlan:
 
     def note_lines(self) -> list[str]:
         """The notes of each operation as one line; operations with equal notes share one."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for (fusion, ops), notes in _grouped(self.notes, "fusion", "ops").items():
+        spans: dict[tuple[str, str], list[str]] = {}
+        for notes in _alike(self.notes, "fusion", "ops").values():
             text = " ".join(note.text for note in notes)
-            found.setdefault((fusion or self.ops[ops[0]], text), []).append(span(ops))
-        return [f"{name} over {', '.join(spans)}: {text}" for (name, text), spans in found.items()]
+            spans.setdefault((notes[0].title(self.ops), text), []).append(span(notes[0].ops))
+        return [f"{name} over {', '.join(over)}: {text}" for (name, text), over in spans.items()]
 
     def node_lines(self) -> list[str]:
         """Sentences about the autograd nodes: how many, for whom, and where the cuts are."""
@@ -310,6 +306,14 @@ class FusionPlan:
             "padding": [{**vars(note), "ops": list(note.ops)} for note in self.padding],
             "notes": [{**vars(note), "ops": list(note.ops)} for note in self.notes],
             "refusals": [{**vars(r), "ops": list(r.ops)} for r in self.refusals],
+            "input_requires_grad": self.key.ops[0].input_requires_grad,
+            "extra_inputs": [[e.requires_grad for e in op.extra_inputs] for op in self.key.ops],
+            "extra_outputs": list(self.extra_outputs),
+            "labels": {
+                side: [self.gap_labels(side, gap) for gap in range(len(self.activation_bytes))]
+                for side in ("forward", "backward")
+            },
+            "sentences": {"nodes": self.node_lines(), "notes": self.note_lines()},
         }
 
     def to_dot(self) -> str:
@@ -364,31 +368,10 @@ class FusionPlan:
         InputError
             If the path has another suffix.
         """
-        target = Path(path)
-        renderer_for(target)(self, target)
-        return target
+        return draw(self.to_dict(), str(self), path)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-
-renderers: dict[str, Callable[[FusionPlan, Path], None]] = {}
-"""Functions that draw a plan into a file, by the suffix of the file."""
-
-
-def renderer_for(path: str | os.PathLike[str]) -> Callable[[FusionPlan, Path], None]:
-    """The function that draws a plan into the file ``path``.
-
-    Raises
-    ------
-    InputError
-        If the suffix is unknown.
-    """
-    target = Path(path)
-    renderer = renderers.get(target.suffix.lower())
-    if renderer is None:
-        raise InputError(f"A plan is drawn as {', '.join(sorted(renderers))}; got {target.name!r}.")
-    return renderer
 
 
 def merged(parts: Iterable[FusionPlan | ModuleCall], channels: Sequence[Channel]) -> FusionPlan:
@@ -431,6 +414,7 @@ def _joined(first: FusionPlan, second: FusionPlan) -> FusionPlan:
         notes=first.notes + moved(second.notes),
         nodes=_nodes_of(first) + moved(_nodes_of(second)),
         waiting=first.waiting or second.waiting,
+        extra_outputs=first.extra_outputs + second.extra_outputs,
         activation_bytes=first.activation_bytes[:-1] + second.activation_bytes,
         grad_activation_bytes=first.grad_activation_bytes[:-1] + second.grad_activation_bytes,
     )
@@ -446,12 +430,12 @@ def _shifted(ops: Iterable[int], by: int) -> tuple[int, ...]:
     return tuple(i + by for i in ops)
 
 
-def _grouped(items: Iterable[Any], *names: str) -> dict[tuple[Any, ...], list[Any]]:
-    """``items`` grouped by the values of the attributes ``names``, in order of appearance."""
-    groups: dict[tuple[Any, ...], list[Any]] = {}
+def _alike(items: Iterable[Any], *names: str) -> dict[tuple[Any, ...], list[Any]]:
+    """``items`` by the values of the attributes ``names``, in order of appearance."""
+    alike: dict[tuple[Any, ...], list[Any]] = {}
     for item in items:
-        groups.setdefault(tuple(getattr(item, name) for name in names), []).append(item)
-    return groups
+        alike.setdefault(tuple(getattr(item, name) for name in names), []).append(item)
+    return alike
 
 
 def _time(steps: Iterable[Step]) -> float:

@@ -13,10 +13,10 @@ from fuser.op import BasicOperation, FusedOperation, FusibleOperation
 from fuser.plan.cost import NOMINAL_TOKENS, CostModel
 from fuser.plan.cover import Candidate, cheapest_cover, outside, unchosen, unchosen_joint
 from fuser.plan.graph import OpGraph
-from fuser.plan.plan import Channel, FusionPlan, OpNote, Refusal
+from fuser.plan.plan import Channel, FusionPlan, Note, Refusal
 from fuser.plan.registered import Pinned, RegisteredFusions, apply_registered
-from fuser.plan.text import span
 from fuser.plan.window import matches
+from fuser.report.text import span
 from fuser.specs import PlanKey
 
 
@@ -56,10 +56,10 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
     backward_run = tuple(c for c in reversed(cover.backward) if c.stop > search.first)
     lost = [*unchosen(forward, cover.forward), *unchosen(backward, cover.backward)]
     lost += unchosen_joint(len(graph.ops), forward, backward, joint, cover)
-    made: dict[tuple[int, int, Any], FusibleOperation] = {}
+    joint_ops: dict[tuple[int, int, Any], FusibleOperation] = {}
     run = {
-        "forward": tuple(_operation(graph.ops, c, made) for c in forward_run),
-        "backward": tuple(_operation(graph.ops, c, made) for c in backward_run),
+        "forward": tuple(_operation(graph.ops, c, joint_ops) for c in forward_run),
+        "backward": tuple(_operation(graph.ops, c, joint_ops) for c in backward_run),
     }
     plan = FusionPlan(
         key=key,
@@ -85,6 +85,7 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         activation_bytes=_bytes_per_token(graph, "forward"),
         grad_activation_bytes=_bytes_per_token(graph, "backward"),
         nominal_tokens=NOMINAL_TOKENS,
+        extra_outputs=tuple(op.num_extra_outputs for op in graph.ops),
         notes=_notes(graph, key, (*run["forward"], *run["backward"])),
     )
     return Planned(plan, run["forward"], run["backward"])
@@ -92,7 +93,7 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
 
 def _notes(
     graph: OpGraph, key: PlanKey, run: Sequence[tuple[FusibleOperation, tuple[int, ...]]]
-) -> tuple[OpNote, ...]:
+) -> tuple[Note, ...]:
     """The notes of the basic ops, and of the fused ops that run."""
     fused = [(op, ops) for op, ops in run if op.is_fused_op]
     asked = dict.fromkeys([*((op, (i,)) for i, op in enumerate(graph.ops)), *fused])
@@ -103,7 +104,7 @@ def _notes(
             key.window(ops[0], ops[-1] + 1), round(rows * NOMINAL_TOKENS / graph.tokens)
         )
         name = type(op).__name__ if op.is_fused_op else None
-        notes += [OpNote(name, ops, text) for text in texts]
+        notes += [Note(ops, text, fusion=name) for text in texts]
     return tuple(notes)
 
 
@@ -120,7 +121,7 @@ class _Search:
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
         """Every candidate of ``side``; a pinned fused op is the only candidate for its ops."""
-        found = [*self.basic(side), *self._fused(side)]
+        candidates = [*self.basic(side), *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
             reason = self._unsent(fused, window, (side,))
@@ -129,11 +130,11 @@ class _Search:
                     f"The registered fusion {type(fused).__name__} cannot run ops "
                     f"{span(window)}: {reason}"
                 )
-            found = outside(window, found)
-            found.append(
+            candidates = outside(window, candidates)
+            candidates.append(
                 self.costs.candidate(window, side, fused, [(type(fused).__name__, len(window))])
             )
-        return found
+        return candidates
 
     def basic(self, side: str) -> list[Candidate]:
         """Every op alone; in backward, an op that backward does not reach costs nothing."""
@@ -240,10 +241,11 @@ class _Search:
         for side in sides:
             for i in window:
                 op = self.graph.ops[i]
-                for each in op.collectives(side, self.key.window(i, i + 1)):
+                for collective in op.collectives(side, self.key.window(i, i + 1)):
                     return (
                         f"op {i} ({type(op).__name__}) communicates, which the fusion does not do: "
-                        f"{each.kind} of {each.tensor} over {each.ranks} ranks in {side}."
+                        f"{collective.kind} of {collective.tensor} over "
+                        f"{collective.ranks} ranks in {side}."
                     )
         return None
 
@@ -269,7 +271,7 @@ def _bytes_per_token(graph: OpGraph, side: str) -> tuple[float, ...]:
 def _operation(
     ops: Sequence[BasicOperation],
     candidate: Candidate,
-    made: dict[tuple[int, int, Any], FusibleOperation],
+    joint_ops: dict[tuple[int, int, Any], FusibleOperation],
 ) -> tuple[FusibleOperation, tuple[int, ...]]:
     """The operation that runs ``candidate``; both sides of a joint window share one."""
     window = range(candidate.start, candidate.stop)
@@ -278,6 +280,6 @@ def _operation(
     if isinstance(candidate.run, FusedOperation):
         return candidate.run, tuple(window)
     place = (window.start, window.stop, candidate.run)
-    if place not in made:
-        made[place] = candidate.run([ops[i] for i in window])
-    return made[place], tuple(window)
+    if place not in joint_ops:
+        joint_ops[place] = candidate.run([ops[i] for i in window])
+    return joint_ops[place], tuple(window)

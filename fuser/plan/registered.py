@@ -60,10 +60,10 @@ def check_has_methods(fusion: type[FusedOperation], side: str) -> None:
     InputTypeError
     """
     for half in ("forward", "backward") if side == "joint" else (side,):
-        method = f"fuser_{half}"
-        if getattr(fusion, method) is getattr(FusibleOperation, method):
+        methods = (f"fuser_{half}", f"step_{half}")
+        if all(getattr(fusion, name) is getattr(FusibleOperation, name) for name in methods):
             raise InputTypeError(
-                f"{fusion.__name__} has no {method}, which a {side} fusion must implement."
+                f"{fusion.__name__} has no {methods[0]}, which a {side} fusion must implement."
             )
 
 

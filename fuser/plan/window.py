@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuser.errors import InputTypeError
-
-# These methods define what an op computes. A fusion does not fit a subclass that
-# overrides one of them.
-_COMPUTE_METHODS = ("op_forward", "op_backward", "fuser_forward", "fuser_backward")
+from fuser.op import COMPUTE_METHODS
 
 
 class Optional:
@@ -112,8 +109,9 @@ def _is(op: Any, element: Any) -> bool:
 
 
 def _computes_like(actual: type, expected: type) -> bool:
+    """Whether a subclass overrides no method that defines what it computes."""
     return all(
-        getattr(actual, name, None) is getattr(expected, name, None) for name in _COMPUTE_METHODS
+        getattr(actual, name, None) is getattr(expected, name, None) for name in COMPUTE_METHODS
     )
 
 
@@ -122,7 +120,7 @@ def _tells(cls: type, method: str) -> bool:
     if not callable(getattr(cls, method, None)):
         return False
     owner = _owner(cls, method)
-    return all(owner <= _owner(cls, name) for name in _COMPUTE_METHODS if hasattr(cls, name))
+    return all(owner <= _owner(cls, name) for name in COMPUTE_METHODS if hasattr(cls, name))
 
 
 def _owner(cls: type, name: str) -> int:

@@ -291,11 +291,11 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     ranks = dist.get_process_group_ranks(group)
     for number, ops in enumerate(zip_longest(*(step.ops for step in steps), fillvalue="none")):
         if len(set(ops)) > 1:
-            each = ", ".join(f"{op} on rank {rank}" for rank, op in zip(ranks, ops, strict=True))
+            listed = ", ".join(f"{op} on rank {rank}" for rank, op in zip(ranks, ops, strict=True))
             raise InputError(
                 f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran different ops, "
                 "and cannot tell which of them are the same, because the ranks have also made "
-                f"different ops: number {number} of those that quantize is {each}. Make the same "
+                f"different ops: number {number} of those that quantize is {listed}. Make the same "
                 "ops in the same order on every rank, also copies of a model; or reduce over other "
                 "ranks, by autocast(amax_reduction_group=...), or over none, by "
                 "DelayedScaling(reduce_amax=False)."
@@ -304,13 +304,13 @@ def _agreed(own: _Step, group: dist.ProcessGroup) -> tuple[Used, list[int]]:
     for step in steps:
         for (number, mode), recipe in step.used.items():
             if used.setdefault((number, mode), recipe) != recipe:
-                each = "; ".join(
+                listed = "; ".join(
                     f"rank {rank} has {other.used.get((number, mode), 'not run it')}"
                     for rank, other in zip(ranks, steps, strict=True)
                 )
                 raise InputError(
                     f"Delayed scaling reduces amaxes over the ranks {ranks}, which ran "
-                    f"{own.ops[number]} under different recipes: {each}."
+                    f"{own.ops[number]} under different recipes: {listed}."
                 )
     return used, gone_on_all
 

@@ -72,17 +72,17 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """As :func:`is_fp8_available`, for FP8 in blocks of 128."""
+    """Whether FP8 recipes in blocks of 128 run here; see :func:`is_fp8_available`."""
     return _available(Float8BlockScaling(), return_reason)
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """As :func:`is_fp8_available`, for MXFP8."""
+    """Whether MXFP8 recipes run here; see :func:`is_fp8_available`."""
     return _available(MXFP8BlockScaling(), return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """As :func:`is_fp8_available`, for NVFP4."""
+    """Whether NVFP4 recipes run here; see :func:`is_fp8_available`."""
     return _available(NVFP4BlockScaling(), return_reason)
 
 

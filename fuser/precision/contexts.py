@@ -310,9 +310,9 @@ def quantized_model_init(
         is loaded quantized keeps its scale: writes before the next forward use it, and
         later ones too as long as no amax of the weight has been recorded or loaded.
 
-        Under a ``backward_override`` weights have only their rowwise copy, because
+        Under a ``backward_override`` weights have the rowwise usage alone, because
         such a backward reads no other. A later backward without the override
-        quantizes the columnwise copy from the weight's values at every step.
+        quantizes the columnwise data from the weight's values at every step.
     preserve_high_precision_init_val
         Keep the initial values on the CPU, for an optimizer's master weights:
         ``weight.get_high_precision_init_val()`` returns them, and
@@ -336,9 +336,9 @@ def quantized_model_init(
 
 
 def weight_quantizer(init: ParameterInit, quantizer: Quantizer) -> Quantizer:
-    """``quantizer`` for the copies that a weight made under ``init`` has."""
-    # Under an override nothing reads the columnwise copy. Without one it is made here, because
-    # not every format can make it from the rowwise copy.
+    """``quantizer`` with the usages that a weight made under ``init`` has."""
+    # Under an override no product is columnwise. Without one its data is made here, because
+    # not every format can make it from rowwise data.
     return quantizer.with_usage(rowwise=True, columnwise=init.recipe.quantizes_backward)
 
 

@@ -83,13 +83,13 @@ def delayed_quantizers(
     """
     if recomputed_state() is not None:
         return None
-    found = [
+    quantizers = [
         state.quantizers_under(recipe)
         for of_op in states
         for state in of_op.values()
         if state.mode == "forward" or state.scale.numel()
     ]
-    return None if None in found else found  # type: ignore[return-value]
+    return None if None in quantizers else quantizers  # type: ignore[return-value]
 
 
 def note_uses(states: Sequence[DelayedScales]) -> None:
@@ -232,10 +232,10 @@ class DelayedScales:
         """
         if not self._quantizers:
             return None
-        made = self._of_parameters.get(index)
-        if made is None:
-            made = self._of_parameters[index] = replace(self._quantizers[index], saturates=False)
-        return made
+        own = self._of_parameters.get(index)
+        if own is None:
+            own = self._of_parameters[index] = replace(self._quantizers[index], saturates=False)
+        return own
 
     def keep_scale(self, index: int, scale_inv: torch.Tensor) -> None:
         """Take the scale of the bytes of parameter ``index``, unless there is a history."""
@@ -508,12 +508,12 @@ def _maxima(dtypes: Sequence[DType], device: torch.device) -> torch.Tensor:
 
 
 def _alike(
-    states: Iterable[DelayedScales], what: Callable[[DelayedScales], Hashable]
+    states: Iterable[DelayedScales], key: Callable[[DelayedScales], Hashable]
 ) -> list[list[DelayedScales]]:
     """``states`` grouped by the result of ``what``, in their order."""
     groups: dict[Hashable, list[DelayedScales]] = {}
     for state in states:
-        groups.setdefault(what(state), []).append(state)
+        groups.setdefault(key(state), []).append(state)
     return list(groups.values())
 
 

@@ -51,13 +51,13 @@ class _Calls:
         ``recomputation`` identifies the running recomputation: a retained graph has several.
         """
         repeated = self._repeated.setdefault(recomputation, {})
-        found = None
+        call_conditions = None
         for op in reversed(ops):
             key = id(op.__dict__)
             index = repeated[key] = repeated.get(key, -1) + 1
             conditions = self._conditions.get(key, ())
-            found = conditions[index] if index < len(conditions) else found
-        return found
+            call_conditions = conditions[index] if index < len(conditions) else call_conditions
+        return call_conditions
 
 
 # Keyed by the object that torch keeps while a recomputation is possible: the frame of a checkpoint,
@@ -164,7 +164,7 @@ def _open_checkpoints(hooks: tuple[Any, Any] | None, codes: CheckpointCode) -> t
         frame = codes.frame_of(installed)
         if frame is not None:
             frames.append(frame)
-    found: tuple[_Calls, ...] = ()
+    checkpoints: tuple[_Calls, ...] = ()
     for frame in reversed(frames):
-        found = (_calls_of(frame, found), *found)
-    return found
+        checkpoints = (_calls_of(frame, checkpoints), *checkpoints)
+    return checkpoints

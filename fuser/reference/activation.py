@@ -243,10 +243,10 @@ def _backward_fp32(stage: Stage, dy: torch.Tensor, x: torch.Tensor) -> torch.Ten
     d_gate, d_linear = _halves(stage, dx)
     dy = dy.reshape(gate.shape)
     if own is not None:
-        for half, found in zip(
+        for half, grad_of_half in zip(
             (d_gate, d_linear), own(dy, gate, linear, *stage.scalars), strict=True
         ):
-            half.copy_(found)
+            half.copy_(grad_of_half)
         return dx
     gate_function, linear_function = _GATED[stage.name](*stage.scalars)
     d_gate.copy_(gate_function.backward(dy * linear_function.forward(linear), gate))

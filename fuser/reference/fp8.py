@@ -53,7 +53,7 @@ def transpose(data: torch.Tensor) -> torch.Tensor:
     return data.t().clone(memory_format=torch.contiguous_format)
 
 
-def padded(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def padded(scale: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """``scale`` in the corner of zeros of ``shape``."""
     result = scale.new_zeros(shape)
     result[: scale.shape[0], : scale.shape[1]] = scale

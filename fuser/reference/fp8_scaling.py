@@ -13,7 +13,7 @@ import math
 import torch
 
 from fuser.errors import InputError
-from fuser.formats import DType
+from fuser.formats import GROUP_TILE, DType
 from fuser.reference.fp8 import decode, encode, scale_from_amax, transpose
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -82,6 +82,22 @@ def dequantize(
 ) -> torch.Tensor:
     """``data * scale_inv`` in fp32, rounded once to ``out_dtype``; in data's shape."""
     return (decode(data, dtype) * scale_inv).to(out_dtype)
+
+
+def dequantize_groups(
+    data: torch.Tensor,
+    scale_inv: torch.Tensor,
+    dtype: DType,
+    out_dtype: torch.dtype,
+    *,
+    columnwise: bool,
+) -> torch.Tensor:
+    """As :func:`dequantize`, with a scale of each 128 rows; ``[M, K]``.
+
+    Columnwise ``data`` is ``[K, M]``, and is transposed back.
+    """
+    values = decode(data.t() if columnwise else data, dtype)
+    return (values * scale_inv.repeat_interleave(GROUP_TILE)[:, None]).to(out_dtype)
 
 
 def update_delayed(

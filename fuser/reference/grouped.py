@@ -37,7 +37,7 @@ def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
     is_used = group < len(ends)
     group = group.clamp(max=len(ends) - 1)
     inside = first - (padded_ends - padded)[group]
-    found = torch.stack(
+    tiles = torch.stack(
         [
             torch.where(is_used, group.to(torch.int32), -1),
             (starts[group] + inside) * is_used,
@@ -46,7 +46,7 @@ def group_tiles(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Ten
         ],
         1,
     )
-    return padded_ends, found.to(torch.int32)
+    return padded_ends, tiles.to(torch.int32)
 
 
 def pad(x: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:

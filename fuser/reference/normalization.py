@@ -23,7 +23,7 @@ def rmsnorm_backward(
     x: torch.Tensor,
     gain: torch.Tensor,
     rstd: torch.Tensor,
-    wanted: tuple[bool, bool] = (True, True),
+    needed: tuple[bool, bool] = (True, True),
     d_extra: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of ``x`` (in its dtype) and of ``gain`` (fp32); None where not ``wanted``.
@@ -33,9 +33,9 @@ def rmsnorm_backward(
     x_hat = x.float() * rstd
     dy = dy.float()
     dx = d_gain = None
-    if wanted[1]:
+    if needed[1]:
         d_gain = (dy * x_hat).sum(0)
-    if wanted[0]:
+    if needed[0]:
         d_hat = dy * gain
         dx = (d_hat - x_hat * (d_hat * x_hat).mean(-1, keepdim=True)) * rstd
         dx = _plus(dx, d_extra).to(x.dtype)
@@ -56,7 +56,7 @@ def layernorm_backward(
     gain: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    needed: tuple[bool, bool, bool] = (True, True, True),
     d_extra: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of ``x`` (its dtype), ``gain`` and ``bias`` (fp32); None where not ``wanted``.
@@ -64,9 +64,9 @@ def layernorm_backward(
     ``d_extra``, shaped like x, is added to the gradient of ``x`` before that is rounded.
     """
     dx, d_gain, d_bias = torch.ops.aten.native_layer_norm_backward(
-        dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, list(wanted)
+        dy.float(), x.float(), x.shape[-1:], mean, rstd, gain, gain, list(needed)
     )
-    return _plus(dx, d_extra).to(x.dtype) if wanted[0] else None, d_gain, d_bias
+    return _plus(dx, d_extra).to(x.dtype) if needed[0] else None, d_gain, d_bias
 
 
 def l2norm(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,19 +105,19 @@ def adaptive_layernorm_backward(
     scale: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    wanted: tuple[bool, bool, bool] = (True, True, True),
+    needed: tuple[bool, bool, bool] = (True, True, True),
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Gradients of ``x`` (its dtype), ``scale`` and ``shift`` (fp32); None where not ``wanted``."""
     dy, x32 = dy.float(), x.float()
     dx = d_scale = d_shift = None
-    if wanted[0]:
+    if needed[0]:
         d_hat = dy * (1 + scale.float()).unsqueeze(1)
         dx, _, _ = torch.ops.aten.native_layer_norm_backward(
             d_hat, x32, x.shape[-1:], mean, rstd, None, None, [True, False, False]
         )
         dx = dx.to(x.dtype)
-    if wanted[1]:
+    if needed[1]:
         d_scale = (dy * (x32 - mean) * rstd).sum((0, 2))
-    if wanted[2]:
+    if needed[2]:
         d_shift = dy.sum((0, 2))
     return dx, d_scale, d_shift

@@ -115,10 +115,10 @@ def quantize_groups(
     m, k = x.shape
     x = x.float()
     blocks = NVFP4_BLOCK if two_dimensional else 1
-    found: list[Wanted] = []
+    results: list[Wanted] = []
     for is_wanted, is_turned in ((rowwise, False), (columnwise, True)):
         if not is_wanted:
-            found += [None, None, None]
+            results += [None, None, None]
             continue
         words = None
         if stochastic:
@@ -138,17 +138,17 @@ def quantize_groups(
                 values = hadamard_transform(values.t(), random_signs) if hadamard else values.t()
             if words is not None:
                 own = words[:, rows] if is_turned else words[rows]
-            made, scales, largest = _quantize_rows(values.contiguous(), blocks, None, own)
+            codes, scales, largest = _quantize_rows(values.contiguous(), blocks, None, own)
             amax[rows.start // GROUP_TILE : end // GROUP_TILE] = largest
             if is_turned:
-                data[:, rows.start // 2 : end // 2] = made
+                data[:, rows.start // 2 : end // 2] = codes
                 first, last = rows.start // NVFP4_BLOCK, end // NVFP4_BLOCK
                 scale[:k, first:last] = scales[:k, : last - first]
             else:
-                data[rows] = made
+                data[rows] = codes
                 scale[rows] = scales[: len(values)]
-        found += [data, scale, amax]
-    return tuple(found)  # type: ignore[return-value]
+        results += [data, scale, amax]
+    return tuple(results)  # type: ignore[return-value]
 
 
 def dequantize(
@@ -161,7 +161,8 @@ def dequantize(
 ) -> torch.Tensor:
     """``q * (scale * amax / (6 * 448))`` in fp32, rounded once to ``out_dtype``; ``[M, K]``.
 
-    ``amax`` is fp32 ``[1]``, or one that broadcasts to the blocks of ``data``.
+    ``amax`` is fp32 ``[1]``; or of each 128 rows of groups, ``[M / 128]``; or broadcasts to the
+    blocks of ``data``.
 
     Columnwise ``data`` is ``[K, M / 2]``, and is transposed back; a Hadamard transform remains.
     """
@@ -171,6 +172,9 @@ def dequantize(
     pairs = (pairs & 0x07) << 9 | (pairs & 0x08) << 12 | (pairs & 0x70) << 21 | (pairs & 0x80) << 24
     values = pairs.view(torch.float16).float().mul_(2.0**14)
     scale = scale[:rows, : cols // NVFP4_BLOCK].view(torch.float8_e4m3fn)
+    if amax.dim() == 1 and len(amax) != 1:
+        of_rows = amax.repeat_interleave(GROUP_TILE)
+        amax = of_rows[None, ::NVFP4_BLOCK] if columnwise else of_rows[:, None]
     factor = scale.float() * amax * (1.0 / (E2M1_MAX * E4M3_MAX))
     out = values.view(rows, cols // NVFP4_BLOCK, NVFP4_BLOCK) * factor[..., None]
     out = out.view(rows, cols).to(out_dtype)

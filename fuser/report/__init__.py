@@ -1,1 +1,1 @@
-"""Reports: plans as pictures, and the doctor's report on this machine."""
+"""Reports: numbers and lists as text, and plans as pictures, which are drawn from a plan's dict."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from fuser.plan.plan import FusionPlan, ModuleCall, Step
-from fuser.plan.text import format_bytes, format_time
 from fuser.report.picture import SMALL, printable, text_width
+from fuser.report.text import format_bytes, format_time
 
 # Lengths are points, y grows downwards.
 MARGIN = 24.0
@@ -18,18 +18,26 @@ STUB = 44.0  # the least length of the arrow between that label and the row
 MODULE_ARROW = 18.0  # the arrow beside the box of a module between pipelines
 AS_MODULE = "called as a module"
 
+Item = dict[str, Any]
+"""An entry of a plan's dict, such as a step, a refusal or the call of a module."""
+NO_STEP: Item = {"ops": [], "fusion": None, "kernel": ""}
+
 
 class Columns:
-    """A column for each op of ``plan``, the same for forward and backward, in rows of a page."""
+    """A column for each op, the same for forward and backward, in rows of a page.
 
-    def __init__(self, plan: FusionPlan) -> None:
+    ``plan`` is a plan as ``FusionPlan.to_dict`` returns it.
+    """
+
+    def __init__(self, plan: Item) -> None:
         self.plan = plan
-        self.sides = ["forward", "backward"] if plan.backward else ["forward"]
-        self.steps = [step for side in self.sides for step in plan.steps(side)]
-        self.step_of = {
-            side: {i: step for step in plan.steps(side) for i in step.ops} for side in self.sides
+        self.ops: list[str] = plan["ops"]
+        self.sides = ["forward", "backward"] if plan["backward"] else ["forward"]
+        self.steps: list[Item] = [step for side in self.sides for step in plan[side]]
+        self.step_of: dict[str, dict[int, Item]] = {
+            side: {i: step for step in plan[side] for i in step["ops"]} for side in self.sides
         }
-        self.gaps = [self._gap(i) for i in range(len(plan.ops))]
+        self.gaps = [self._gap(i) for i in range(len(self.ops))]
         self.widths = self._column_widths()
         self.stub = STUB
         self.rows = self._rows()
@@ -44,7 +52,7 @@ class Columns:
 
     def _gap(self, op: int) -> float:
         """Space before ``op`` for an arrow and its bytes; less if both sides fuse across it."""
-        if all(op - 1 in self.step(side, op).ops for side in self.sides):
+        if all(op - 1 in self.step(side, op)["ops"] for side in self.sides):
             return 16.0
         labels = [label for side in self.sides for label in self.gap_labels(side, op)]
         label = max(text_width(label, SMALL) for label in labels)
@@ -52,21 +60,25 @@ class Columns:
 
     def modules_width(self, gap: int) -> float:
         """Space for modules that are called before op ``gap``, each with an arrow."""
-        return sum(module_width(call) + MODULE_ARROW for call in self.plan.modules_before(gap))
+        return sum(module_width(call) + MODULE_ARROW for call in self.modules_before(gap))
+
+    def modules_before(self, gap: int) -> list[Item]:
+        """The modules, except ops, that are called before op ``gap``."""
+        return [m for m in self.plan["modules"] if m["before"] == gap and not m["ops"]]
 
     def gap_labels(self, side: str, gap: int) -> list[str]:
-        bytes_a_token, *formats = self.plan.gap_labels(side, gap)
+        bytes_a_token, *formats = self.plan["labels"][side][gap]
         return [bytes_a_token.removesuffix("/token"), *formats]
 
     def _column_widths(self) -> list[float]:
         """The width of each op: enough for its name and for the text of its steps."""
-        widths = [max(text_width(name, 8.5) + 18, 62.0) for name in self.plan.ops]
-        for step in sorted(self.steps, key=lambda step: len(step.ops)):
+        widths = [max(text_width(name, 8.5) + 18, 62.0) for name in self.ops]
+        for step in sorted(self.steps, key=lambda step: len(step["ops"])):
             needs = [text_width(word, SMALL, mono=True) for word in kernels_of(step)]
             needs.append(text_width(cost(step), SMALL))
-            needs.append(text_width(step.fusion or "", 8.0, bold=True))
+            needs.append(text_width(step["fusion"] or "", 8.0, bold=True))
             needs.append(text_width(AS_MODULE, SMALL) if self.is_module(step) else 0.0)
-            self._widen(widths, step.ops, max(needs))
+            self._widen(widths, step["ops"], max(needs))
         return widths
 
     def _widen(self, widths: list[float], ops: Sequence[int], need: float) -> None:
@@ -77,10 +89,10 @@ class Columns:
     def _widen_parts(self) -> None:
         """Widen each part of a window that is split over rows, for its name."""
         for step in self.steps:
-            name = f"{step.fusion} (continued)" if step.fusion else ""
+            name = f"{step['fusion']} (continued)" if step["fusion"] else ""
             for row in self.rows:
-                part = [i for i in row if i in step.ops]
-                if name and 0 < len(part) < len(step.ops):
+                part = [i for i in row if i in step["ops"]]
+                if name and 0 < len(part) < len(step["ops"]):
                     self._widen(self.widths, part, text_width(name, 8.0, bold=True))
 
     def _stub_width(self) -> float:
@@ -95,15 +107,14 @@ class Columns:
 
     def _tail(self, ops: range) -> float:
         """Space for modules after the last op; other modules are drawn before the next row."""
-        return self.modules_width(ops.stop) if ops.stop == len(self.plan.ops) else 0.0
+        return self.modules_width(ops.stop) if ops.stop == len(self.ops) else 0.0
 
     def _rows(self) -> list[range]:
         """The rows: few, of about equal width, and with few windows split over two rows."""
-        count = len(self.plan.ops)
+        count = len(self.ops)
         cut = [0.0] * (count + 1)
-        windows = [(step.ops, 4.0) for step in self.steps]
-        for ops, price in (*windows, *((refusal.ops, 0.5) for refusal in self.plan.refusals)):
-            for i in ops[1:]:
+        for items, price in ((self.steps, 4.0), (self.plan["refusals"], 0.5)):
+            for i in (i for item in items for i in item["ops"][1:]):
                 cut[i] += price
         best = [(0.0, 0)]  # for the ops before each gap: the price, and the start of the last row
         for stop in range(1, count + 1):
@@ -122,32 +133,31 @@ class Columns:
     def row_right(self, ops: range) -> float:
         return self.x[ops[-1]] + self.widths[ops[-1]] + self.stub + self._tail(ops)
 
-    def step(self, side: str, op: int) -> Step:
+    def step(self, side: str, op: int) -> Item:
         """The step that runs ``op``; an empty step if there is none."""
-        return self.step_of[side].get(op, Step((), None, "", 0.0, 0.0))
+        return self.step_of[side].get(op, NO_STEP)
 
     def edges(self, side: str, first: int, last: int) -> tuple[float, float]:
         """The left and right edge of ops; a fused window is wider than its ops."""
-        pad = [PAD if self.step(side, i).fusion else 0.0 for i in (first, last)]
+        pad = [PAD if self.step(side, i)["fusion"] else 0.0 for i in (first, last)]
         return self.x[first] - pad[0], self.x[last] + self.widths[last] + pad[1]
 
-    def is_module(self, step: Step) -> bool:
+    def is_module(self, step: Item) -> bool:
         """Whether the step belongs to an op that is called as a module."""
-        return any(set(step.ops) <= set(call.ops) for call in self.plan.modules)
+        return any(set(step["ops"]) <= set(call["ops"]) for call in self.plan["modules"])
 
 
-def module_width(call: ModuleCall) -> float:
-    return max(text_width(printable(call.name), 8.5) + 18, 62.0)
+def module_width(call: Item) -> float:
+    return max(text_width(printable(call["name"]), 8.5) + 18, 62.0)
 
 
-def cost(step: Step) -> str:
-    return (
-        f"{format_bytes(step.bytes_per_token)}, {format_time(step.microseconds)}"
-        if step.kernel
-        else ""
-    )
+def cost(step: Item) -> str:
+    """The bytes and the time of ``step``; empty if it has no kernel."""
+    if not step["kernel"]:
+        return ""
+    return f"{format_bytes(step['bytes_per_token'])}, {format_time(step['microseconds'])}"
 
 
-def kernels_of(step: Step) -> list[str]:
+def kernels_of(step: Item) -> list[str]:
     """The kernels of ``step`` as words, with commas."""
-    return (step.kernel or "no kernel").replace(", ", ",\n").split("\n")
+    return (step["kernel"] or "no kernel").replace(", ", ",\n").split("\n")

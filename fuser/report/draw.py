@@ -1,39 +1,68 @@
-"""Drawing of plans into files: SVG, PNG, or HTML with the plan's text."""
+"""Drawing of plans, given as dicts, into files: SVG, PNG, or HTML with the plan's text."""
 
 from __future__ import annotations
 
 import html
+import os
 from pathlib import Path
+from typing import Any
 
-from fuser.plan.plan import FusionPlan, renderers
+from fuser.errors import InputError
 from fuser.report.layout import count_of, lay_out
-from fuser.report.picture import COLORS, paint, svg
+from fuser.report.picture import COLORS, Picture, paint, svg
+
+SUFFIXES = (".html", ".png", ".svg")
 
 
-def draw_svg(plan: FusionPlan, path: Path) -> None:
-    """Write the picture as SVG, with text as text; equal plans give equal files."""
-    path.write_text(svg(lay_out(plan)), encoding="utf-8")
+def drawable(path: str | os.PathLike[str]) -> Path:
+    """``path``, if its suffix is that of a picture.
+
+    Raises
+    ------
+    InputError
+    """
+    target = Path(path)
+    if target.suffix.lower() not in SUFFIXES:
+        raise InputError(f"A plan is drawn as {', '.join(SUFFIXES)}; got {target.name!r}.")
+    return target
 
 
-def draw_png(plan: FusionPlan, path: Path) -> None:
-    """Write the picture as PNG with 160 dots per inch."""
-    path.write_bytes(paint(lay_out(plan), "png"))
+def draw(plan: dict[str, Any], text: str, path: str | os.PathLike[str]) -> Path:
+    """Draw a plan into ``path``, and return that; equal plans give equal SVG files.
+
+    SVG has text as text, PNG 160 dots per inch. HTML is one self-contained page: the picture, with
+    tooltips, and ``text``.
+
+    Raises
+    ------
+    InputError
+        If the path has another suffix.
+    """
+    target = drawable(path)
+    picture = lay_out(plan)
+    if target.suffix.lower() == ".png":
+        target.write_bytes(paint(picture, "png"))
+    else:
+        is_page = target.suffix.lower() == ".html"
+        page = _page(picture, len(plan["ops"]), text) if is_page else svg(picture)
+        target.write_text(page, encoding="utf-8")
+    return target
 
 
-def draw_html(plan: FusionPlan, path: Path) -> None:
-    """Write one self-contained page: the picture, with tooltips, and the plan's text."""
-    picture = svg(lay_out(plan)).partition("<svg")[2]
+def _page(drawing: Picture, ops: int, text: str) -> str:
+    """A page of HTML with a picture and a text, in light or dark colours."""
+    picture = svg(drawing).partition("<svg")[2]
     light = dark = ""
     for number, (by_day, by_night) in enumerate(COLORS.values()):
         picture = picture.replace(by_day, f"var(--c{number})")
         light += f"--c{number}:{by_day};"
         dark += f"--c{number}:{by_night};"
-    page = f"""<!DOCTYPE html>
+    return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
-<title>Fusion plan of {count_of(len(plan.ops), "op")}</title>
+<title>Fusion plan of {count_of(ops, "op")}</title>
 <style>
 :root {{color-scheme: light dark; {light}}}
 @media (prefers-color-scheme: dark) {{:root {{{dark}}}}}
@@ -45,11 +74,7 @@ pre {{font: 12px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospa
 <body>
 <figure>
 <svg{picture}</figure>
-<pre>{html.escape(str(plan))}</pre>
+<pre>{html.escape(text)}</pre>
 </body>
 </html>
 """
-    path.write_text(page, encoding="utf-8")
-
-
-renderers.update({".svg": draw_svg, ".png": draw_png, ".html": draw_html})

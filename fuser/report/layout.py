@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fuser import basic_ops
-from fuser.plan.plan import FusionPlan, Refusal, Step
-from fuser.plan.text import format_bytes, format_time, span
 from fuser.report.columns import (
     AS_MODULE,
     END,
@@ -17,6 +14,7 @@ from fuser.report.columns import (
     MODULE_ARROW,
     PAD,
     Columns,
+    Item,
     cost,
     kernels_of,
     module_width,
@@ -34,6 +32,7 @@ from fuser.report.picture import (
     text_width,
     wrap,
 )
+from fuser.report.text import format_bytes, format_time, span
 
 PASSING = {"AddExtraInput", "Identity", "MakeExtraOutput", "Quantize", "Reshape"}
 
@@ -43,8 +42,8 @@ LANE = 18.0  # one level of channels above a row
 REASON_WIDTHS = (170.0, 330.0)  # least and greatest width of a refusal's text
 
 
-def lay_out(plan: FusionPlan) -> Picture:
-    """The picture of ``plan``, with the place of every item."""
+def lay_out(plan: Item) -> Picture:
+    """The picture of a plan, given as ``FusionPlan.to_dict`` returns it, with all places."""
     with matplotlib_or_error():
         return _Layout(plan).picture()
 
@@ -74,7 +73,7 @@ class _Wire:
 class _Layout(Columns):
     """The items of the picture; each row is drawn for forward, and below it for backward."""
 
-    def __init__(self, plan: FusionPlan) -> None:
+    def __init__(self, plan: Item) -> None:
         super().__init__(plan)
         self.items: list[Text | Box | Line] = []
 
@@ -86,7 +85,7 @@ class _Layout(Columns):
                 self._line((MARGIN, y), (MARGIN + self.width, y), color="faint")
             for side in self.sides:
                 y = self._row(side, ops, y + 13)
-        y = self._notes(y + 22) if self.plan.notes else y
+        y = self._notes(y + 22) if self.plan["notes"] else y
         y = self._legend(y + 28)
         right = max(item.bounds[2] for item in self.items if not isinstance(item, Line))
         return Picture(max(right, MARGIN + self.width) + MARGIN, y + MARGIN, tuple(self.items))
@@ -104,16 +103,14 @@ class _Layout(Columns):
     # title, totals, legend
 
     def _title(self, y: float) -> float:
-        plan = self.plan
         y += 12
-        self._text(
-            MARGIN, y, f"Fusion plan of {count_of(len(plan.ops), 'op')}", size=15.0, bold=True
-        )
-        y = self._note(y + 2, plan.key.describe(), 9.0)
-        for sentence in plan.node_lines():
+        title = f"Fusion plan of {count_of(len(self.ops), 'op')}"
+        self._text(MARGIN, y, title, size=15.0, bold=True)
+        y = self._note(y + 2, self.plan["key"], 9.0)
+        for sentence in self.plan["sentences"]["nodes"]:
             y = self._note(y, sentence, 9.0)
         y += 8
-        longest = max(_totals(plan.steps(side, fused=False))[1] for side in self.sides)
+        longest = max(_totals(self.plan[f"unfused_{side}"])[1] for side in self.sides)
         for side in ("forward", "backward"):
             y += 16
             self._text(MARGIN, y, side, size=8.5, bold=True)
@@ -121,8 +118,8 @@ class _Layout(Columns):
                 self._text(MARGIN + 62, y, "nothing needs a gradient", size=8.5, color="muted")
                 continue
             words, times = [], []
-            for fused, color in ((False, "faint"), (True, "GEMM edge")):
-                steps = plan.steps(side, fused=fused)
+            for name, color in ((f"unfused_{side}", "faint"), (side, "GEMM edge")):
+                steps = self.plan[name]
                 moved, time = _totals(steps)
                 times.append(time)
                 count = count_of(len(steps), "step")
@@ -144,7 +141,7 @@ class _Layout(Columns):
     def _notes(self, y: float) -> float:
         self._text(MARGIN, y, "notes", size=9.5, bold=True)
         y += 2
-        for line in self.plan.note_lines():
+        for line in self.plan["sentences"]["notes"]:
             for number, part in enumerate(wrap(line.split(), self.width - 12, 8.0)):
                 y += 12 if number else 14
                 self._text(MARGIN + 12 * bool(number), y, part, size=8.0)
@@ -152,17 +149,17 @@ class _Layout(Columns):
 
     def _legend(self, y: float) -> float:
         plan = self.plan
-        has_light = not all(step.kernel for step in self.steps)
-        kinds = {_kind(op) for op in plan.ops}
+        has_light = not all(step["kernel"] for step in self.steps)
+        kinds = {_kind(op) for op in self.ops}
         entries = [(kind, kind, f"{kind} edge") for kind in COLORS if kind in kinds]
         entries += [("no kernel", "paper", "faint")] * has_light
-        has_modules = any(not call.ops for call in plan.modules)
+        has_modules = any(not call["ops"] for call in plan["modules"])
         entries += [("other module, not modelled", "paper", "muted")] * has_modules
         entries += [("fused window", "window", "window edge")] * any(
-            step.fusion for step in self.steps
+            step["fusion"] for step in self.steps
         )
-        entries += [("channel", "channel", "")] * bool(plan.channels)
-        entries += [("not used, and why", "refused", "")] * bool(plan.refusals)
+        entries += [("channel", "channel", "")] * bool(plan["channels"])
+        entries += [("not used, and why", "refused", "")] * bool(plan["refusals"])
         x = MARGIN
         for name, color, edge in entries:
             right = x + 22 + text_width(name, 8.0)
@@ -177,9 +174,9 @@ class _Layout(Columns):
         note = (
             "On the arrows: bytes a token that the main line carries. Beneath a step: its kernels, "
             "the bytes a token that they move through memory, and their modelled time for "
-            f"{plan.nominal_tokens} tokens."
+            f"{plan['nominal_tokens']} tokens."
         )
-        if any(_totals(plan.steps(s)) != _totals(plan.steps(s, fused=False)) for s in self.sides):
+        if any(_totals(plan[s]) != _totals(plan[f"unfused_{s}"]) for s in self.sides):
             note += " The bars at the top: modelled time; in grey what more it would be unfused."
         return self._note(y + 3, note, 8.0)
 
@@ -190,15 +187,15 @@ class _Layout(Columns):
         arrow = "\N{RIGHTWARDS ARROW}" if side == "forward" else "\N{LEFTWARDS ARROW}"
         title = f"{side} {arrow}" + (f"  ops {span(tuple(ops))}" if len(self.rows) > 1 else "")
         self._text(MARGIN, y + 9, title, size=9.5, bold=True)
-        steps = [step for step in self.plan.steps(side) if set(step.ops) & set(ops)]
+        steps = [step for step in self.plan[side] if set(step["ops"]) & set(ops)]
         wires = self._routed(self._wires(side, ops), ops)
         lowest = y + 8 + LANE * max((wire.lane + 1 for wire in wires), default=0)
-        y = lowest + 8 + (HEADER if any(step.fusion for step in steps) else 4)
+        y = lowest + 8 + (HEADER if any(step["fusion"] for step in steps) else 4)
         for wire in reversed(wires):  # long ones first: their ends are under short ones' names
             self._draw_wire(side, wire, ops, y, lowest - LANE * wire.lane)
         bottom = y + OP_HEIGHT + PAD
         for step in steps:
-            here = [i for i in step.ops if i in ops]
+            here = [i for i in step["ops"] if i in ops]
             bottom = max(bottom, self._draw_step(side, step, here, y))
         for i in ops:
             if i not in self.step_of[side]:
@@ -206,27 +203,27 @@ class _Layout(Columns):
         self._main_line(side, ops, y + OP_HEIGHT / 2)
         return self._refusals(side, ops, bottom + 9)
 
-    def _draw_step(self, side: str, step: Step, ops: list[int], y: float) -> float:
+    def _draw_step(self, side: str, step: Item, ops: list[int], y: float) -> float:
         left, right = self.edges(side, ops[0], ops[-1])
         middle = (left + right) / 2
-        is_first = ops[0] == step.ops[0]  # the text of a split window is in its first row
-        name = step.fusion or self.plan.ops[step.ops[0]]
-        tip = f"{side} {span(step.ops)}: {name}\n{' '.join(kernels_of(step))}\n{cost(step)}"
+        is_first = ops[0] == step["ops"][0]  # the text of a split window is in its first row
+        name = step["fusion"] or self.ops[step["ops"][0]]
+        tip = f"{side} {span(step['ops'])}: {name}\n{' '.join(kernels_of(step))}\n{cost(step)}"
         bottom = y + OP_HEIGHT
-        if step.fusion:
+        if step["fusion"]:
             height = HEADER + OP_HEIGHT + PAD
             self._box(left, y - HEADER, right - left, height, "window", "window edge", 7.0, tip)
             title = name if is_first else f"{name} (continued)"
             self._text(middle, y - 5.5, title, size=8.0, bold=True, align="center", tip=tip)
             bottom += PAD
         for i in ops:
-            self._draw_op(i, self.plan.ops[i], y, tip, bool(step.kernel))
+            self._draw_op(i, self.ops[i], y, tip, bool(step["kernel"]))
         bottom += 3
         for line in wrap(kernels_of(step), right - left, SMALL, mono=True) if is_first else ():
             bottom += 9.5
-            color = "ink" if step.kernel else "muted"
+            color = "ink" if step["kernel"] else "muted"
             self._text(middle, bottom, line, mono=True, color=color, align="center")
-        if step.kernel and is_first:
+        if step["kernel"] and is_first:
             bottom += 9.5
             self._text(middle, bottom, cost(step), color="muted", align="center")
         if is_first and side == "forward" and self.is_module(step):
@@ -235,7 +232,7 @@ class _Layout(Columns):
         return bottom
 
     def _draw_op(self, op: int, name: str, y: float, tip: str, has_kernel: bool) -> None:
-        x, width, kind = self.x[op], self.widths[op], _kind(self.plan.ops[op])
+        x, width, kind = self.x[op], self.widths[op], _kind(self.ops[op])
         fill, edge = (kind, f"{kind} edge") if has_kernel else ("paper", "faint")
         ink = "ink" if has_kernel else "muted"
         self._box(x, y, width, OP_HEIGHT, fill, edge, 4.0, tip)
@@ -244,16 +241,16 @@ class _Layout(Columns):
 
     def _main_line(self, side: str, ops: range, y: float) -> None:
         """Draw the arrows along the row, with bytes between two steps."""
-        plan, count, grad = self.plan, len(self.plan.ops), "" if side == "forward" else "grad "
+        count, grad = len(self.ops), "" if side == "forward" else "grad "
         start, stop = MARGIN + END, self.row_right(ops)
         for i in range(ops.start, ops.stop + 1):
             near = {i - 1, i} & set(range(count))
-            ends_here = bool(grad) and i == 0 and not plan.key.ops[0].input_requires_grad
+            ends_here = bool(grad) and i == 0 and not self.plan["input_requires_grad"]
             if ends_here or not near <= self.step_of[side].keys():
                 continue
             left = self.edges(side, i - 1, i - 1)[1] if i > ops.start else start
             right = self.edges(side, i, i)[0] if i < ops.stop else stop
-            is_inside = i - 1 in self.step(side, i).ops
+            is_inside = i - 1 in self.step(side, i)["ops"]
             if is_inside and ops.start < i < ops.stop:
                 left, right = left - PAD, right + PAD
             color = "muted" if is_inside else "ink"
@@ -281,17 +278,17 @@ class _Layout(Columns):
         The arrow shows the input of the op, so it comes after the modules; at the end of the
         pipeline it shows the output, and comes before them.
         """
-        is_end = gap == len(self.plan.ops)
-        calls = self.plan.modules_before(gap) if is_end or gap < ops.stop else []
+        is_end = gap == len(self.ops)
+        calls = self.modules_before(gap) if is_end or gap < ops.stop else []
         x = end = right - self.modules_width(gap) if is_end else left
         for call in calls:
             width = module_width(call)
             arrow = x + width if is_end else x
             self._arrow(arrow, arrow + MODULE_ARROW, y, is_back, "ink")
-            box, tip = x + (0 if is_end else MODULE_ARROW), f"{call.name}: {call.reason}"
+            box, tip = x + (0 if is_end else MODULE_ARROW), f"{call['name']}: {call['reason']}"
             self._box(box, y - OP_HEIGHT / 2, width, OP_HEIGHT, "paper", "muted", 4.0, tip)
             style = {"size": 8.5, "color": "muted", "align": "center", "tip": tip}
-            self._text(box + width / 2, y + 5, call.name, **style)
+            self._text(box + width / 2, y + 5, call["name"], **style)
             x += width + MODULE_ARROW
         return (left, end) if is_end else (x, right)
 
@@ -299,17 +296,17 @@ class _Layout(Columns):
 
     def _wires(self, side: str, ops: range) -> list[_Wire]:
         """The extra inputs, extra outputs and channels of ``ops``."""
-        known = self.step_of[side].keys()
-        channels = [c for c in self.plan.channels if side == "forward" or c.has_gradient]
-        wires = [_Wire(c.name, c.producer, c.consumer) for c in channels]
-        for i, key in enumerate(self.plan.key.ops):
-            wanted = sum(side == "forward" or extra.requires_grad for extra in key.extra_inputs)
-            wanted -= sum(c.consumer == i and c.producer in known for c in channels)
-            if wanted > 0:
-                wires.append(_Wire(_several(wanted, "extra input"), None, i))
-            made = getattr(getattr(basic_ops, self.plan.ops[i], None), "num_extra_outputs", 0)
-            if made and all(c.producer != i for c in self.plan.channels):
-                wires.append(_Wire(_several(made, "extra output"), i, None))
+        known, plan = self.step_of[side].keys(), self.plan
+        channels = [c for c in plan["channels"] if side == "forward" or c["has_gradient"]]
+        wires = [_Wire(c["name"], c["producer"], c["consumer"]) for c in channels]
+        extras = zip(plan["extra_inputs"], plan["extra_outputs"], strict=True)
+        for i, (needing_gradients, outputs) in enumerate(extras):
+            inputs = sum(side == "forward" or needs for needs in needing_gradients)
+            inputs -= sum(c["consumer"] == i and c["producer"] in known for c in channels)
+            if inputs > 0:
+                wires.append(_Wire(_several(inputs, "extra input"), None, i))
+            if outputs and all(c["producer"] != i for c in plan["channels"]):
+                wires.append(_Wire(_several(outputs, "extra output"), i, None))
         if side == "backward":
             wires = [_Wire(f"grad of {w.name}", w.target, w.source) for w in wires]
         ends = [{wire.source, wire.target} - {None} for wire in wires]
@@ -320,7 +317,7 @@ class _Layout(Columns):
         targets = {wire.target for wire in wires}
         leaving = {wire.source for wire in wires if wire.is_channel}
         crowd = Counter(end for wire in wires for end in (wire.source, wire.target))
-        found = []
+        placed = []
         for wire in wires:
             ends, name = [], wire.name
             for op, word in ((wire.source, "from"), (wire.target, "to")):
@@ -337,10 +334,10 @@ class _Layout(Columns):
             middle = max(sum(ends) / len(ends), MARGIN + half)
             low, high = min(*ends, middle - half - 4), max(*ends, middle + half + 4)
             wire = _Wire(name, wire.source, wire.target, ends[0], ends[-1], middle)
-            found.append((low, high, wire))
+            placed.append((low, high, wire))
         taken: list[tuple[float, float, int]] = []
         routed = []
-        for low, high, wire in sorted(found, key=lambda item: item[1] - item[0]):
+        for low, high, wire in sorted(placed, key=lambda item: item[1] - item[0]):
             full = {lane for left, right, lane in taken if left < high and low < right}
             taken.append((low, high, min(set(range(len(taken) + 1)) - full)))
             routed.append(replace(wire, lane=taken[-1][2]))
@@ -350,10 +347,10 @@ class _Layout(Columns):
         """Draw a wire: up from the source, along the lane, down to the target, if in ``ops``."""
         points = [(wire.start, lane), (wire.end, lane)][: 1 + (wire.start != wire.end)]
         if wire.source is not None and wire.source in ops:
-            top = y - HEADER * bool(self.step(side, wire.source).fusion)
+            top = y - HEADER * bool(self.step(side, wire.source)["fusion"])
             points.insert(0, (wire.start, top))
         if wire.target is not None and wire.target in ops:
-            top = y - HEADER * bool(self.step(side, wire.target).fusion)
+            top = y - HEADER * bool(self.step(side, wire.target)["fusion"])
             points.append((wire.end, top))
         self._line(*points, color="channel", dashed=wire.is_channel, arrow=True)
         width = text_width(printable(wire.name), SMALL) + 2
@@ -365,22 +362,22 @@ class _Layout(Columns):
     def _refusals(self, side: str, ops: range, y: float) -> float:
         """Draw dashed brackets under the ops, each as high as the brackets above it allow."""
         placed: list[tuple[float, float, float]] = []
-        for refusal in sorted(self.plan.refusals, key=lambda r: (len(r.ops), r.ops)):
-            home = refusal.side if refusal.side in self.sides else self.sides[-1]
-            here = [i for i in refusal.ops if i in ops]
+        for refusal in sorted(self.plan["refusals"], key=lambda r: (len(r["ops"]), r["ops"])):
+            home = refusal["side"] if refusal["side"] in self.sides else self.sides[-1]
+            here = [i for i in refusal["ops"] if i in ops]
             if home == side and here:
                 placed.append(self._refusal(refusal, here, y, placed))
         return max((bottom for _, _, bottom in placed), default=y)
 
     def _refusal(
-        self, refusal: Refusal, ops: list[int], y: float, placed: list[tuple[float, float, float]]
+        self, refusal: Item, ops: list[int], y: float, placed: list[tuple[float, float, float]]
     ) -> tuple[float, float, float]:
         left, right = self.x[ops[0]], self.x[ops[-1]] + self.widths[ops[-1]]
-        what = "joint " if refusal.side == "joint" else ""
-        name = f"{what}{refusal.fusion} over {span(refusal.ops)}"
+        joint = "joint " if refusal["side"] == "joint" else ""
+        name = f"{joint}{refusal['fusion']} over {span(refusal['ops'])}"
         width = min(max(right - left, REASON_WIDTHS[0]), REASON_WIDTHS[1])
-        lines = wrap(refusal.reason.split(), width, SMALL)
-        if ops[0] != refusal.ops[0]:
+        lines = wrap(refusal["reason"].split(), width, SMALL)
+        if ops[0] != refusal["ops"][0]:
             name, lines = f"{name} (continued)", []
         widest = max(text_width(name, SMALL, bold=True), *(text_width(s, SMALL) for s in lines), 0)
         start = max(min(left, MARGIN + self.width - widest), MARGIN)
@@ -407,13 +404,13 @@ def _kind(op: str) -> str:
     return "activation" if op.endswith("LU") else "pointwise, other"
 
 
-def count_of(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _several(number: int, what: str) -> str:
-    return what if number == 1 else count_of(number, what)
+def _several(number: int, noun: str) -> str:
+    return noun if number == 1 else count_of(number, noun)
 
 
-def _totals(steps: Sequence[Step]) -> tuple[float, float]:
-    return sum(s.bytes_per_token for s in steps), sum(s.microseconds for s in steps)
+def _totals(steps: Sequence[Item]) -> tuple[float, float]:
+    return sum(s["bytes_per_token"] for s in steps), sum(s["microseconds"] for s in steps)

@@ -24,7 +24,7 @@ class CallKeyReader:
     Raises
     ------
     StateError
-        As :func:`find_slots`.
+        If :func:`find_slots` cannot tell where a parameter is.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], num_extra_inputs: int) -> None:

@@ -69,15 +69,15 @@ class Checks:
                     self.num_extra_inputs, self.extra_input_takers(), len(extra_inputs)
                 )
             )
-        for what, value in [("input", input_), *self._extra_names(extra_inputs)]:
+        for noun, value in [("input", input_), *self._extra_names(extra_inputs)]:
             if not isinstance(value, torch.Tensor):
                 raise InputTypeError(
-                    f"The {what} must be a tensor; got {type(value).__name__} ({value!r:.60})."
+                    f"The {noun} must be a tensor; got {type(value).__name__} ({value!r:.60})."
                 )
             given: Any = value
             if is_distributed(given):
                 raise InputTypeError(
-                    f"The {what} is a DTensor of shape {tuple(given.shape)} with the placements "
+                    f"The {noun} is a DTensor of shape {tuple(given.shape)} with the placements "
                     f"{tuple(given.placements)}; a pipeline takes the tensor of this rank. Use "
                     "to_local(); a linear with sequence_parallel=True gathers rows itself."
                 )
@@ -92,10 +92,10 @@ class Checks:
                 f"The input has shape {tuple(input_.shape)}; its last dimension must not be empty."
             )
         named = [("input", input_), *((f"parameter of shape {tuple(p.shape)}", p) for p in params)]
-        for what, tensor in named:
+        for noun, tensor in named:
             if tensor.dtype not in compute_dtypes():
                 allowed = ", ".join(map(str, compute_dtypes()))
-                raise InputError(f"The {what} is {tensor.dtype}; a pipeline runs in {allowed}.")
+                raise InputError(f"The {noun} is {tensor.dtype}; a pipeline runs in {allowed}.")
 
     def device(
         self,
@@ -116,21 +116,21 @@ class Checks:
             ("input", input_),
             *((f"parameter of shape {tuple(p.shape)}", p) for p in params),
             *(
-                (what, tensor)
-                for k, (what, tensor) in enumerate(self._extra_names(extra_inputs))
+                (noun, tensor)
+                for k, (noun, tensor) in enumerate(self._extra_names(extra_inputs))
                 if k not in self.indices or tensor.device.type != "cpu"
             ),
         ]
         if only_planning:
-            named = [(what, tensor) for what, tensor in named if not tensor.is_meta]
+            named = [(noun, tensor) for noun, tensor in named if not tensor.is_meta]
             if not named:
                 return default_device(None)
         first_name: str = named[0][0]
         first: torch.Tensor = named[0][1]
-        for what, tensor in named:
+        for noun, tensor in named:
             if tensor.device != first.device:
                 raise InputError(
-                    f"The {first_name} is on {first.device} and the {what} on {tensor.device}; "
+                    f"The {first_name} is on {first.device} and the {noun} on {tensor.device}; "
                     "a pipeline runs on one device."
                 )
         return first.device
@@ -200,8 +200,8 @@ def check_keywords(name: str, op: BasicOperation, given: Any) -> None:
             raise InputTypeError(f"{sentence} {hint_of('', key)}".rstrip())
 
 
-def wrong_extra_count(wanted: int, takers: Sequence[str], given: int) -> str:
+def wrong_extra_count(needed: int, takers: Sequence[str], given: int) -> str:
     """The end of a sentence about a wrong number of extra inputs, with the ops that take them."""
-    noun = "extra input" if wanted == 1 else "extra inputs"
+    noun = "extra input" if needed == 1 else "extra inputs"
     who = f" ({'; '.join(takers)})" if takers else ""
-    return f"takes {wanted} {noun}{who} and got {given}."
+    return f"takes {needed} {noun}{who} and got {given}."

@@ -10,15 +10,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from fuser.cuda.sequence import end_of
 from fuser.errors import StateError
-from fuser.op import BasicOperation, FusibleOperation, OperationContext, keyword_names
+from fuser.op import (
+    BasicOperation,
+    FusibleOperation,
+    OperationContext,
+    StepInputs,
+    is_plain,
+    keyword_names,
+)
 from fuser.plan.graph import Source, assumes_extra_outputs
-from fuser.plan.text import span
+from fuser.report.text import span
 from fuser.runtime.diagnose import (
     check_backward,
     check_forward,
@@ -68,7 +75,8 @@ class PlanCodegen:
 
     Names: ``x`` is the main input or output, and ``dx`` its gradient. For op i:
     ``c{i}`` is the context, ``s{i}`` its saved tensors, ``n{i}`` their end among all
-    saved tensors, ``p{i}`` the gradients of its parameters; ``out{i}_{k}`` is its
+    saved tensors, ``p{i}`` the gradients of its parameters, or those of all ops of a step that
+    begins with it; ``out{i}_{k}`` is its
     extra output k, ``spec{i}_{k}`` the shape and dtype of that, ``dout{i}_{k}`` its
     gradient, and ``din{i}_{k}`` the gradient of its extra input k.
     """
@@ -102,6 +110,7 @@ class PlanCodegen:
             "plain": _plain,
             "marked": _marked,
             "no_kwargs": _NO_KWARGS,
+            "inputs": functools.partial(tuple.__new__, StepInputs),  # without a call of Python
             "view": FusibleOperation.quantizer_view,
             "separate": _separate,
             "recipe": key.recipe,
@@ -196,8 +205,13 @@ class PlanCodegen:
             src.add(*(f"c{i}.{name} = {value}" for name, value in self.context_values[i].items()))
             if i in self.constant_ops and not op.is_external:
                 self._add_recipe((i,))
-            for name in op.backward_attributes if i in self.saving else ():
-                src.add(f"c{i}.{name} = op{i}.{name}")
+            attributes = op.backward_attributes if i in self.saving else ()
+            if isinstance(attributes, type):
+                fields: tuple[str, ...] = attributes._fields  # type: ignore[attr-defined]
+                state = src.bind(f"kept{i}", functools.partial(tuple.__new__, attributes))
+                src.add(f"c{i}.state = {state}({_tuple(f'op{i}.{name}' for name in fields)})")
+            else:
+                src.add(*(f"c{i}.{name} = op{i}.{name}" for name in attributes))
 
     def _add_recipe(self, indices: tuple[int, ...]) -> None:
         """Store the recipe in the ops, for code that asks them for quantizers later."""
@@ -210,15 +224,19 @@ class PlanCodegen:
         self.titles[f"forward{number}"] = self._title("forward", op, indices)
         if op.is_external:
             self._add_recipe(indices)
-        if _is_plain(op, "forward"):
-            self._add_plain_forward(number, op, indices[0])
+        method = _method(op, "forward")
+        if method == "op_forward":
+            self._add_plain_forward(number, indices[0])
+        elif method == "step_forward":
+            self._add_own_forward(number, op, indices)
         else:
             self._add_forward(number, op, indices)
         if op.is_external:
             refuse = functools.partial(refuse_no_output, op, indices)
             self.src.add(f"if x is None: {self.src.bind(f'no_output{number}', refuse)}()")
 
-    def _add_plain_forward(self, number: int, op: BasicOperation, i: int) -> None:
+    def _add_plain_forward(self, number: int, i: int) -> None:
+        op = self.ops[i]
         before, after = self._quantizers(op, (i,))
         # An op without keyword arguments is not given an empty dict, which would cost 0.2 us.
         own = f", **(kwargs[{i}] if kwargs else {{}})" if keyword_names(type(op)) != () else ""
@@ -229,11 +247,23 @@ class PlanCodegen:
             f"    next_op_input_quantizer={after}{own})",
         )
 
+    def _add_own_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
+        _, after = self._quantizers(op, indices)
+        extras = _tuple(extra for i in indices for extra in self._extra_inputs(op, i, indices))
+        outputs = _tuple(f"out{i}_{k}" for i, k in self.places if i in indices)
+        forward = self.src.bind(f"forward{number}", op.step_forward)
+        given = f"{self._kwargs(indices)} if kwargs else {_tuple(['no_kwargs'] * len(indices))}"
+        self.src.add(
+            f"x, {outputs if outputs != '()' else '_'} = {forward}({self._contexts(indices)}, "
+            f"{self._main_input(op, indices[0])},",
+            f"    inputs(({extras}, {after}, {given})))",
+        )
+        self._add_output_specs(indices)
+
     def _add_forward(self, number: int, op: FusibleOperation, indices: tuple[int, ...]) -> None:
         src = self.src
         before, after = self._quantizers(op, indices)
-        extras = ", ".join(self._extra_inputs(op, i, indices) for i in indices)
-        given = f"kwargs[{indices[0]}:{indices[-1] + 1}]"
+        extras = ", ".join(_tuple(self._extra_inputs(op, i, indices)) for i in indices)
         none = ", ".join(["no_kwargs"] * len(indices))
         counts = [self.ops[i].num_extra_outputs for i in indices]
         checked = self._checked(op, indices, "extra outputs", counts)
@@ -247,7 +277,7 @@ class PlanCodegen:
             f"    basic_op_extra_inputs=[{extras}],",
             f"    prev_op_grad_output_quantizer={before},",
             f"    next_op_input_quantizer={after},",
-            f"    basic_op_kwargs={given} if kwargs else [{none}])",
+            f"    basic_op_kwargs={self._kwargs(indices)} if kwargs else [{none}])",
             "x, made = result",
             "result = ()",
             f"{_names_of_rows('out', indices, counts)} = {checked}(made)"
@@ -258,11 +288,15 @@ class PlanCodegen:
             note = functools.partial(note_extra_outputs, self.ops[indices[0]])
             given = "".join(f"out{i}_{k}, " for i, k in self.places if i in indices)
             src.add(f"{src.bind(f'outputs_of{number}', note)}(entering, ({given}))")
+        self._add_output_specs(indices)
+
+    def _add_output_specs(self, indices: tuple[int, ...]) -> None:
+        """Keep what backward needs of the extra outputs of a step, and drop those read last."""
         inner = self._inner_outputs(indices)
         for i, k in self.places if self.saving else ():
             if i in indices:
                 absent = f" if out{i}_{k} is not None else None" if (i, k) in inner else ""
-                src.add(f"spec{i}_{k} = (out{i}_{k}.shape, out{i}_{k}.dtype){absent}")
+                self.src.add(f"spec{i}_{k} = (out{i}_{k}.shape, out{i}_{k}.dtype){absent}")
         self._add_drop(f"out{i}_{k}" for i, k in self._read_last(indices))
 
     def _write_backward(self, steps: PlannedOps) -> None:
@@ -288,8 +322,11 @@ class PlanCodegen:
                     src.add(f"step = {number}  # {type(op).__name__}")
                     self.titles[f"backward{number}"] = self._title("backward", op, indices)
                     is_last = number + 1 == len(steps)
-                    if _is_plain(op, "backward"):
-                        self._add_plain_backward(number, op, indices[0], is_last)
+                    method = _method(op, "backward")
+                    if method == "op_backward":
+                        self._add_plain_backward(number, indices[0], is_last)
+                    elif method == "step_backward":
+                        self._add_own_backward(number, op, indices, is_last)
                     else:
                         self._add_backward(number, op, indices, is_last)
                 self._add_results(steps)
@@ -297,18 +334,37 @@ class PlanCodegen:
                 self._add_result_check("backward", steps)
                 src.add("raise")
 
-    def _add_plain_backward(self, number: int, op: BasicOperation, i: int, is_last: bool) -> None:
+    def _add_plain_backward(self, number: int, i: int, is_last: bool) -> None:
+        op = self.ops[i]
         backward = self.src.bind(f"backward{number}", op.op_backward)
-        self.src.add(f"result = {backward}(c{i}, dx)", f"dx, p{i} = result", "result = ()")
+        if op.is_external:  # its result may have another form
+            self.src.add(f"result = {backward}(c{i}, dx)", f"dx, p{i} = result", "result = ()")
+        else:
+            self.src.add(f"dx, p{i} = {backward}(c{i}, dx)")
         self._add_release((i,))
         self._add_none_check(op, (i,), is_last)
+
+    def _add_own_backward(
+        self, number: int, op: FusibleOperation, indices: tuple[int, ...], is_last: bool
+    ) -> None:
+        inner = self._inner_outputs(indices)
+        grads = _tuple(grad for i in indices for grad in self._extra_output_grads(i, inner))
+        extras = _tuple(f"din{i}_{k}" for i in indices for k in range(self.ops[i].num_extra_inputs))
+        backward = self.src.bind(f"backward{number}", op.step_backward)
+        self.src.add(
+            f"dx, p{indices[0]}, {extras if extras != '()' else '_'} = "
+            f"{backward}({self._contexts(indices)}, dx, {grads})"
+        )
+        self._add_none_check(op, indices, is_last)
+        self._add_channel_grads(indices)
+        self._add_release(indices)
 
     def _add_backward(
         self, number: int, op: FusibleOperation, indices: tuple[int, ...], is_last: bool
     ) -> None:
         src = self.src
         inner = self._inner_outputs(indices)
-        grads = ", ".join(self._extra_output_grads(i, inner) for i in indices)
+        grads = ", ".join(_tuple(self._extra_output_grads(i, inner)) for i in indices)
         param_counts = [self.param_counts[i] for i in indices]
         checked = self._checked(op, indices, "parameters", param_counts)
         params = self._each("p{i}, ", indices)
@@ -370,9 +426,14 @@ class PlanCodegen:
         # The op before a part of a pipeline takes the gradient as it is.
         dx = "dx" if self.neighbours.before is not None else grad.format("dx")
         results = ["None", dx if wants_dx else "None"]
+        counts: dict[int, int] = {}  # by op, the number of gradients under its name
+        for op, indices in steps:
+            own = {i: self.param_counts[i] for i in indices}
+            is_one = _method(op, "backward") == "step_backward"
+            counts |= {indices[0]: sum(own.values())} if is_one else own
         for i, count in enumerate(self.param_counts):
             row = f"map(plain, p{i} or ())" if i in external else f"(p{i} or ())"
-            results += [f"*{row}"] if i in covered else ["None"] * count
+            results += [f"*{row}"] if i in counts else ["None"] * count * (i not in covered)
         taken = sorted(
             (source.caller_index, i, k)
             for i, row in enumerate(self.sources)
@@ -380,10 +441,10 @@ class PlanCodegen:
             if source.caller_index is not None
         )
         results += [grad.format(f"din{i}_{k}") if i in covered else "None" for _, i, k in taken]
-        rows = "".join(f"p{i}, " if i in covered else "(), " for i in range(len(self.ops)))
-        wanted = [n if i in covered else 0 for i, n in enumerate(self.param_counts)]
+        rows = "".join(f"p{i}, " if i in counts else "(), " for i in range(len(self.ops)))
+        wanted = [counts.get(i, 0) for i in range(len(self.ops))]
         refuse = functools.partial(refuse_param_grads, self.ops, wanted)
-        total = len(results) - len(covered) + sum(wanted)
+        total = len(results) - len(counts) + sum(wanted)
         src.add(
             f"grads = ({', '.join(results)})",
             f"if len(grads) != {total}: {src.bind('refuse_param_grads', refuse)}(({rows}))",
@@ -399,10 +460,7 @@ class PlanCodegen:
         The check runs only after an error: the result that is being unpacked is ``result``.
         """
         owners = {f"p{i}": number for number, (_, indices) in enumerate(steps) for i in indices}
-        methods = [
-            (type(op).__name__, f"{'op' if _is_plain(op, side) else 'fuser'}_{side}")
-            for op, _ in steps
-        ]
+        methods = [(type(op).__name__, _method(op, side)) for op, _ in steps]
         self.methods[side] = methods
         self.windows[side] = [indices for _, indices in steps]
         check = functools.partial(check_result, methods, owners)
@@ -449,16 +507,22 @@ class PlanCodegen:
         """``x`` as ``op`` receives it at basic op ``i``."""
         return "x" if i == 0 else self._marked(op, "x", self.key.ops[i].input_requires_grad)
 
-    def _extra_inputs(self, op: FusibleOperation, i: int, indices: tuple[int, ...]) -> str:
+    def _contexts(self, indices: tuple[int, ...]) -> str:
+        return _tuple(f"c{i}" for i in indices)
+
+    def _kwargs(self, indices: tuple[int, ...]) -> str:
+        return f"kwargs[{indices[0]}:{indices[-1] + 1}]"
+
+    def _extra_inputs(self, op: FusibleOperation, i: int, indices: tuple[int, ...]) -> list[str]:
         """The extra inputs of basic op ``i`` of a step; None for those that the step makes."""
-        return _tuple(
+        return [
             f"extra_inputs[{source.caller_index}]"
             if source.caller_index is not None
             else "None"
             if source.producer in indices
             else self._marked(op, "out{}_{}".format(*source.place), tensor.requires_grad)
             for source, tensor in zip(self.sources[i], self.key.ops[i].extra_inputs, strict=True)
-        )
+        ]
 
     def _marked(self, op: FusibleOperation, name: str, wanted: bool) -> str:
         """A tensor that the pipeline makes, with the ``requires_grad`` that a user's ops may read.
@@ -467,12 +531,12 @@ class PlanCodegen:
         """
         return name if not (op.is_external and self.saving) else f"marked({name}, {wanted})"
 
-    def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> str:
-        return _tuple(
+    def _extra_output_grads(self, op: int, inner: set[tuple[int, int]]) -> list[str]:
+        return [
             "None" if (i, k) in inner else f"filled(dout{i}_{k}, specs[{n}], dx)"
             for n, (i, k) in enumerate(self.places)
             if i == op
-        )
+        ]
 
     def _add_channel_grads(self, indices: tuple[int, ...]) -> None:
         for i in indices:
@@ -606,15 +670,22 @@ def _context_class(**constants: Any) -> type[OperationContext]:
     return type("OperationContext", (OperationContext,), bare | constants)
 
 
-def _is_plain(op: FusibleOperation, side: str) -> TypeGuard[BasicOperation]:
-    """Whether ``op`` is a basic op without extra tensors that keeps the default ``fuser_side``."""
-    method = f"fuser_{side}"
-    return (
-        isinstance(op, BasicOperation)
-        and not op.num_extra_inputs
-        and not op.num_extra_outputs
-        and getattr(type(op), method) is getattr(BasicOperation, method)
+def _method(op: FusibleOperation, side: str) -> str:
+    """The method that runs ``op`` on ``"forward"`` or ``"backward"``.
+
+    ``step_`` of this library's fusions and ops with extra tensors, ``op_`` of a basic op without,
+    and else ``fuser_``, also of a class or an object that defines it anew.
+    """
+    cls, method = type(op), f"fuser_{side}"
+    is_inherited = any(
+        getattr(cls, method) is getattr(base, method) for base in (BasicOperation, FusibleOperation)
     )
+    if is_plain(cls, side) and not (op.num_extra_inputs or op.num_extra_outputs):
+        return f"op_{side}"
+    if is_inherited and method not in op.__dict__:
+        own = f"step_{side}"
+        return method if getattr(cls, own) is getattr(FusibleOperation, own) else own
+    return method
 
 
 def _tuple(items: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fuser.op import BasicOperation
-from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_stretches, nodes
+from fuser.plan.cuts import Cuts, Sizes, default_buckets, joined_ops, nodes
 from fuser.plan.graph import OpGraph, Source
 from fuser.plan.plan import FusionPlan, Node
 from fuser.plan.planner import Planned
@@ -47,12 +47,12 @@ def compiled_plan(
 
     ``graph`` is the pipeline's graph; the other parameters are those of :class:`CompiledPlan`.
     """
-    what = key, ops, sources, returned, param_counts
+    contents = key, ops, sources, returned, param_counts
     if key.requires_grad:
         cuts = Cuts(planned, key, graph)
         if cuts.at((0, 0)):
-            return CuttablePlan(planned, *what, cuts)
-    return CompiledPlan(planned.plan, *what, planned.forward, planned.backward)
+            return CuttablePlan(planned, *contents, cuts)
+    return CompiledPlan(planned.plan, *contents, planned.forward, planned.backward)
 
 
 class CuttablePlan(CompiledPlan):
@@ -84,8 +84,8 @@ class CuttablePlan(CompiledPlan):
         self._to_caller = returned
         self._param_counts = param_counts
         self._watched = self._largest(cuts.at(default_buckets()))
-        self._found: dict[Any, tuple[int, ...]] = {}
-        self._made: dict[tuple[int, ...], CutPlan] = {}
+        self._cuts_of: dict[Any, tuple[int, ...]] = {}
+        self._cut_plans: dict[tuple[int, ...], CutPlan] = {}
         # The result of ``waiting`` in the last forward outside of a backward.
         self._last: tuple[str, Sizes | None] | None = None
 
@@ -108,35 +108,35 @@ class CuttablePlan(CompiledPlan):
 
         The forward of a recomputation, which runs in a backward, is cut as the last forward was.
         """
-        found: tuple[str, Sizes | None] | None = None
+        reason: tuple[str, Sizes | None] | None = None
         ddp = running_data_parallel()
         if ddp is not None and ddp.require_backward_grad_sync:
             size = ddp.bucket_bytes_cap
             is_default = ddp.bucket_bytes_cap_default
-            found = IN_DDP, default_buckets() if is_default else (size, size)
+            reason = IN_DDP, default_buckets() if is_default else (size, size)
         else:
             for place in self._watched:
                 # Hooks are on the DTensor, in whose place its local tensor is during a call.
                 param: Any = params[place]
                 if gradient_hooks(getattr(param, "whole_parameter", param)):
-                    found = IN_HOOKS, None
+                    reason = IN_HOOKS, None
                     break
-        if found is None and self._last is None:
+        if reason is None and self._last is None:
             return None
         if graph_task() == -1:
-            self._last = found
-        return found or self._last
+            self._last = reason
+        return reason or self._last
 
     def cuts_at(self, sizes: Sizes | None, tensors: Tensors) -> tuple[int, ...]:
         """The ops before which to cut a call with such tensors: input, parameters, extra inputs."""
         joined: tuple[tuple[int, int], ...] = ()
         if len(set(map(id, tensors))) < len(tensors):
             places = zip(tensors, self.readers, strict=True)
-            joined = joined_stretches((t, op) for t, op in places if t.requires_grad)
-        found = self._found.get((sizes, joined))
-        if found is None:
-            found = self._found.setdefault((sizes, joined), self.cuts.at(sizes, joined))
-        return found
+            joined = joined_ops((t, op) for t, op in places if t.requires_grad)
+        cuts = self._cuts_of.get((sizes, joined))
+        if cuts is None:
+            cuts = self._cuts_of.setdefault((sizes, joined), self.cuts.at(sizes, joined))
+        return cuts
 
     def with_nodes(
         self, plan: FusionPlan, input_: torch.Tensor, params: Tensors, extra_inputs: Tensors
@@ -145,31 +145,31 @@ class CuttablePlan(CompiledPlan):
         who, sizes = self.waiting(params) or ("", None)
         gaps = self.cuts.gaps
         cuts = self.cuts_at(sizes, (input_, *params, *extra_inputs))
-        found = tuple(
+        plan_nodes = tuple(
             Node(tuple(ops), ops.start > 0, ops.start > 0 and gaps[ops.start].is_quantized)
             for ops in nodes(len(self.ops), cuts)
         )
-        return replace(plan, nodes=found, waiting=who) if cuts else plan
+        return replace(plan, nodes=plan_nodes, waiting=who) if cuts else plan
 
     def _largest(self, cuts: Sequence[int]) -> list[int]:
         """The place among the parameters of the largest one of each node."""
         sizes = [(i, nbytes) for i, row in enumerate(self.cuts.grad_bytes) for nbytes in row]
-        found = []
+        largest = []
         for ops in nodes(len(self.ops), cuts):
             places = [n for n, (i, _) in enumerate(sizes) if i in ops]
-            found.append(max(places, key=lambda n: sizes[n][1]))
-        return found
+            largest.append(max(places, key=lambda n: sizes[n][1]))
+        return largest
 
     def _cut(self, cuts: tuple[int, ...]) -> CutPlan | None:
         if not cuts:
             return None
-        found = self._made.get(cuts)
-        if found is None:
-            parts = [self._part(ops) for ops in nodes(len(self.ops), cuts)]
-            found = self._made.setdefault(cuts, CutPlan(parts, self._to_caller))
-        return found
+        cut_plan = self._cut_plans.get(cuts)
+        if cut_plan is None:
+            own_nodes = [self._node(ops) for ops in nodes(len(self.ops), cuts)]
+            cut_plan = self._cut_plans.setdefault(cuts, CutPlan(own_nodes, self._to_caller))
+        return cut_plan
 
-    def _part(self, ops: range) -> _Part:
+    def _node(self, ops: range) -> _Node:
         """The steps of the plan that run ``ops``, as an autograd node of their own."""
         start, stop = ops.start, ops.stop
         forward, backward = (
@@ -179,7 +179,7 @@ class CuttablePlan(CompiledPlan):
         # Autograd adds the gradients of a channel that is read at several places in the order of
         # these inputs: in that of the backward's steps, as one node adds them.
         reading = [i + start for _, run in backward for i in run]
-        taken: list[Source] = []
+        inputs: list[Source] = []
         sources: dict[int, tuple[Source, ...]] = {}
         for i in dict.fromkeys((*reading, *ops)):
             own = []
@@ -187,24 +187,24 @@ class CuttablePlan(CompiledPlan):
                 if source.producer is not None and source.producer in ops:
                     own.append(replace(source, producer=source.producer - start))
                 else:
-                    own.append(Source(len(taken), source.channel))
-                    taken.append(source)
+                    own.append(Source(len(inputs), source.channel))
+                    inputs.append(source)
             sources[i] = tuple(own)
         later = {s.place for row in self._sources[stop:] for s in row if s.producer is not None}
-        made = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
+        outputs = [p for p in self.places if p[0] in ops and (p in later or p in self._to_caller)]
         first, counts = sum(self._param_counts[:start]), self._param_counts[start:stop]
         run = CompiledPlan(
             self.plan,
             self.key.window(start, stop),
             self.ops[start:stop],
             [sources[i] for i in ops],
-            [(i - start, k) for i, k in made],
+            [(i - start, k) for i, k in outputs],
             counts,
             forward,
             backward,
             Neighbours(start, self._beside(start, start - 1), self._beside(stop, stop)),
         )
-        return _Part(run, ops, range(first, first + sum(counts)), taken, made)
+        return _Node(run, ops, range(first, first + sum(counts)), inputs, outputs)
 
     def _beside(self, gap: int, op: int) -> tuple[BasicOperation, PlanKey] | None:
         """The op at the other side of a cut, if a quantized tensor passes the cut."""
@@ -213,8 +213,8 @@ class CuttablePlan(CompiledPlan):
         return self.ops[op], self.key.window(op, op + 1)
 
 
-class _Part(NamedTuple):
-    """A part of a plan: its ops and parameters, the extra tensors that it takes and returns."""
+class _Node(NamedTuple):
+    """One node of a plan: its ops and parameters, the extra tensors that it takes and returns."""
 
     run: CompiledPlan
     ops: range
@@ -224,14 +224,16 @@ class _Part(NamedTuple):
 
 
 class CutPlan:
-    """The parts of a plan, which run one after another; each is an autograd node."""
+    """The autograd nodes of a plan, which run one after another."""
 
-    def __init__(self, parts: Sequence[_Part], returned: Sequence[Place]) -> None:
-        self.parts = parts
+    def __init__(self, own_nodes: Sequence[_Node], returned: Sequence[Place]) -> None:
+        self.nodes = own_nodes
         self._returned = frozenset(returned)
-        last = {s.place: n for n, p in enumerate(parts) for s in p.inputs if s.producer is not None}
-        # By part, the extra outputs of earlier ones that no part after it reads.
-        self._last_reads = [[p for p, at in last.items() if at == n] for n in range(len(parts))]
+        last = {
+            s.place: n for n, p in enumerate(own_nodes) for s in p.inputs if s.producer is not None
+        }
+        # By node, the extra outputs of earlier ones that no node after it reads.
+        self._last_reads = [[p for p, at in last.items() if at == n] for n in range(len(own_nodes))]
         self._read = frozenset(last)
 
     def call(
@@ -242,34 +244,34 @@ class CutPlan:
         kwargs: list[dict[str, Any]] | None,
         layout: ParameterLayout | None,
     ) -> torch.Tensor | Tensors:
-        """As :meth:`CompiledPlan.call`."""
+        """Run as :meth:`CompiledPlan.call` does, in several nodes if the call is cut."""
         x: Any = input_
         carried: dict[Place, torch.Tensor] = {}
         returned: list[torch.Tensor] = []
-        for part, last_reads in zip(self.parts, self._last_reads, strict=True):
+        for node, last_reads in zip(self.nodes, self._last_reads, strict=True):
             taken = tuple(
                 carried[s.place] if s.caller_index is None else extra_inputs[s.caller_index]
-                for s in part.inputs
+                for s in node.inputs
             )
-            start, stop = part.params.start, part.params.stop
-            x = part.run.call(
+            start, stop = node.params.start, node.params.stop
+            x = node.run.call(
                 x,
                 params[start:stop],
                 taken,
-                kwargs and kwargs[part.ops.start : part.ops.stop],
+                kwargs and kwargs[node.ops.start : node.ops.stop],
                 layout and layout.part(start, stop),
             )
             del taken
             for place in last_reads:
                 del carried[place]
-            if part.outputs:
-                x, *made = x
-                for place, tensor in zip(part.outputs, made, strict=True):
+            if node.outputs:
+                x, *extras = x
+                for place, tensor in zip(node.outputs, extras, strict=True):
                     if place in self._read:
                         carried[place] = tensor
                     if place in self._returned:
                         returned.append(tensor)
-                del made, tensor
+                del extras, tensor
         return (x, *returned) if returned else x
 
 

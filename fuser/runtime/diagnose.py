@@ -36,10 +36,10 @@ def explain_shape_error(
 
 
 def refuse_param_grads(
-    ops: Sequence[BasicOperation], wanted: Sequence[int], rows: Sequence[Sequence[Any] | None]
+    ops: Sequence[BasicOperation], counts: Sequence[int], rows: Sequence[Sequence[Any] | None]
 ) -> None:
     """Raise an error that names the op whose backward returned a wrong number of gradients."""
-    for index, (op, count, row) in enumerate(zip(ops, wanted, rows, strict=True)):
+    for index, (op, count, row) in enumerate(zip(ops, counts, rows, strict=True)):
         if len(row or ()) != count:
             raise StateError(
                 f"Op {index} ({type(op).__name__}) has {count} parameters, and its backward "
@@ -53,14 +53,14 @@ _warned: set[type[BasicOperation]] = set()
 def note_extra_outputs(
     op: BasicOperation,
     entering: tuple[torch.Size, torch.dtype],
-    made: Sequence[torch.Tensor | None],
+    extras: Sequence[torch.Tensor | None],
 ) -> None:
     """Warn, once for each class, if extra outputs differ from what plans assume: the op's input.
 
     ``entering`` are shape and dtype of that input. Results are correct; the bytes in the plan, and
     the choice of fusions that depends on them, are not.
     """
-    for k, tensor in enumerate(made):
+    for k, tensor in enumerate(extras):
         if tensor is None or (tensor.shape, tensor.dtype) == entering or type(op) in _warned:
             continue
         _warned.add(type(op))
@@ -97,13 +97,13 @@ def check_result(
         if isinstance(at.get(name), torch.Tensor):
             step, result = owners.get(name, step), at[name]
     cls, method = methods[step]
-    wanted = RESULTS.get(method, ())
-    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(wanted))
+    names = RESULTS.get(method, ())
+    is_apart = isinstance(result, (tuple, list)) and len(result) in (0, len(names))
     if not is_apart:
-        found = type(result).__name__
+        form = type(result).__name__
         if isinstance(result, (tuple, list)):
-            found = f"{found} of {len(result)}"
-        raise StateError(f"{cls}.{method} returns ({', '.join(wanted)}); it returned a {found}.")
+            form = f"{form} of {len(result)}"
+        raise StateError(f"{cls}.{method} returns ({', '.join(names)}); it returned a {form}.")
 
 
 def check_forward(
@@ -164,7 +164,7 @@ def check_backward(
         cls, method = methods["forward"][place]
         saved = contexts[i].saved_tensors
         is_fused = len(windows["forward"][place]) > 1 and windows["forward"][place] != window
-        is_missing = "to unpack" in str(error) or (not saved and isinstance(error, IndexError))
+        is_missing = "to unpack" in str(error) or "Saved.__new__() " in str(error)
         if is_fused and saved is not None and is_missing:
             raise StateError(
                 f"The backward of op {i} ({type(ops[i]).__name__}) failed ({error}): "
@@ -194,13 +194,14 @@ def check_grad_shapes(
             _check_shape(owner, grad, tensor, shape)
 
 
-def _check_shape(owner: str, grad: torch.Tensor, tensor: str, wanted: tuple[int, ...]) -> None:
+def _check_shape(owner: str, grad: torch.Tensor, tensor: str, shape: tuple[int, ...]) -> None:
     """Raise if autograd cannot sum a gradient to the shape of its tensor."""
-    found = tuple(grad.shape)
-    last = zip(reversed(wanted), reversed(found), strict=False)
-    if len(wanted) > len(found) or any(size not in (1, summed) for size, summed in last):
+    grad_shape = tuple(grad.shape)
+    last = zip(reversed(shape), reversed(grad_shape), strict=False)
+    if len(shape) > len(grad_shape) or any(size not in (1, summed) for size, summed in last):
         raise StateError(
-            f"{owner} returned a gradient of shape {found} for {tensor}, which has shape {wanted}."
+            f"{owner} returned a gradient of shape {grad_shape} for {tensor}, which has shape "
+            f"{shape}."
         )
 
 
@@ -235,13 +236,13 @@ TRANSFORMS = {
 
 def refuse_transform() -> NoReturn:
     """Raise an error that names the transform around a pipeline; forward_ad if there is none."""
-    what = "torch.autograd.forward_ad: use backward mode, or a torch module here"
+    transform = "torch.autograd.forward_ad: use backward mode, or a torch module here"
     kind = functorch_transform()
     if kind is not None:
-        what = TRANSFORMS.get(kind, f"torch.func's {kind}: call it outside")
+        transform = TRANSFORMS.get(kind, f"torch.func's {kind}: call it outside")
     raise StateError(
         "A fuser pipeline runs fused operations with a backward of their own, which torch cannot "
-        f"transform. It was called under {what}."
+        f"transform. It was called under {transform}."
     )
 
 
@@ -250,13 +251,13 @@ def refuse_other_kinds(
     saving: Iterable[int],
     ends: Sequence[int],
     kept: list[Any],
-    found: list[Any],
+    returned: list[Any],
 ) -> None:
     """Raise an error that names the op whose saved tensors did not come back as they were saved.
 
     ``saving`` are the ops that save, and ``ends`` the end of the tensors of each.
     """
-    for position, (before, after) in enumerate(zip(kept, found, strict=True)):
+    for position, (before, after) in enumerate(zip(kept, returned, strict=True)):
         # Delayed scaling's quantizers hold a scale, which is always that of their forward.
         is_delayed = isinstance(before, Float8Quantizer) and isinstance(after, Float8Quantizer)
         if before != after and not (is_delayed and before.format == after.format):

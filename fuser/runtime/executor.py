@@ -192,11 +192,12 @@ class CompiledPlan:
             tensors = (input_, *others)
             found = self.recorded.find(tensors, len(extra_inputs), layout, kwargs)
             if found is not None:
-                recorded, keywords = found
+                recorded, keywords, groups = found
                 for state in self.recipe_states:
                     state["_last_recipe"] = self.key.recipe
                 forward = self.in_ranges[0]
-                return recorded.run(tensors, keywords, forward, input_, extra_inputs, kwargs)
+                args = (input_, extra_inputs, kwargs)
+                return recorded.run(tensors, keywords, groups, forward, *args)
         if is_profiler_enabled():
             return self.in_ranges[0](input_, extra_inputs, kwargs)
         return self.forward(input_, extra_inputs, kwargs)

@@ -89,14 +89,14 @@ def local_parts(
     InputError
         If a ``DTensor`` is not placed as its op is sharded; nothing has changed then.
     """
-    found = [
+    distributed = [
         (held, name, held[name], op, check_placement(op, name, held[name]))
         for op, held, name in _owned(ops, counts, slots)
         if is_distributed(held[name])
     ]
     check_gates(ops)
     try:
-        for held, name, parameter, op, group in found:
+        for held, name, parameter, op, group in distributed:
             part: Any
             if parameter.requires_grad and torch.is_grad_enabled():
                 part = _apply(parameter, group, None if isinstance(op, Bias) else type(op).__name__)
@@ -106,7 +106,7 @@ def local_parts(
             held[name] = part
         yield
     finally:
-        for held, name, parameter, _, _ in found:
+        for held, name, parameter, _, _ in distributed:
             part, local = held[name], parameter._local_tensor
             if isinstance(local, QuantizedTensor) and isinstance(part, QuantizedTensor):
                 local._quantizer = part._quantizer  # an op may have given it a new state's
@@ -169,10 +169,10 @@ def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
         placement = placements[split[0]]
         is_whole_part = type(placement) is Shard and parameter.shape[dim] % len(ranks or ()) == 0
         if is_whole_part and placement.dim == dim:
-            found = ranks_of(kind, mesh.get_group(split[0]))
-            if found == ranks:
+            mesh_ranks = ranks_of(kind, mesh.get_group(split[0]))
+            if mesh_ranks == ranks:
                 return None
-    wanted = (
+    expected = (
         "this op is not tensor parallel, and takes a DTensor that every rank has as a whole. Shard "
         "the op too, by parallelize_module with fuser.distributed.Colwise or Rowwise; if "
         "fully_shard has sharded the parameter, call the module that was given to fully_shard."
@@ -182,7 +182,7 @@ def check_placement(op: BasicOperation, name: str, parameter: Any) -> Any:
     )
     raise InputError(
         f"{kind}.{name} is a DTensor of shape {tuple(parameter.shape)} with the placements "
-        f"{tuple(placements)} on the ranks {mesh.mesh.tolist()}; {wanted}"
+        f"{tuple(placements)} on the ranks {mesh.mesh.tolist()}; {expected}"
     )
 
 

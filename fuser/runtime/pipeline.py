@@ -173,11 +173,11 @@ class OperationFuser:
             params, call_key, layout = self._slots.read(input_, extra_inputs, _registered)
         known, run = self._last
         if run is None or call_key != known:
-            found = self._find_run(call_key, input_, extra_inputs, (params, layout))
-            if found is None:
+            known_run = self._find_run(call_key, input_, extra_inputs, (params, layout))
+            if known_run is None:
                 with local_parts(self.basic_ops, self._slots.counts, self._slots.slots):
                     return self.run(input_, extra_inputs, kwargs, is_placed=True)
-            run, params, layout = found
+            run, params, layout = known_run
         for shared in self._shared_sizes:
             first, second = extra_inputs[shared.first], extra_inputs[shared.second]
             if first is not second:
@@ -297,13 +297,13 @@ class OperationFuser:
         device = self.checks.device(input, params, extra_inputs, only_planning=True)
         graph = self._graph(input, extra_inputs, autocast_dtype(device.type))
         keys = self._op_keys(graph, input, params, extra_inputs)
-        made = [(graph.main_specs[-1], any(key.requires_grad for key in keys))]
+        outputs = [(graph.main_specs[-1], any(key.requires_grad for key in keys))]
         for i, k in self.returned:
             spec = graph.extra_outputs[i][k]
-            made.append((spec, keys[i].requires_grad and spec.dtype.is_floating_point))
+            outputs.append((spec, keys[i].requires_grad and spec.dtype.is_floating_point))
         return tuple(
             torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)
-            for spec, requires_grad in made
+            for spec, requires_grad in outputs
         )
 
     # -- first call -----------------------------------------------------------
@@ -344,8 +344,8 @@ class OperationFuser:
         """Refuse a wrong first call while deferred parameters are still on the meta device."""
         params = self._slots.tensors()
         self.checks.kinds(input_, params, extra_inputs)
-        made = params if input_.is_meta else [p for p in params if not p.is_meta]
-        device = self.checks.device(input_, made, extra_inputs)
+        allocated = params if input_.is_meta else [p for p in params if not p.is_meta]
+        device = self.checks.device(input_, allocated, extra_inputs)
         self._graph(input_, extra_inputs, autocast_dtype(device.type))
 
     # -- planning -------------------------------------------------------------
@@ -498,12 +498,14 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
 
 
 def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """As :func:`register_forward_fusion`, for backward-only fused ops."""
+    """Register a function of backward-only fused ops; see :func:`register_forward_fusion`."""
     _register("backward", op_fusion_func, prepend)
 
 
 def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """As :func:`register_forward_fusion`, for fused ops that replace both halves."""
+    """Register a function of fused ops that replace both halves; see
+    :func:`register_forward_fusion`.
+    """
     _register("joint", op_fusion_func, prepend)
 
 
@@ -517,6 +519,3 @@ def _register(side: str, function: FusionFunction, prepend: bool) -> None:
     present = getattr(_registered, side)
     changed = (function, *present) if prepend else (*present, function)
     _registered = replace(_registered, **{side: changed})
-
-
-BasicOperation.pipeline_class = OperationFuser

@@ -2,7 +2,8 @@
 
 A plan's generated code calls its ops, and an op decides, checks and allocates. If the tensors of a
 call have the layouts of an earlier call, the ops decide the same. The second call of a layout is
-recorded (:mod:`fuser.cuda.sequence`), and later calls only allocate, launch and call torch.
+recorded (:mod:`fuser.cuda.sequence`), and later calls only allocate, launch, call torch and
+communicate.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -19,10 +21,13 @@ from torch.nn import Parameter
 from fuser.basic_ops.kept_weight import KeepsWeights, KeptBefore, as_list
 from fuser.basic_ops.main_grad import accumulation, note_accumulation
 from fuser.basic_ops.shared_memory import Versions
+from fuser.communication import WeakGroup, resolved
 from fuser.cuda import launch
 from fuser.cuda.sequence import PLAIN, LaunchSequence, record
+from fuser.errors import InputError, StateError
 from fuser.functional.lazy import LazyTensor
 from fuser.op import BasicOperation, FusibleOperation, OperationContext, autocast_dtype
+from fuser.precision.contexts import current_state
 from fuser.precision.delayed_scaling import (
     DelayedScales,
     delayed_quantizers,
@@ -40,6 +45,8 @@ from fuser.torch_private import is_any_autocast_enabled, saved_tensor_hooks, wit
 MOST_SEEN = 4 * MOST_LAYOUTS
 
 Tensors = Sequence[torch.Tensor | None]
+# Process groups, and the last op that communicates over each.
+Groups = dict[Any, str]
 # Reads the layouts of tensors; None if the memory of one does not hold its values.
 Reader = Callable[[Tensors], tuple[Hashable, ...] | None]
 # By op, the weights whose ``main_grad`` it adds to; None for one whose gradient it returns.
@@ -114,6 +121,7 @@ class RecordedPasses:
 
     def __init__(self, ops: Sequence[BasicOperation], recipe: DelayedScaling | None) -> None:
         self._ops = ops
+        self._communicating = [op for op in ops if op.process_groups]
         self._recipe = recipe
         modes = ("forward", "backward") if recipe is not None else ()
         self._quantizing = [op for op in ops if any(map(op.num_quantizers, modes))]
@@ -126,10 +134,11 @@ class RecordedPasses:
         extra_count: int,
         parameters: ParameterLayout,
         rows: Sequence[Mapping[str, Any]] | None = None,
-    ) -> tuple[RecordedForward, Keywords] | None:
+    ) -> tuple[RecordedForward, Keywords, Groups] | None:
         """The recorded forward for such tensors: the input, parameters, and extra inputs.
 
-        And for ``rows``, the keyword arguments of each op. New for the second call of a layout:
+        And for ``rows``, the keyword arguments of each op; with the process groups of this call,
+        which are inputs too. New for the second call of a layout:
         :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
         must run.
         """
@@ -161,15 +170,46 @@ class RecordedPasses:
         keywords = keywords_of(self._ops, rows) if rows and any(rows) else NO_KEYWORDS
         if keywords is None:
             return None
-        layout = (layout, ties, parameters, keywords.key, is_evaluated, *map(id, quantizers))
+        groups: Groups = {}
+        group_key: Hashable = None
+        if self._communicating:
+            current_groups = self._groups_of(others)
+            if current_groups is None:
+                return None
+            groups, group_key = current_groups
+        layout = (layout, ties, parameters, group_key)
+        layout = (*layout, keywords.key, is_evaluated, *map(id, quantizers))
         call = next(self._forwards.calls)
         found = self._forwards.get(layout)
         if found is None:
             if not self._forwards.has_room(layout, call, is_first=False):
                 return None
-            found = self._forwards[layout] = RecordedForward(quantizers, parameters)
+            found = self._forwards[layout] = RecordedForward(quantizers, parameters, groups)
         found.last_use = call
-        return (found, keywords) if found.refusal is None else None
+        return (found, keywords, groups) if found.refusal is None else None
+
+    def _groups_of(self, inputs: Tensors) -> tuple[Groups, Hashable] | None:
+        """The process groups of a call, and what a recording depends on in them.
+
+        None if the plan's own code must run: a group is refused, or an input has more than its
+        values, such as the sizes of an exchange.
+        """
+        if any(vars(tensor) for tensor in inputs):
+            return None
+        resolved_groups: dict[int, Any] = {}
+        groups: Groups = {}
+        try:
+            for op in self._communicating:
+                name = type(op).__name__
+                for argument in op.process_groups:
+                    group = resolved_groups.get(id(argument))
+                    if group is None:
+                        group = resolved_groups[id(argument)] = resolved(name, argument)
+                    groups[group] = name
+        except (InputError, StateError):
+            return None
+        over = current_state().group if self._recipe is not None else None
+        return groups, (over and weakref.ref(over), *map(weakref.ref, groups))
 
 
 class _Used(Protocol):
@@ -307,11 +347,12 @@ class RecordedForward:
     """
 
     def __init__(
-        self, quantizers: list[list[Float8Quantizer]], parameters: ParameterLayout
+        self, quantizers: list[list[Float8Quantizer]], parameters: ParameterLayout, groups: Groups
     ) -> None:
         self.refusal: str | None = None
         """Why the forward cannot be repeated; None if it can."""
         self._parameters = parameters
+        self._groups = [(WeakGroup(group), op) for group, op in groups.items()]
         self._quantizers = quantizers  # held, so that no other list has its id
         self._constants = [
             tensor
@@ -326,9 +367,11 @@ class RecordedForward:
         self._backwards: _Recordings[LaunchSequence] = _Recordings()
 
     def run(
-        self, tensors: Tensors, keywords: Keywords, forward: Forward, *args: Any
+        self, tensors: Tensors, keywords: Keywords, groups: Groups, forward: Forward, *args: Any
     ) -> tuple[Any, ...]:
         """The results of ``forward(*args)``, which reads ``tensors`` and has these ``keywords``.
+
+        It communicates over ``groups``.
 
         If it needs a backward, these are the output, the extra outputs, this object and the
         versions for :meth:`backward`, the tensors to save, None, and the shapes and dtypes of the
@@ -339,10 +382,11 @@ class RecordedForward:
             tensors = (*tensors, *keywords.kept)
         known = self._recording
         if known is None:
-            return self._record(tensors, keywords, lambda: forward(*args))
+            return self._record(tensors, keywords, groups, lambda: forward(*args))
         if known.used:
             note_uses(known.used)
-        results: tuple[Any, ...] = _played(known.sequence, tensors)
+        inputs = (*tensors, *groups) if groups else tensors
+        results: tuple[Any, ...] = _played(known.sequence, inputs)
         if known.keeps:
             for each in known.keeps:
                 each.keep(keywords.before, results[-1])
@@ -356,7 +400,11 @@ class RecordedForward:
         return output, produced, (self, versions), saved, None, known.specs
 
     def _record(
-        self, tensors: Tensors, keywords: Keywords, forward: Callable[[], tuple[Any, ...]]
+        self,
+        tensors: Tensors,
+        keywords: Keywords,
+        groups: Groups,
+        forward: Callable[[], tuple[Any, ...]],
     ) -> tuple[Any, ...]:
         """The results of ``forward``, as :meth:`run` returns them, which is recorded."""
         versions: dict[int, Versions] = {}
@@ -366,6 +414,7 @@ class RecordedForward:
                 forward,
                 constants=self._constants,
                 runs=self._parameters.memory(tensors[1:]),
+                objects=list(groups),
                 with_calls=True,
             )
         output, produced, *rest = results
@@ -373,6 +422,8 @@ class RecordedForward:
         recording = _Recording(sequence, list(dict.fromkeys(used)), [], [], (), (), (), [], [])
         if type(output) is not torch.Tensor:
             sequence.refusal = f"the output is a {type(output).__name__}"
+        if any(vars(tensor) for tensor in produced if tensor is not None):
+            sequence.refusal = sequence.refusal or "an output has more than its values"
         if rest:
             contexts, to_save, ends, specs = rest
             values = [dict(context.__dict__) for context in contexts]
@@ -447,6 +498,7 @@ class RecordedForward:
             grads += more
         recording = self._recording
         assert recording is not None
+        groups = [group(op) for group, op in self._groups] if self._groups else []
         found = layout = None
         if launch.recording.listener is None:
             tensors = [*grads, *[saved[i] for i in recording.inputs]]
@@ -461,16 +513,18 @@ class RecordedForward:
             found.last_use = call
             for each in versions.values():
                 each.check()
-            saved += grads
+            played: list[Any] = saved
+            played += grads
+            played += groups
             del grads, dx, grad_extras
-            result: tuple[torch.Tensor | None, ...] = _played(found, saved)
+            result: tuple[torch.Tensor | None, ...] = _played(found, played)
             for weight in itertools.chain.from_iterable(owners.values()):
                 if weight is not None:
                     note_accumulation(weight)
             return result
         contexts = [_context(*each) for each in recording.contexts]
         for i, each in versions.items():
-            contexts[i].versions = each  # type: ignore[attr-defined]
+            contexts[i].versions = each
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
         inputs = [*saved, *grads]
@@ -485,6 +539,7 @@ class RecordedForward:
             inputs,
             lambda: backward(*args),
             constants=self._constants,
+            objects=groups,
             with_calls=True,
             owns_inputs=True,
         )

@@ -50,15 +50,15 @@ def shared_sizes(
     A pair belongs to two grouped linears with equal numbers of groups and only pointwise ops
     between them: parts of one expert. With other ops between them, the groups may differ.
     """
-    found = []
+    pairs = []
     last: int | None = None
     for i, op in enumerate(ops):
         if isinstance(op, GroupedLinear):
             if last is not None and ops[last].num_groups == op.num_groups:
                 first, second = (sources[k][0].caller_index for k in (last, i))
                 if first is not None and second is not None:
-                    found.append(SharedSizes(first, second, (last, i)))
+                    pairs.append(SharedSizes(first, second, (last, i)))
             last = i
         elif not hasattr(op, "stage"):
             last = None
-    return tuple(found)
+    return tuple(pairs)

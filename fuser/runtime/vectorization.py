@@ -30,21 +30,21 @@ from fuser.functional import pointwise
 from fuser.functional.lazy import are_rows
 from fuser.fused_ops import PointwiseChain
 from fuser.plan.graph import Memory, OpGraph
-from fuser.plan.plan import FusionPlan, Step, VectorNote
+from fuser.plan.plan import FusionPlan, Note, Step
 from fuser.specs import PlanKey, TensorSpec
 
 VECTOR_BYTES = 16
 
 POINTWISE = (Activation, ScaledActivation, Bias, ConstantScale, AddExtraInput, Dropout)
 # If one of these is a step of its own with an unquantized output, torch runs it.
-TORCHS = (Bias, ConstantScale, AddExtraInput)
+RUN_BY_TORCH = (Bias, ConstantScale, AddExtraInput)
 
 Rows = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 def layout_notes(
     graph: OpGraph, plan: FusionPlan, input_: torch.Tensor, extra_inputs: Sequence[torch.Tensor]
-) -> tuple[VectorNote, ...]:
+) -> tuple[Note, ...]:
     """Notes on the call's tensors that kernels of ``plan`` cannot read by vectors.
 
     ``graph`` is that of the call. A tensor on the meta device may have any address. Tensors that
@@ -54,7 +54,7 @@ def layout_notes(
         return ()
     graph.bind(plan.key)
     extras = [(("extra input", k), f"extra input {k}", t) for k, t in enumerate(extra_inputs)]
-    found: list[VectorNote] = []
+    notes: list[Note] = []
     for memory, name, tensor in ((graph.arriving[0], "the input", input_), *extras):
         # The layout of tensors of other types is unknown.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel():
@@ -66,9 +66,9 @@ def layout_notes(
                     seen = _shaped(tensor, graph.main_specs[op].shape) if is_main else tensor
                     reading = _reading(graph, side, step, op, is_main)
                     if reading is not None and seen is not None:
-                        notes = reading.notes(name, seen.detach())
-                        found += [VectorNote(side, step.ops, text) for text in notes]
-    return tuple(found)
+                        texts = reading.notes(name, seen.detach())
+                        notes += [Note(step.ops, text, step.fusion, side) for text in texts]
+    return tuple(notes)
 
 
 def _shaped(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -171,15 +171,15 @@ def _reading(graph: OpGraph, side: str, step: Step, i: int, is_main: bool) -> _R
     ):
         return None
     gap = last + 1 if side == "forward" else step.ops[0]
-    emission = graph.quant_spec(gap, side)
+    result = graph.quant_spec(gap, side)
     # A tensor that needs padding is written unquantized first.
-    emits = emission is not None and not emission.format.pads(graph.main_specs[gap].shape)
+    quantizes = result is not None and not result.format.pads(graph.main_specs[gap].shape)
     if isinstance(op, (BasicLinear, Quantize)):
         return _quantizing(graph, i) if side == "forward" else None
     if isinstance(graph.ops[last], (LayerNorm, RMSNorm, L2Normalization)):
-        return _normalizing(graph, side, last, emits)
+        return _normalizing(graph, side, last, quantizes)
     if isinstance(op, POINTWISE) and not has_gemm:
-        return _computing(graph, step, i, is_main, emits)
+        return _computing(graph, step, i, is_main, quantizes)
     return None
 
 
@@ -188,45 +188,47 @@ def _quantizing(graph: OpGraph, i: int) -> _Reading | None:
     op: Any = graph.ops[i]
     key, spec = graph.key.window(i, i + 1), graph.main_specs[i]
     if isinstance(op, Quantize):
-        made = key.ops[0].output if op.kernels("forward", key) else None
+        quantized = key.ops[0].output if op.kernels("forward", key) else None
         dtype = spec.dtype
     else:
-        made = op.quantizes("forward", key).get("input")
+        quantized = op.quantizes("forward", key).get("input")
         dtype = key.autocast_dtype or op.weight.dtype
-    if made is None or made.format.pads(spec.shape):  # torch pads it
+    if quantized is None or quantized.format.pads(spec.shape):  # torch pads it
         return None
-    streams = made.format.has_one_scale and not made.columnwise
+    streams = quantized.format.has_one_scale and not quantized.columnwise
     return _Reading(_matrix(spec.shape[-1]), spec.shape[-1], dtype, TILE_RUN, streams=streams)
 
 
-def _normalizing(graph: OpGraph, side: str, i: int, emits: bool) -> _Reading | None:
+def _normalizing(graph: OpGraph, side: str, i: int, quantizes: bool) -> _Reading | None:
     """How the kernel of op ``i``, a norm, reads its input or its added tensor."""
     norm: Any = graph.ops[i]
-    spec, made = graph.main_specs[i], graph.main_specs[i + 1]
+    spec, output = graph.main_specs[i], graph.main_specs[i + 1]
     if isinstance(norm, L2Normalization):
-        columns, dtype = spec.shape[-1], made.dtype
+        columns, dtype = spec.shape[-1], output.dtype
     else:
         if not norm.runs_in_kernel(graph.key.window(i, i + 1)):
             return None
         columns, dtype = math.prod(norm.normalized_shape), spec.dtype
-    run = TILE_RUN if emits else VECTOR_BYTES // dtype.itemsize
+    run = TILE_RUN if quantizes else VECTOR_BYTES // dtype.itemsize
     rows_of = _matrix(columns, is_saved=side == "backward")
     return _Reading(rows_of, columns, dtype, run, run * dtype.itemsize)
 
 
-def _computing(graph: OpGraph, step: Step, i: int, is_main: bool, emits: bool) -> _Reading | None:
+def _computing(
+    graph: OpGraph, step: Step, i: int, is_main: bool, quantizes: bool
+) -> _Reading | None:
     """How a pointwise op, alone or in a chain, reads the tensor at op ``i``."""
     op: Any = graph.ops[i]
-    spec, made = graph.main_specs[i], graph.main_specs[i + 1]
+    spec, output = graph.main_specs[i], graph.main_specs[i + 1]
     is_alone = not _is_chain(step)
     if is_alone and _is_torchs(op, graph.key, spec):
         return None
-    run = TILE_RUN if emits else VECTOR_BYTES // made.dtype.itemsize
+    run = TILE_RUN if quantizes else VECTOR_BYTES // output.dtype.itemsize
     is_scale = isinstance(op, ScaledActivation) and not is_main
-    if is_scale or (is_alone and not emits and isinstance(op, TORCHS)):
+    if is_scale or (is_alone and not quantizes and isinstance(op, RUN_BY_TORCH)):
         run = 0
     rows_of = _pointwise_rows if is_main else _pointwise_extra
-    dtype = made.dtype if is_main else graph.extra_inputs[i][0].dtype
+    dtype = output.dtype if is_main else graph.extra_inputs[i][0].dtype
     return _Reading(rows_of, graph.main_specs[step.ops[-1] + 1].shape[-1], dtype, run)
 
 

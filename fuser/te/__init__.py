@@ -1,5 +1,6 @@
 """Compatibility: names that scripts of te.ops expect. No other part of fuser uses them."""
 
+from fuser.te import names as _names  # noqa: F401 - tells errors its names
 from fuser.te.functions import (
     checkpoint,
     deinterleave_glu_tensor,

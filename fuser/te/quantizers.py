@@ -20,7 +20,8 @@ from fuser import tensors
 from fuser.errors import InputError
 from fuser.formats import DType
 from fuser.functional.lazy import LazyTensor
-from fuser.op import FusibleOperation, default_device
+from fuser.op import default_device
+from fuser.op.fusible import shows_quantizers
 from fuser.tensors import QuantizedTensor, Quantizer
 from fuser.tensors.quantizer import QUANTIZABLE
 
@@ -58,18 +59,18 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         """The frozen quantizer of the present contents."""
         if self._is_value:
             return self
-        made: Quantizer | None = self.__dict__.get("_value")
-        if made is None:
+        value: Quantizer | None = self.__dict__.get("_value")
+        if value is None:
             value_class = _VALUE_OF.get(type(self))
             if value_class is None:
-                made = copy.copy(self)
-                made.__dict__["_is_value"] = True
+                value = copy.copy(self)
+                value.__dict__["_is_value"] = True
             else:
                 contents = {f.name: getattr(self, f.name) for f in fields(value_class)}
-                made = value_class(**contents)
+                value = value_class(**contents)
             # Two threads may both make one; ``setdefault`` gives both the same.
-            made = self.__dict__.setdefault("_value", made)
-        return made
+            value = self.__dict__.setdefault("_value", value)
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -180,10 +181,10 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
     ) -> QuantizedTensor:
         """A quantized tensor of zeros, for a later write."""
         zeros = torch.zeros(tuple(shape), dtype=dtype, device=default_device(device))
-        made = self.value()(zeros)
+        empty = self.value()(zeros)
         if pin_memory:
-            made = made.pin_memory()  # type: ignore[assignment]
-        return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+            empty = empty.pin_memory()  # type: ignore[assignment]
+        return empty.requires_grad_(requires_grad)  # type: ignore[return-value]
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Whether the quantizer can quantize this tensor."""
@@ -199,19 +200,19 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
         return value.with_usage(rowwise=rowwise, columnwise=columnwise)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set which copies to make from now on; None leaves a copy's setting unchanged."""
+        """Set the usages of the next tensors; None leaves a usage unchanged."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
     def get_usages(self) -> dict[str, bool]:
-        """The usage: whether to make the ``rowwise`` and the ``columnwise`` copy."""
+        """Whether tensors have the ``rowwise`` and the ``columnwise`` usage."""
         return {"rowwise": self.rowwise, "columnwise": self.columnwise}
 
     @property
     def rowwise_usage(self) -> bool:
-        """Whether to make the rowwise copy; may be set."""
+        """Whether tensors have rowwise data; may be set."""
         return self.rowwise
 
     @rowwise_usage.setter
@@ -220,7 +221,7 @@ class ChangeableQuantizer(Quantizer, metaclass=_CountsValues):
 
     @property
     def columnwise_usage(self) -> bool:
-        """Whether to make the columnwise copy; may be set."""
+        """Whether tensors have columnwise data; may be set."""
         return self.columnwise
 
     @columnwise_usage.setter
@@ -355,12 +356,12 @@ def changeable(value: Any, before: Any = None) -> Any:
         return value
     if isinstance(before, ChangeableQuantizer) and before.__dict__.get("_made_from") is value:
         return before
-    made = cls.__new__(cls)
-    made.__dict__.update({f.name: getattr(value, f.name) for f in fields(value)})
+    quantizer = cls.__new__(cls)
+    quantizer.__dict__.update({f.name: getattr(value, f.name) for f in fields(value)})
     if isinstance(before, ChangeableQuantizer):
-        made.set_usage(rowwise=before.rowwise, columnwise=before.columnwise)
-    made.__dict__["_made_from"] = value
-    return made
+        quantizer.set_usage(rowwise=before.rowwise, columnwise=before.columnwise)
+    quantizer.__dict__["_made_from"] = value
+    return quantizer
 
 
 def _quantizer_of(tensor: QuantizedTensor) -> Any:
@@ -368,5 +369,5 @@ def _quantizer_of(tensor: QuantizedTensor) -> Any:
     return changeable(tensor._quantizer)
 
 
-FusibleOperation.quantizer_view = staticmethod(changeable)
+shows_quantizers(changeable)
 QuantizedTensor._get_quantizer = _quantizer_of  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ def _from_keywords(
 def _check_layout(tensor: QuantizedTensor, usages: dict[str, bool]) -> None:
     """View each buffer in its layout in memory; raise if one does not fit or is missing."""
     both = {*tensor.rowwise_names, *tensor.columnwise_names}
-    for name, shape in tensor._layout(*tensor._matrix()).items():
+    for name, shape in tensor._layout.shapes(*tensor._matrix()).items():
         buffer = getattr(tensor, name)
         is_needed = name not in both or any(
             is_used and name in tensor._names(usage) for usage, is_used in usages.items()
@@ -108,10 +108,10 @@ def _check_layout(tensor: QuantizedTensor, usages: dict[str, bool]) -> None:
             continue
         fits = buffer is not None and buffer.is_contiguous()
         if not fits or buffer.numel() != torch.Size(shape).numel():
-            found = "none" if buffer is None else f"shape {tuple(buffer.shape)}"
+            layout = "none" if buffer is None else f"shape {tuple(buffer.shape)}"
             raise InputError(
                 f"A {type(tensor).__name__} of shape {tuple(tensor.shape)} needs a contiguous "
-                f"{name} of shape {shape}; got {found}."
+                f"{name} of shape {shape}; got {layout}."
             )
         setattr(tensor, name, buffer.view(shape))
 
@@ -136,8 +136,8 @@ def _quantizer_of(cls: type[QuantizedTensor], named: dict[str, Any]) -> Quantize
     makes: Any = next(
         q for q in Quantizer.__subclasses__() if getattr(q, "tensor_class", None) in cls.__mro__
     )
-    made: Quantizer = makes(element)
-    return made
+    quantizer: Quantizer = makes(element)
+    return quantizer
 
 
 # -- methods of every quantized tensor -----------------------------------------------
@@ -159,10 +159,10 @@ def get_data_tensors(
         If both arguments are False.
     """
     asked = (("rowwise", rowwise_data), ("columnwise", columnwise_data))
-    found = tuple(getattr(self, self._names(usage)[0]) for usage, is_asked in asked if is_asked)
-    if not found:
+    buffers = tuple(getattr(self, self._names(usage)[0]) for usage, is_asked in asked if is_asked)
+    if not buffers:
         raise InputError("get_data_tensors got neither rowwise_data nor columnwise_data.")
-    return found if len(found) == 2 else found[0]
+    return buffers if len(buffers) == 2 else buffers[0]
 
 
 def get_metadata(self: QuantizedTensor) -> dict[str, Any]:
@@ -193,22 +193,22 @@ def make_like(
     InputError
         If ``shape`` changes the last dimension or the number of elements.
     """
-    wanted = tensor.shape if shape is None else torch.Size(shape)
-    if wanted.numel() != tensor.numel() or wanted[-1:] != tensor.shape[-1:]:
+    size = tensor.shape if shape is None else torch.Size(shape)
+    if size.numel() != tensor.numel() or size[-1:] != tensor.shape[-1:]:
         raise InputError(
-            f"make_like got shape {tuple(wanted)} for a tensor of shape {tuple(tensor.shape)}; "
+            f"make_like got shape {tuple(size)} for a tensor of shape {tuple(tensor.shape)}; "
             "another shape must keep the length and the number of rows."
         )
-    made = type(tensor)(
+    alike = type(tensor)(
         tensor.buffers(),
-        wanted,
+        size,
         dtype or tensor.dtype,
         tensor.device,
         tensor._quantizer,
         view_of=tensor._view_of,
     )
-    made._is_read_only = tensor._is_read_only
-    return made.requires_grad_(requires_grad)  # type: ignore[return-value]
+    alike._is_read_only = tensor._is_read_only
+    return alike.requires_grad_(requires_grad)  # type: ignore[return-value]
 
 
 def to_dtype(self: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:

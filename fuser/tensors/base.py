@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from fuser.errors import InputError, StateError
-from fuser.formats import DType, NumberFormat
+from fuser.formats import DType, Layout, NumberFormat
 from fuser.tensors.operand import Operand
 from fuser.torch_private import is_module_conversion, make_wrapper, parse_to
 from fuser.wrapper_tensor import WrapperTensor
@@ -87,15 +87,16 @@ class QuantizedTensor(WrapperTensor):
     padding, and :meth:`dequantize` removes it.
     """
 
-    buffer_names: ClassVar[tuple[str, ...]]
-    # The buffers of each copy, in the same order; the first is the data. Other buffers
-    # belong to both copies.
+    buffer_names: ClassVar[tuple[str, ...]] = ()
+    # The buffers of each copy, as in a ``Layout``.
     rowwise_names: ClassVar[tuple[str, ...]]
     columnwise_names: ClassVar[tuple[str, ...]]
     # The attributes that this module sets on a tensor; all others were set by the user.
     _own_names: ClassVar[frozenset[str]]
     # Whether whole blocks can be quantized without the rest of the tensor.
     has_independent_blocks: ClassVar[bool]
+    # The matrix is padded with zeros to multiples of this number in both dimensions.
+    multiple: ClassVar[int] = 1
     # Whether each 128 rows have the scale or amax that a tensor of the format has once.
     has_scales_of_rows: ClassVar[bool] = False
     # Constructor with the keywords of Transformer Engine; set by te/tensors.py.
@@ -114,12 +115,17 @@ class QuantizedTensor(WrapperTensor):
     fsdp_pre_all_gather: Callable[..., Any]  # set by tensors/gathering.py
     fsdp_post_all_gather: Callable[..., Any]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, layout: Layout | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        if layout is not None:
+            cls.buffer_names = tuple(layout.buffers)
+            cls.rowwise_names, cls.columnwise_names = layout.rowwise, layout.columnwise
+            cls.has_independent_blocks = layout.scope == "blocks"
+            cls.multiple = layout.multiple
         names = ["_quantizer", "_view_of", "_is_read_only", "_is_param", "_source"]
         names += ["_sharding", "_gathering"]
-        cls._own_names = frozenset((*getattr(cls, "buffer_names", ()), *names))
+        cls._own_names = frozenset((*cls.buffer_names, *names))
 
     @staticmethod
     def __new__(
@@ -170,30 +176,15 @@ class QuantizedTensor(WrapperTensor):
         """The values as ``[M, K]``, with the padding of the data."""
         raise NotImplementedError
 
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        """The shape of each buffer of a tensor ``[m, k]`` that is not a view.
-
-        A format of whole blocks pads both dimensions (``formats.padded_shape``).
-        """
-        raise NotImplementedError
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        """By buffer: the dimension that indexes rows, and the number of rows that share an entry.
-
-        A buffer that is not in the result belongs to all rows.
-        """
-        raise NotImplementedError
-
-    def _unpadded_columns(self, k: int) -> dict[str, int]:
-        """By buffer that has padding in the dimension that does not index rows: the size before it.
-
-        ``k`` is the length of a row, without the padding of its last block.
-        """
-        return {}
+    @property
+    def _layout(self) -> Layout:
+        """The buffers of a tensor that is not a view."""
+        layout: Layout = self._quantizer.format.layout
+        return layout.of_groups if self.has_scales_of_rows else layout
 
     def _is_transposable(self) -> bool:
         """Whether each copy is the transpose of the other, in values and layout."""
-        raise NotImplementedError
+        return False
 
     @property
     def derives_columnwise(self) -> bool:
@@ -215,7 +206,7 @@ class QuantizedTensor(WrapperTensor):
                 f"{type(self).__name__} has no {usage} copy, and in this format one cannot be made "
                 "from the other: quantize the original with both."
             )
-        layout, source = self._layout(*self._matrix()), self.buffers()
+        layout, source = self._layout.shapes(*self._matrix()), self.buffers()
         other = self._names("columnwise" if usage == "rowwise" else "rowwise")
         out: dict[str, torch.Tensor] = {}
         for name, twin in zip(self._names(usage), other, strict=True):
@@ -314,12 +305,6 @@ class QuantizedTensor(WrapperTensor):
 
     def _names(self, usage: str) -> tuple[str, ...]:
         return self.rowwise_names if usage == "rowwise" else self.columnwise_names
-
-    @classmethod
-    def _shared_names(cls) -> tuple[str, ...]:
-        """The buffers that belong to both copies."""
-        owned = {*cls.rowwise_names, *cls.columnwise_names}
-        return tuple(name for name in cls.buffer_names if name not in owned)
 
     def _has(self, usage: str) -> bool:
         names = self.rowwise_names if usage == "rowwise" else self.columnwise_names
@@ -440,7 +425,7 @@ class QuantizedTensor(WrapperTensor):
         """
         if self._view_of is None:
             return self
-        layout = self._layout(*self._matrix())
+        layout = self._layout.shapes(*self._matrix())
         buffers = {
             name: None if buffer is None else _laid_out(buffer, layout[name])
             for name, buffer in self.buffers().items()
@@ -589,9 +574,9 @@ class QuantizedTensor(WrapperTensor):
 
     def _block(self, usage: str) -> int:
         """The number of rows of a block of the copy ``usage``."""
-        units = self._row_units()
-        names = (*self._names(usage), *self._shared_names())
-        return max(units[name][1] for name in names if name in units)
+        layout = self._layout
+        names = (*self._names(usage), *layout.shared)
+        return max(layout.rows[name][1] for name in names if name in layout.rows)
 
     # -- parameters ---------------------------------------------------------------
 
@@ -758,14 +743,6 @@ class QuantizedTensor(WrapperTensor):
 class BlockScaledTensor(QuantizedTensor):
     """Base of the formats whose rowwise and columnwise copies have separate scales."""
 
-    buffer_names: ClassVar[tuple[str, ...]] = (
-        "_rowwise_data",
-        "_columnwise_data",
-        "_rowwise_scale_inv",
-        "_columnwise_scale_inv",
-    )
-    rowwise_names: ClassVar[tuple[str, ...]] = ("_rowwise_data", "_rowwise_scale_inv")
-    columnwise_names: ClassVar[tuple[str, ...]] = ("_columnwise_data", "_columnwise_scale_inv")
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _rowwise_scale_inv: torch.Tensor | None

@@ -3,63 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fuser.cuda import block_scaling as kernels
 from fuser.formats import (
     FP8_BLOCK,
+    FP8_BLOCKS,
     BlockScalingDim,
     DType,
     NumberFormat,
     ceil_div,
     check_fp8_dtype,
-    fp8_block_scale_shape,
+    fp8_blocks,
 )
-from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.functional.lazy import LazyTensor, filled, source_of
 from fuser.recipe import Float8BlockScaling, fp8_dtype, role_params
 from fuser.reference import block_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
 from fuser.tensors.fp8 import transposed_bytes
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, key_of_fields
 
 
-class Float8BlockwiseQTensor(BlockScaledTensor):
+class Float8BlockwiseQTensor(BlockScaledTensor, layout=FP8_BLOCKS[1]):
     """FP8 bytes with one fp32 scale for each block of 128 or 128x128 elements.
 
     Buffers: ``_rowwise_data`` [M, K] and ``_columnwise_data`` [K, M] uint8;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, fp32, in the shape of
-    ``formats.fp8_block_scale_shape``.
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, fp32, in the shapes of
+    ``formats.FP8_BLOCKS``.
     """
 
-    has_independent_blocks = True
     _quantizer: Float8BlockQuantizer
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        block_dim = self._quantizer.block_scaling_dim
-        return {
-            "_rowwise_data": (m, k),
-            "_columnwise_data": (k, m),
-            "_rowwise_scale_inv": fp8_block_scale_shape(m, k, False, block_dim),
-            "_columnwise_scale_inv": fp8_block_scale_shape(m, k, True, block_dim),
-        }
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        is_1d = self._quantizer.block_scaling_dim == 1
-        return {
-            "_rowwise_data": (0, 1),
-            "_columnwise_data": (1, 1),
-            "_rowwise_scale_inv": (1, 1) if is_1d else (0, FP8_BLOCK),
-            "_columnwise_scale_inv": (0, FP8_BLOCK) if is_1d else (1, FP8_BLOCK),
-        }
-
-    def _unpadded_columns(self, k: int) -> dict[str, int]:
-        if self._quantizer.block_scaling_dim == 1:
-            return {"_columnwise_scale_inv": k}
-        return {"_rowwise_scale_inv": ceil_div(k, FP8_BLOCK)}
 
     def _is_transposable(self) -> bool:
         return self._quantizer.block_scaling_dim == 2
@@ -121,6 +96,7 @@ class Float8BlockQuantizer(Quantizer):
     tensor_class = Float8BlockwiseQTensor
     recipe_class = Float8BlockScaling
     accepts_lazy = True
+    launch_key = key_of_fields
 
     def __post_init__(self) -> None:
         check_fp8_dtype("Float8BlockQuantizer", self.fp8_dtype)
@@ -142,39 +118,14 @@ class Float8BlockQuantizer(Quantizer):
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        if self.block_scaling_dim == 1:
-            return NumberFormat("FP8 1x128", self.fp8_dtype, FP8_BLOCK)
-        return NumberFormat("FP8 128x128", self.fp8_dtype, FP8_BLOCK * FP8_BLOCK)
-
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        scales = (self.block_scaling_dim, self.force_pow_2_scales, self.amax_epsilon)
-        return "block", self.fp8_dtype, self.rowwise, self.columnwise, *scales
-
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype, self.block_scaling_dim)
+        layout, is_1d = fp8_blocks(self.block_scaling_dim), self.block_scaling_dim == 1
+        name, size = ("FP8 1x128", FP8_BLOCK) if is_1d else ("FP8 128x128", FP8_BLOCK**2)
+        return NumberFormat(name, self.fp8_dtype, layout, size)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        m, k = matrix_of(x)
-        row_shape, col_shape = (
-            fp8_block_scale_shape(m, k, columnwise, self.block_scaling_dim)
-            for columnwise in (False, True)
-        )
-        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
-        row_scale_inv = buffer(x, row_shape, self.rowwise, torch.float32)
-        col_scale_inv = buffer(x, col_shape, self.columnwise, torch.float32)
-        kernels.quantize(
-            source_of(x),
-            self.fp8_dtype,
-            block_dim=self.block_scaling_dim,
-            pow2=self.force_pow_2_scales,
-            eps=self.amax_epsilon,
-            row=row,
-            row_scale_inv=row_scale_inv,
-            col=col,
-            col_scale_inv=col_scale_inv,
-        )
-        return self.copies(row, row_scale_inv, col, col_scale_inv)
+        buffers, pow2 = self.new_buffers(x), self.force_pow_2_scales
+        kernels.quantize(self.format, source_of(x), buffers, pow2=pow2, eps=self.amax_epsilon)
+        return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return self.copies(

@@ -261,7 +261,7 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
     parts = whole.buffers()
     if (start, stop) == (0, whole._matrix()[0]):
         return parts
-    units = whole._row_units()
+    units = whole._layout.rows
     for usage in ("rowwise", "columnwise"):
         # The rows after those of a shard may be padding, in the same block.
         is_cut = whole._cuts(usage, start, stop) and not (whole._sharding and start == 0)
@@ -275,7 +275,7 @@ def _rows(whole: QuantizedTensor, start: int, stop: int) -> dict[str, torch.Tens
                 parts[name] = None
             elif buffer is not None and name in units:
                 parts[name] = _entries(buffer, *units[name], start, end)
-    for name in set(whole._shared_names()) & units.keys():
+    for name in set(whole._layout.shared) & units.keys():
         buffer = parts[name]
         assert buffer is not None
         parts[name] = _entries(buffer, *units[name], start, stop)

@@ -12,21 +12,14 @@ import torch
 
 from fuser.cuda import fp8_scaling as kernels
 from fuser.errors import InputError, StateError
-from fuser.formats import DType, NumberFormat, check_fp8_dtype
+from fuser.formats import FP8, DType, NumberFormat, check_fp8_dtype
 from fuser.functional.amax import amax, raise_amax
-from fuser.functional.lazy import (
-    LazyTensor,
-    buffer,
-    filled,
-    matrix_of,
-    rows_of,
-    source_of,
-)
+from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
 from fuser.recipe import Float8CurrentScaling, fp8_dtype, role_params
 from fuser.reference import fp8
 from fuser.reference import fp8_scaling as reference
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, key_of_fields
 
 _OPERANDS = {
     "rowwise": ("_rowwise_data", "_scale_inv"),
@@ -34,7 +27,7 @@ _OPERANDS = {
 }
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(QuantizedTensor, layout=FP8):
     """FP8 bytes with one fp32 scale.
 
     Buffers: ``_rowwise_data`` [M, K] uint8, ``_columnwise_data`` [K, M] uint8
@@ -42,10 +35,6 @@ class Float8Tensor(QuantizedTensor):
     rowwise buffer in the tensor's own shape, ``_transpose`` the columnwise buffer.
     """
 
-    buffer_names = ("_rowwise_data", "_columnwise_data", "_scale_inv")
-    rowwise_names = ("_rowwise_data",)
-    columnwise_names = ("_columnwise_data",)
-    has_independent_blocks = False  # one scale for the whole tensor
     _rowwise_data: torch.Tensor | None
     _columnwise_data: torch.Tensor | None
     _scale_inv: torch.Tensor
@@ -83,19 +72,20 @@ class Float8Tensor(QuantizedTensor):
         return dtype
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        data = self._rowwise_data
+        data, columnwise = self._rowwise_data, self._rowwise_data is None
+        data = self._columnwise_data if data is None else data
         if data is None:
-            if self._columnwise_data is None:
-                raise StateError(
-                    f"{self} has no bytes: they were cleared or given to another tensor."
-                )
-            data = transposed_bytes(self._columnwise_data)
-        return filled(
-            torch.empty(data.shape, dtype=dtype, device=data.device),
-            kernels.dequantize,
-            reference.dequantize,
-            *(data.contiguous(), self._scale_inv, self._fp8_dtype, dtype),
-        )
+            raise StateError(f"{self} has no bytes: they were cleared or given to another tensor.")
+        if columnwise and not self.has_scales_of_rows:
+            data = transposed_bytes(data)
+        args = (data.contiguous(), self._scale_inv, self._fp8_dtype, dtype)
+        if not self.has_scales_of_rows:
+            out = torch.empty(data.shape, dtype=dtype, device=data.device)
+            return filled(out, kernels.dequantize, reference.dequantize, *args)
+        shape = data.shape[::-1] if columnwise else data.shape
+        out = torch.empty(shape, dtype=dtype, device=data.device)
+        by_kernel, by_torch = kernels.dequantize_groups, reference.dequantize_groups
+        return filled(out, by_kernel, by_torch, *args, columnwise=columnwise)
 
     def _operand_names(self, usage: str) -> tuple[str, ...]:
         return _OPERANDS[usage]
@@ -116,12 +106,6 @@ class Float8Tensor(QuantizedTensor):
         if isinstance(self._quantizer, Float8Quantizer):
             scale = self._scale_inv.reciprocal()
             self._quantizer = replace(self._quantizer, scale=scale, amax=None)
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        return {"_rowwise_data": (m, k), "_columnwise_data": (k, m), "_scale_inv": (1,)}
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {"_rowwise_data": (0, 1), "_columnwise_data": (1, 1)}
 
     def _is_transposable(self) -> bool:
         return True
@@ -145,20 +129,6 @@ def transposed_bytes(data: torch.Tensor, out: torch.Tensor | None = None) -> tor
     target = data.new_empty(data.shape[::-1]) if out is None else out
     transposed = filled(target, kernels.transpose, fp8.transpose, data.contiguous())
     return transposed if out is None or transposed is out else out.copy_(transposed)
-
-
-def _new_buffers(
-    x: torch.Tensor | LazyTensor, quantizer: Quantizer
-) -> dict[str, torch.Tensor | None]:
-    m, k = matrix_of(x)
-    data, transpose = buffer(x, (m, k), quantizer.rowwise), buffer(x, (k, m), quantizer.columnwise)
-    scale_inv = buffer(x, (1,), dtype=torch.float32)
-    return dict(zip(Float8Tensor.buffer_names, (data, transpose, scale_inv), strict=True))
-
-
-def _outputs(buffers: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """The buffers under the names of the kernels' arguments."""
-    return dict(zip(("row", "col", "scale_inv"), buffers.values(), strict=True))
 
 
 def _as_matrix(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -196,6 +166,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
     tensor_class = Float8Tensor
     recipe_class = Float8CurrentScaling
     accepts_lazy = True
+    launch_key = key_of_fields
     reduces_scales = True
 
     def __post_init__(self) -> None:
@@ -218,20 +189,19 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        (m, k), amax_value = matrix_of(x), self.reduced_amaxes
-        buffers = _new_buffers(x, self)
+        buffers, (m, k), amax_value = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
         if amax_value is None and not kernels.is_one_tile(m, k):
             amax_value = torch.zeros(1, dtype=torch.float32, device=x.device)
             raise_amax(x, amax_value)
-        kernels.quantize_current(
+        kernels.quantize(
+            self.format,
             source_of(x),
-            self.fp8_dtype,
+            buffers,
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             amax_value=amax_value,
-            **_outputs(buffers),
         )
         return buffers
 
@@ -246,16 +216,6 @@ class Float8CurrentScalingQuantizer(Quantizer):
             amax_value=self.reduced_amaxes,
         )
         return dict(zip(Float8Tensor.buffer_names, made, strict=True))
-
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        if self.reduced_amaxes is not None:
-            return None
-        copies = (self.rowwise, self.columnwise)
-        return ("current", self.fp8_dtype, *copies, self.force_pow_2_scales, self.amax_epsilon)
-
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,10 +286,8 @@ class Float8Quantizer(Quantizer):
         return amax(rows)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        buffers = _new_buffers(x, self)
-        source, scale = source_of(x), self._scale_for(x)
-        outputs = {**_outputs(buffers), "amax": self.amax}
-        kernels.quantize_delayed(source, scale, self.fp8_dtype, **outputs)
+        buffers, scale = self.new_buffers(x), self._scale_for(x)
+        kernels.quantize(self.format, source_of(x), buffers, scale=scale, recorded=self.amax)
         return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -360,9 +318,6 @@ class Float8Quantizer(Quantizer):
 
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.scale, self.amax
-
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype,)
 
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: later writes to the tensor record no amax."""

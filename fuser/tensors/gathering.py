@@ -194,7 +194,7 @@ def fsdp_pre_all_gather(
     else:
         source = self.high_precision_source
         parts = {VALUES: _padded(self._values() if source is None else source, padded[0], 0)}
-    units = self._row_units()
+    units = self._layout.rows
     for name, part in parts.items():
         memory = gathering.memory.get(name)
         is_shared = memory is not None and name in units and units[name][0] == 0
@@ -312,7 +312,7 @@ def _gathering(
     if made is not None:
         return made
     quantizer, held = shard._quantizer, shard.buffers()
-    layout = shard._layout(shape.numel() // shape[-1], shape[-1])
+    layout = shard._layout.shapes(shape.numel() // shape[-1], shape[-1])
     unused = {n for usage in USAGES if not getattr(quantizer, usage) for n in shard._names(usage)}
     # Of the two copies, each of which a shard may lack, buffers in the same place are alike.
     pairs = zip(shard.rowwise_names, shard.columnwise_names, strict=True)
@@ -352,8 +352,8 @@ def _parts(
     that shape, and no scale of the whole tensor.
     """
     sent = ("rowwise",) if shard.derives_columnwise else copies
-    units, rows = shard._row_units(), torch.Size(padded[:-1]).numel()
-    columns = shard._unpadded_columns(padded[-1])
+    units, rows = shard._layout.rows, torch.Size(padded[:-1]).numel()
+    columns = shard._layout.unpadded_columns(padded[-1])
     parts: dict[str, torch.Tensor] = {}
     for name, buffer in shard.buffers().items():
         owners = [usage for usage in USAGES if name in shard._names(usage)]
@@ -408,7 +408,7 @@ def _agree(shard: QuantizedTensor, param: Any, sharding: Sharding) -> None:
 
 def _scales_of_tensor(shard: QuantizedTensor) -> list[torch.Tensor]:
     """The scales or amaxes that belong to all rows, in a fixed order; those that the shard has."""
-    units, buffers = shard._row_units(), shard.buffers()
+    units, buffers = shard._layout.rows, shard.buffers()
     names = (name for name in shard.buffer_names if name not in units)
     return [buffer for name in names if (buffer := buffers[name]) is not None]
 
@@ -473,7 +473,7 @@ def _fill_from_parts(shard: QuantizedTensor, sent: _Sent, outputs: Sequence[torc
     """The whole parameter from the bytes and scales of all ranks; padding of scales is zero."""
     gathering, sharding = sent.gathering, shard._sharding
     assert sharding is not None
-    units = shard._row_units()
+    units = shard._layout.rows
     if sent.scale is not None:
         gathering.allocated("_scale_inv").copy_(sent.scale)
         if sent.scale.is_cuda:  # it was allocated on the stream of the collectives

@@ -1,7 +1,8 @@
 """Tensors and quantizers of padded groups of rows, by format.
 
 A quantizer of groups quantizes all groups of a matrix at once, and gives each its own scales.
-128-blocks and MXFP8 need no class here: no block of theirs reaches over the end of a padded group.
+Formats of blocks, such as MXFP8, need no class here: no block reaches over the end of a padded
+group.
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ from typing import Any
 
 import torch
 
-from fuser.cuda import grouped_fp8 as kernels
-from fuser.cuda import grouped_nvfp4 as nvfp4_kernels
+from fuser.cuda import fp8_scaling as kernels
+from fuser.cuda import nvfp4 as nvfp4_kernels
 from fuser.errors import KernelUnavailable
-from fuser.formats import GROUP_TILE, NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape
+from fuser.formats import GROUP_TILE, DType, NumberFormat
 from fuser.functional.grouped import PaddedGroups, padded_rows
-from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.functional.lazy import LazyTensor, source_of
 from fuser.reference import fp8_scaling as reference
 from fuser.reference import nvfp4 as nvfp4_reference
-from fuser.reference.fp8 import decode
-from fuser.tensors.block_scaling import Float8BlockQuantizer
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor
-from fuser.tensors.mxfp8 import MXFP8Quantizer
 from fuser.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 from fuser.torch_private import foreach_maximum_
@@ -40,38 +38,6 @@ class Float8GroupsTensor(Float8Tensor):
     """
 
     has_scales_of_rows = True
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        return {**super()._layout(m, k), "_scale_inv": (m // GROUP_TILE,)}
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {**super()._row_units(), "_scale_inv": (0, GROUP_TILE)}
-
-    def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
-        columnwise = self._rowwise_data is None
-        data = self._columnwise_data if columnwise else self._rowwise_data
-        assert data is not None
-        return filled(
-            torch.empty(
-                data.shape[::-1] if columnwise else data.shape, dtype=dtype, device=data.device
-            ),
-            kernels.dequantize,
-            _dequantized,
-            *(data, self._scale_inv, self._fp8_dtype, dtype),
-            columnwise=columnwise,
-        )
-
-
-def _dequantized(
-    data: torch.Tensor,
-    scale_inv: torch.Tensor,
-    dtype: DType,
-    out_dtype: torch.dtype,
-    *,
-    columnwise: bool,
-) -> torch.Tensor:
-    values = decode(data.t() if columnwise else data, dtype)
-    return (values * scale_inv.repeat_interleave(GROUP_TILE)[:, None]).to(out_dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,42 +85,19 @@ class Float8GroupsQuantizer(Quantizer):
     def state_tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (self.groups.tiles,)
 
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype,)
-
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
         assert isinstance(x, LazyTensor)
-        (m, k), tiles = matrix_of(x), self.groups.tiles
-        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
-        scale_inv = buffer(x, (len(tiles),), dtype=torch.float32)
-        outputs: dict[str, Any] = {"row": row, "col": col, "scale_inv": scale_inv}
-        source: Any = source_of(x)
-        count = len(self.groups.ends)
+        source, tiles, buffers = source_of(x), self.groups.tiles, self.new_buffers(x)
+        found = torch.zeros(len(self.groups.ends), dtype=torch.float32, device=x.device)
         if self.scales:
-            scale = torch.cat(self.scales)
-            found = torch.zeros(count, dtype=torch.float32, device=x.device)
-            kernels.quantize(
-                source,
-                self.fp8_dtype,
-                tiles,
-                scale=scale,
-                recorded=found if self.amaxes else None,
-                **outputs,
-            )
+            scale, amax = torch.cat(self.scales), found if self.amaxes else None
+            kernels.quantize(self.format, source, buffers, scale=scale, recorded=amax, tiles=tiles)
             self._record(found)
         else:
-            found = torch.zeros(count, dtype=torch.float32, device=x.device)
-            kernels.quantize(source, self.fp8_dtype, tiles, recorded=found)
-            kernels.quantize(
-                source,
-                self.fp8_dtype,
-                tiles,
-                amax_value=found,
-                pow2=self.force_pow_2_scales,
-                eps=self.amax_epsilon,
-                **outputs,
-            )
-        return dict(zip(Float8Tensor.buffer_names, (row, col, scale_inv), strict=True))
+            kernels.quantize(self.format, source, {}, recorded=found, tiles=tiles)
+            scaling: dict[str, Any] = {"pow2": self.force_pow_2_scales, "eps": self.amax_epsilon}
+            kernels.quantize(self.format, source, buffers, amax_value=found, **scaling, tiles=tiles)
+        return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         m, k = x.shape
@@ -195,8 +138,7 @@ def amaxes_of_groups(rows: torch.Tensor | LazyTensor, groups: PaddedGroups) -> t
     found = torch.zeros(len(groups.ends), dtype=torch.float32, device=rows.device)
     if isinstance(rows, LazyTensor):
         try:
-            source: Any = source_of(rows)
-            kernels.quantize(source, DType.kFloat8E4M3, groups.tiles, recorded=found)
+            kernels.amax(source_of(rows), out=found, tiles=groups.tiles)
         except KernelUnavailable:
             rows = rows.tensor()
         else:
@@ -220,35 +162,6 @@ class NVFP4GroupsTensor(NVFP4Tensor):
 
     has_scales_of_rows = True
 
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (m // GROUP_TILE,))
-        return {**super()._layout(m, k), **amaxes}
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        amaxes = dict.fromkeys(("_amax_rowwise", "_amax_columnwise"), (0, GROUP_TILE))
-        return {**super()._row_units(), **amaxes}
-
-    def _decoded(
-        self,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        scale: torch.Tensor,
-        amax: torch.Tensor,
-        *,
-        columnwise: bool,
-    ) -> torch.Tensor:
-        def by_torch(
-            data: torch.Tensor, *args: Any, columnwise: bool, out_dtype: torch.dtype = out.dtype
-        ) -> torch.Tensor:
-            of_rows = amax.repeat_interleave(GROUP_TILE)
-            of_blocks = of_rows[None, ::NVFP4_BLOCK] if columnwise else of_rows[:, None]
-            return nvfp4_reference.dequantize(
-                data, scale, of_blocks, out_dtype, columnwise=columnwise
-            )
-
-        args = (data, scale, amax, out.dtype)
-        return filled(out, nvfp4_kernels.dequantize, by_torch, *args, columnwise=columnwise)
-
 
 @dataclass(frozen=True, eq=False)
 class NVFP4GroupsQuantizer(Quantizer):
@@ -264,7 +177,6 @@ class NVFP4GroupsQuantizer(Quantizer):
 
     tensor_class = NVFP4GroupsTensor
     accepts_lazy = True
-    multiple = NVFP4_BLOCK
 
     @functools.cached_property
     def format(self) -> NumberFormat:
@@ -289,43 +201,24 @@ class NVFP4GroupsQuantizer(Quantizer):
         if isinstance(x, torch.Tensor):  # whose columns were padded to whole blocks
             lazy = padded_rows(x, self.groups, is_padded=True)
             return self.from_kernel(lazy) if lazy is not x else self.from_reference(x)
-        (m, k), groups = matrix_of(x), self.groups
-        source: Any = source_of(x)
-        has_rht = self.alone.with_rht
-        amaxes = torch.zeros(len(groups.ends), 1 + has_rht, dtype=torch.float32, device=x.device)
-        if has_rht:
-            signs = self.alone.with_random_sign_mask
-            nvfp4_kernels.hadamard_amaxes(source, groups.tiles, random_signs=signs, out=amaxes)
+        source, tiles, alone = source_of(x), self.groups.tiles, self.alone
+        shape = (len(self.groups.ends), 1 + alone.with_rht)
+        amaxes = torch.zeros(shape, dtype=torch.float32, device=x.device)
+        if alone.with_rht:
+            signs = alone.with_random_sign_mask
+            nvfp4_kernels.hadamard_amax(source, random_signs=signs, out=amaxes, tiles=tiles)
         else:
-            kernels.quantize(
-                source, DType.kFloat8E4M3, groups.tiles, recorded=amaxes.view(len(amaxes))
-            )
-        row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
-        row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
-        col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
-        row_amax, col_amax = (
-            buffer(x, (len(groups.tiles),), is_needed, torch.float32)
-            for is_needed in (self.rowwise, self.columnwise)
-        )
-        nvfp4_kernels.quantize(
-            source,
-            groups.tiles,
-            **self.alone._options(),
-            amax_value=amaxes,
-            row=row,
-            row_scale=row_scale,
-            row_amax=row_amax,
-            col=col,
-            col_scale=col_scale,
-            col_amax=col_amax,
-        )
-        return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
+            kernels.amax(source, out=amaxes.view(-1), tiles=tiles)
+        buffers = self.new_buffers(x)
+        options = alone._options()
+        nvfp4_kernels.quantize(self.format, source, buffers, amaxes, **options, tiles=tiles)
+        return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        ends = self.groups.padded_ends.tolist()
-        made = nvfp4_reference.quantize_groups(x, ends, **usages, **self.alone._options())
-        return self.copies(*made)
+        ends, is_square = self.groups.padded_ends.tolist(), self.alone.with_2d_quantization
+        options = {**usages, **self.alone._options(), "two_dimensional": is_square}
+        return self.copies(*nvfp4_reference.quantize_groups(x, ends, **options))
 
 
 # -- all formats ------------------------------------------------------------------
@@ -342,8 +235,7 @@ def quantizes_groups(quantizers: Sequence[Quantizer], groups: int) -> bool:
     if isinstance(first, Float8Quantizer):
         is_whole = all(type(q) is Float8Quantizer and q.saturates for q in quantizers)
         return len(quantizers) == groups and is_whole
-    kinds = (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer)
-    return type(first) in kinds
+    return first.is_of_blocks or type(first) in (Float8CurrentScalingQuantizer, NVFP4Quantizer)
 
 
 def groups_quantizer(

@@ -10,7 +10,6 @@ from fuser.errors import InputError
 from fuser.formats import GROUP_TILE, round_up
 from fuser.functional.grouped import PaddedGroups, padded_groups, padded_rows, unpad
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.block_scaling import Float8BlockwiseQTensor
 from fuser.tensors.fp8 import Float8Tensor
 from fuser.tensors.group_formats import (
     Float8GroupsTensor,
@@ -18,23 +17,22 @@ from fuser.tensors.group_formats import (
     groups_quantizer,
     quantizes_groups,
 )
-from fuser.tensors.mxfp8 import MXFP8Tensor
 from fuser.tensors.nvfp4 import NVFP4Tensor
 from fuser.tensors.quantizer import Quantizer
 
 _OF_GROUPS: dict[type[QuantizedTensor], type[QuantizedTensor]] = {
     Float8Tensor: Float8GroupsTensor,
     NVFP4Tensor: NVFP4GroupsTensor,
-    MXFP8Tensor: MXFP8Tensor,
-    Float8BlockwiseQTensor: Float8BlockwiseQTensor,
 }
-"""By class of a tensor, that of padded groups of such tensors."""
+"""By class of a tensor, that of padded groups of such tensors; a tensor of blocks has its own."""
 
 
 def can_be_joined(members: Sequence[torch.Tensor]) -> bool:
     """Whether :func:`joined` takes these tensors."""
     kind = type(members[0])
-    return kind in _OF_GROUPS and all(type(each) is kind for each in members)
+    if not all(type(member) is kind for member in members):
+        return False
+    return kind in _OF_GROUPS or (issubclass(kind, QuantizedTensor) and kind.has_independent_blocks)
 
 
 def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
@@ -43,7 +41,8 @@ def joined(members: Sequence[QuantizedTensor], usage: str) -> QuantizedTensor:
     N' is N, rounded up to whole tiles of 128 rows. Bytes and scales are those of the members.
     """
     parts = [one_copy(each, usage) for each in members]
-    return join(parts, _OF_GROUPS[type(parts[0])], parts[0]._quantizer.unbound())
+    kind = type(parts[0])
+    return join(parts, _OF_GROUPS.get(kind, kind), parts[0]._quantizer.unbound())
 
 
 def join(
@@ -53,7 +52,7 @@ def join(
     first = parts[0]
     rows = [round_up(len(part), GROUP_TILE) for part in parts]
     made = kind({}, (sum(rows), first.shape[-1]), first.dtype, first.device, quantizer)
-    of_groups, of_one = made._row_units(), first._row_units()
+    of_groups, of_one = made._layout.rows, first._layout.rows
     for name, buffer in first.buffers().items():
         if buffer is None:
             continue
@@ -198,7 +197,7 @@ class GroupedTensor:
         padded, quantizer = self.padded, self.quantizer.unbound()
         made: QuantizedTensor = quantizer.tensor_class({}, (rows, padded.shape[-1]))
         made._quantizer = quantizer
-        layout, units = made._layout(rows, padded.shape[-1]), padded._row_units()
+        layout, units = made._layout.shapes(rows, padded.shape[-1]), padded._layout.rows
         buffers: dict[str, torch.Tensor | None] = {}
         stored = round_up(rows, quantizer.multiple)
         for name, whole in padded.buffers().items():

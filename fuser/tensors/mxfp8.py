@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fuser.cuda import mxfp8 as kernels
-from fuser.formats import (
-    MXFP8_BLOCK,
-    DType,
-    NumberFormat,
-    check_fp8_dtype,
-    mxfp8_scale_shape,
-    padded_shape,
-)
-from fuser.functional.lazy import LazyTensor, buffer, filled, matrix_of, source_of
+from fuser.formats import MXFP8, MXFP8_BLOCK, DType, NumberFormat, check_fp8_dtype
+from fuser.functional.lazy import LazyTensor, filled, source_of
 from fuser.recipe import MXFP8BlockScaling, fp8_dtype
 from fuser.reference import mxfp8 as reference
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, key_of_fields
 
 
-class MXFP8Tensor(BlockScaledTensor):
+class MXFP8Tensor(BlockScaledTensor, layout=MXFP8):
     """MXFP8 bytes with E8M0 scales.
 
     Buffers: ``_rowwise_data`` and ``_columnwise_data`` [M, K] uint8, each quantized
     from the original values, M and K rounded up to multiples of 32;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E8M0 bytes in the shape of
-    ``formats.mxfp8_scale_shape``.
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E8M0 bytes in the shapes of
+    ``formats.MXFP8``.
     """
 
-    has_independent_blocks = True
     _quantizer: MXFP8Quantizer
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        m, k = padded_shape(m, k, MXFP8_BLOCK)
-        return {
-            "_rowwise_data": (m, k),
-            "_columnwise_data": (m, k),
-            "_rowwise_scale_inv": mxfp8_scale_shape(m, k, columnwise=False),
-            "_columnwise_scale_inv": mxfp8_scale_shape(m, k, columnwise=True),
-        }
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {
-            "_rowwise_data": (0, 1),
-            "_columnwise_data": (0, 1),
-            "_rowwise_scale_inv": (0, 1),
-            "_columnwise_scale_inv": (0, MXFP8_BLOCK),
-        }
-
-    def _unpadded_columns(self, k: int) -> dict[str, int]:
-        k = padded_shape(0, k, MXFP8_BLOCK)[1]
-        return {"_rowwise_scale_inv": k // MXFP8_BLOCK, "_columnwise_scale_inv": k}
-
-    def _is_transposable(self) -> bool:
-        return False  # columnwise data is not transposed
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
@@ -87,8 +53,8 @@ class MXFP8Quantizer(Quantizer):
 
     tensor_class = MXFP8Tensor
     recipe_class = MXFP8BlockScaling
-    multiple = MXFP8_BLOCK
     accepts_lazy = True
+    launch_key = key_of_fields
 
     def __post_init__(self) -> None:
         check_fp8_dtype("MXFP8Quantizer", self.fp8_dtype)
@@ -103,30 +69,12 @@ class MXFP8Quantizer(Quantizer):
     @functools.cached_property
     def format(self) -> NumberFormat:
         side = MXFP8_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("MXFP8", self.fp8_dtype, side * MXFP8_BLOCK, 1, MXFP8_BLOCK)
-
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        return "mx", self.fp8_dtype, self.rowwise, self.columnwise, self.with_2d_quantization
-
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype, self.with_2d_quantization)
+        return NumberFormat("MXFP8", self.fp8_dtype, MXFP8, side * MXFP8_BLOCK)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        m, k = matrix_of(x)
-        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (m, k), self.columnwise)
-        row_scale = buffer(x, mxfp8_scale_shape(m, k, False), self.rowwise)
-        col_scale = buffer(x, mxfp8_scale_shape(m, k, True), self.columnwise)
-        kernels.quantize(
-            source_of(x),
-            self.fp8_dtype,
-            two_dimensional=self.with_2d_quantization,
-            row=row,
-            row_scale=row_scale,
-            col=col,
-            col_scale=col_scale,
-        )
-        return self.copies(row, row_scale, col, col_scale)
+        buffers = self.new_buffers(x)
+        kernels.quantize(self.format, source_of(x), buffers)
+        return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return self.copies(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Hashable
 from dataclasses import InitVar, dataclass, field
 from typing import Any
@@ -11,11 +12,10 @@ import torch
 
 from fuser.cuda import nvfp4 as kernels
 from fuser.errors import InputError
-from fuser.formats import NVFP4_BLOCK, DType, NumberFormat, nvfp4_scale_shape, padded_shape
+from fuser.formats import NVFP4, NVFP4_BLOCK, DType, NumberFormat
 from fuser.functional.amax import amax, raise_amax
 from fuser.functional.lazy import (
     LazyTensor,
-    buffer,
     filled,
     kernel_or_torch,
     matrix_of,
@@ -26,49 +26,22 @@ from fuser.recipe import NVFP4BlockScaling, role_params
 from fuser.reference import nvfp4 as reference
 from fuser.reference.nvfp4 import inverse_hadamard_transform
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer, whole_blocks
+from fuser.tensors.quantizer import Quantizer, fields_key, whole_blocks
 
 
-class NVFP4Tensor(BlockScaledTensor):
+class NVFP4Tensor(BlockScaledTensor, layout=NVFP4):
     """Pairs of E2M1 elements with E4M3 block scales and the tensor's amax.
 
     Buffers: ``_rowwise_data`` [M, K / 2] and ``_columnwise_data`` [K, M / 2]
     uint8, low nibble first, M and K rounded up to multiples of 16;
-    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes in the shape of
-    ``formats.nvfp4_scale_shape``; ``_amax_rowwise`` and ``_amax_columnwise`` [1]
+    ``_rowwise_scale_inv`` and ``_columnwise_scale_inv``, E4M3 bytes in the shapes of
+    ``formats.NVFP4``; ``_amax_rowwise`` and ``_amax_columnwise`` [1]
     fp32.
     """
 
-    buffer_names = (*BlockScaledTensor.buffer_names, "_amax_rowwise", "_amax_columnwise")
-    rowwise_names = (*BlockScaledTensor.rowwise_names, "_amax_rowwise")
-    columnwise_names = (*BlockScaledTensor.columnwise_names, "_amax_columnwise")
-    has_independent_blocks = False  # one amax for the whole tensor
     _amax_rowwise: torch.Tensor | None
     _amax_columnwise: torch.Tensor | None
     _quantizer: NVFP4Quantizer
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        m, k = padded_shape(m, k, NVFP4_BLOCK)
-        return {
-            "_rowwise_data": (m, k // 2),
-            "_columnwise_data": (k, m // 2),
-            "_rowwise_scale_inv": nvfp4_scale_shape(m, k, columnwise=False),
-            "_columnwise_scale_inv": nvfp4_scale_shape(m, k, columnwise=True),
-            "_amax_rowwise": (1,),
-            "_amax_columnwise": (1,),
-        }
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {
-            "_rowwise_data": (0, 1),
-            "_columnwise_data": (1, 2),
-            "_rowwise_scale_inv": (0, 1),
-            "_columnwise_scale_inv": (1, NVFP4_BLOCK),
-        }
-
-    def _unpadded_columns(self, k: int) -> dict[str, int]:
-        k = padded_shape(0, k, NVFP4_BLOCK)[1]
-        return {"_rowwise_scale_inv": k // NVFP4_BLOCK, "_columnwise_scale_inv": k}
 
     def _is_transposable(self) -> bool:
         how = self._quantizer
@@ -98,19 +71,7 @@ class NVFP4Tensor(BlockScaledTensor):
         rows, pairs = data.shape
         shape = (2 * pairs, rows) if columnwise else (rows, 2 * pairs)
         out = torch.empty(shape, dtype=dtype, device=data.device)
-        return self._decoded(out, data, scale, amax_value, columnwise=columnwise)
-
-    def _decoded(
-        self,
-        out: torch.Tensor,
-        data: torch.Tensor,
-        scale: torch.Tensor,
-        amax_value: torch.Tensor,
-        *,
-        columnwise: bool,
-    ) -> torch.Tensor:
-        """The values of a copy as they are stored, written to ``out``."""
-        args = (data, scale, amax_value, out.dtype)
+        args = (data, scale, amax_value, dtype)
         return filled(out, kernels.dequantize, reference.dequantize, *args, columnwise=columnwise)
 
 
@@ -158,7 +119,6 @@ class NVFP4Quantizer(Quantizer):
 
     tensor_class = NVFP4Tensor
     recipe_class = NVFP4BlockScaling
-    multiple = NVFP4_BLOCK
     accepts_lazy = True
     reduces_scales = True
 
@@ -196,17 +156,12 @@ class NVFP4Quantizer(Quantizer):
     @functools.cached_property
     def format(self) -> NumberFormat:
         side = NVFP4_BLOCK if self.with_2d_quantization else 1
-        return NumberFormat("NVFP4", DType.kFloat4E2M1, side * NVFP4_BLOCK, 1, NVFP4_BLOCK)
+        return NumberFormat("NVFP4", DType.kFloat4E2M1, NVFP4, side * NVFP4_BLOCK)
 
     @functools.cached_property
     def launch_key(self) -> Hashable | None:
         draws_seed = self.stochastic_rounding and self.seed is None
-        if draws_seed or self.reduced_amaxes is not None:
-            return None  # each call launches with other arguments
-        copies = (self.rowwise, self.columnwise)
-        transform = (self.with_rht, self.with_random_sign_mask)
-        rounding = (self.stochastic_rounding, self.seed)
-        return "nvfp4", copies, self.with_2d_quantization, transform, rounding
+        return None if draws_seed else fields_key(self)
 
     def encoding(self) -> tuple[Any, ...]:
         return (self.with_2d_quantization, self.with_rht, self.with_random_sign_mask)
@@ -217,32 +172,16 @@ class NVFP4Quantizer(Quantizer):
         return kernel_or_torch(x, self._amaxes_from_kernel, self._amaxes_from_reference)
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        m, k = matrix_of(x)
         if isinstance(x, torch.Tensor):
             x = rows_of(x)
-        amaxes = self.reduced_amaxes
+        buffers, amaxes = self.new_buffers(x), self.reduced_amaxes
         amaxes = self._amaxes_from_kernel(x) if amaxes is None else amaxes
-        row, col = buffer(x, (m, k // 2), self.rowwise), buffer(x, (k, m // 2), self.columnwise)
-        row_scale = buffer(x, nvfp4_scale_shape(m, k, False), self.rowwise)
-        col_scale = buffer(x, nvfp4_scale_shape(m, k, True), self.columnwise)
-        # The tensor's two amaxes are separate tensors: one can be written without the other.
-        new = torch.empty if m * k else torch.zeros
-        row_amax, col_amax = (
-            new((1,), dtype=torch.float32, device=x.device) if is_needed else None
-            for is_needed in (self.rowwise, self.columnwise)
-        )
-        kernels.quantize(
-            source_of(x),
-            **self._options(),
-            amax_value=amaxes,
-            row=row,
-            row_scale=row_scale,
-            row_amax=row_amax,
-            col=col,
-            col_scale=col_scale,
-            col_amax=col_amax,
-        )
-        return self.copies(row, row_scale, row_amax, col, col_scale, col_amax)
+        if not math.prod(matrix_of(x)):  # nothing is launched
+            for name in ("_amax_rowwise", "_amax_columnwise"):
+                if buffers[name] is not None:
+                    buffers[name] = torch.zeros(1, dtype=torch.float32, device=x.device)
+        kernels.quantize(self.format, source_of(x), buffers, amaxes, **self._options())
+        return buffers
 
     def _amaxes_from_kernel(self, x: torch.Tensor | LazyTensor) -> torch.Tensor:
         amaxes = torch.zeros(1 + self.with_rht, dtype=torch.float32, device=x.device)
@@ -259,9 +198,16 @@ class NVFP4Quantizer(Quantizer):
         return torch.cat([amax(x), amax(turned)])
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        usages: dict[str, Any] = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-        amaxes = self.reduced_amaxes
-        return self.copies(*reference.quantize(x, **usages, **self._options(), amax_value=amaxes))
+        return self.copies(
+            *reference.quantize(
+                x,
+                rowwise=self.rowwise,
+                columnwise=self.columnwise,
+                two_dimensional=self.with_2d_quantization,
+                **self._options(),
+                amax_value=self.reduced_amaxes,
+            )
+        )
 
     def _options(self) -> dict[str, Any]:
         """The options of kernels and reference; draws the seed of this call."""
@@ -269,7 +215,6 @@ class NVFP4Quantizer(Quantizer):
         if seed is None:
             seed = int(torch.randint(2**31, (), device="cpu")) if self.stochastic_rounding else 0
         return {
-            "two_dimensional": self.with_2d_quantization,
             "hadamard": self.with_rht,
             "random_signs": self.with_random_sign_mask,
             "stochastic": self.stochastic_rounding,

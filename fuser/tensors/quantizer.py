@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from fuser.cuda.launch import kernels_support
 from fuser.cuda.launch_cache import cached_launches
 from fuser.errors import InputError, KernelUnavailable
-from fuser.formats import NumberFormat, padded_shape
+from fuser.formats import Layout, NumberFormat, buffers_for_kernels, padded_shape
 from fuser.functional.amax import reduce_amaxes
 from fuser.functional.lazy import LazyTensor, materialize, matrix_of
 from fuser.recipe import Recipe
@@ -43,6 +43,9 @@ class Quantizer:
     """The recipe whose quantizers :meth:`of_recipe` makes; None for a custom recipe's."""
     multiple: ClassVar[int] = 1
     """The matrix is padded with zeros to multiples of this number in both dimensions."""
+    is_of_blocks: ClassVar[bool] = False
+    """Whether rows of several groups, or matrices of a stack, are quantized as one matrix: no block
+    reaches over the end of a tile. False for a subclass, which may compute otherwise."""
     accepts_lazy: ClassVar[bool] = False
     """Whether :meth:`buffers_of` accepts lazy tensors."""
     reduces_scales: ClassVar[bool] = False
@@ -57,6 +60,10 @@ class Quantizer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         torch.serialization.add_safe_globals([cls])
+        declares_format = "tensor_class" in cls.__dict__
+        if declares_format:
+            cls.multiple = cls.tensor_class.multiple
+        cls.is_of_blocks = declares_format and cls.tensor_class.has_independent_blocks
         if (recipe_class := cls.__dict__.get("recipe_class")) is not None:
             _OF_RECIPES[recipe_class] = cls
         # A subclass that redefines `buffers_of` does not inherit what its base promised about it.
@@ -124,6 +131,7 @@ class Quantizer:
 
         The launches of :meth:`buffers_of` depend only on this key and the layouts of the
         tensors. A quantizer with a key makes new tensors at every call, one set for each usage.
+        A subclass has :data:`key_of_fields`, a key of its own, or None.
         """
         return None
 
@@ -145,6 +153,25 @@ class Quantizer:
     def format(self) -> NumberFormat:
         """The number format of the result."""
         raise NotImplementedError
+
+    def new_buffers(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
+        """Uninitialized buffers for the matrix ``x``, by name; None in a copy that is not made."""
+        (m, k), layout, unused = matrix_of(x), self._layout, self._unused
+        buffers: dict[str, torch.Tensor | None] = {}
+        for name, buffer, shape in buffers_for_kernels(layout, m, k):
+            buffers[name] = None
+            if buffer.usage not in unused:
+                buffers[name] = torch.empty(shape, dtype=buffer.dtype, device=x.device)
+        return buffers
+
+    @functools.cached_property
+    def _layout(self) -> Layout:
+        layout = self.format.layout
+        return layout.of_groups if self.tensor_class.has_scales_of_rows else layout
+
+    @functools.cached_property
+    def _unused(self) -> tuple[str, ...]:
+        return tuple(usage for usage in ("rowwise", "columnwise") if not getattr(self, usage))
 
     # Typed ``Any``, because a subclass may accept only tensors.
     def buffers_of(self, rows: Any) -> dict[str, torch.Tensor | None]:
@@ -187,7 +214,7 @@ class Quantizer:
 
     def encoding(self) -> tuple[Any, ...]:
         """Describes the bytes: tensors of one class with equal encodings can exchange bytes."""
-        raise NotImplementedError
+        return (self.format,)
 
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Quantizer:
         """The same quantizer for other usages; returns the same object for the same usages."""
@@ -243,6 +270,17 @@ class Quantizer:
     def unbound(self) -> Quantizer:
         """The quantizer that a tensor keeps: without the amaxes of one call."""
         return self if self.reduced_amaxes is None else replace(self)
+
+
+def fields_key(quantizer: Quantizer) -> Hashable | None:
+    """A key of all fields; None if the amaxes of one call were given."""
+    if quantizer.reduced_amaxes is not None:
+        return None
+    return type(quantizer), *(getattr(quantizer, f.name) for f in fields(quantizer) if f.compare)
+
+
+key_of_fields = functools.cached_property(fields_key)
+"""The ``launch_key`` of a quantizer whose launches depend on all of its fields."""
 
 
 class Part(NamedTuple):

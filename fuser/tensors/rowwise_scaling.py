@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from fuser.cuda import rowwise_scaling as kernels
-from fuser.formats import DType, NumberFormat, check_fp8_dtype
-from fuser.functional.lazy import (
-    LazyTensor,
-    buffer,
-    filled,
-    matrix_of,
-    rows_of,
-    source_of,
-)
+from fuser.formats import FP8_ROWS, DType, NumberFormat, check_fp8_dtype
+from fuser.functional.lazy import LazyTensor, filled, matrix_of, rows_of, source_of
 from fuser.recipe import Float8RowwiseScaling, fp8_dtype, role_params
 from fuser.reference import rowwise_scaling as reference
 from fuser.tensors.base import BlockScaledTensor
-from fuser.tensors.quantizer import Quantizer
+from fuser.tensors.quantizer import Quantizer, key_of_fields
 
 
-class Float8RowwiseTensor(BlockScaledTensor):
+class Float8RowwiseTensor(BlockScaledTensor, layout=FP8_ROWS):
     """FP8 bytes with one fp32 scale for each row of a copy.
 
     Buffers: ``_rowwise_data`` [M, K] and ``_columnwise_data`` [K, M] uint8;
@@ -33,22 +24,7 @@ class Float8RowwiseTensor(BlockScaledTensor):
     the original values, so neither is the other's transpose.
     """
 
-    has_independent_blocks = False  # a scale of the columnwise copy is of all rows
     _quantizer: Float8RowwiseQuantizer
-
-    def _layout(self, m: int, k: int) -> dict[str, tuple[int, ...]]:
-        return {
-            "_rowwise_data": (m, k),
-            "_columnwise_data": (k, m),
-            "_rowwise_scale_inv": (m,),
-            "_columnwise_scale_inv": (k,),
-        }
-
-    def _row_units(self) -> dict[str, tuple[int, int]]:
-        return {"_rowwise_data": (0, 1), "_columnwise_data": (1, 1), "_rowwise_scale_inv": (0, 1)}
-
-    def _is_transposable(self) -> bool:
-        return False
 
     def _dequantize_rows(self, dtype: torch.dtype) -> torch.Tensor:
         data, scale, columnwise = self._one_copy()
@@ -85,6 +61,7 @@ class Float8RowwiseQuantizer(Quantizer):
     tensor_class = Float8RowwiseTensor
     recipe_class = Float8RowwiseScaling
     accepts_lazy = True
+    launch_key = key_of_fields
     reduces_scales = True
 
     def __post_init__(self) -> None:
@@ -101,17 +78,7 @@ class Float8RowwiseQuantizer(Quantizer):
 
     @functools.cached_property
     def format(self) -> NumberFormat:
-        return NumberFormat("FP8 rowwise", self.fp8_dtype, has_row_scales=True)
-
-    @functools.cached_property
-    def launch_key(self) -> Hashable | None:
-        if self.reduced_amaxes is not None:
-            return None
-        scales = (self.force_pow_2_scales, self.amax_epsilon)
-        return "rowwise", self.fp8_dtype, self.rowwise, self.columnwise, *scales
-
-    def encoding(self) -> tuple[Any, ...]:
-        return (self.fp8_dtype,)
+        return NumberFormat("FP8 rowwise", self.fp8_dtype, FP8_ROWS)
 
     def amaxes_of(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Those of columns, for their copy."""
@@ -120,33 +87,26 @@ class Float8RowwiseQuantizer(Quantizer):
         return rows.abs().amax(0).float() if len(rows) else rows.new_zeros(rows.shape[1]).float()
 
     def from_kernel(self, x: torch.Tensor | LazyTensor) -> dict[str, torch.Tensor | None]:
-        (m, k), col_amax = matrix_of(x), self.reduced_amaxes
+        buffers, (m, k), given = self.new_buffers(x), matrix_of(x), self.reduced_amaxes
         if isinstance(x, torch.Tensor):
             x = rows_of(x)  # once, though it is read twice
-        row, col = buffer(x, (m, k), self.rowwise), buffer(x, (k, m), self.columnwise)
-        row_scale_inv = buffer(x, (m,), self.rowwise, torch.float32)
-        col_scale_inv = buffer(x, (k,), self.columnwise, torch.float32)
-        is_given = col_amax is not None
-        row_amax, own_col_amax = (
+        row_amax, col_amax = (
             torch.zeros(size, dtype=torch.float32, device=x.device) if is_needed else None
-            for size, is_needed in ((m, self.rowwise), (k, self.columnwise and not is_given))
+            for size, is_needed in ((m, self.rowwise), (k, self.columnwise and given is None))
         )
         source = source_of(x)
-        if self.rowwise or not is_given:
-            kernels.amaxes(source, row_amax=row_amax, col_amax=own_col_amax)
+        if self.rowwise or given is None:
+            kernels.amaxes(source, row_amax=row_amax, col_amax=col_amax)
         kernels.quantize(
+            self.format,
             source,
-            self.fp8_dtype,
+            buffers,
             pow2=self.force_pow_2_scales,
             eps=self.amax_epsilon,
             row_amax=row_amax,
-            row=row,
-            row_scale_inv=row_scale_inv,
-            col_amax=col_amax if is_given else own_col_amax,
-            col=col,
-            col_scale_inv=col_scale_inv,
+            col_amax=col_amax if given is None else given,
         )
-        return self.copies(row, row_scale_inv, col, col_scale_inv)
+        return buffers
 
     def from_reference(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return self.copies(

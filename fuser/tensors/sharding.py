@@ -265,7 +265,7 @@ def is_exact(
     rows = shape[:-1].numel()
     if ranks == 1:
         return True
-    units = whole._row_units()
+    units = whole._layout.rows
     has_shared_scale = any(name not in units for name in whole.buffer_names)
     if has_shared_scale and type(quantizer).amaxes_of is Quantizer.amaxes_of:
         return False

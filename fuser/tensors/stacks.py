@@ -1,9 +1,8 @@
 """Stacks of matrices in one quantized tensor ``[G, N, K]``, such as the weights of all experts.
 
 Each matrix has the bytes and scales of a tensor of its own. N is a multiple of 128, so that no
-block of a format reaches over the end of a matrix: MXFP8 and FP8 in blocks of 128 need no class of
-their own, and the tensors of formats with one scale for a tensor are those of groups
-(``group_formats.py``).
+block of a format reaches over the end of a matrix: formats of blocks need no class of their own.
+Tensors of formats with one scale for a tensor are those of groups (``group_formats.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from fuser.errors import InputError
 from fuser.formats import GROUP_TILE
 from fuser.functional.grouped import padded_groups, padded_rows
 from fuser.tensors.base import QuantizedTensor
-from fuser.tensors.block_scaling import Float8BlockQuantizer
 from fuser.tensors.fp8 import Float8CurrentScalingQuantizer
 from fuser.tensors.group_formats import Float8GroupsTensor, NVFP4GroupsTensor, groups_quantizer
 from fuser.tensors.grouped import join
-from fuser.tensors.mxfp8 import MXFP8Quantizer
 from fuser.tensors.nvfp4 import NVFP4Quantizer
 from fuser.tensors.quantizer import Quantizer
 
@@ -106,7 +103,7 @@ def stack_quantizer(alone: Quantizer, rows: int) -> Quantizer | None:
     if rows % GROUP_TILE:
         return None
     alone = alone.value()
-    if type(alone) in (Float8BlockQuantizer, MXFP8Quantizer):
+    if alone.is_of_blocks:
         return alone
     kind = _STACKS.get(type(alone))
     if kind is None:
@@ -120,7 +117,7 @@ def is_stack(weights: Sequence[QuantizedTensor]) -> bool:
     """Whether these are one ``[G, N, K]`` whose matrices are quantized alone, as padded groups."""
     (stack,) = weights
     rows, quantizer = stack.shape[-2], stack._quantizer
-    if type(quantizer) in (Float8BlockQuantizer, MXFP8Quantizer):
+    if quantizer.is_of_blocks:
         return rows % GROUP_TILE == 0
     return bool(quantizer.stacked_rows == rows)
 
@@ -147,7 +144,7 @@ def _alone(matrix: torch.Tensor) -> torch.Tensor:
     made = one.tensor_class(
         {}, matrix.shape, matrix.dtype, matrix.device, one, view_of=matrix._view_of
     )
-    own, of_stack = made._row_units(), matrix._row_units()
+    own, of_stack = made._layout.rows, matrix._layout.rows
     for name, buffer in matrix.buffers().items():
         is_shared = buffer is not None and name in of_stack and name not in own
         setattr(made, name, buffer[:1] if is_shared else buffer)  # type: ignore[index]

@@ -168,9 +168,9 @@ class _Subject:
 
 def _subject(module: Any) -> _Subject:
     if not isinstance(module, torch.nn.Module):
-        what = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
+        argument = f"the class {module.__name__}" if isinstance(module, type) else repr(module)
         raise InputTypeError(
-            f"check takes a module, such as an op or MyFusion([first, second]); got {what}."
+            f"check takes a module, such as an op or MyFusion([first, second]); got {argument}."
         )
     names = tuple(name for name, _ in module.named_parameters())
     name = type(module).__name__
@@ -252,13 +252,13 @@ def _gradients(
     seed: int,
 ) -> Tensors:
     """Outputs, and the gradients of inputs and parameters, by their names in messages."""
-    found: Tensors = {
+    gradients: Tensors = {
         "the output" if i == 0 else f"extra output {i - 1}": y for i, y in enumerate(outputs)
     }
-    wanted = {
+    named = {
         f"the gradient of {_input_name(i)}": x for i, x in enumerate(inputs) if x.requires_grad
     }
-    wanted |= {
+    named |= {
         f"the gradient of parameter {name}": parameter
         for name, parameter in zip(names, parameters, strict=True)
         if parameter.requires_grad
@@ -268,13 +268,13 @@ def _gradients(
         for y, w in zip(outputs, _weights(outputs, seed), strict=True)
         if y.requires_grad
     ]
-    if with_graph and wanted:
+    if with_graph and named:
         tensors, weights = zip(*with_graph, strict=True)
-        grads = torch.autograd.grad(tensors, list(wanted.values()), weights, allow_unused=True)
-        found |= dict(zip(wanted, grads, strict=True))
+        grads = torch.autograd.grad(tensors, list(named.values()), weights, allow_unused=True)
+        gradients |= dict(zip(named, grads, strict=True))
     else:
-        found |= dict.fromkeys(wanted)
-    return found
+        gradients |= dict.fromkeys(named)
+    return gradients
 
 
 @dataclass
@@ -316,7 +316,7 @@ class _Run:
                     ran.update(step.fusion for step in steps if step.fusion is not None)
                     refusals.update({r.fusion: r.reason for r in plan.refusals})
         with _failing(said, "backward"):
-            found = _gradients(
+            results = _gradients(
                 outputs,
                 leaves,
                 parameters if self.is_training else (),
@@ -326,7 +326,7 @@ class _Run:
         for place, (x, leaf) in enumerate(zip(inputs, leaves, strict=True)):
             if not torch.equal(x, leaf.detach()) and not x.isnan().any():
                 raise AssertionError(f"{said}: {_input_name(place)} is changed in place.")
-        return found
+        return results
 
 
 @contextmanager
@@ -345,11 +345,11 @@ def _failing(said: str, half: str) -> Iterator[None]:
 def _compare(
     said: str, actual: Tensors, expected: Tensors, tolerance: Tolerance, against: str
 ) -> None:
-    count, wanted = (
+    count, expected_count = (
         sum(not name.startswith("the gradient") for name in t) for t in (actual, expected)
     )
-    if count != wanted:
-        raise AssertionError(f"{said}: it returns {count} tensors, and {against} {wanted}.")
+    if count != expected_count:
+        raise AssertionError(f"{said}: it returns {count} tensors, and {against} {expected_count}.")
     for name, tensor in actual.items():
         how = difference(tensor, expected.get(name), tolerance)
         if how is not None:
@@ -381,7 +381,7 @@ def _truth(
         with _failing(said, "forward"):
             outputs = function()
         with _failing(said, "backward"):
-            found = _gradients(outputs, leaves, parameters, subject.names, seed)
+            results = _gradients(outputs, leaves, parameters, subject.names, seed)
         if reference is not None:
             own = [p.detach().clone().requires_grad_(p.requires_grad) for p in parameters]
             given = _leaves(leaves, with_grad=True)
@@ -391,7 +391,7 @@ def _truth(
             )
             # The library's formulas compute in fp32 inside.
             tolerance = tolerance_of(None, torch.float32, None, None)
-            _compare(said, found, expected, tolerance, "its reference")
+            _compare(said, results, expected, tolerance, "its reference")
             return expected
         weights = _weights(outputs, seed)
         generator = torch.Generator().manual_seed(seed)
@@ -410,13 +410,13 @@ def _truth(
         for name, x in tensors:
             with torch.no_grad():
                 slopes = Slopes(function, weights, x.detach())
-                how = wrong_slope(slopes, x.shape, found[name], generator)
+                how = wrong_slope(slopes, x.shape, results[name], generator)
             if how is not None:
                 raise AssertionError(f"{said}: {name} {how}")
-    return found
+    return results
 
 
-def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tensors) -> None:
+def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], results: Tensors) -> None:
     """Compare the output specs of a single op with its outputs."""
     op = subject.modules[0]
     if len(subject.modules) > 1 or not isinstance(op, BasicOperation):
@@ -424,17 +424,17 @@ def _check_specs(subject: _Subject, inputs: Sequence[torch.Tensor], found: Tenso
     spec, *extras = (TensorSpec(tuple(x.shape), x.dtype) for x in inputs)
     told = {"the output": op.output_spec(spec, extras, None)}
     specs = op.extra_output_specs(spec, extras)
-    told |= {f"extra output {k}": made for k, made in enumerate(specs)}
-    for name, made in told.items():
-        output = found.get(name)
-        if made is None or output is None:
+    told |= {f"extra output {k}": extra_spec for k, extra_spec in enumerate(specs)}
+    for name, extra_spec in told.items():
+        output = results.get(name)
+        if extra_spec is None or output is None:
             continue
         shape = tuple(output.shape)
-        if made.shape != shape:
+        if extra_spec.shape != shape:
             method = "output_spec" if name == "the output" else "extra_output_specs"
             raise AssertionError(
                 f"{subject.name}: {name} has shape {shape}, and {method} tells the planner "
-                f"{made.shape}."
+                f"{extra_spec.shape}."
             )
 
 

@@ -78,10 +78,10 @@ def difference(
     error = torch.where(a == e, 0.0, (a - e).abs())  # infinities are equal to themselves
     error = torch.where(a.isnan() & e.isnan(), 0.0, error).nan_to_num(nan=torch.inf)
     if tolerance.is_rms:
-        found, scale = error.square().mean().sqrt(), e.square().mean().sqrt()
+        worst, scale = error.square().mean().sqrt(), e.square().mean().sqrt()
     else:
-        found, scale = error.max(), e.abs().max()
-    if found <= tolerance.atol + tolerance.rtol * scale:
+        worst, scale = error.max(), e.abs().max()
+    if worst <= tolerance.atol + tolerance.rtol * scale:
         return None
     place = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     largest = (
@@ -89,7 +89,7 @@ def difference(
         f"{e[place]:.6g}"
     )
     of_it = "the root mean square" if tolerance.is_rms else "the largest value"
-    share = f"{found / scale:.3g} of {of_it}" if scale > 0 else f"{found:.3g}, and all should be 0"
+    share = f"{worst / scale:.3g} of {of_it}" if scale > 0 else f"{worst:.3g}, and all should be 0"
     of_errors = "in root mean square " if tolerance.is_rms else ""
     return (
         f"{largest}. That is {of_errors}{share}; rtol={tolerance.rtol:g} and "

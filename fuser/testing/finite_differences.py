@@ -64,26 +64,30 @@ def wrong_slope(
     if gradient is not None and gradient.shape != shape:
         return f"has shape {tuple(gradient.shape)} and not {tuple(shape)}."
     count = shape.numel()
-    found = torch.zeros(count) if gradient is None else gradient.detach().cpu().double().flatten()
+    gradients = (
+        torch.zeros(count) if gradient is None else gradient.detach().cpu().double().flatten()
+    )
     chosen = torch.randperm(count, generator=generator)[:ELEMENTS].tolist()
     measured = {i: slopes.at(i, FINE) for i in chosen}
     magnitudes = [abs(side) for sides in measured.values() for side in sides]
-    scale = max([*magnitudes, float(found.abs().max()) if count else 0.0])
-    wrong = [i for i in chosen if _distance(float(found[i]), measured[i]) > FINE_RTOL * scale]
+    scale = max([*magnitudes, float(gradients.abs().max()) if count else 0.0])
+    wrong = [i for i in chosen if _distance(float(gradients[i]), measured[i]) > FINE_RTOL * scale]
     coarse = {i: slopes.at(i, COARSE) for i in wrong}
     is_fp32 = any(_distance(sum(measured[i]) / 2, coarse[i]) > COARSE_RTOL * scale for i in wrong)
     if is_fp32:
         scale = max(scale, *(abs(side) for sides in coarse.values() for side in sides))
-        wrong = [i for i in wrong if _distance(float(found[i]), coarse[i]) > COARSE_RTOL * scale]
+        wrong = [
+            i for i in wrong if _distance(float(gradients[i]), coarse[i]) > COARSE_RTOL * scale
+        ]
         measured = coarse
     if not wrong:
         return None
-    worst = max(wrong, key=lambda i: _distance(float(found[i]), measured[i]))
+    worst = max(wrong, key=lambda i: _distance(float(gradients[i]), measured[i]))
     place = [int(k) for k in torch.unravel_index(torch.tensor(worst), shape)]
     return (
         f"differs from finite differences by up to "
-        f"{_distance(float(found[worst]), measured[worst]):.3g}, at {place}: "
-        f"{float(found[worst]):.6g} instead of {sum(measured[worst]) / 2:.6g}."
+        f"{_distance(float(gradients[worst]), measured[worst]):.3g}, at {place}: "
+        f"{float(gradients[worst]):.6g} instead of {sum(measured[worst]) / 2:.6g}."
     )
 
 

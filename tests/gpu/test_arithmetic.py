@@ -8,12 +8,13 @@ from pathlib import Path
 
 import arithmetic_cases as cases
 import pytest
+from paths import EMULATOR_KERNELS
 from quantize_cases import FLOAT8, GPU
 
 from fuser.cuda import module
 from fuser.formats import DType
 
-SOURCE = Path(__file__).parent.parent / "emulator" / "kernels" / "arithmetic.cu"
+SOURCE = EMULATOR_KERNELS / "arithmetic.cu"
 
 
 @pytest.fixture(autouse=True)

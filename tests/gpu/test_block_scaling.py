@@ -7,7 +7,19 @@ from typing import Any
 import block_scaling_cases as cases
 import pytest
 import torch
-from quantize_cases import BIG, DTYPES, E4M3, E5M2, FLOAT8, GPU, ODD, Input, assert_same
+from quantize_cases import (
+    BIG,
+    DTYPES,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    GPU,
+    ODD,
+    Input,
+    assert_same,
+    block_format,
+    buffers,
+)
 from streams import check_replay, check_two_streams
 
 from fuser.cuda import block_scaling
@@ -66,13 +78,9 @@ def quantized(x: torch.Tensor, block_dim: int = 1) -> list[torch.Tensor]:
     col, col_scale_inv = GPU.empty((k, m)), GPU.empty(col_shape, torch.float32)
     back = torch.empty_like(x)
     block_scaling.quantize(
+        block_format(E4M3, block_dim),
         x,
-        E4M3,
-        block_dim=block_dim,
-        row=row,
-        row_scale_inv=row_scale_inv,
-        col=col,
-        col_scale_inv=col_scale_inv,
+        buffers(row=row, row_scale_inv=row_scale_inv, col=col, col_scale_inv=col_scale_inv),
     )
     block_scaling.dequantize(
         col, col_scale_inv, E4M3, x.dtype, block_dim=block_dim, columnwise=True, out=back

@@ -7,7 +7,20 @@ from typing import Any
 import fp8_scaling_cases as cases
 import pytest
 import torch
-from quantize_cases import BIG, COPIES, DTYPES, E4M3, E5M2, FLOAT8, GPU, NAN, Input, assert_same
+from quantize_cases import (
+    BIG,
+    COPIES,
+    DTYPES,
+    E4M3,
+    E5M2,
+    FLOAT8,
+    GPU,
+    NAN,
+    Input,
+    assert_same,
+    buffers,
+    fp8_format,
+)
 from streams import check_replay, check_two_streams
 
 from fuser.cuda import fp8_scaling
@@ -99,7 +112,8 @@ def quantized(x: torch.Tensor) -> list[torch.Tensor]:
     row, col = GPU.empty((m, k)), GPU.empty((k, m))
     scale_inv, back = GPU.empty((1,), torch.float32), torch.empty_like(x)
     fp8_scaling.amax(x, out=amax)
-    fp8_scaling.quantize_current(x, E4M3, amax_value=amax, row=row, col=col, scale_inv=scale_inv)
+    outputs = buffers(row=row, col=col, scale_inv=scale_inv)
+    fp8_scaling.quantize(fp8_format(), x, outputs, amax_value=amax)
     fp8_scaling.dequantize(row, scale_inv, E4M3, x.dtype, out=back)
     return [amax, row, col, scale_inv, back]
 

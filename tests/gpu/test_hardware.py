@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from emulator.conversions import check, hard_inputs, launch_for, outputs_for
+from paths import EMULATOR_KERNELS
 
 from fuser.cuda import module
 from fuser.cuda.arguments import int64
 from fuser.cuda.launch import Kernel, Launch
 
-SOURCE = Path(__file__).parent.parent / "emulator" / "kernels" / "conversions.cu"
+SOURCE = EMULATOR_KERNELS / "conversions.cu"
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,17 @@ from __future__ import annotations
 import mxfp8_cases as cases
 import pytest
 import torch
-from quantize_cases import DTYPES, E4M3, FLOAT8, GPU, WHOLE_BLOCKS, Input, assert_same
+from quantize_cases import (
+    DTYPES,
+    E4M3,
+    FLOAT8,
+    GPU,
+    WHOLE_BLOCKS,
+    Input,
+    assert_same,
+    buffers,
+    mxfp8_format,
+)
 from streams import check_replay, check_two_streams
 
 from fuser.cuda import mxfp8
@@ -69,7 +79,8 @@ def quantized(x: torch.Tensor) -> list[torch.Tensor]:
     row, row_scale = GPU.empty((m, k)), GPU.empty(mxfp8_scale_shape(m, k, False))
     col, col_scale = GPU.empty((m, k)), GPU.empty(mxfp8_scale_shape(m, k, True))
     back = torch.empty_like(x)
-    mxfp8.quantize(x, E4M3, row=row, row_scale=row_scale, col=col, col_scale=col_scale)
+    outputs = buffers(row=row, row_scale=row_scale, col=col, col_scale=col_scale)
+    mxfp8.quantize(mxfp8_format(E4M3), x, outputs)
     mxfp8.dequantize(col, col_scale, E4M3, x.dtype, columnwise=True, out=back)
     return [row, row_scale, col, col_scale, back]
 

@@ -6,7 +6,16 @@ import nvfp4_cases as cases
 import pytest
 import torch
 from nvfp4_cases import Options
-from quantize_cases import DTYPES, GPU, WHOLE_BLOCKS, Input, assert_same, special
+from quantize_cases import (
+    DTYPES,
+    GPU,
+    WHOLE_BLOCKS,
+    Input,
+    assert_same,
+    buffers,
+    nvfp4_format,
+    special,
+)
 from streams import check_replay, check_two_streams
 
 from fuser.cuda import nvfp4
@@ -86,15 +95,13 @@ def quantized(x: torch.Tensor) -> list[torch.Tensor]:
     back = torch.empty_like(x)
     nvfp4.hadamard_amax(x, out=amaxes)
     nvfp4.quantize(
+        nvfp4_format(),
         x,
+        buffers(row=row, row_scale=row_scale, col=col, col_scale=col_scale),
+        amaxes,
         hadamard=True,
         stochastic=True,
         seed=11,
-        amax_value=amaxes,
-        row=row,
-        row_scale=row_scale,
-        col=col,
-        col_scale=col_scale,
     )
     nvfp4.dequantize(col, col_scale, amaxes[1:], x.dtype, columnwise=True, out=back)
     return [amaxes, row, row_scale, col, col_scale, back]

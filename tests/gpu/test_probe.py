@@ -21,7 +21,7 @@ from fuser.cuda.arguments import float32, int64
 from fuser.cuda.launch import Kernel, Launch
 from fuser.cuda.probe import MAX_BLOCKS, THREADS, probe
 from fuser.errors import InputError, KernelUnavailable, StateError
-from fuser.report import doctor
+from fuser.testing import doctor
 
 SCALE = 0.37
 # Long enough on any GPU that a launch on the wrong stream runs before it ends.

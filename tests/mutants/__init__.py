@@ -1,8 +1,8 @@
 """Small mistakes to plant in fuser, by area: each is one that a test should notice.
 
 ``python tests/mutants/run.py`` plants them one at a time in a copy of the repository, runs the
-tests that should notice, and says which did. ``tests/test_mutants.py`` keeps the list up to date
-with the sources.
+tests that should notice, and says which did. ``tests/repository/test_mutants.py`` keeps the list
+up to date with the sources.
 """
 
 from mutants.experts import EXPERTS

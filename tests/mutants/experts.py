@@ -104,8 +104,8 @@ EXPERTS = (
     Mutant(
         "rows are copied in the dtype of the tokens under autocast",
         OPS,
-        "        dtype = ctx.autocast_dtype or input_.dtype\n        rows, made",
-        "        dtype = input_.dtype\n        rows, made",
+        "        dtype = ctx.autocast_dtype or x.dtype\n        rows, outputs",
+        "        dtype = x.dtype\n        rows, outputs",
         "test_moe_ops.py::test_rows_are_copied_in_the_dtype_of_autocast",
     ),
     Mutant(
@@ -188,8 +188,8 @@ EXPERTS = (
     ),
     Mutant(
         "biases that change before the backward are not noticed",
-        "basic_ops/grouped_linear.py",
-        '        self._note_versions(ctx, "bias")\n',
+        "basic_ops/grouped_products.py",
+        '        linear.note_versions(ctx, "bias")\n',
         "",
         RECORDED + "test_each_bias_that_changes_before_the_backward_of_the_scales_is_noticed",
     ),

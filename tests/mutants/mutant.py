@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def _paths() -> dict[str, str]:
+    """Test files by their names, which differ in all folders: paths from the repository's root."""
+    return {path.name: f"tests/{path.relative_to(TESTS)}" for path in TESTS.rglob("test_*.py")}
 
 
 @dataclass(frozen=True)
@@ -18,8 +28,8 @@ class Mutant:
     old, new
         ``old`` occurs exactly once in the file, and ``new`` takes its place.
     tests
-        What pytest runs, separated by spaces: files below ``tests/``, or tests in them
-        (``test_ops.py::test_x``). They take seconds, and pass without the mistake.
+        What pytest runs, separated by spaces: files by their names, in any folder of ``tests/``,
+        or tests in them (``test_ops.py::test_x``). They take seconds, and pass without the mistake.
     select
         An expression for pytest's ``-k``, where the tests have many parameters.
     survives
@@ -37,7 +47,10 @@ class Mutant:
     @property
     def files(self) -> tuple[str, ...]:
         """The tests as paths from the repository's root."""
-        return tuple(f"tests/{test}" for test in self.tests.split())
+        tests = (test.partition("::") for test in self.tests.split())
+        return tuple(
+            _paths().get(file, f"tests/{file}") + colons + name for file, colons, name in tests
+        )
 
     def applied(self, text: str) -> str:
         """The file's text with the mistake in it.

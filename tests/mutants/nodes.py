@@ -142,21 +142,21 @@ NODES = (
     Mutant(
         "the first node is as large as the others",
         "plan/cuts.py",
-        "wanted, stop = max(first, FIRST_BYTES), len(self._bytes)",
-        "wanted, stop = max(bytes_of_others, FIRST_BYTES), len(self._bytes)",
+        "least, stop = max(first, FIRST_BYTES), len(self._bytes)",
+        "least, stop = max(bytes_of_others, FIRST_BYTES), len(self._bytes)",
         WAITS,
     ),
     Mutant(
         "nodes are cut after the first only",
         "plan/cuts.py",
-        "wanted, stop = max(bytes_of_others, FIRST_BYTES), gap.op",
+        "least, stop = max(bytes_of_others, FIRST_BYTES), gap.op",
         "break",
         WAITS,
     ),
     Mutant(
         "a gap that a quantized tensor passes is taken though a better one is near",
         "plan/cuts.py",
-        "best, limit = gap, held + wanted",
+        "best, limit = gap, held + least",
         "best, limit = gap, held",
         NEARBY,
     ),
@@ -212,15 +212,15 @@ NODES = (
     Mutant(
         "DistributedDataParallel waits for shares, and not for its buckets",
         "runtime/cut.py",
-        "found = IN_DDP, default_buckets() if is_default else (size, size)",
-        "found = IN_DDP, None if is_default else (size, size)",
+        "reason = IN_DDP, default_buckets() if is_default else (size, size)",
+        "reason = IN_DDP, None if is_default else (size, size)",
         WAITS,
     ),
     Mutant(
         "buckets of a size of the user's own begin with one of 1 MiB",
         "runtime/cut.py",
-        "found = IN_DDP, default_buckets() if is_default else (size, size)",
-        "found = IN_DDP, default_buckets()",
+        "reason = IN_DDP, default_buckets() if is_default else (size, size)",
+        "reason = IN_DDP, default_buckets()",
         WAITS,
     ),
     Mutant(
@@ -233,7 +233,7 @@ NODES = (
     Mutant(
         "the last extra output of a node lives until the next one has some",
         "runtime/cut.py",
-        "                del made, tensor\n",
+        "                del extras, tensor\n",
         "",
         FREED,
     ),
@@ -247,8 +247,8 @@ NODES = (
     Mutant(
         "a recomputation forgets that its forward was cut",
         "runtime/cut.py",
-        "return found or self._last\n",
-        "return found\n",
+        "return reason or self._last\n",
+        "return reason\n",
         "test_data_parallel.py::test_a_checkpointed_forward_is_cut_in_its_recomputation",
     ),
     Mutant(
@@ -261,7 +261,7 @@ NODES = (
     Mutant(
         "keyword arguments go to the ops of the first node",
         "runtime/cut.py",
-        "kwargs and kwargs[part.ops.start : part.ops.stop],",
+        "kwargs and kwargs[node.ops.start : node.ops.stop],",
         "kwargs and kwargs[: len(part.ops)],",
         "test_autograd_nodes.py::test_keyword_arguments_reach_the_ops_of_all_nodes",
     ),

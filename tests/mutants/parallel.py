@@ -42,8 +42,8 @@ PARALLEL = (
     Mutant(
         "the gradient of a column parallel input is not added",
         "basic_ops/linear_parallel.py",
-        '        elif parallel.mode == "column":\n            reducing',
-        '        elif parallel.mode == "":\n            reducing',
+        '        if parallel.mode == "column":\n            reducing',
+        '        if parallel.mode == "column" and parallel.has_shards:\n            reducing',
         LINEARS,
         select="unquantized",
     ),
@@ -91,11 +91,11 @@ PARALLEL = (
         "test_parallel_ops.py::test_a_fusion_that_would_not_communicate_is_refused",
     ),
     Mutant(
-        "a linear that communicates is recorded",
-        "basic_ops/basic_linear.py",
-        "        return self._parallel is None\n",
-        "        return True\n",
-        "test_parallel_ops.py::test_a_pipeline_that_communicates_is_not_recorded",
+        "a recording waits for no collective",
+        "communication/collectives.py",
+        "            call_each_time(_wait, self._work, self._kept)\n",
+        "            self._work.wait()\n",
+        "test_recorded_ranks.py",
     ),
     Mutant(
         "an all-reduce counts the bytes of one direction",
@@ -157,7 +157,7 @@ PARALLEL = (
         "return self.expert_parallel_size == 1 or self.capacity is not None",
         "return True",
         "test_expert_parallel.py::"
-        "test_ops_over_ranks_are_not_recorded_and_captured_with_a_capacity_alone",
+        "test_ops_over_ranks_are_recorded_and_captured_with_a_capacity_alone",
     ),
     Mutant(
         "a pipeline keeps the plans that it had before it was sharded",

@@ -84,7 +84,7 @@ CHANNELS = (
     ),
     Mutant(
         "hooks for every module do not split the pipelines that are there",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "            and self._has_global_hooks == has_global_hooks()\n",
         "",
         "test_grouping.py",
@@ -92,30 +92,30 @@ CHANNELS = (
     ),
     Mutant(
         "extra outputs of a nested Sequential are dropped",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "                    if place is None or place in self._returned:\n"
-        "                        returned.append(tensor)\n                del made, tensor\n",
+        "                        returned.append(tensor)\n                del extras, tensor\n",
         "                    if place in self._returned:\n"
-        "                        returned.append(tensor)\n                del made, tensor\n",
+        "                        returned.append(tensor)\n                del extras, tensor\n",
         "test_grouping.py::test_extra_tensors_of_nested_sequentials_count_in_their_order",
     ),
     Mutant(
         "a tensor on a channel lives until the call is over",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "                del carried[end]\n",
         "                pass\n",
         "test_grouping.py::test_a_tensor_on_a_channel_is_freed_after_its_last_reader",
     ),
     Mutant(
         "a module may write into a tensor on a channel",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "        if _version(tensor) != version:\n",
         "        if _version(tensor) == -1:\n",
         "test_grouping.py::test_a_tensor_on_a_channel_that_a_module_writes_into_is_refused",
     ),
     Mutant(
         "a pipeline of an op that has another class or method now is kept",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "            if p.implementations == tuple(op.implementation() for op in p.basic_ops)\n",
         "",
         "test_grouping.py",
@@ -123,7 +123,7 @@ CHANNELS = (
     ),
     Mutant(
         "a composite may keep a channel's tensor that a later op reads",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "readers[0] in window and readers[-1] not in window",
         "readers[0] in window and readers[-1] is None",
         "test_grouping.py",
@@ -131,7 +131,7 @@ CHANNELS = (
     ),
     Mutant(
         "a channel of a composite that nobody in it reads is kept inside",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "return leaving | unread | frozenset(entering)",
         "return leaving | frozenset(entering)",
         "test_grouping.py",
@@ -139,7 +139,7 @@ CHANNELS = (
     ),
     Mutant(
         "a nested Sequential is given the keyword arguments of ops outside of it",
-        "runtime/group.py",
+        "runtime/segment.py",
         "for op, given in keywords.items() if op in own}",
         "for op, given in keywords.items()}",
         "test_grouping.py::"
@@ -147,7 +147,7 @@ CHANNELS = (
     ),
     Mutant(
         "a forward that was set on an op is left out in a pipeline",
-        "runtime/group.py",
+        "runtime/segment.py",
         '        or (forward is not None and getattr(forward, "__func__", None)'
         " is not cls.forward)\n",
         "",
@@ -186,7 +186,7 @@ CHANNELS = (
     ),
     Mutant(
         "a hook on the second basic op of a composite is left out",
-        "runtime/grouping.py",
+        "runtime/segments.py",
         "if reason is None and any(why_called(member) for member in members):",
         "if reason is None and any(why_called(member) for member in members[:1]):",
         "test_grouping.py",
@@ -194,7 +194,7 @@ CHANNELS = (
     ),
     Mutant(
         "a hook that makes another number of extra outputs is believed",
-        "runtime/group.py",
+        "runtime/segment.py",
         "if isinstance(result, tuple) and len(result) == 1 + count:",
         "if isinstance(result, tuple) and len(result) >= 1 + count:",
         "test_grouping.py::test_a_hook_may_change_what_is_on_a_channel",
@@ -297,7 +297,7 @@ PLANNER = (
     Mutant(
         "the planner covers ops that a registered fusion has taken",
         "plan/planner.py",
-        "            found = outside(window, found)\n",
+        "            candidates = outside(window, candidates)\n",
         "",
         "test_registered_fusions.py::test_a_registered_function_puts_its_op_in_ahead_of_the_planner",
     ),

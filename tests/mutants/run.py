@@ -139,7 +139,7 @@ def examined(area: str, mutant: Mutant, tree: Tree) -> Result:
 def failures(printed: str) -> Iterator[str]:
     """The tests that failed, without the part of the path that all share."""
     for found in re.finditer(
-        r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", printed, re.MULTILINE
+        r"^(?:FAILED|ERROR) (?:tests/(?:\w+/)?)?(.+?)(?: - .*)?$", printed, re.MULTILINE
     ):
         yield found.group(1)
 

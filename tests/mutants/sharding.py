@@ -63,8 +63,9 @@ SHARDING = (
     Mutant(
         "a backward in high precision reads the columnwise copy",
         "basic_ops/basic_linear.py",
-        'note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)',
-        'note_backward_read(weight, "columnwise")',
+        "values of forward.\n"
+        '            note_backward_read(weight, "rowwise" if ctx.input_requires_grad else None)',
+        'values of forward.\n            note_backward_read(weight, "columnwise")',
         TWO_RANKS,
     ),
     Mutant(
@@ -104,9 +105,10 @@ SHARDING = (
     ),
     Mutant(
         "a rank without rows for an expert gathers another copy of its weight than others",
-        "basic_ops/grouped_products.py",
-        "usage if wanted[1] else None)",
-        "usage if wanted[1] and rows.start < rows.stop else None)",
+        "basic_ops/grouped_loop.py",
+        "        note_reads(operand, self._usage, is_read=is_read)\n",
+        "        note_reads([operand[g] for g, rows in enumerate(self.groups.slices())\n"
+        "            if rows.start < rows.stop], self._usage, is_read=is_read)\n",
         EXPERTS,
         select="different_experts and mxfp8",
     ),
@@ -120,9 +122,9 @@ SHARDING = (
     ),
     Mutant(
         "copies of separate gathered weights are kept for backward",
-        "basic_ops/grouped_parameters.py",
-        "        if len(parts) == 1 or packed(parts) is not None or not gathered_by(parts):\n",
-        "        if True:\n",
+        "basic_ops/grouped_products.py",
+        "if is_copy and len(parts) > 1 and packed(parts) is None and gathered_by(parts):",
+        "if False:",
         EXPERTS,
         select="no_copy and unquantized",
     ),
@@ -152,8 +154,8 @@ SHARDING = (
     ),
     Mutant(
         "a rank without rows does not gather what others read in backward",
-        "basic_ops/grouped_linear.py",
-        '            gather_noted_reads(self._parts("weight"))\n',
+        "basic_ops/grouped_loop.py",
+        '        gather_noted_reads(self.linear._parts("weight"))\n',
         "",
         EXPERTS,
         select="without_rows and rowwise",
@@ -193,7 +195,7 @@ SHARDING = (
     Mutant(
         "a weight of two ops becomes two that are gathered",
         "distributed/gather_quantized.py",
-        "if id(weight) not in made:",
+        "if id(weight) not in masters:",
         "if True:",
         TWO_RANKS,
         select="a_weight_of_two_ops",
@@ -201,8 +203,8 @@ SHARDING = (
     Mutant(
         "a frozen parameter trains after it was sharded",
         "distributed/parallel_styles.py",
-        "setattr(op, name, torch.nn.Parameter(made, requires_grad=parameter.requires_grad))",
-        "setattr(op, name, torch.nn.Parameter(made))",
+        "setattr(op, name, torch.nn.Parameter(distributed, requires_grad=parameter.requires_grad))",
+        "setattr(op, name, torch.nn.Parameter(distributed))",
         "test_dtensor_parameters.py",
         select="stays_frozen",
     ),

@@ -205,9 +205,9 @@ QUANTIZED_TENSORS = (
     ),
     Mutant(
         "bytes of 1x128 blocks are exchanged with those of 128x128",
-        "tensors/block_scaling.py",
-        "return (self.fp8_dtype, self.block_scaling_dim)",
-        "return (self.fp8_dtype,)",
+        "tensors/quantizer.py",
+        "return (self.format,)",
+        "return (self.format.element,)",
         "test_quantized_views.py::test_bytes_of_another_encoding_are_not_copied",
     ),
     Mutant(
@@ -318,8 +318,8 @@ NUMBER_FORMATS = (
     Mutant(
         "columnwise MXFP8 scales are not padded to whole tiles",
         "formats.py",
-        "return round_up(blocks, SCALE_TILE_BLOCKS), round_up(k, SCALE_TILE_ROWS)",
-        "return round_up(blocks, SCALE_TILE_BLOCKS), k",
+        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K", padding=SCALE_TILE_ROWS)),',
+        '(Size("M", MXFP8_BLOCK, SCALE_TILE_BLOCKS), Size("K")),',
         "test_format_sizes.py::test_scale_shapes",
     ),
     Mutant(
@@ -393,8 +393,8 @@ NUMBER_FORMATS = (
     Mutant(
         "fp32 scales of blocks are not padded to 16 bytes",
         "formats.py",
-        "return blocks, round_up(m, FP8_BLOCK_SCALE_ALIGNMENT)",
-        "return blocks, m",
+        '(Size("K", FP8_BLOCK), Size("M", padding=FP8_BLOCK_SCALE_ALIGNMENT)),',
+        '(Size("K", FP8_BLOCK), Size("M")),',
         "test_format_sizes.py::test_scale_shapes",
     ),
     Mutant(
@@ -469,9 +469,9 @@ MATRIX_PRODUCTS = (
     ),
     Mutant(
         "under an override wgrad reads the columnwise copy of what was saved rowwise",
-        "basic_ops/basic_linear.py",
-        'usage = "rowwise" if override == "dequantized" else "columnwise"',
-        'usage = "columnwise"',
+        "basic_ops/linear_operands.py",
+        'is_dequantized = ctx.backward_override == "dequantized"',
+        "is_dequantized = False",
         "test_backward_override.py",
     ),
     Mutant(
@@ -484,8 +484,8 @@ MATRIX_PRODUCTS = (
     Mutant(
         "a linear takes the constant quantizers of the op whose context it was given",
         "basic_ops/basic_linear.py",
-        "if constant is not None and constant[0] is self:",
-        "if constant is not None:",
+        "if quantizers is None or quantizers[0] is not self:",
+        "if quantizers is None:",
         "test_constant_quantizers.py::test_two_linears_that_share_a_context_have_quantizers_of_their_own",
     ),
     Mutant(

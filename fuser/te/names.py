@@ -1,0 +1,42 @@
+"""Names and arguments of Transformer Engine that fuser does not have, for the errors about them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+from fuser.errors import know_other_library
+
+_NOT_HERE = {
+    **dict.fromkeys(
+        ("LayerNormLinear", "LayerNormMLP"), "it is fuser.modules.{name}, where te's modules are"
+    ),
+    **dict.fromkeys(
+        ("TransformerLayer", "MultiheadAttention", "DotProductAttention"),
+        "this library has no attention",
+    ),
+    "moe_permute": "it is fuser.moe.permute, and in a pipeline the op fuser.MoeDispatch",
+    "moe_unpermute": "it is fuser.moe.unpermute, and in a pipeline the op fuser.MoeCombine",
+    **dict.fromkeys(
+        ("FusedAdam", "FusedSGD"), "torch.optim has optimizers that take this library's parameters"
+    ),
+    "FusedLayerNorm": "it is fuser.LayerNorm",
+    "FusedRMSNorm": "it is fuser.RMSNorm",
+}
+
+
+def instead_of(name: str) -> str:
+    """What is here instead of a name of Transformer Engine; empty if ``name`` is none."""
+    return _NOT_HERE.get(name, "").format(name=name)
+
+
+def hint_of(name: str, argument: str) -> str:
+    """What to write instead of an argument of Transformer Engine that ``name`` does not take."""
+    hint = "That is dtype here." if (name, argument) == ("Linear", "params_dtype") else ""
+    layer = getattr(sys.modules.get("fuser.modules"), name, None)
+    if layer is not None and argument in inspect.signature(layer).parameters:
+        hint = f"{hint} fuser.modules.{name} takes the arguments of te.{name}.".lstrip()
+    return hint
+
+
+know_other_library(instead_of, hint_of)

@@ -1,0 +1,342 @@
+"""Doctor: a report of what this machine can run and what is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import platform
+import re
+import shutil
+import statistics
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import networkx
+import numpy
+import torch
+
+import fuser.cuda
+from fuser.cuda import module
+from fuser.cuda.module import Installation, Obstacle, installation, obstacle
+from fuser.cuda.probe import probe
+from fuser.errors import KernelUnavailable
+from fuser.precision.availability import runs_natively
+from fuser.precision.contexts import default_recipe
+from fuser.recipe import RECIPES
+from fuser.version import __version__
+
+MINIMUM_TORCH = (2, 11)
+
+OPTIONAL_PACKAGES = (
+    ("matplotlib", "plans drawn as pictures", "pip install matplotlib"),
+    ("tqdm", "the demo's progress bar", "pip install tqdm"),
+)
+
+
+PLAIN_DTYPES = (("fp32", (5, 0)), ("fp16", (7, 0)), ("bf16", (8, 0)))
+"""Unquantized dtypes, and the first compute capability whose matrix products are fast in them."""
+
+
+def matrix_products(capability: tuple[int, int] | None) -> dict[str, str]:
+    """How matrix products run, by dtype and recipe, on a GPU of ``capability``; None is a CPU."""
+    how = {name: "CPU" for name, _ in PLAIN_DTYPES}
+    if capability is not None:
+        how = {
+            name: "native" if first <= capability else "emulated" for name, first in PLAIN_DTYPES
+        }
+    return how | {
+        recipe.__name__: "native" if runs_natively(recipe(), capability) else "emulated"
+        for recipe in RECIPES
+    }
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that pipelines can run on; a CPU has no capability."""
+
+    name: str
+    model: str
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The result of compiling and running one kernel; ``error`` is None if it was correct."""
+
+    error: str | None
+    compile_ms: float = 0.0
+    launch_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that the doctor found; ``str()`` is the report.
+
+    ``obstacle`` is the reason why CUDA kernels are not available, None if they are.
+    ``probe`` is the result of one kernel, None if kernels are not available.
+    ``compile_failure`` names a kernel that did not compile, None if all did.
+    ``optional`` has the version of each optional package, None if it is missing.
+    """
+
+    versions: tuple[tuple[str, str], ...]
+    installation: Installation
+    devices: tuple[Device, ...]
+    obstacle: Obstacle | None
+    probe: ProbeResult | None
+    optional: tuple[tuple[str, str | None], ...]
+    has_nvidia_driver: bool
+    compile_failure: Obstacle | None = None
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Sentences on packages that are installed but do not work."""
+        sentences = []
+        if _release(self.installation.torch_version) < MINIMUM_TORCH:
+            sentences.append(
+                f"torch {self.installation.torch_version} is too old: fuser needs "
+                f"{MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]} or later."
+            )
+        if self.probe is not None and self.probe.error is not None:
+            sentences.append(f"CUDA kernels do not work: {self.probe.error}")
+        elif self.compile_failure is not None:
+            sentences.append(
+                f"{self.compile_failure.reason} Torch does the work of kernels. Undo what was "
+                "edited in that source, or else reinstall fuser and CuPy."
+            )
+        return tuple(sentences)
+
+    @property
+    def exit_status(self) -> int:
+        """0 if fuser can run here, on a CPU too; 1 if something installed is broken."""
+        return 1 if self.faults else 0
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether fuser runs, and on which device."""
+        if self.faults:
+            return f"fuser does not run correctly here: {self.faults[0].splitlines()[0]}"
+        gpu = next((device for device in self.devices if device.capability), None)
+        if gpu is None:
+            return "fuser runs here, on the CPU in plain torch."
+        if self.obstacle is not None:
+            return f"fuser runs here, on {gpu.name} ({gpu.model}) with torch's kernels alone."
+        return f"fuser runs here, on {gpu.name} ({gpu.model}), and CUDA kernels compile and run."
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """Packages to install and faults to fix, one line each."""
+        lines = list(self.faults)
+        if _release(self.installation.torch_version) < MINIMUM_TORCH:
+            lines.append(f'pip install "torch>={MINIMUM_TORCH[0]}.{MINIMUM_TORCH[1]}"')
+        if self.obstacle is not None and (self.has_nvidia_driver or self.obstacle.commands):
+            lines += [self.obstacle.reason, *self.obstacle.commands]
+        missing = {name for name, version in self.optional if version is None}
+        lines += [
+            f"{command}   (optional: {use})"
+            for name, use, command in OPTIONAL_PACKAGES
+            if name in missing
+        ]
+        return tuple(lines)
+
+    def __str__(self) -> str:
+        sections = (
+            (f"fuser {__version__}", ()),
+            ("Versions", _aligned(self.versions)),
+            ("Devices", _aligned((device.name, device.model) for device in self.devices)),
+            ("CUDA kernels", self._kernel_lines()),
+            ("Matrix products", self._format_lines()),
+            ("Optional packages", _aligned((n, v or "not installed") for n, v in self.optional)),
+            ("To do", self.advice or ("nothing",)),
+        )
+        text = [f"{title}\n" + "".join(f"  {line}\n" for line in part) for title, part in sections]
+        return "\n".join([*text, self.verdict])
+
+    def _kernel_lines(self) -> tuple[str, ...]:
+        lines = _agreement(self.installation)
+        if self.obstacle is not None:
+            lines.append(f"not available: {self.obstacle.reason}")
+        if self.probe is not None and self.probe.error is None:
+            lines.append(
+                f"fuser_probe: right values; first call {self.probe.compile_ms:.0f} ms with "
+                f"compiling or loading, then {self.probe.launch_us:.1f} us a launch"
+            )
+        elif self.probe is not None:
+            lines += f"fuser_probe failed: {self.probe.error}".splitlines()
+        if self.compile_failure is not None:
+            lines.append(self.compile_failure.reason)
+        elif self.probe is not None and self.probe.error is None:
+            lines.append(f"one kernel of each of {', '.join(one_of_each_source())} compiles")
+        lines.append(
+            "They quantize, normalize and run pointwise ops; without them, torch does this."
+        )
+        return tuple(lines)
+
+    def _format_lines(self) -> tuple[str, ...]:
+        gpus = dict.fromkeys(device.capability for device in self.devices if device.capability)
+        capabilities = tuple(gpus) or (None,)
+        columns = [matrix_products(capability) for capability in capabilities]
+        heading = ("", *(f"sm_{c[0]}{c[1]}" if c else "here" for c in capabilities))
+        rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+        return (
+            *_aligned([heading, *rows]),
+            "Every recipe runs, with its format's exact bytes. An emulated recipe runs its matrix",
+            "products on dequantized operands in fp32, fp16 or bf16.",
+            f"fuser.autocast() without a recipe, or with recipe=None, is {default_recipe()};",
+            "fuser.autocast(enabled=False) turns quantization off.",
+        )
+
+
+def diagnose() -> Diagnosis:
+    """Examine this machine: versions, devices, and one kernel, compiled and run if possible."""
+    facts = installation()
+    hindrance = obstacle(facts)
+    probed = run_probe() if hindrance is None else None
+    return Diagnosis(
+        versions=_versions(facts),
+        installation=facts,
+        devices=_devices(),
+        obstacle=hindrance,
+        probe=probed,
+        optional=tuple((name, _version_of(name)) for name, _, _ in OPTIONAL_PACKAGES),
+        has_nvidia_driver=shutil.which("nvidia-smi") is not None,
+        compile_failure=find_compile_failure() if hindrance is None else None,
+    )
+
+
+def one_of_each_source() -> dict[str, str]:
+    """The symbol of one kernel of each source that pipelines use, by the name of the ``.cu``."""
+    symbols: dict[str, str] = {}
+    for name in sorted(info.name for info in pkgutil.iter_modules(fuser.cuda.__path__)):
+        launcher = importlib.import_module(f"fuser.cuda.{name}")
+        for kernel in getattr(launcher, "instantiations", tuple)():
+            symbols.setdefault(kernel.module, kernel.symbol)
+    return symbols
+
+
+def find_compile_failure() -> Obstacle | None:
+    """Compile one kernel of each source on the current CUDA device; return the first failure."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says it
+        for name, symbol in one_of_each_source().items():
+            try:
+                module.kernel(name, symbol, torch.cuda.current_device())
+            except KernelUnavailable:
+                break
+    return module.compile_failure
+
+
+def run_probe() -> ProbeResult:
+    """Compile ``fuser_probe`` on the current CUDA device, run it, check every value, time it."""
+    n = 1_000_003
+    try:
+        x = torch.arange(n, dtype=torch.float32, device="cuda")
+        y = torch.full_like(x, float("nan"))
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        probe(x, y, 0.5)
+        torch.cuda.synchronize()
+        compile_ms = 1e3 * (time.perf_counter() - start)
+        # 0.5 i + i is exact in fp32 for every i here.
+        wrong = int((y != 1.5 * x).sum())
+        launch_us = 1e6 * statistics.median(_launch_seconds(x, y) for _ in range(5))
+    except Exception as error:
+        # A broken driver or installation may raise anything; the report contains the error.
+        return ProbeResult(f"{type(error).__name__}: {error}")
+    if wrong:
+        return ProbeResult(f"fuser_probe wrote {wrong} wrong values of {n}.")
+    return ProbeResult(None, compile_ms, launch_us)
+
+
+def _launch_seconds(x: torch.Tensor, y: torch.Tensor, count: int = 100) -> float:
+    """Host seconds of one launch, without the device time."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        probe(x, y, 0.5)
+    seconds = (time.perf_counter() - start) / count
+    torch.cuda.synchronize()
+    return seconds
+
+
+def _versions(facts: Installation) -> tuple[tuple[str, str], ...]:
+    built = f"built for CUDA {facts.torch_cuda}" if facts.torch_cuda else "built without CUDA"
+    if facts.cupy_version is not None and facts.cupy_cuda is not None:
+        cupy = f"{facts.cupy_version}, built for CUDA {_cuda_version(facts.cupy_cuda)}"
+    elif facts.cupy_packages:
+        cupy = f"{' and '.join(facts.cupy_packages)}, not imported"
+    else:
+        cupy = "not installed"
+    driver = 0
+    if facts.device_count and facts.torch_cuda:
+        driver = _driver_version()
+    return (
+        ("python", platform.python_version()),
+        ("torch", f"{facts.torch_version}, {built}"),
+        ("cupy", cupy),
+        ("networkx", networkx.__version__),
+        ("numpy", numpy.__version__),
+        ("driver", f"up to CUDA {_cuda_version(driver)}" if driver else "no CUDA driver in use"),
+    )
+
+
+def _driver_version() -> int:
+    """The newest CUDA version that the driver runs, as CUDA writes it; 0 if unknown."""
+    version = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        driver.cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value
+
+
+def _devices() -> tuple[Device, ...]:
+    devices = [Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        memory = properties.total_memory / 2**30
+        model = f"{properties.name}, compute capability {capability[0]}.{capability[1]}"
+        devices.append(Device(f"cuda:{index}", f"{model}, {memory:.0f} GiB", capability))
+    return tuple(devices)
+
+
+def _agreement(facts: Installation) -> list[str]:
+    """A line that says whether CuPy and torch are built for one CUDA; empty without both."""
+    torch_cuda, cupy_cuda = facts.torch_cuda_major, facts.cupy_cuda_major
+    if torch_cuda is None or cupy_cuda is None:
+        return []
+    verb = "agree" if torch_cuda == cupy_cuda else "disagree"
+    return [f"CuPy and torch {verb} on CUDA: {cupy_cuda} and {torch_cuda}"]
+
+
+def _aligned(rows: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return tuple(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_version(number: int) -> str:
+    """CUDA's 1000 * major + 10 * minor as ``major.minor``."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version such as ``2.13.0+cpu``."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

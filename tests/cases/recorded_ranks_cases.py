@@ -1,0 +1,234 @@
+"""Cases of recorded passes that communicate: each runs on a rank, recorded and not."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import expert_parallel_models
+import oracles
+import pytest
+import torch
+import torch.distributed as dist
+from on_torch import use_torch, without_recordings
+from one_launch_experts import in_one_launch
+from ranks import RANKS, part
+
+import fuser
+from fuser import recipe as recipes
+from fuser.communication import collectives
+from fuser.runtime import recorded
+
+BF16 = torch.bfloat16
+HIDDEN, TOKENS, STEPS = 128, 256, 8
+RECIPES: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "current": recipes.Float8CurrentScaling,
+    "delayed": lambda: recipes.DelayedScaling(amax_history_len=2),
+    "mxfp8": recipes.MXFP8BlockScaling,
+    "block": recipes.Float8BlockScaling,
+}
+Tensors = tuple[torch.Tensor, ...]
+
+
+def mlp(*, has_shards: bool) -> fuser.Sequential:
+    torch.manual_seed(0)
+    linear = functools.partial(
+        fuser.Linear, HIDDEN, HIDDEN, dtype=BF16, sequence_parallel=has_shards
+    )
+    return fuser.Sequential(
+        fuser.RMSNorm(HIDDEN, dtype=BF16),
+        linear(tensor_parallel_mode="column"),
+        fuser.GELU(),
+        linear(tensor_parallel_mode="row"),
+    )
+
+
+def collective_ops() -> fuser.Sequential:
+    torch.manual_seed(0)
+    linear = fuser.Linear(HIDDEN, HIDDEN, dtype=BF16)
+    return fuser.Sequential(
+        *(fuser.AllGather(), linear, fuser.GELU(), fuser.ReduceScatter()), fuser.AllReduce()
+    )
+
+
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[list[Any]]:
+    """The replays, or the collectives, in their order."""
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "replays":
+            play = recorded._played
+
+            def played(sequence: Any, tensors: Any) -> Any:
+                found.append(sequence)
+                return play(sequence, tensors)
+
+            patch.setattr(recorded, "_played", played)
+        else:
+            for function in ("_all_gather", "_reduce_scatter"):
+                patch.setattr(collectives, function, noted(collectives, function, found))
+            for function in ("all_reduce", "all_to_all_single"):
+                patch.setattr(dist, function, noted(dist, function, found))
+        yield found
+
+
+def noted(module: Any, name: str, found: list[Any]) -> Callable[..., Any]:
+    function = getattr(module, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found.append((name, *[tuple(a.shape) for a in args if isinstance(a, torch.Tensor)]))
+        return function(*args, **kwargs)
+
+    return called
+
+
+def step(model: Any, inputs: Tensors, dy: torch.Tensor, recipe: Any) -> list[torch.Tensor | None]:
+    """Output, gradients of inputs and of parameters."""
+    model.zero_grad()
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+    with fuser.autocast(enabled=recipe is not None, recipe=recipe):
+        y = model(*leaves)
+    y.backward(dy.to(y.dtype))
+    return [y.detach(), *(t.grad for t in leaves), *(p.grad for p in model.parameters())]
+
+
+Change = Callable[[int, Any, Tensors], Tensors]
+"""By the number of the step: a change of the model, and the inputs in this layout."""
+
+
+def compared(
+    model: Any, inputs: Tensors, dy: torch.Tensor, recipe: Callable[[], Any], change: Change
+) -> dict[str, Any]:
+    """The steps of two copies, recorded and not: equal bits and equal collectives."""
+    results, sent = [], []
+    replays = 0
+    for is_recorded in (True, False):
+        own, own_recipe, each_step = copy.deepcopy(model), recipe(), []
+        with contextlib.ExitStack() as stack:
+            if not is_recorded:
+                stack.enter_context(without_recordings())
+            played = stack.enter_context(counted("replays"))
+            collected = stack.enter_context(counted("collectives"))
+            for number in range(STEPS):
+                given = change(number, own, tuple(t + number for t in inputs))
+                each_step += step(own, given, dy, own_recipe)
+        results.append(each_step)
+        # Messages of amaxes are as long as the list of states, to which each copy adds its own.
+        sent.append([one for one in collected if any(len(shape) > 1 for shape in one[1:])])
+        replays += len(played)
+    pairs = list(zip(*results, strict=True))
+    same = [a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs]
+    is_sent_alike = sent[0] == sent[1]
+    return {"same": all(same), "sent": is_sent_alike, "count": len(sent[0]), "plays": replays}
+
+
+def plain(number: int, model: Any, inputs: Tensors) -> Tensors:
+    return inputs
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous().t()
+
+
+def other_layouts_on_rank(rank: int) -> Change:
+    """One rank has a layout in some steps that the other one has not."""
+
+    def change(number: int, model: Any, inputs: Tensors) -> Tensors:
+        return (turned(inputs[0]), *inputs[1:]) if number % 3 == rank else inputs
+
+    return change
+
+
+def other_groups(number: int, model: Any, inputs: Tensors) -> Tensors:
+    """A new group of the same ranks at step 3; attributes of one op change at step 4."""
+    if number == 3:
+        for op in model.modules():
+            if isinstance(op, fuser.BasicLinear):
+                op.tensor_parallel_group = dist.new_group(list(range(RANKS)))
+    if number == 4:
+        model[0].eps = 0.5
+    return inputs
+
+
+def of_mlp(recipe: Callable[[], Any], has_shards: bool, rank: int, change: Any) -> dict[str, Any]:
+    x = oracles.random_tensor((TOKENS, HIDDEN), BF16, 1)
+    dy = oracles.random_tensor((TOKENS, HIDDEN), BF16, 2)
+    if has_shards:
+        x, dy = part(x, rank, 0), part(dy, rank, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        use_torch(patch)
+        chosen = change(rank) if change is other_layouts_on_rank else change
+        return compared(mlp(has_shards=has_shards), (x,), dy, recipe, chosen)
+
+
+def of_ops(rank: int) -> dict[str, Any]:
+    x = part(oracles.random_tensor((TOKENS, HIDDEN), BF16, 1), rank, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        use_torch(patch)
+        return compared(collective_ops(), (x,), x, recipes.MXFP8BlockScaling, plain)
+
+
+def of_experts(recipe: Callable[[], Any], capacity: int | None, rank: int) -> dict[str, Any]:
+    given = expert_parallel_models.Given(RANKS)
+    x, indices, probs, dy = given.of(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        use_torch(patch)
+        if recipe() is None:
+            in_one_launch(patch)
+        model = expert_parallel_models.layer(dist.group.WORLD, capacity=capacity)
+        keep = lambda number, _, ts: (ts[0], indices, ts[2])  # noqa: E731
+        return compared(model, (x, indices, probs), dy, recipe, keep)
+
+
+def destroyed(rank: int) -> dict[str, Any]:
+    """The backward of a replay whose group is gone, and a forward with it."""
+    x = oracles.random_tensor((TOKENS, HIDDEN), BF16, 1)
+    group = dist.new_group(list(range(RANKS)))
+    with pytest.MonkeyPatch.context() as patch:
+        use_torch(patch)
+        model = mlp(has_shards=False)
+        for op in model.modules():
+            if isinstance(op, fuser.BasicLinear):
+                op.tensor_parallel_group = group
+        for _ in range(STEPS):
+            y = model(x.requires_grad_())
+            y.sum().backward()
+        y = model(x)
+        dist.destroy_process_group(group)
+        found = {}
+        for name, call in (("backward", y.sum().backward), ("forward", lambda: model(x))):
+            with pytest.raises(fuser.StateError) as error:
+                call()
+            found[name] = str(error.value)
+        return found
+
+
+def ranks_that_differ(rank: int) -> dict[str, Any]:
+    """A replay on one rank and other rows on the other: all ranks raise, on a CPU."""
+    x = oracles.random_tensor((TOKENS, HIDDEN), BF16, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        use_torch(patch)
+        model = mlp(has_shards=False)
+        for _ in range(STEPS):
+            model(x)
+        with pytest.raises(fuser.InputError) as error:
+            model(x if rank else x[: TOKENS // 2])
+        return {"error": str(error.value)}
+
+
+def cases() -> dict[str, Callable[..., Any]]:
+    found: dict[str, Callable[..., Any]] = {}
+    for name, recipe in RECIPES.items():
+        for has_shards in (False, True):
+            for change in (plain, other_layouts_on_rank, other_groups):
+                run = functools.partial(of_mlp, recipe, has_shards, change=change)
+                found[f"mlp {name} {has_shards} {change.__name__}"] = run
+    for name in ("none", "current", "mxfp8"):
+        found[f"experts {name}"] = functools.partial(of_experts, RECIPES[name], 120)
+    found["experts without a capacity"] = functools.partial(of_experts, RECIPES["none"], None)
+    found |= {"ops": of_ops, "differ": ranks_that_differ, "destroyed": destroyed}
+    return found

@@ -1,0 +1,532 @@
+"""The command line: plan, doctor, demo; what they print, draw and return."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import models as models_of_tests
+import pytest
+import torch
+
+import fuser
+from fuser import __main__ as command_line
+from fuser import recipe as recipes
+from fuser.__main__ import main
+from fuser.cuda import module
+from fuser.cuda.module import Installation, Obstacle
+from fuser.errors import KernelUnavailable
+from fuser.gemm import native as native_gemm
+from fuser.precision.contexts import current_recipe
+from fuser.testing import doctor
+
+MODELS = '''
+"""Models for the command line."""
+
+import torch
+
+import fuser
+
+not_callable = 3
+
+
+def mlp():
+    return fuser.Sequential(fuser.Linear(16, 64), fuser.GELU(), fuser.Linear(64, 16))
+
+
+def normed():
+    return fuser.Sequential(fuser.RMSNorm((4, 8)))
+
+
+def biased():
+    return fuser.Sequential(fuser.Identity(), fuser.Bias(24))
+
+
+def activation():
+    return fuser.Sequential(fuser.GELU())
+
+
+def with_inputs():
+    model = fuser.Sequential(fuser.Linear(16, 16), fuser.AddExtraInput())
+    return model, torch.empty(3, 16), torch.empty(3, 16)
+
+
+def plain():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4))
+
+
+def refused():
+    return fuser.Sequential(fuser.Linear(0, 4))
+
+
+def broken():
+    return {}["weights"]
+
+
+def needs_an_argument(size):
+    return fuser.Sequential(fuser.Linear(size, size))
+'''
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of factories, in the current folder."""
+    path = tmp_path / "command_line_models.py"
+    path.write_text(MODELS, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    yield path
+    sys.modules.pop("command_line_models", None)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command that succeeds prints on stdout; it prints nothing on stderr."""
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one sentence with which a command refuses."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith(".\n")
+    return captured.err.strip()
+
+
+mlp = partial(models_of_tests.mlp, 16, 64)
+
+
+# -- plan ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["command_line_models", "command_line_models.py"])
+def test_plan_prints_the_plan_of_a_dotted_module_and_of_a_file(
+    module: str, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "plan", f"{module}:mlp")
+    assert text.strip() == str(mlp().plan(torch.empty(8192, 16, device="meta"), training=False))
+    assert "ForwardLinearBiasActivation" in text
+
+
+def test_plan_takes_a_path_to_a_file_elsewhere(
+    models: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "neighbour_of_models.py").write_text("SIZE = 48\n")
+    (folder / "torch.py").write_text(
+        "import fuser\nfrom neighbour_of_models import SIZE\n"
+        "def build(): return fuser.Sequential(fuser.Linear(SIZE, 2 * SIZE))\n"
+    )
+    assert "BasicLinear" in printed(capsys, "plan", f"{folder / 'torch.py'}:build")
+    assert sys.modules["torch"] is torch
+
+
+def test_training_plans_the_backward_of_a_model_after_another_layer(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "backward: nothing needs a gradient" in printed(
+        capsys, "plan", "command_line_models:mlp"
+    )
+    text = printed(capsys, "plan", "command_line_models:mlp", "--training")
+    x = torch.empty(8192, 16, device="meta", requires_grad=True)
+    assert text.strip() == str(mlp().plan(x, training=True))
+
+
+def test_json_is_the_plans_dict_and_nothing_else(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = printed(capsys, "plan", "command_line_models:mlp", "--training", "--json")
+    x = torch.empty(8192, 16, device="meta", requires_grad=True)
+    assert json.loads(text) == mlp().plan(x, training=True).to_dict()
+
+
+@pytest.mark.parametrize("suffix", ["svg", "html"])
+def test_draw_makes_the_file_and_says_where(
+    suffix: str, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fuser.report.draw")
+    text = printed(capsys, "plan", "command_line_models:mlp", "--draw", f"plan.{suffix}")
+    assert text.endswith(f"Drawn into plan.{suffix}.\n")
+    assert "BasicLinear" in (models.parent / f"plan.{suffix}").read_text(encoding="utf-8")
+
+
+def test_draw_beside_json_leaves_stdout_to_the_json(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fuser.report.draw")
+    assert main(["plan", "command_line_models:mlp", "--json", "--draw", "plan.svg"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["ops"][0] == "BasicLinear"
+    assert captured.err == "\nDrawn into plan.svg.\n"
+
+
+def test_a_fresh_process_can_draw(models: Path) -> None:
+    pytest.importorskip("fuser.report.draw")
+    command = [sys.executable, "-m", "fuser", "plan", "command_line_models:mlp"]
+    run = subprocess.run(
+        [*command, "--draw", "plan.svg"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert (models.parent / "plan.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("factory", "shape"),
+    [("mlp", (8192, 16)), ("normed", (8192, 4, 8)), ("biased", (8192, 24))],
+)
+def test_the_input_is_what_the_first_op_that_tells_takes(
+    factory: str, shape: tuple[int, ...], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert planned_inputs(factory, monkeypatch) == [(shape, torch.float32)]
+
+
+def test_a_factory_may_bring_its_inputs_and_input_replaces_the_first(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [((3, 16), torch.float32), ((3, 16), torch.float32)]
+    assert planned_inputs("with_inputs", monkeypatch) == both
+    both[0] = ((5, 16), torch.float32)
+    assert planned_inputs("with_inputs", monkeypatch, "--input", "5x16") == both
+
+
+def test_dtype_converts_the_model_and_its_inputs(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bf16 = torch.bfloat16
+    assert planned_inputs("mlp", monkeypatch, "--dtype", "bfloat16") == [((8192, 16), bf16)]
+    both = [((3, 16), bf16), ((3, 16), bf16)]
+    assert planned_inputs("with_inputs", monkeypatch, "--dtype", "bfloat16") == both
+    capsys.readouterr()
+    assert "bfloat16 on" in printed(
+        capsys, "plan", "command_line_models:mlp", "--dtype", "bfloat16"
+    )
+
+
+def planned_inputs(
+    factory: str, monkeypatch: pytest.MonkeyPatch, *options: str
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the inputs for which the command plans; all weights are like them."""
+    seen: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def plan(model: fuser.Sequential, *inputs: torch.Tensor, training: bool) -> SimpleNamespace:
+        assert all(p.dtype == inputs[0].dtype for p in model.parameters())
+        seen.extend((tuple(x.shape), x.dtype) for x in inputs)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(fuser.Sequential, "plan", plan)
+    assert main(["plan", f"command_line_models:{factory}", *options]) == 0
+    monkeypatch.undo()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["command_line_models"], ["'command_line_models'", "MODULE:FACTORY"]),
+        (["command_line_models:"], ["MODULE:FACTORY"]),
+        (["nowhere_at_all:mlp"], ["no module 'nowhere_at_all'"]),
+        (["fuser.nowhere:mlp"], ["no module 'fuser.nowhere'"]),
+        (["nowhere.py:mlp"], ["no file 'nowhere.py'"]),
+        (["command_line_models:nothing"], ["command_line_models has no 'nothing'"]),
+        (["command_line_models:not_callable"], ["not_callable is of type int"]),
+        (["command_line_models:plain"], ["returned Sequential", "fuser.Sequential"]),
+        (["command_line_models:refused"], ["in_features=0"]),
+        (["command_line_models:broken"], ["broken raised KeyError: 'weights'"]),
+        (["command_line_models:needs_an_argument"], ["raised TypeError", "size"]),
+        (["command_line_models:activation"], ["--input"]),
+        (["command_line_models:mlp", "--input", "16x"], ["'16x'", "16x128"]),
+        (["command_line_models:mlp", "--input", "0x16"], ["'0x16'"]),
+        (["command_line_models:mlp", "--input", "4x15"], ["(4, 15)", "must be 16"]),
+        (["command_line_models:mlp", "--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["raising.py:mlp"], ["raising.py raised ValueError: no weights here"]),
+        (["raising:mlp"], ["raising raised ValueError: no weights here"]),
+        (["importing:mlp"], ["importing raised ModuleNotFoundError", "nowhere_at_all"]),
+    ],
+)
+def test_a_mistake_is_answered_with_one_sentence(
+    argv: list[str], words: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (models.parent / "raising.py").write_text("raise ValueError('no weights here')\n")
+    (models.parent / "importing.py").write_text("import nowhere_at_all\n")
+    assert main(["plan", *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    assert all(word in captured.err for word in words), captured.err
+
+
+def test_a_picture_of_an_unknown_kind_is_refused(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fuser.report.draw")
+    assert main(["plan", "command_line_models:mlp", "--draw", "plan.docx"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "plan.docx" in captured.err
+    assert not (models.parent / "plan.docx").exists()
+
+
+def test_a_picture_in_no_folder_is_an_error_with_the_path(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["plan", "command_line_models:mlp", "--draw", "missing/plan.svg"]) == 2
+    sentence = "'missing/plan.svg' cannot be written: No such file or directory."
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["nothing"], ["plan"], ["plan", "a:b", "--bogus"], ["doctor", "--bogus"]]
+)
+def test_a_wrong_command_line_returns_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    assert "usage: fuser" in capsys.readouterr().err
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--version") == f"fuser {fuser.__version__}\n"
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "--help")
+    assert all(command in text for command in ("demo", "plan", "doctor"))
+
+
+# -- demo ---------------------------------------------------------------------------
+
+
+def test_demo_hands_its_arguments_on_and_returns_what_the_demo_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = tmp_path / "train_lm.py"
+    demo.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Options:\n    args: 'list[str]'\n"
+        "def main(argv=None):\n    print(Options(argv))\n    return 7\n"
+    )
+    monkeypatch.setattr(command_line, "DEMO", demo)
+    assert main(["demo", "--steps", "3", "--help", "-x"]) == 7
+    assert capsys.readouterr().out == "Options(args=['--steps', '3', '--help', '-x'])\n"
+
+
+def test_demo_without_the_examples_says_where_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command_line, "DEMO", tmp_path / "examples" / "train_lm.py")
+    text = complaint(capsys, "demo")
+    assert "examples/train_lm.py" in text
+    assert "repository" in text
+
+
+# -- doctor -------------------------------------------------------------------------
+
+
+def test_doctor_in_a_process_of_its_own_returns_0_and_ends_with_the_verdict() -> None:
+    command = [sys.executable, "-m", "fuser", "doctor"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.strip().splitlines()
+    assert lines[0] == f"fuser {fuser.__version__}"
+    assert lines[-1].startswith("fuser runs here, on ")
+    assert torch.__version__ in run.stdout
+    for section in ("Versions", "Devices", "CUDA kernels", "Matrix products", "To do"):
+        assert section in lines
+    if not torch.cuda.is_available():
+        assert "CPU" in lines[-1]
+
+
+HOPPER = doctor.Device("cuda:0", "NVIDIA H200", (9, 0))
+HEALTHY = doctor.Diagnosis(
+    versions=(("python", "3.12.3"),),
+    installation=Installation(
+        "2.11.0+cu130", "13.0", 1, ("cupy-cuda13x",), cupy_version="14.2.0", cupy_cuda=13000
+    ),
+    devices=(doctor.Device("cpu", "x86_64"), HOPPER),
+    obstacle=None,
+    probe=doctor.ProbeResult(None, 71.0, 5.2),
+    optional=(("matplotlib", "3.11.2"), ("tqdm", "4.70.1")),
+    has_nvidia_driver=True,
+)
+
+
+def test_doctor_says_what_an_autocast_without_a_recipe_is() -> None:
+    text = " ".join(str(doctor.diagnose()).split())
+    assert "with recipe=None, is DelayedScaling();" in text
+    with fuser.autocast(recipe=None):
+        assert current_recipe() == recipes.DelayedScaling()
+    assert recipes.DelayedScaling().fp8_format == recipes.Format.HYBRID
+
+
+def test_a_healthy_gpu_machine_has_nothing_to_do() -> None:
+    report = str(HEALTHY)
+    assert HEALTHY.exit_status == 0
+    assert "To do\n  nothing\n" in report
+    assert "agree on CUDA: 13 and 13" in report
+    assert "right values; first call 71 ms" in report
+    assert report.endswith("on cuda:0 (NVIDIA H200), and CUDA kernels compile and run.")
+
+
+def test_a_missing_cupy_is_no_failure_and_comes_with_the_command() -> None:
+    diagnosis = dataclasses.replace(
+        HEALTHY,
+        installation=Installation("2.11.0+cu130", "13.0", 1),
+        obstacle=Obstacle("CuPy is not installed.", ("pip install cupy-cuda13x",)),
+        probe=None,
+        optional=(("matplotlib", None), ("tqdm", None)),
+    )
+    report = str(diagnosis)
+    assert diagnosis.exit_status == 0
+    assert "CuPy and torch" not in report  # nothing to compare
+    assert "\n  pip install cupy-cuda13x\n" in report
+    assert "\n  pip install matplotlib   (optional: plans drawn as pictures)\n" in report
+    assert report.endswith("with torch's kernels alone.")
+
+
+def test_a_cupy_for_another_cuda_is_said_and_comes_with_the_commands() -> None:
+    facts = dataclasses.replace(
+        HEALTHY.installation, cupy_packages=("cupy-cuda12x",), cupy_cuda=12090
+    )
+    diagnosis = dataclasses.replace(
+        HEALTHY, installation=facts, obstacle=module.obstacle(facts), probe=None
+    )
+    report = str(diagnosis)
+    assert diagnosis.exit_status == 0
+    assert "CuPy and torch disagree on CUDA: 12 and 13" in report
+    assert "CuPy 14.2.0 is built for CUDA 12 and torch 2.11.0+cu130 for CUDA 13;" in report
+    assert "\n  pip uninstall -y cupy-cuda12x\n  pip install cupy-cuda13x\n" in report
+    assert report.endswith("with torch's kernels alone.")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"probe": doctor.ProbeResult("StateError: probe.cu does not compile:\nline 3")},
+            ["CUDA kernels do not work: StateError: probe.cu does not compile:"],
+        ),
+        (
+            {"compile_failure": Obstacle("mxfp8.cu does not compile.")},
+            ["mxfp8.cu does not compile. Torch does the work of kernels. Undo what was edited"],
+        ),
+        (
+            {"installation": Installation("2.4.1+cu121", "12.1", 1)},
+            ["torch 2.4.1+cu121 is too old", "2.11"],
+        ),
+    ],
+)
+def test_something_broken_returns_1_and_the_verdict_says_what(
+    changes: dict[str, object], words: list[str]
+) -> None:
+    diagnosis = dataclasses.replace(HEALTHY, **changes)
+    assert diagnosis.exit_status == 1
+    verdict = str(diagnosis).splitlines()[-1]
+    assert verdict.startswith("fuser does not run correctly here: ")
+    assert all(word in verdict for word in words)
+
+
+def test_a_kernel_that_does_not_compile_is_said_among_the_kernels() -> None:
+    failed = dataclasses.replace(HEALTHY, compile_failure=Obstacle("mxfp8.cu does not compile."))
+    assert "a launch\n  mxfp8.cu does not compile.\n" in str(failed)
+    assert f"one kernel of each of {', '.join(doctor.one_of_each_source())} compiles" in str(
+        HEALTHY
+    )
+    assert {"block_scaling", "mxfp8", "pointwise"} <= set(doctor.one_of_each_source())
+
+
+def test_the_doctor_compiles_a_kernel_of_every_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def compiles(name: str, symbol: str, device: int) -> None:
+        asked.append(name)
+        if name == "normalization":
+            module.disable_kernels(Obstacle("normalization.cu does not compile."))
+            raise KernelUnavailable("")
+
+    monkeypatch.setattr(module, "kernel", compiles)
+    monkeypatch.setattr(module, "compile_failure", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert doctor.find_compile_failure() == Obstacle("normalization.cu does not compile.")
+    sources = {path.stem for path in module.KERNELS.glob("*.cu")}
+    assert sources == {*doctor.one_of_each_source(), "probe"}
+    assert asked == list(doctor.one_of_each_source())[: len(asked)]
+    assert asked[-1] == "normalization"
+
+
+def test_an_old_torch_comes_with_the_command() -> None:
+    old = dataclasses.replace(HEALTHY, installation=Installation("2.4.1+cu121", "12.1", 1))
+    assert 'pip install "torch>=2.11"' in old.advice
+
+
+def test_a_cpu_torch_on_a_machine_with_an_nvidia_driver_is_pointed_out() -> None:
+    reason = Obstacle("torch 2.13.0+cpu is built without CUDA.")
+    on_cpu = dataclasses.replace(
+        HEALTHY,
+        installation=Installation("2.13.0+cpu", None, 0),
+        devices=HEALTHY.devices[:1],
+        obstacle=reason,
+        probe=None,
+    )
+    assert on_cpu.advice == (reason.reason,)
+    assert dataclasses.replace(on_cpu, has_nvidia_driver=False).advice == ()
+    assert on_cpu.exit_status == 0
+
+
+PLAIN = {"fp32", "fp16", "bf16"}
+TENSORWISE = {"DelayedScaling", "Float8CurrentScaling"}
+
+
+@pytest.fixture
+def cuda_13_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A torch built for CUDA 13, as far as the table of GEMMs is concerned."""
+    monkeypatch.setattr(native_gemm, "torch_cuda", lambda: (13, 0))
+    native_gemm.native_gemm.cache_clear()
+    yield
+    native_gemm.native_gemm.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [
+        (None, set()),
+        ((7, 5), {"fp32", "fp16"}),
+        ((8, 0), PLAIN),
+        ((8, 9), PLAIN | TENSORWISE),
+        ((9, 0), PLAIN | TENSORWISE | {"Float8RowwiseScaling", "Float8BlockScaling"}),
+        ((10, 0), PLAIN | TENSORWISE),
+    ],
+)
+def test_the_doctor_knows_what_is_native_on_an_architecture(
+    capability: tuple[int, int] | None, native: set[str], cuda_13_torch: None
+) -> None:
+    found = doctor.matrix_products(capability)
+    assert {name for name, how in found.items() if how == "native"} == native
+    plain = "CPU" if capability is None else "emulated"
+    assert {how for name, how in found.items() if name in PLAIN - native} <= {plain}
+    assert {how for name, how in found.items() if name not in PLAIN | native} == {"emulated"}
+
+
+def test_two_kinds_of_gpu_get_a_column_each(cuda_13_torch: None) -> None:
+    blackwell = doctor.Device("cuda:1", "NVIDIA B200", (10, 0))
+    report = str(dataclasses.replace(HEALTHY, devices=(*HEALTHY.devices, blackwell, HOPPER)))
+    (heading,) = (line.split() for line in report.splitlines() if "sm_100" in line)
+    assert heading == ["sm_90", "sm_100"]
+    (block,) = (line.split() for line in report.splitlines() if "Float8BlockScaling" in line)
+    assert block == ["Float8BlockScaling", "native", "emulated"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_probe_reports_an_error_instead_of_raising_it() -> None:
+    assert doctor.run_probe().error is not None

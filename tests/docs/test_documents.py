@@ -1,0 +1,345 @@
+"""The documents: their snippets run as printed, their links have targets, the README is short."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulator import emulated, why_unavailable
+from paths import ROOT
+
+import fuser
+from fuser.chain import STAGES
+from fuser.cuda.launch import Kernel
+
+FOLDERS = (".", "docs", "benchmarks", "benchmarks/results", "examples")
+DOCUMENTS = tuple(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).glob("*.md"))
+)
+# All Python blocks of these run in their order; those of CONTRIBUTING.md and of
+# docs/extending.md have tests of their own; that of docs/parallel.md runs on two ranks
+# (test_parallel_ops.py).
+RUN = (
+    "README.md",
+    "docs/experts.md",
+    "docs/low_precision.md",
+    "docs/plans.md",
+    "docs/sharded.md",
+)
+LINES_OF_README = 120
+WIDTH_OF_README = 838  # pixels that GitHub gives a picture
+# What the examples write.
+FILES_OF_EXAMPLES = ("experts.csv", "losses.csv", "recipes.csv", "recipes_losses.csv")
+
+
+def read(document: str) -> str:
+    """The text of a document."""
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def python_blocks(text: str) -> list[str]:
+    """The Python in a text that begins at the margin: indented blocks are parts of a file."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+def snippets(document: str, heading: str) -> list[str]:
+    """The Python in a section of a document, up to the next heading of its rank or above."""
+    rank = heading.partition(" ")[0]
+    text = read(document).split(f"\n{heading}\n")[1]
+    return python_blocks(re.split(rf"^#{{1,{len(rank)}}} ", text, flags=re.M)[0])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What all the Python of a document made: names, the text on stdout, and files in a folder."""
+
+    names: dict[str, Any]
+    printed: str
+    folder: Path
+
+
+@pytest.fixture(scope="session")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
+    """Runs the code of a document, once for all tests that look at what came of it."""
+
+    @functools.cache
+    def run(document: str) -> Ran:
+        folder, printed = tmp_path_factory.mktemp("document"), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.chdir(folder)
+            names = names_after(*python_blocks(read(document)))
+        return Ran(names, printed.getvalue(), folder)
+
+    return run
+
+
+def names_after(*codes: str) -> dict[str, Any]:
+    """The names that there are when all of the code has run."""
+    names: dict[str, Any] = {"__name__": "snippet"}
+    for code in codes:
+        exec(compile(code, "snippet", "exec"), names)
+    return names
+
+
+def test_the_readme_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= LINES_OF_README
+
+
+def test_the_files_of_a_number_format_are_those_that_contributing_counts() -> None:
+    section = read("CONTRIBUTING.md").split("\n## Adding a number format\n")[1].split("\n## ")[0]
+    files = re.findall(r"^\| \d \| `([^`]+)`", section, flags=re.M)
+    own = [name for name in files if "rowwise_scaling" in name]
+    assert "five files of its own and a few lines in four others" in section
+    assert (len(own), len(files)) == (5, 9)
+    assert all((ROOT / "fuser" / name).is_file() for name in files)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_document_with_python_is_run(document: str) -> None:
+    tested = (*RUN, "CONTRIBUTING.md", "docs/extending.md", "docs/parallel.md")
+    assert not python_blocks(read(document)) or document in tested
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+@pytest.mark.parametrize("document", RUN)
+def test_the_code_of_a_document_runs_and_prints_the_plan_that_the_document_has(
+    document: str, ran: Callable[[str], Ran]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the printed plans are those of a machine without a GPU.")
+    names, printed = ran(document).names, ran(document).printed
+    trained = {
+        "docs/experts.md": "mlp",
+        "docs/low_precision.md": "block",
+        "docs/sharded.md": "model",
+    }
+    if document in trained:
+        assert not printed
+        assert all(p.grad is not None for p in names[trained[document]].parameters())
+    else:
+        assert f"```\n{printed}```\n" in read(document)
+    if document == "README.md":
+        assert all(p.grad is not None for p in names["model"].parameters())
+    if document == "docs/plans.md":
+        assert (ran(document).folder / "plan.svg").is_file()
+        comment = f'"{names["plan"].forward[2].fusion}"'
+        assert f"plan.forward[2].fusion  # step 2, of ops 2 to 4: {comment}" in read(document)
+
+
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_the_notes_of_a_layer_of_experts_are_those_of_its_plan(
+    ran: Callable[[str], Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = "docs/experts.md"
+    layer, x, routing = (ran(document).names[name] for name in ("layer", "x", "routing"))
+    # As on the GPU that the page names.
+    monkeypatch.setattr(fuser.GroupedLinear, "runs_at_once", lambda op, key: True)
+    recipe = fuser.recipe.Float8CurrentScaling()
+    with torch.autocast("cpu", torch.bfloat16), fuser.autocast(recipe=recipe):
+        text = str(layer.plan(x, routing.expert_indices, routing.probs))
+    (notes,) = re.findall(r"^notes\n.*?\n\n", text, re.M | re.S)
+    assert f"```\n{notes.rstrip()}\n```\n" in read(document)
+
+
+def test_the_generated_code_in_the_architecture_is_what_runs() -> None:
+    layers = (fuser.Linear(8, 16), fuser.GELU(), fuser.Linear(16, 8, bias=False))
+    pipeline = fuser.OperationFuser(layers)
+    pipeline(torch.ones(4, 8, requires_grad=True, device="cpu"))
+    (run,) = pipeline._runs.values()
+    (written,) = re.findall(r"^```text\n(.*?)^```", read("ARCHITECTURE.md"), re.M | re.S)
+    assert written.rstrip() == run.source.rstrip()
+
+
+@pytest.mark.parametrize(
+    ("document", "picture"),
+    [("README.md", "docs/plan_small.svg"), ("docs/plans.md", "docs/plan.svg")],
+)
+@pytest.mark.filterwarnings("ignore:.* is emulated")
+def test_the_picture_of_a_document_has_the_plan_that_the_document_prints(
+    document: str, picture: str, tmp_path: Path, ran: Callable[[str], Ran]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the pictures are those of a machine without a GPU.")
+    pytest.importorskip("matplotlib")
+    assert re.search(rf"\]\([\w/]*{Path(picture).name}\)", read(document))
+    names = ran(document).names
+    plan = names.get("plan") or names["model"].plan(names["x"])
+    drawn = plan.draw(tmp_path / "drawn.svg").read_text(encoding="utf-8")
+    assert svg_texts(drawn) == svg_texts(read(picture))
+
+
+def test_the_picture_of_the_readme_is_legible_on_its_page() -> None:
+    svg = read("docs/plan_small.svg")
+    (width,) = re.findall(r'viewBox="0 0 ([\d.]+) ', svg)
+    sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+    assert min(sizes) * WIDTH_OF_README / float(width) >= 8
+
+
+def svg_texts(svg: str) -> list[str]:
+    """What is written in a picture."""
+    return [unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)]
+
+
+@pytest.fixture
+def extending(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """The names of docs/extending.md, run as one module beside its C++ files."""
+    text, stages = read("docs/extending.md"), dict(STAGES)
+    for source in re.findall(r"^```cpp\n(.*?)^```", text, re.M | re.S):
+        name = source.splitlines()[0].removeprefix("// ")
+        (tmp_path / name).write_text(source, encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "snippet", "__file__": str(tmp_path / "mine.py")}
+    for code in python_blocks(text):
+        exec(compile(code, "snippet", "exec"), names)
+    yield names
+    STAGES.clear()
+    STAGES.update(stages)
+
+
+def test_the_page_on_extending_runs_and_its_kernels_run_in_the_emulator(
+    extending: dict[str, Any],
+) -> None:
+    x = torch.randn(40, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        (refusal,) = (r for r in extending["model"].plan(x).refusals if r.fusion == "SquareBias")
+    assert refusal.reason.startswith("it computes in its input's dtype")
+    squares = fuser.Sequential(*(extending["Square"]() for _ in range(5)))
+    squares.fusions = (extending["Powers"],)
+    assert "it takes four squares at most" in squares.plan(x).refusals[0].reason
+    if why_unavailable() is not None:
+        pytest.skip(f"the rest needs the emulator: {why_unavailable()}")
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = x.to(dtype)
+        with emulated():
+            torch.testing.assert_close(extending["square"](wide), wide * wide)
+    model = fuser.Sequential(extending["Tanh"](), fuser.ConstantScale(2.0), extending["Tanh2"]())
+    with emulated():
+        assert [step.fusion for step in model.plan(x).forward] == ["PointwiseChain"]
+        torch.testing.assert_close(model(x), torch.tanh(2 * torch.tanh(x)))
+
+
+def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[str, Any]) -> None:
+    class SquareBias(extending["SquareBias"]):
+        def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
+            basic_op_ctxs[0].save_for_backward(input_)
+            return input_ * input_, [(), ()]
+
+    bias = fuser.Bias(3, device="cpu")
+    torch.nn.init.constant_(bias.bias, 1.5)
+    with pytest.raises(AssertionError) as raised:
+        fuser.testing.check(
+            SquareBias([extending["Square"](), bias]), torch.tensor([[1.0, 0.5, -2.0]])
+        )
+    said = " ".join(read("docs/extending.md").split("```text\n")[2].split("```")[0].split())
+    assert str(raised.value) == said
+
+
+@pytest.mark.skipif(why_unavailable() is not None, reason=f"needs it: {why_unavailable()}")
+def test_the_kernel_test_and_the_kernels_of_contributing_work() -> None:
+    test, kernels = snippets("CONTRIBUTING.md", "## Adding a kernel")
+    names_after(test)["test_probe_writes_scale_times_x_plus_the_index"]()
+    made = names_after(kernels)["instantiations"]()
+    assert len(made) == 4
+    assert all(isinstance(kernel, Kernel) for kernel in made)
+
+
+def test_probe_has_the_lines_that_contributing_says() -> None:
+    text = read("CONTRIBUTING.md")
+    lines = {
+        name: len((ROOT / "fuser" / name).read_text(encoding="utf-8").splitlines())
+        for name in ("cuda/probe.py", "cuda/kernels/probe.cu")
+    }
+    counts = [int(n) for n in re.findall(r"`cuda/[\w/]*probe\.\w+`\s+\((\d+)(?: lines)?\)", text)]
+    assert counts == list(lines.values())
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a document."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        number = 0
+        while (anchor := f"{slug}-{number}" if number else slug) in found:
+            number += 1
+        found.add(anchor)
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_of_a_document_lead_to_files_and_headings(document: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(document)):
+        if target.startswith("https://"):
+            continue
+        path, _, heading = target.partition("#")
+        there = (ROOT / document).parent / path if path else ROOT / document
+        assert there.exists(), target
+        if heading:
+            assert heading in anchors(there.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_files_that_a_document_names_exist(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    files = [f"/{path}" for path in all_files()]
+    for name in re.findall(r"`([\w./]+\.(?:py|cu|cuh|cpp|csv|svg))`", text):
+        if name not in FILES_OF_EXAMPLES:
+            assert any(file.endswith(f"/{name}") for file in files), name
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "docs/decisions.md"])
+def test_names_that_a_document_about_the_code_uses_are_in_the_code(document: str) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", read(document), flags=re.M | re.S)
+    for name in re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text):
+        if Path(name).suffix not in (".py", ".cu", ".cuh", ".csv", ".svg"):
+            assert set(name.split(".")) <= words_of_the_code(), name
+
+
+@functools.cache
+def words_of_the_code() -> frozenset[str]:
+    """Every word in the sources of the library and its tests."""
+    sources = (path for path in all_files() if Path(path).suffix in (".py", ".cu", ".cuh"))
+    return frozenset(
+        word
+        for source in sources
+        if source != "tests/docs/test_documents.py"
+        for word in re.findall(r"\w+", read(source))
+    )
+
+
+@functools.cache
+def all_files() -> tuple[str, ...]:
+    """Every file of the library, its tests and its benchmarks, relative to the repository."""
+    return tuple(
+        path.relative_to(ROOT).as_posix()
+        for folder in ("fuser", "tests", "benchmarks", "examples", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "heading"),
+    [("README.md", "## te.ops"), ("docs/te_ops.md", "# For users of te.ops")],
+)
+def test_the_names_that_a_script_of_te_ops_uses_are_here(document: str, heading: str) -> None:
+    table = f"\n{read(document)}".split(f"\n{heading}\n")[1].split("\n## ")[0]
+    first, *rows = re.findall(r"^\| (.*?) \| (.*?) \|$", table, re.M)
+    assert first in [("there", "here"), ("te.ops", "fuser")]
+    assert len(rows) >= 5
+    for there, here in rows:
+        for name in re.findall(r"`(?:te\.|transformer_engine\.common\.)?(\w+)`", there):
+            is_module = here == "`fuser.modules`"
+            if here.startswith("not here"):
+                assert not hasattr(fuser, name), name
+            else:
+                assert hasattr(fuser.modules if is_module else fuser, name), name

@@ -1,0 +1,141 @@
+"""The kernels of FP8 with one scale a tensor, in the emulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import emulator
+import fp8_scaling_cases as cases
+import pytest
+import torch
+from quantize_cases import COPIES, DTYPES, E4M3, E5M2, EMULATOR, FLOAT8, Input, buffers, fp8_format
+
+from fuser.cuda import fp8_scaling
+from fuser.errors import InputError
+from fuser.formats import DType
+
+emulator.prepare(*fp8_scaling.instantiations())
+
+
+@cases.EVERY_INPUT
+def test_amax_is_the_largest_magnitude_and_a_nan_wins(case: Input) -> None:
+    cases.check_amax(EMULATOR, case)
+
+
+@cases.EVERY_INPUT
+@cases.EVERY_COPY
+def test_current_scaling_gives_the_references_bytes(case: Input, copies: tuple[bool, bool]) -> None:
+    cases.check_current(EMULATOR, case, E4M3, copies)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@cases.EVERY_COPY
+@pytest.mark.parametrize("options", cases.SCALES, ids=str)
+def test_e5m2_with_scales_of_every_kind(
+    dtype: torch.dtype, copies: tuple[bool, bool], options: Any
+) -> None:
+    cases.check_current(EMULATOR, Input(24, 40, dtype), E5M2, copies, **options)
+
+
+@pytest.mark.parametrize(
+    "case", [Input(130, 257), Input(24, 40, torch.float32), Input(0, 3)], ids=str
+)
+@pytest.mark.parametrize("copies", [*COPIES.values(), (False, False)], ids=str)
+@FLOAT8
+@pytest.mark.parametrize(("scale", "seen"), [(3.0, 0.0), (2.0**-140, 1e30), (3e38, 2.0**-149)])
+def test_delayed_scaling_casts_with_the_given_scale_and_records_the_amax(
+    case: Input, copies: tuple[bool, bool], dtype: DType, scale: float, seen: float
+) -> None:
+    cases.check_delayed(EMULATOR, case, dtype, copies, scale=scale, seen=seen)
+
+
+@pytest.mark.parametrize("case", [Input(24, 40, dtype, special="nan") for dtype in DTYPES], ids=str)
+@cases.EVERY_COPY
+def test_delayed_scaling_records_a_nan(case: Input, copies: tuple[bool, bool]) -> None:
+    cases.check_delayed(EMULATOR, case, E4M3, copies, scale=1.0, seen=5.0)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "shift"),
+    [(1, 1, 0), (130, 257, 0), (144, 136, 0), (144, 136, 1), (8, 8, 0), (16, 8, 0), (0, 5, 0)],
+)
+def test_a_transpose_moves_every_byte(m: int, k: int, shift: int) -> None:
+    cases.check_transpose(EMULATOR, m, k, shift)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@FLOAT8
+@pytest.mark.parametrize("scale_inv", [0.37, 2.0**-140, 3e38])
+@pytest.mark.parametrize(("n", "shift"), [(256, 0), (261, 0), (256, 1), (8192 + 264, 0), (0, 0)])
+def test_every_byte_is_dequantized(
+    n: int, dtype: DType, out_dtype: torch.dtype, scale_inv: float, shift: int
+) -> None:
+    cases.check_dequantize(EMULATOR, n, dtype, out_dtype, scale_inv, shift)
+
+
+@pytest.mark.parametrize("margin", [0, 2, -3])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("sizes", cases.STATES, ids=str)
+def test_delayed_scales_of_several_states_are_updated_in_one_launch(
+    sizes: list[tuple[int, int]], algorithm: str, margin: int
+) -> None:
+    cases.check_update(EMULATOR, sizes, margin=margin, algorithm=algorithm)
+
+
+def test_more_states_than_one_launch_takes_are_updated_too() -> None:
+    cases.check_update(EMULATOR, [(4, 2)] * 100, margin=0, algorithm="max")
+
+
+# -- refusals -----------------------------------------------------------------
+
+
+def one() -> torch.Tensor:
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"x": torch.zeros(4, 8, dtype=torch.float64)}, "bfloat16, not torch.float64"),
+        ({"x": torch.zeros(8, 4).t()}, r"element by element; got strides \(1, 4\) of .* \[4, 8\]"),
+        ({"x": torch.zeros(129, 8), "amax_value": None}, r"\[129, 8\] needs its amax"),
+        ({"x": torch.zeros(4, 8, 1)}, r"a matrix \[M, K\]; got the shape \(4, 8, 1\)"),
+        ({"dtype": DType.kFloat4E2M1}, "E4M3 and E5M2, not E2M1"),
+        (
+            {"row": torch.zeros(8, 4, dtype=torch.uint8)},
+            r"_rowwise_data contiguous, .*shape \(4, 8\); got",
+        ),
+        (
+            {"col": torch.zeros(4, 8, dtype=torch.uint8)},
+            r"_columnwise_data contiguous, .*shape \(8, 4\); got",
+        ),
+        ({"row": torch.zeros(4, 8)}, "torch.uint8 .*got torch.float32"),
+        ({"scale_inv": torch.zeros(2)}, r"scale_inv .*shape \(1,\); got"),
+        ({"amax_value": torch.zeros(1, dtype=torch.bfloat16)}, "an amax or scale .*torch.float32"),
+    ],
+)
+def test_a_launcher_refuses_tensors_that_it_does_not_support(
+    change: dict[str, Any], words: str
+) -> None:
+    row = torch.zeros(change.get("x", torch.zeros(4, 8)).shape[:2], dtype=torch.uint8)
+    arguments = {"x": torch.zeros(4, 8), "dtype": E4M3, "amax_value": one()}
+    arguments |= {"row": row, "scale_inv": one(), **change}
+    x, dtype, amax = (arguments.pop(name) for name in ("x", "dtype", "amax_value"))
+    with pytest.raises(InputError, match=f"FP8 quantize .*{words}"):
+        fp8_scaling.quantize(fp8_format(dtype), x, buffers(**arguments), amax_value=amax)
+
+
+@pytest.mark.parametrize(
+    ("histories", "algorithm", "words"),
+    [
+        ([torch.zeros(4, 1)], "median", "got amax algorithm 'median'"),
+        ([torch.zeros(4, 1)] * 2, "max", "got 2 amax histories, 1 scales, 1 maxima and 1 amaxes"),
+        ([torch.zeros(4, 2)], "max", r"a scale contiguous, .*shape \(2,\)"),
+        ([torch.zeros(1, 4).t()[:, :1][::2]], "max", "an amax history contiguous"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(
+    histories: list[torch.Tensor], algorithm: str, words: str
+) -> None:
+    with pytest.raises(InputError, match=words):
+        fp8_scaling.update_delayed(histories, [one()], [one()], algorithm=algorithm)

@@ -1,0 +1,56 @@
+"""Samples of parametrised tests: which combinations a run without ``--full`` has."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from paths import TESTS
+from samples import sample
+
+pytest_plugins = ["pytester"]
+
+
+def test_of_three_columns_each_pair_of_values_occurs() -> None:
+    rows = list(itertools.product("abcd", range(3), ("x", "y", "z"), (False, True)))
+    taken = [rows[i] for i in sample(rows)]
+    for columns in itertools.combinations(range(4), 2):
+        pairs = [{tuple(row[c] for c in columns) for row in some} for some in (rows, taken)]
+        assert pairs[0] == pairs[1]
+    assert 12 <= len(taken) <= 18
+
+
+def test_of_two_columns_each_value_occurs_as_often_as_others() -> None:
+    rows = list(itertools.product("abcdef", "xyz"))
+    taken = [rows[i] for i in sample(rows)]
+    assert sorted(first for first, _ in taken) == list("abcdef")
+    assert sorted(second for _, second in taken) == list("xxyyzz")
+
+
+def test_rows_of_one_column_and_rows_that_are_longer_than_others_are_taken() -> None:
+    assert sample([[name] for name in "abc"]) == [0, 1, 2]
+    assert sample([["f", "mxfp8"], ["f", "nvfp4"], ["g"], ["h", "nvfp4"]]) == [0, 2, 3]
+    assert sample([]) == []
+
+
+def test_a_run_has_the_sample_unless_all_or_one_is_asked_for(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest((TESTS / "conftest.py").read_text())
+    pytester.makeini(f"[pytest]\nmarkers = sampled\npythonpath = {TESTS / 'cases'}\n")
+    pytester.makepyfile(
+        "import pytest\n"
+        "marks = [pytest.mark.parametrize(name, range(3)) for name in 'ab']\n"
+        "@pytest.mark.sampled\n@marks[0]\n@marks[1]\ndef test_x(a, b):\n    pass\n"
+        "@marks[0]\n@marks[1]\ndef test_y(a, b):\n    pass\n"
+        "@pytest.mark.sampled\n"
+        "@pytest.mark.parametrize('case', ['f [x]', 'f [y]', 'g [y]', 'h'])\n"
+        "def test_z(case):\n    pass\n"
+    )
+    name = "test_a_run_has_the_sample_unless_all_or_one_is_asked_for.py"
+    for options, passed in (
+        ((), 3 + 9 + 3),
+        (("--full",), 9 + 9 + 4),
+        ((f"{name}::test_x",), 9),
+        (("-k", "test_x"), 9),
+    ):
+        run = pytester.runpytest_subprocess(*options)
+        assert run.parseoutcomes()["passed"] == passed

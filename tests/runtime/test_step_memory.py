@@ -1,0 +1,152 @@
+"""What a training step holds at its peak, counted: what it must hold at once, and nothing else.
+
+Kernels' buffers are allocated as on a GPU and nothing is launched, so that temporaries of plain
+torch's arithmetic, which kernels do not have, are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models
+import pytest
+import torch
+from normalization_cases import Recorder
+from paths import BENCHMARKS
+from test_quantized_gemm import stand_in_for_hopper
+
+import fuser
+from fuser.cuda import launch
+from fuser.gemm import native
+from fuser.recipe import Float8BlockScaling, Float8CurrentScaling, Recipe
+
+sys.path.append(str(BENCHMARKS))
+
+import memory_meter
+
+T, H, F = 2048, 1024, 3584
+BF16 = 2
+
+
+class _Idle(Recorder):
+    """Takes a CPU's tensors too, and runs nothing."""
+
+    device_type = "cpu"
+
+    def refusal(self) -> str | None:
+        return None
+
+
+def scaled_mm(a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """The output of torch's quantized product, empty."""
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=options["out_dtype"])
+
+
+@pytest.fixture
+def idle() -> Iterator[None]:
+    with stand_in_for_hopper(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "scaled_mm", scaled_mm)
+        patch.setattr(launch, "backend", _Idle())
+        # What is listened to is launched one by one, and never cached.
+        patch.setattr(launch.recording, "listener", lambda *launched: None)
+        yield
+
+
+def peak(model: torch.nn.Module, width: int, recipe: Recipe | None = None) -> int:
+    """Bytes beyond parameters, input and its gradient's seed, in a step that makes gradients."""
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(T, width, dtype=dtype, requires_grad=True)
+    dy = torch.randn(T, width, dtype=dtype)
+
+    def step() -> None:
+        with fuser.autocast(recipe=recipe) if recipe else contextlib.nullcontext():
+            y = model(x)
+        y.backward(dy)
+
+    for _ in range(2):
+        step()
+        for tensor in (x, *model.parameters()):
+            tensor.grad = None
+    return memory_meter.measure({"step": step}, "cpu")["step"].peak
+
+
+def gelu_block() -> fuser.Sequential:
+    return models.mlp(H, F, randomized=False, dtype=torch.bfloat16)
+
+
+def swiglu_block() -> fuser.Sequential:
+    like: dict[str, Any] = {"dtype": torch.bfloat16}
+    return fuser.Sequential(
+        fuser.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False),
+        fuser.RMSNorm(H, **like),
+        fuser.Linear(H, 2 * F, bias=False, **like),
+        fuser.SwiGLU(),
+        fuser.Linear(F, H, bias=False, **like),
+        fuser.AddExtraInput().set_extra_input_channel(0, "residual"),
+    )
+
+
+# In each the peak is in the backward of the activation: its input, dy and dx, the gradient of the
+# second weight, and y, which the caller holds. The gradient of the first weight reads what the norm
+# wrote; its x is the caller's. In FP8 dx has two copies, and there is one of what went into the
+# first GEMM and one of its weight.
+GELU = BF16 * (3 * T * F + F * H + T * H)
+SWIGLU = BF16 * (5 * T * F + F * H + T * H) + BF16 * T * H
+GELU_IN_FP8 = BF16 * (2 * T * F + F * H + T * H) + 2 * T * F + H * F + T * H
+SWIGLU_IN_FP8 = BF16 * (3 * T * F + F * H + T * H) + 4 * T * F + 2 * H * F + T * H
+# Statistics and scales; parts of the gradient of a bias, which at T 8192 and F 14336 are 1%.
+FEW, PARTS = 0.02, 0.07
+
+
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize(
+    ("block", "recipe", "expected", "more"),
+    [
+        (gelu_block, None, GELU, PARTS),
+        (swiglu_block, None, SWIGLU, FEW),
+        (gelu_block, Float8CurrentScaling(), GELU_IN_FP8, PARTS),
+        (gelu_block, Float8BlockScaling(), GELU_IN_FP8, PARTS),
+        (swiglu_block, Float8CurrentScaling(), SWIGLU_IN_FP8, FEW),
+    ],
+)
+def test_a_block_holds_at_once_what_one_step_of_it_needs(
+    block: Callable[[], fuser.Sequential], recipe: Recipe | None, expected: int, more: float
+) -> None:
+    assert 1 <= peak(block(), H, recipe) / expected < 1 + more
+
+
+class _Residuals(torch.nn.Module):
+    """x + (x + b), again and again, in plain torch."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.biases = torch.nn.ParameterList(torch.zeros(width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for bias in self.biases:
+            x = x + (x + bias)
+        return x
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_channels_hold_nothing_after_their_last_reader(is_training: bool) -> None:
+    width, count = 64, 12
+    ops: list[torch.nn.Module] = []
+    for i in range(count):
+        ops += [
+            fuser.MakeExtraOutput().set_extra_output_channel(0, f"{i}", output_to_caller=False),
+            fuser.Bias(width),
+            fuser.AddExtraInput().set_extra_input_channel(0, f"{i}"),
+        ]
+    pipeline, plain = fuser.Sequential(*ops), _Residuals(count, width)
+    if is_training:
+        assert peak(pipeline, width) <= 1.02 * peak(plain, width)
+        return
+    x = torch.randn(T, width)
+    phases = {"pipeline": lambda: pipeline(x), "plain": lambda: plain(x)}
+    with torch.no_grad():
+        used = memory_meter.measure(phases, "cpu")
+    assert used["pipeline"].peak <= used["plain"].peak

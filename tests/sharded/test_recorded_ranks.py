@@ -1,0 +1,74 @@
+"""Recorded passes that communicate: bits and collectives of the plan's own code, on two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import results_of
+from recorded_ranks_cases import RECIPES, cases
+
+CHANGES = ("plain", "other_layouts_on_rank", "other_groups")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    return results_of(cases, tmp_path_factory.mktemp("ranks"))
+
+
+def checked(results: dict[str, list[Any]], name: str) -> list[dict[str, Any]]:
+    for each in results[name]:
+        assert isinstance(each, dict), each[1]
+    return results[name]
+
+
+def check(results: dict[str, list[Any]], name: str, *, least: int) -> None:
+    for each in checked(results, name):
+        assert each["same"], name
+        assert each["sent"], name
+        assert each["count"], name
+        assert each["plays"] >= least, (name, each)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("has_shards", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_replays_of_a_parallel_mlp_have_the_bits_and_collectives_of_the_plans_own_code(
+    results: dict[str, list[Any]], recipe: str, has_shards: bool, change: str
+) -> None:
+    """Also where one rank replays and the other one records, or after the group has changed."""
+    check(results, f"mlp {recipe} {has_shards} {change}", least=4 if change == "plain" else 1)
+
+
+def test_replays_of_ops_that_communicate_have_the_bits_of_the_plans_own_code(
+    results: dict[str, list[Any]],
+) -> None:
+    check(results, "ops", least=4)
+
+
+@pytest.mark.parametrize("recipe", ["none", "current", "mxfp8"])
+def test_replays_of_experts_with_a_capacity_have_the_bits_of_the_plans_own_code(
+    results: dict[str, list[Any]], recipe: str
+) -> None:
+    check(results, f"experts {recipe}", least=4 if recipe == "none" else 0)
+
+
+def test_experts_whose_numbers_of_rows_are_read_are_not_replayed(
+    results: dict[str, list[Any]],
+) -> None:
+    check(results, "experts without a capacity", least=0)
+    assert all(each["plays"] == 0 for each in checked(results, "experts without a capacity"))
+
+
+def test_a_replay_says_that_its_group_has_been_destroyed(results: dict[str, list[Any]]) -> None:
+    for each in checked(results, "destroyed"):
+        assert each["backward"].startswith("The backward of BasicLinear communicates over")
+        assert "has been destroyed" in each["forward"]
+
+
+def test_ranks_that_differ_from_a_replay_all_raise_on_a_cpu(
+    results: dict[str, list[Any]],
+) -> None:
+    first, second = checked(results, "differ")
+    assert first == second
+    assert "BasicLinear(128, 128) communicates, and its ranks differ" in first["error"]
