@@ -92,6 +92,15 @@ def is_checkpointed_forward() -> bool:
     return _may_be_in_function() and bool(_surroundings(None)[1])
 
 
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint of torch keeps, or discards, what is saved for a backward now."""
+    hooks = saved_tensor_hooks(True)
+    codes = None if hooks is None else _known_codes()
+    if hooks is None or codes is None:
+        return False
+    return codes.frame_of(hooks) is not None or codes.are_of_recomputation(hooks)
+
+
 def _may_be_in_function() -> bool:
     """Whether the forward of an autograd function may be running.
 

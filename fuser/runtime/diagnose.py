@@ -234,6 +234,23 @@ TRANSFORMS = {
 """Transforms of torch.func that cannot contain a pipeline, and alternatives."""
 
 
+def refuse_second_derivative() -> NoReturn:
+    """Refuse a backward with ``create_graph=True`` before it runs.
+
+    A gradient that it returned would look like a constant to a second derivative.
+
+    Raises
+    ------
+    StateError
+        Always.
+    """
+    raise StateError(
+        "A fuser pipeline cannot be differentiated twice, and this backward was asked for with "
+        "create_graph=True: the backward runs fused operations that have no derivative of their "
+        "own. Compute this part with plain torch modules if you need second derivatives."
+    )
+
+
 def refuse_transform() -> NoReturn:
     """Raise an error that names the transform around a pipeline; forward_ad if there is none."""
     transform = "torch.autograd.forward_ad: use backward mode, or a torch module here"

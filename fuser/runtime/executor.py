@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fuser.communication import WeakGroup, finished
-from fuser.errors import StateError
 from fuser.op import BasicOperation, FusibleOperation, autocast_dtype
 from fuser.plan.graph import Source
 from fuser.plan.parameter_slots import find_slots
@@ -27,18 +26,19 @@ from fuser.precision.delayed_scaling import (
     evaluation,
     record_until_backward_ends,
 )
-from fuser.precision.recomputation import is_checkpointed_forward
+from fuser.precision.recomputation import is_checkpointed_forward, is_in_checkpoint
 from fuser.recipe import DelayedScaling
 from fuser.runtime.codegen import WHOLE, Neighbours, PlanCodegen, PlannedOps
 from fuser.runtime.diagnose import (
     check_grad_shapes,
     refuse_other_kinds,
     refuse_output,
+    refuse_second_derivative,
     refuse_transform,
 )
 from fuser.runtime.gradient_paths import accumulating_leaf, of_reached, readers
 from fuser.runtime.known_parameters import ParameterLayout
-from fuser.runtime.recorded import RecordedPasses, is_recordable
+from fuser.runtime.recorded import RecordedPasses, is_recordable, put_together, taken_apart
 from fuser.source import compiled
 from fuser.specs import OpKey, PlanKey
 from fuser.tensors import QuantizedTensor
@@ -292,6 +292,9 @@ class _PipelineFunction(torch.autograd.Function):
         run, extra_inputs, kwargs, layout = call
         results = run.run(input_, params_and_extra_inputs, extra_inputs, kwargs, layout)
         output, produced, op_ctxs, saved, ends, specs = results
+        parts = None
+        if ends is not None and run.recorded is not None and is_in_checkpoint():
+            parts, saved = taken_apart(saved)
         ctx.to_save = saved  # the only effect of save_for_backward, without the 0.4 us of its call
         ctx.materialize_grads = False  # as set_materialize_grads
         conditions, kept = UNQUANTIZED, None
@@ -300,14 +303,14 @@ class _PipelineFunction(torch.autograd.Function):
             conditions = current_state()
             if conditions.group is not None:
                 conditions = conditions._replace(group=WeakGroup(conditions.group))
-            if ends is not None:
+            if ends is not None and parts is None:
                 kept = _kinds(saved)
             if run.is_delayed:
                 # The current states: loading a checkpoint before the backward replaces them.
                 states = [
                     op._delayed["backward"] for op in run.grad_readers if "backward" in op._delayed
                 ]
-        ctx.call = (run, op_ctxs, ends, specs, conditions, kept, states)
+        ctx.call = (run, op_ctxs, ends, specs, conditions, kept, parts, states)
         if not run.returned:
             return output if output._base is None else _for_caller(output, input_)
         outputs = [_for_caller(output, input_)]
@@ -327,15 +330,8 @@ class _PipelineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if _is_grad_enabled():
-            # Refused at once: a gradient returned here would look like a constant to a
-            # second derivative, which would then be zero.
-            raise StateError(
-                "A fuser pipeline cannot be differentiated twice, and this backward was asked for "
-                "with create_graph=True: the backward runs fused operations that have no "
-                "derivative of their own. Compute this part with plain torch modules if you need "
-                "second derivatives."
-            )
-        run, op_ctxs, ends, specs, conditions, kept, states = ctx.call
+            refuse_second_derivative()
+        run, op_ctxs, ends, specs, conditions, kept, parts, states = ctx.call
         key = run.key
         if is_any_autocast_enabled() and autocast_dtype(key.device) is not key.autocast_dtype:
             # Backward runs in the dtypes of the forward, as torch documents for autocast.
@@ -344,23 +340,17 @@ class _PipelineFunction(torch.autograd.Function):
         if not _PLAIN.issuperset(map(type, grad_outputs)):
             grad_outputs = tuple(map(finished, grad_outputs))
             if grad_outputs[0] is None:
-                return of_reached(
-                    lambda dy: _PipelineFunction.backward(ctx, dy, *grad_outputs[1:]),
-                    grad_outputs[1:],
-                    [run.places[n][0] for n in run.returned],
-                    specs,
-                    run.readers,
-                )
+                return _without_main_gradient(ctx, run, specs, grad_outputs[1:])
         grad_extras: list[torch.Tensor | None] | None = None
         if specs:
             grad_extras = [None] * len(run.places)
             for n, grad in zip(run.returned, grad_outputs[1:], strict=True):
                 grad_extras[n] = grad
         saved = ctx.saved_tensors
-        if kept is not None:
-            found = _kinds(saved)
-            if found != kept:
-                refuse_other_kinds(run.ops, run.saving, ends, kept, found)
+        if parts is not None:
+            saved = put_together(parts, saved)
+        if kept is not None and (kinds := _kinds(saved)) != kept:
+            refuse_other_kinds(run.ops, run.saving, ends, kept, kinds)
         owners = {
             i: tuple([p and accumulating_leaf(ctx.next_functions[p]) for p in positions])
             for i, positions in run.accumulating
@@ -403,6 +393,19 @@ class _PipelineFunction(torch.autograd.Function):
             for op_ctx in op_ctxs if ends is not None else ():
                 op_ctx.saved_tensors = None
             raise
+
+
+def _without_main_gradient(
+    ctx: Any, run: CompiledPlan, specs: Any, grad_extras: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients if extra outputs alone have one."""
+    return of_reached(
+        lambda dy: _PipelineFunction.backward(ctx, dy, *grad_extras),
+        grad_extras,
+        [run.places[n][0] for n in run.returned],
+        specs,
+        run.readers,
+    )
 
 
 _PLAIN = frozenset([torch.Tensor])

@@ -35,6 +35,7 @@ from fuser.precision.delayed_scaling import (
     note_uses,
     noting_uses,
 )
+from fuser.precision.recomputation import is_in_checkpoint
 from fuser.recipe import DelayedScaling
 from fuser.runtime.known_parameters import MOST_LAYOUTS, ParameterLayout
 from fuser.source import SourceCode
@@ -142,7 +143,8 @@ class RecordedPasses:
         :meth:`RecordedForward.run` records then. None if there is none, and the plan's own code
         must run.
         """
-        if launch.recording.listener is not None or saved_tensor_hooks(False) is not None:
+        is_hooked = saved_tensor_hooks(False) is not None and not is_in_checkpoint()
+        if is_hooked or launch.recording.listener is not None:
             return None
         reader = self._readers.get(extra_count)
         if reader is None:
@@ -431,7 +433,7 @@ class RecordedForward:
             held: list[torch.Tensor] = []
             recording = recording._replace(
                 contexts=list(zip(map(type, contexts), values, strict=True)),
-                saved=[_saved_as(tensor, held, sequence) for tensor in to_save],
+                saved=[_recorded_as(tensor, held, sequence) for tensor in to_save],
                 ends=ends,
                 specs=specs,
                 versioned=[
@@ -445,7 +447,7 @@ class RecordedForward:
         buffers: list[torch.Tensor] = []
         for place, before in enumerate(keywords.before):
             if (made := before.made()) is not None:
-                parts = [_saved_as(tensor, buffers, sequence) for tensor in as_list(made.made)]
+                parts = [_recorded_as(tensor, buffers, sequence) for tensor in as_list(made.made)]
                 is_list = isinstance(made.made, list)
                 recording.keeps.append(_Keeps(place, made.how, parts, is_list))
         sequence.result = slotted((*kept, buffers) if recording.keeps else kept)
@@ -528,7 +530,7 @@ class RecordedForward:
         for i, weights in owners.items():
             contexts[i].main_grad_owners = weights
         inputs = [*saved, *grads]
-        held = [tuple(_tensor(each, saved) for each in recording.saved)]
+        held = [put_together(recording.saved, saved)]
         saved.clear()
         args = (contexts, held, recording.ends, dx, grad_extras, recording.specs)
         is_new = layout is not None and found is None and _are_distinct(inputs)
@@ -550,19 +552,51 @@ class RecordedForward:
         return result
 
 
-def _saved_as(
-    tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
-) -> _Saved | int | None:
+def taken_apart(
+    saved: Iterable[torch.Tensor | None],
+) -> tuple[list[_Saved | int | None], tuple[torch.Tensor, ...]]:
+    """How to make saved tensors from others, and these: buffers of quantized tensors.
+
+    A checkpoint compares what a forward and its recomputation save. Either may be recorded, so
+    both save buffers.
+    """
+    held: list[torch.Tensor] = []
+    parts = [_saved_as(tensor, held) for tensor in saved]
+    return parts, tuple(held)
+
+
+def put_together(
+    saved: Iterable[_Saved | int | None], held: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """The tensors that were taken apart, over the buffers ``held``."""
+    return tuple([_tensor(each, held) for each in saved])
+
+
+def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> _Saved | int | None:
     """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
     if tensor is None:
         return None
-    if not isinstance(tensor, QuantizedTensor):
+    if not isinstance(tensor, QuantizedTensor) or not _is_buffers_alone(tensor):
         return _index(tensor, held)
-    if tensor._view_of is not None or tensor._source is not None:
-        sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
     buffers = {n: _index(b, held) for n, b in tensor.buffers().items() if b is not None}
     what = (tensor.shape, tensor.dtype, tensor.device, tensor._quantizer)
     return _Saved(type(tensor), buffers, *what, tensor._is_read_only)
+
+
+def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
+    """Whether a quantized tensor is neither a parameter nor refers to another tensor."""
+    references = (tensor._view_of, tensor._source, tensor._gathering)
+    return not any(references) and not isinstance(tensor, Parameter)
+
+
+def _recorded_as(
+    tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
+) -> _Saved | int | None:
+    """As a replay saves a tensor; ``sequence`` cannot be repeated if the tensor is not plain."""
+    saved = _saved_as(tensor, held)
+    if isinstance(saved, int) and isinstance(tensor, QuantizedTensor):
+        sequence.refusal = sequence.refusal or f"it saves {tensor}, which refers to another"
+    return saved
 
 
 def _tensor(saved: _Saved | int | None, held: Sequence[torch.Tensor]) -> torch.Tensor | None:

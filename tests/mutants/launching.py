@@ -187,9 +187,24 @@ LAUNCH_CACHE = (
     Mutant(
         "saved-tensor hooks do not get the tensors of a recorded forward",
         "runtime/recorded.py",
-        " or saved_tensor_hooks(False) is not None",
-        "",
+        "if is_hooked or launch",
+        "if launch",
         "test_recorded.py::test_saved_tensor_hooks_get_the_quantized_tensors",
+    ),
+    Mutant(
+        "a recorded forward in a checkpoint saves other tensors than its recomputation",
+        "runtime/executor.py",
+        " and is_in_checkpoint():",
+        " and not is_in_checkpoint():",
+        "test_recorded.py::test_checkpointed_blocks_have_the_bits_of_plain_ones",
+        select="current",
+    ),
+    Mutant(
+        "passes in checkpoints are not recorded",
+        "runtime/recorded.py",
+        " is not None and not is_in_checkpoint()\n",
+        " is not None\n",
+        "test_call_counts.py::test_a_warm_step_in_a_checkpoint_makes_few_calls",
     ),
     Mutant(
         "a view of a part of a tensor passes for the tensor",

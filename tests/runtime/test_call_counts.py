@@ -19,6 +19,7 @@ import pytest
 import torch
 from one_launch_experts import in_one_launch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fuser
 from fuser import recipe as recipes
@@ -181,6 +182,43 @@ def test_a_warm_step_makes_few_calls(name: str, recipe: str) -> None:
     found = (there.total(), back.total(), operations.count)
     assert all(one <= most for one, most in zip(found, MOST[name, recipe], strict=True)), (
         f"{found}; forward {there.most_common(15)}, backward {back.most_common(15)}"
+    )
+
+
+# Python calls of a forward in a checkpoint, and of its backward with the recomputation; the latter is
+# not recorded under delayed scaling, which has other scales by then. Without the frames of the stack.
+MOST_IN_CHECKPOINTS = {
+    "none": (28, 40),
+    "current": (37, 40),
+    "delayed": (65, 500),
+    "block": (37, 40),
+}
+
+
+@pytest.mark.parametrize("recipe", MOST_IN_CHECKPOINTS)
+def test_a_warm_step_in_a_checkpoint_makes_few_calls(recipe: str) -> None:
+    model, outputs = swiglu(), []
+    x = torch.randn(T, H, dtype=BF16, requires_grad=True)
+    dy = torch.randn(T, H, dtype=BF16)
+
+    def forward() -> None:
+        under: Any = contextlib.nullcontext()
+        if RECIPES[recipe] is not None:
+            under = fuser.autocast(recipe=RECIPES[recipe])
+        with under:
+            outputs[:] = [checkpoint(model, x, use_reentrant=False)]
+
+    def backward() -> None:
+        outputs.pop().backward(dy)
+
+    for _ in range(WARM_STEPS):
+        forward()
+        backward()
+    there, back = python_calls(forward), python_calls(backward)
+    totals = [calls.total() - calls["torch_private.py:frames"] for calls in (there, back)]
+    most = MOST_IN_CHECKPOINTS[recipe]
+    assert all(one <= bound for one, bound in zip(totals, most, strict=True)), (
+        f"{totals}; forward {there.most_common(15)}, backward {back.most_common(15)}"
     )
 
 
