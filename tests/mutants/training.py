@@ -529,8 +529,8 @@ RECOMPUTATION = (
     Mutant(
         "a saved tensor that comes back otherwise is not noticed",
         "runtime/executor.py",
-        "            if found != kept:\n",
-        "            if len(found) != len(kept):\n",
+        "(kinds := _kinds(saved)) != kept:\n",
+        "len(kinds := _kinds(saved)) != len(kept):\n",
         "test_recomputation.py::test_a_saved_tensor_that_comes_back_otherwise_is_named",
     ),
     Mutant(

@@ -185,8 +185,8 @@ def test_a_warm_step_makes_few_calls(name: str, recipe: str) -> None:
     )
 
 
-# Python calls of a forward in a checkpoint, and of its backward with the recomputation, which is not
-# recorded under delayed scaling: it has other scales by then. Without the frames of the stack.
+# Python calls of a forward in a checkpoint, and of its backward with the recomputation. The latter
+# is not recorded under delayed scaling: it has other scales by then. Without frames of the stack.
 MOST_IN_CHECKPOINTS = {
     "none": (28, 40),
     "current": (37, 40),

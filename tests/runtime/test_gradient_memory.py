@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_random_replays import OnTorch, patched
+from on_torch import OnTorch, patched
 
 import fuser
 from fuser.cuda import launch
