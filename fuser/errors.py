@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 P = ParamSpec("P")
 
@@ -121,16 +121,21 @@ def hint_of(name: str, argument: str) -> str:
     return f"{hint} {_other_names('hint_of', name, argument)}".strip()
 
 
-def explains_arguments(init: Callable[P, None]) -> Callable[P, None]:
+def explains_arguments(
+    init: Callable[P, None], done: Callable[[Any], None] | None = None
+) -> Callable[P, None]:
     """Decorator of an ``__init__``: a call with wrong arguments raises a sentence about them.
 
-    Only a call that fails costs more than one without this.
+    Only a call that fails costs more than one without this. ``done`` is called with the object when
+    its class's ``__init__`` is over.
     """
 
     @functools.wraps(init)
     def explained(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             init(*args, **kwargs)
+            if done is not None and type(args[0]).__init__ is explained:
+                done(args[0])
         except TypeError:
             cls = type(args[0])
             is_own = cls.__init__ is explained

@@ -41,6 +41,7 @@ def noting(name: str) -> Any:
     def register(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         handle = method(self, *args, **kwargs)
         module_calls.change()
+        self._describe()  # type: ignore[operator]
         return handle
 
     return register

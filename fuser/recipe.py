@@ -119,6 +119,21 @@ def _backward_override_from_environment() -> BackwardOverride | None:
     return cast("BackwardOverride | None", value)  # the recipe refuses another value
 
 
+MOST_KEYS = 1024
+_by_key: dict[str, Recipe] = {}
+
+
+def recipe_of_key(key: str) -> Recipe:
+    """One of the latest recipes with such contents.
+
+    Raises
+    ------
+    KeyError
+        If there is none, or it has functions of the user, as custom recipes.
+    """
+    return _by_key[key]
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Base of all recipes.
@@ -158,9 +173,17 @@ class Recipe:
     taken_params: ClassVar[tuple[str, ...]] = ()
     """The fields of QParams that the recipe's quantizers use."""
 
+    _key: ClassVar[str] = ""
+    """The contents as text, by which torch.compile compares recipes."""
+
     def __post_init__(self) -> None:
         self._refuse_absent()
         self._complete_params()
+        object.__setattr__(self, "_key", f"{type(self).__module__}.{self!r}")
+        if not self.custom():
+            while len(_by_key) >= MOST_KEYS:
+                _by_key.pop(next(iter(_by_key)), None)
+            _by_key[self._key] = self
         for name, values in self.accepted.items():
             if getattr(self, name) not in values:
                 listed = " or ".join(str(getattr(value, "name", repr(value))) for value in values)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from fuser.errors import InputError, InputTypeError, explains_arguments, refuse_unknown
 from fuser.fused_ops import Linear
@@ -16,11 +17,11 @@ from fuser.module_calls import module_calls
 from fuser.op import CallResult, FusedOperation
 from fuser.plan.plan import FusionPlan
 from fuser.runtime.checks import check_keywords
+from fuser.runtime.compiled import traced_call
 from fuser.runtime.pipeline import checked_fusions
 from fuser.runtime.segment import Keywords
 from fuser.runtime.segments import Segments
 from fuser.torch_private import (
-    breaks_graph,
     global_backward_hooks,
     global_backward_pre_hooks,
     global_forward_hooks,
@@ -121,7 +122,7 @@ class Sequential(torch.nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines refer to ops; a copy builds its own pipelines.
         own = self.__dict__.items()
-        return {k: v for k, v in own if k not in ("_segments", "_segments_lock")}
+        return {k: v for k, v in own if k not in ("_segments", "_segments_lock", "_trace")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -160,7 +161,6 @@ class Sequential(torch.nn.Sequential):
             op_kwargs: OpKwargs | None = None,
         ) -> CallResult: ...
 
-    @breaks_graph
     def forward(
         self,
         input: torch.Tensor,
@@ -194,6 +194,10 @@ class Sequential(torch.nn.Sequential):
             If ``op_kwargs`` is not a dict of dicts, or an op does not accept its arguments, or
             there is any other keyword argument.
         """
+        if is_compiling():
+            given = {} if op_kwargs is None else {"op_kwargs": op_kwargs}
+            traced: CallResult = traced_call(self, input, extra_inputs, given | unknown)
+            return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", Sequential.forward, unknown)
         modules, _, only, version = self._segments

@@ -9,6 +9,7 @@ no other file uses such names. Elsewhere are the methods and tables that a subcl
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 from collections.abc import Callable, Iterator
@@ -230,6 +231,57 @@ def breaks_graph(function: Function) -> Function:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Decorator: Dynamo calls ``function`` while it traces, and takes the result for a constant.
+
+    As ``torch._dynamo.assume_constant_result``, whose import takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def call_while_tracing(function: Callable[[Any], None], subject: Any) -> None:
+    """In traced code: Dynamo calls ``function`` with :func:`traced_subject` of its argument.
+
+    It does so once, while it traces, and guards on nothing of ``subject``.
+    """
+    from torch._dynamo.comptime import comptime
+
+    comptime(function)
+
+
+def traced_subject(context: Any) -> Any:
+    """The object that :func:`call_while_tracing` was given."""
+    return context.get_local("subject")._ComptimeVar__variable.value
+
+
+def graph_break(reason: str) -> None:
+    """In traced code: end the graph here; an error with this reason under ``fullgraph=True``."""
+    import torch._dynamo
+
+    torch._dynamo.graph_break(msg=reason)
+
+
+@contextlib.contextmanager
+def outside_fake_mode() -> Iterator[None]:
+    """Context in which tensors are real, inside a function that is being traced."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with unset_fake_temporarily(), _disable_current_modes():
+        yield
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A size, or of a symbolic one that which was traced."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors, real or fake, are in one storage."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 # -- the Python stack --------------------------------------------------------------------

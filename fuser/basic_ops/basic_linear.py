@@ -244,7 +244,7 @@ class BasicLinear(LinearWeight):
         if self._parallel is not None:
             self._check_features(x.shape)
             x = plain(x, ctx.autocast_dtype or weight.dtype)
-        wants_grad = weight.requires_grad
+        wants_grad = ctx.params_require_grad[0]
         if ctx.autocast_dtype is not None:
             weight = cast(weight, ctx.autocast_dtype)  # type: ignore[assignment]
         if x.dtype is not weight.dtype:
@@ -345,11 +345,11 @@ class BasicLinear(LinearWeight):
         dtype = ctx.compute_dtype = ctx.autocast_dtype or weight.dtype
         quantizers: OperandQuantizers | None = ctx.operand_quantizers
         if quantizers is None or quantizers[0] is not self:
-            quantizers = self._quantizers_of_call(ctx, weight.requires_grad)
+            quantizers = self._quantizers_of_call(ctx, ctx.params_require_grad[0])
         _, input_quantizer, weight_quantizer, _ = quantizers
         gather = None
         if self._parallel is not None:
-            wants_wgrad = ctx.requires_grad and weight.requires_grad
+            wants_wgrad = ctx.requires_grad and ctx.params_require_grad[0]
             gather = self._start_gather(ctx, input_, dtype, input_quantizer, wants_wgrad)
         qx = quantized(input_, dtype, input_quantizer) if gather is None else input_
         qw = self._quantized_weight(weight, dtype, weight_quantizer, is_first_microbatch)
@@ -360,7 +360,7 @@ class BasicLinear(LinearWeight):
             _, ctx.input_quantizer, ctx.weight_quantizer, ctx.grad_output_quantizer = quantizers
             is_new = is_first_microbatch is None and not isinstance(weight, QuantizedTensor)
             ctx.to_save = LinearSaved(
-                self._saved_input(ctx, input_, qx, gather) if weight.requires_grad else None,
+                self._saved_input(ctx, input_, qx, gather) if ctx.params_require_grad[0] else None,
                 self._saved_weight(ctx, weight, qw, is_new) if ctx.input_requires_grad else None,
             )
             if not ctx.input_requires_grad or ctx.backward_override == "high_precision":

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from fuser.cuda import module
 from fuser.cuda.arguments import encode
@@ -138,8 +140,11 @@ class Kernel:
             If the source has no such kernel, or a user's source does not compile.
         """
         if 0 not in launch.grid:
-            if recording.listener is not None and not self.has_tensor_maps:
-                recording.listener(self, launch, args)
+            if recording.listener is not None:
+                if recording.is_dry:
+                    return
+                if not self.has_tensor_maps:
+                    recording.listener(self, launch, args)
             backend.run(self, launch, args)
 
 
@@ -159,6 +164,35 @@ class _Recording(threading.local):
     listener: Callable[[Kernel, Launch, tuple[Any, ...]], None] | None = None
     """Called at each launch; None without a recording."""
     recorder: Recorder | None = None
+    is_dry = False
+    """Whether launches do nothing: tensors are fake."""
+
+
+class _Addresses(TorchFunctionMode):
+    """Fake tensors have the addresses of whole allocations."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.data_ptr:
+            tensor = args[0]
+            return FAKE_ADDRESS + tensor.storage_offset() * tensor.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+FAKE_ADDRESS = 1 << 20
+
+
+@contextlib.contextmanager
+def dry_run() -> Iterator[None]:
+    """Context in which this thread launches nothing and records nothing: its tensors are fake."""
+    outer = recording.listener, recording.is_dry
+    recording.listener, recording.is_dry = (lambda *_: None), True
+    try:
+        with _Addresses():
+            yield
+    finally:
+        recording.listener, recording.is_dry = outer
 
 
 def call_each_time(function: Callable[..., Result], *args: Any) -> Result:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.compiler import is_compiling
 
 from fuser.communication import GroupArgument
 from fuser.errors import StateError
@@ -24,7 +25,7 @@ from fuser.precision.quantizer_for import make_quantizer, role_format
 from fuser.recipe import CustomRecipe, DelayedScaling, Recipe, fp8_dtype
 from fuser.specs import Collective, PlanKey, QuantSpec, TensorSpec
 from fuser.tensors import QuantizedTensor, Quantizer
-from fuser.torch_private import breaks_graph, gradient_hooks
+from fuser.torch_private import gradient_hooks
 
 # An op keeps the quantizers of this many recipes; a pipeline keeps as many plans.
 MAX_RECIPES = 256
@@ -530,7 +531,6 @@ class BasicOperation(ChannelBindings, FusibleOperation):
             f"{self.num_extra_outputs} extra outputs, so it must implement {prefix}_{side}."
         )
 
-    @breaks_graph
     def forward(
         self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
@@ -539,6 +539,10 @@ class BasicOperation(ChannelBindings, FusibleOperation):
         Here a channel has no other end, so an extra input or output that is bound to a channel is
         an ordinary one of this call.
         """
+        if is_compiling():
+            traced: torch.Tensor | tuple[torch.Tensor, ...]
+            traced = type(self).traced_call(self, input, extra_inputs, kwargs)
+            return traced
         result: torch.Tensor | tuple[torch.Tensor, ...] = self._own_pipeline()(
             input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None
         )

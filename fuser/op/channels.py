@@ -41,7 +41,8 @@ class ChannelBindings:
             raise InputTypeError(
                 f"output_to_caller of channel {name!r} is True or False; got {output_to_caller!r}."
             )
-        self._output_channels[index] = (name, output_to_caller)
+        # A new dict, because setting it counts as a change of the op.
+        self._output_channels = {**self._output_channels, index: (name, output_to_caller)}
         return self
 
     def set_extra_input_channel(self, index: int, name: str) -> Self:
@@ -50,7 +51,7 @@ class ChannelBindings:
         Returns the op itself. Raises as :meth:`set_extra_output_channel`.
         """
         self._check_channel("input", index, self.num_extra_inputs, name)
-        self._input_channels[index] = name
+        self._input_channels = {**self._input_channels, index: name}
         return self
 
     def returns_extra_output(self, index: int) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
+from torch.compiler import is_compiling
 
 from fuser.errors import InputError, StateError, refuse_unknown
 from fuser.op.fusible import FusibleOperation
 from fuser.specs import QuantSpec
 from fuser.tensors import Quantizer
-from fuser.torch_private import breaks_graph
 
 
 class _FixedOps(torch.nn.ModuleList):
@@ -162,7 +162,6 @@ class FusedOperation(FusibleOperation):
         for op in self.members:
             op.pre_fuser_forward(requires_grad=requires_grad)
 
-    @breaks_graph
     def forward(
         self,
         input: torch.Tensor,
@@ -175,6 +174,11 @@ class FusedOperation(FusibleOperation):
         A basic op with hooks is called as a module. An extra input or output whose channel has no
         other end among these ops is an ordinary one of this call.
         """
+        if is_compiling():
+            given = {"basic_op_kwargs": basic_op_kwargs} if basic_op_kwargs else {}
+            traced: torch.Tensor | tuple[torch.Tensor, ...]
+            traced = type(self).traced_call(self, input, extra_inputs, given | unknown)
+            return traced
         if unknown:
             refuse_unknown(f"The call of a {type(self).__name__}", FusedOperation.forward, unknown)
         segments = self._own_segments()

@@ -13,6 +13,7 @@ from fuser.errors import StateError, explains_arguments
 from fuser.module_calls import module_calls, noting
 from fuser.op.context import OperationContext
 from fuser.op.step import Contexts, Grads, StepGrads, StepInputs, StepOutputs, Tensors, rows
+from fuser.op.structure import structure_of
 from fuser.specs import PlanKey
 from fuser.tensors import Quantizer
 
@@ -67,6 +68,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     __slots__ = ("_runner",)
     _runner: Any
     runner_of: ClassVar[Callable[[Any, Any], Any]]
+    traced_call: ClassVar[Callable[[Any, Any, Any, Any], Any]]
     quantizer_view: ClassVar[Callable[[Any, Any], Any]]
     is_external: ClassVar[bool] = False
     """Whether code outside this library runs in the op's forward or backward."""
@@ -91,6 +93,10 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         tensors = (self.__dict__.get(kept, ()) for kept in ("_parameters", "_buffers"))
         if is_change and not any(name in kept for kept in tensors):
             self._count_change()
+            if name == "training":  # graphs read it apart
+                return
+        if is_change and "_structure" in self.__dict__:
+            self._describe()
         if name in METHODS:
             module_calls.change()
 
@@ -100,11 +106,13 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
         modules = {getattr(method, "__module__", None) or __name__ for method in methods}
         cls.is_external = any(module.partition(".")[0] != "fuser" for module in modules)
         if "__init__" in cls.__dict__ and cls.__module__.partition(".")[0] == "fuser":
-            type.__setattr__(cls, "__init__", explains_arguments(cls.__dict__["__init__"]))
+            init = explains_arguments(cls.__dict__["__init__"], FusibleOperation._describe)
+            type.__setattr__(cls, "__init__", init)
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self._count_change()
+        self._describe()
         if name in METHODS:
             module_calls.change()
 
@@ -115,6 +123,10 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def _count_change(self) -> None:
         # Recorded passes are valid as long as this is the same.
         self.__dict__["_changes"] = next(_changes)
+
+    def _describe(self) -> None:
+        # Graphs of torch.compile are valid as long as this is the same.
+        self.__dict__["_structure"] = structure_of(self)
 
     def has_own_methods(self) -> bool:
         """Whether methods that run this op were set on the object."""
@@ -218,6 +230,7 @@ class FusibleOperation(torch.nn.Module, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._count_change()
+        self._describe()
 
 
 def runs_ops_alone(function: Callable[[Any, Any], Any]) -> None:
@@ -226,6 +239,14 @@ def runs_ops_alone(function: Callable[[Any, Any], Any]) -> None:
     It is called with the op, and with the runner that the op had before or None.
     """
     FusibleOperation.runner_of = staticmethod(function)
+
+
+def traces_ops(function: Callable[[Any, Any, Any, Any], Any]) -> None:
+    """Register what torch.compile traces for the call of an op alone, in a later package.
+
+    It is called with the op, the input, the extra inputs and the keyword arguments.
+    """
+    FusibleOperation.traced_call = staticmethod(function)
 
 
 def shows_quantizers(function: Callable[[Any, Any], Any]) -> None:

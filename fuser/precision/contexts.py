@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from fuser.communication import GroupArgument, resolved
 from fuser.errors import InputTypeError, refuse_unknown
@@ -32,6 +33,26 @@ def default_recipe() -> Recipe:
 _active_recipe: ContextVar[Recipe | None] = ContextVar("fuser_recipe", default=None)
 current_recipe = _active_recipe.get
 """The recipe of the innermost :class:`autocast`, or None outside one."""
+
+
+# -- torch.compile --------------------------------------------------------------
+
+# Dynamo cannot read a ContextVar, so it guards on this: the key of the recipe that was set last, by
+# whichever thread.
+_recipe_key = ""
+INSIDE = "inside "
+"""The beginning of the key of a recipe that was entered in a graph, whatever its callers use."""
+
+
+def recipe_key_here() -> str:
+    """The key of the recipe in effect, for code that Dynamo traces; empty without one."""
+    return _recipe_key
+
+
+def use_autocast() -> None:
+    """Note that data may be quantized in this process."""
+    global is_autocast_used
+    is_autocast_used = True
 
 
 # -- steps --------------------------------------------------------------------
@@ -163,6 +184,7 @@ class autocast(contextlib.ContextDecorator):
             amax_reduction_group = resolved("autocast", amax_reduction_group)
         self.amax_reduction_group = amax_reduction_group
         self.recipe = (recipe or default_recipe()) if enabled else None
+        self._key = "" if self.recipe is None else self.recipe._key
 
     def __call__(self, func: Function) -> Function:
         """``func``, with every call run in this context."""
@@ -179,8 +201,12 @@ class autocast(contextlib.ContextDecorator):
         return super().__call__(func)
 
     def __enter__(self) -> None:
-        global is_autocast_used
+        global is_autocast_used, _recipe_key
+        if is_dynamo_compiling():
+            self._outer_key, _recipe_key = _recipe_key, INSIDE + self._key
+            return
         is_autocast_used = True
+        _recipe_key = self._key
         scopes = _scopes.get()
         regions = scopes[-1].regions if scopes else _Regions()
         scope = _AutocastFrame(
@@ -190,6 +216,10 @@ class autocast(contextlib.ContextDecorator):
         _active_recipe.set(self.recipe)
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        global _recipe_key
+        if is_dynamo_compiling():
+            _recipe_key = self._outer_key
+            return
         scopes = _scopes.get()
         place = len(scopes) - 1
         while place >= 0 and scopes[place].owner is not self:
@@ -202,6 +232,8 @@ class autocast(contextlib.ContextDecorator):
             inner = (replace(inner[0], outer_recipe=scope.outer_recipe), *inner[1:])
         else:
             _active_recipe.set(scope.outer_recipe)
+        active = current_recipe()
+        _recipe_key = "" if active is None else active._key
         left = (*scopes[:place], *inner)
         _scopes.set(left)
         if not left and exc_type is None and scope.regions.last is not None:

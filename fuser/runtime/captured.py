@@ -206,7 +206,16 @@ def _address(tensor: torch.Tensor) -> int:
 
 _ABSENT = object()
 # Compared by themselves; and the forward of a graphed op, which is that of its graph.
-_NOT_COMPARED = ("_changes", "_delayed", "_parameters", "_buffers", "_modules", "forward")
+_NOT_COMPARED = (
+    "_changes",
+    "_structure",
+    "_trace",
+    "_delayed",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "forward",
+)
 
 
 def _attributes_of(op: FusibleOperation) -> dict[str, object]:

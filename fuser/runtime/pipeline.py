@@ -486,6 +486,11 @@ def _keep(table: dict[Any, CompiledPlan], key: Any, run: CompiledPlan) -> None:
     table[key] = run
 
 
+def registered_fusions() -> RegisteredFusions:
+    """The functions that were registered as fusions until now."""
+    return _registered
+
+
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register ``func(ops, *, recipe) -> ops``, which may replace ops by forward-only fused ops.
 

@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn import Parameter
@@ -307,12 +307,16 @@ class _Saved(NamedTuple):
         return made
 
 
+Part: TypeAlias = "_Saved | int | None"
+"""How to make a saved tensor from others: the place of one, or those of its buffers."""
+
+
 class _Keeps(NamedTuple):
     """Quantized weights that a forward keeps: of one of :attr:`Keywords.before`."""
 
     place: int
     how: tuple[Any, ...]
-    made: list[_Saved | int | None]
+    made: list[Part]
     is_list: bool
 
     def keep(self, before: Sequence[KeptBefore], held: Sequence[torch.Tensor]) -> None:
@@ -328,7 +332,7 @@ class _Recording(NamedTuple):
     used: list[DelayedScales]
     """The states of delayed scaling that record in it, in their order."""
     contexts: list[tuple[type[OperationContext], dict[str, Any]]]
-    saved: list[_Saved | int | None]
+    saved: list[Part]
     """How to make each saved tensor from those that the sequence returns."""
     inputs: tuple[int, ...]
     """Of those that the sequence returns, the inputs: ``.data`` may give them another layout."""
@@ -524,7 +528,7 @@ class RecordedForward:
                 if weight is not None:
                     note_accumulation(weight)
             return result
-        contexts = [_context(*each) for each in recording.contexts]
+        contexts = [context_of(*each) for each in recording.contexts]
         for i, each in versions.items():
             contexts[i].versions = each
         for i, weights in owners.items():
@@ -554,7 +558,7 @@ class RecordedForward:
 
 def taken_apart(
     saved: Iterable[torch.Tensor | None],
-) -> tuple[list[_Saved | int | None], tuple[torch.Tensor, ...]]:
+) -> tuple[list[Part], tuple[torch.Tensor, ...]]:
     """How to make saved tensors from others, and these: buffers of quantized tensors.
 
     A checkpoint compares what a forward and its recomputation save. Either may be recorded, so
@@ -566,13 +570,13 @@ def taken_apart(
 
 
 def put_together(
-    saved: Iterable[_Saved | int | None], held: Sequence[torch.Tensor]
+    saved: Iterable[Part], held: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
     """The tensors that were taken apart, over the buffers ``held``."""
     return tuple([_tensor(each, held) for each in saved])
 
 
-def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> _Saved | int | None:
+def _saved_as(tensor: torch.Tensor | None, held: list[torch.Tensor]) -> Part:
     """How to make a saved tensor from the tensors in ``held``, to which its own are added."""
     if tensor is None:
         return None
@@ -591,7 +595,7 @@ def _is_buffers_alone(tensor: QuantizedTensor) -> bool:
 
 def _recorded_as(
     tensor: torch.Tensor | None, held: list[torch.Tensor], sequence: LaunchSequence
-) -> _Saved | int | None:
+) -> Part:
     """As a replay saves a tensor; ``sequence`` cannot be repeated if the tensor is not plain."""
     saved = _saved_as(tensor, held)
     if isinstance(saved, int) and isinstance(tensor, QuantizedTensor):
@@ -599,7 +603,7 @@ def _recorded_as(
     return saved
 
 
-def _tensor(saved: _Saved | int | None, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _tensor(saved: Part, held: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """A saved tensor, over other buffers."""
     if saved is None or isinstance(saved, int):
         return None if saved is None else held[saved]
@@ -654,7 +658,7 @@ def _index(tensor: torch.Tensor, held: list[torch.Tensor]) -> int:
     return len(held) - 1
 
 
-def _context(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
+def context_of(kind: type[OperationContext], attributes: dict[str, Any]) -> OperationContext:
     context = kind()
     context.to_save = context.saved_tensors = None
     context.__dict__.update(attributes)

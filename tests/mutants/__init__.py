@@ -5,6 +5,7 @@ tests that should notice, and says which did. ``tests/repository/test_mutants.py
 up to date with the sources.
 """
 
+from mutants.compiling import COMPILING
 from mutants.experts import EXPERTS
 from mutants.extending import EXTENDING
 from mutants.graphs import GRAPHS
@@ -25,6 +26,7 @@ from mutants.training import DELAYED_SCALING, KEPT_WEIGHTS, RECOMPUTATION, STATE
 AREAS: dict[str, tuple[Mutant, ...]] = {
     "launch cache": LAUNCH_CACHE,
     "graphed callables": GRAPHS,
+    "pipelines in torch.compile": COMPILING,
     "kept weights": KEPT_WEIGHTS,
     "delayed scaling": DELAYED_SCALING,
     "recomputation": RECOMPUTATION,

@@ -178,9 +178,9 @@ CHANNELS = (
     Mutant(
         "a method that is deleted from an op runs on",
         "op/fusible.py",
-        "        self._count_change()\n        if name in METHODS:\n"
+        "        self._describe()\n        if name in METHODS:\n"
         "            module_calls.change()\n\n    def impl",
-        "        self._count_change()\n        if name in ():\n"
+        "        self._describe()\n        if name in ():\n"
         "            module_calls.change()\n\n    def impl",
         "test_grouping.py::test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted",
     ),

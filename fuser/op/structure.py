@@ -1,0 +1,78 @@
+"""The structure of an op as text: everything that its code depends on besides tensors.
+
+Graphs of torch.compile compare it, so that ops of equal structure share a graph and a changed op
+gets another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+REFUSED = "refused: "
+
+# Attributes on which no code of an op depends, or which are read apart.
+_NOT_STRUCTURE = frozenset(
+    (
+        *("_parameters", "_buffers", "_modules", "training", "_changes", "_captured", "_delayed"),
+        *("_quantizers", "_made_quantizers", "_last_recipe", "_quantizer_views", "_group"),
+        *("_agreement", "_structure", "_trace", "_is_full_backward_hook", "_init"),
+        *("_non_persistent_buffers_set", "_forward_hooks_with_kwargs"),
+        *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks"),
+        *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    )
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Ops whose passes may read numbers on the host.
+_NOT_YET = ("GroupedLinear", "MoeDispatch", "MoeCombine")
+
+
+def structure_of(op: Any) -> str:
+    """Everything that the code of an op depends on besides tensors, as text.
+
+    It begins with :data:`REFUSED` if the op cannot be in a graph.
+    """
+    name = type(op).__name__
+    if op.is_fused_op:
+        return name
+    if op.is_external:
+        return f"{REFUSED}{name} is not an op of fuser"
+    if op.has_own_methods() or any(op.__dict__.get(hooks) for hooks in _HOOKS):
+        return f"{REFUSED}{name} has hooks or methods of its own"
+    if op.process_groups:
+        return f"{REFUSED}{name} communicates between ranks"
+    if name in _NOT_YET:
+        return f"{REFUSED}{name} is not supported in graphs yet"
+    if op.accumulates_into_main_grad:
+        return f"{REFUSED}{name} adds gradients to main_grad"
+    parts = [
+        f"{type(op).__module__}.{name}",
+        repr([(n, p is not None) for n, p in op._parameters.items()]),
+    ]
+    for attribute, value in sorted(op.__dict__.items()):
+        if attribute in _NOT_STRUCTURE or attribute in _HOOKS:
+            continue
+        text = _text(value)
+        if text is None:
+            kind = type(value).__name__
+            return f"{REFUSED}{name} has the attribute {attribute}, a {kind}, which is no constant"
+        parts.append(f"{attribute}={text}")
+    return "; ".join(parts)
+
+
+def _text(value: Any) -> str | None:
+    """A constant as text; None if it is no constant."""
+    if isinstance(value, (bool, int, float, str, bytes, type(None), torch.dtype, enum.Enum)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        value = tuple(value.items())
+    if dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == "fuser":
+        value = (type(value).__name__, *(getattr(value, f.name) for f in dataclasses.fields(value)))
+    if isinstance(value, (tuple, list)):
+        texts = [_text(item) for item in value]
+        return None if None in texts else f"{type(value).__name__}{texts}"
+    return None

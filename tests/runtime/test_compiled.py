@@ -1,0 +1,489 @@
+"""Pipelines inside torch.compile: whole graphs, the bits of the eager step, and when they break."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import every_format as formats
+import pytest
+import torch
+import torch._dynamo.testing
+from pipeline_kernels import on_kernels
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import fuser
+from fuser import modules
+from fuser import recipe as recipes
+from fuser.runtime import compiled as passes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* is emulated")
+
+BF16 = torch.bfloat16
+WIDTH = 64
+CURRENT, MXFP8 = recipes.Float8CurrentScaling(), recipes.MXFP8BlockScaling()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def block(width: int = WIDTH, **options: Any) -> fuser.Sequential:
+    residual = fuser.MakeExtraOutput()
+    residual.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add = fuser.AddExtraInput()
+    add.set_extra_input_channel(0, "residual")
+    return fuser.Sequential(
+        residual,
+        fuser.RMSNorm(width, **options),
+        fuser.Linear(width, 2 * width, bias=False, **options),
+        fuser.SwiGLU(),
+        fuser.Linear(width, width, **options),
+        add,
+    )
+
+
+class Blocks(torch.nn.Module):
+    """Several blocks, called in a loop."""
+
+    def __init__(self, count: int = 2, in_checkpoints: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block(**options) for _ in range(count))
+        self.in_checkpoints = in_checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for one in self.blocks:
+            x = checkpoint(one, x, use_reentrant=False) if self.in_checkpoints else one(x)
+        return x
+
+
+def under(recipe: Any) -> Any:
+    return contextlib.nullcontext() if recipe is None else fuser.autocast(recipe=recipe)
+
+
+def whole(function: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def step(function: Any, model: torch.nn.Module, *given: torch.Tensor) -> list[torch.Tensor | None]:
+    """Outputs and gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    inputs = [x.clone().requires_grad_() for x in given]
+    result = function(*inputs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    like = [{"dtype": y.dtype, "device": y.device} for y in outputs]
+    weights = [torch.linspace(-1, 2, y.shape[-1], **o) for y, o in zip(outputs, like, strict=True)]
+    sum((y * w).sum() for y, w in zip(outputs, weights, strict=True)).backward()
+    leaves = [*inputs, *model.parameters()]
+    return [*(y.detach() for y in outputs), *(leaf.grad for leaf in leaves)]
+
+
+def assert_equal(some: list[Any], others: list[Any]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def rows(count: int = 32, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(count, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(count))
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+# -- bits ---------------------------------------------------------------------------------
+
+RECIPES: dict[str, Any] = {
+    "none": None,
+    **{
+        f"{name} {override}": formats.deterministic(recipe, backward_override=override)
+        for name, recipe in formats.STATELESS.items()
+        for override in (None, "high_precision", "dequantized")
+    },
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_compiled_step_has_the_bits_of_an_eager_one(recipe: Any) -> None:
+    model, x = Blocks(), rows()
+    with under(recipe):
+        expected = step(model, model, x)
+        found = step(whole(model), model, x)
+    assert_equal(found, expected)
+    # Under a recipe the step is quantized: its output is another than without one.
+    assert torch.equal(found[0], model(x)) == (recipe is None)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+def test_inductor_compiles_what_is_around_pipelines(recipe: Any) -> None:
+    model, x = Blocks(), rows()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return model(x * 2) + 1
+
+    with under(recipe):
+        expected = step(around, model, x)
+        assert_equal(step(whole(around, "inductor"), model, x), expected)
+
+
+EXTRAS: dict[str, Callable[[], torch.nn.Module]] = {
+    "extra input and output": lambda: fuser.Sequential(
+        fuser.MakeExtraOutput(), fuser.Linear(WIDTH, WIDTH), fuser.GELU(), fuser.AddExtraInput()
+    ),
+    "scaled": lambda: fuser.Sequential(fuser.Linear(WIDTH, WIDTH), fuser.ConstantScale(0.5)),
+    "normed": lambda: fuser.Sequential(fuser.LayerNorm(WIDTH), fuser.Bias(WIDTH), fuser.ReLU()),
+    "views": lambda: fuser.Sequential(fuser.Identity(), fuser.Reshape((-1, WIDTH))),
+    "quantize": lambda: fuser.Sequential(fuser.Quantize(True, True), fuser.Linear(WIDTH, WIDTH)),
+    "linear alone": lambda: fuser.Linear(WIDTH, WIDTH),
+    "norm alone": lambda: fuser.RMSNorm(WIDTH),
+    "activation alone": lambda: fuser.SwiGLU(),
+    "linear layer": lambda: modules.Linear(WIDTH, WIDTH),
+    "mlp layer": lambda: modules.LayerNormMLP(WIDTH, 2 * WIDTH),
+}
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8], ids=str)
+@pytest.mark.parametrize("make", EXTRAS.values(), ids=EXTRAS)
+def test_ops_and_layers_are_whole_graphs(make: Callable[[], Any], recipe: Any) -> None:
+    model = make()
+    given = [rows(), rows()] if "Extra" in repr(model) else [rows()]
+    with under(recipe):
+        expected = step(model, model, *given)
+        # A function of its own, whose frame Dynamo compiles: not that of the module.
+        found = step(whole(lambda *inputs: model(*inputs)), model, *given)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_an_output_that_no_loss_reads(read: int) -> None:
+    model = fuser.Sequential(fuser.MakeExtraOutput(), fuser.Linear(WIDTH, WIDTH))
+    x = rows()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        outputs = model(x * 2)
+        assert isinstance(outputs, tuple)
+        return torch.as_tensor(outputs[read] * 3)
+
+    expected = [None if g is None else g for g in step(loss, model, x)]
+    found = step(whole(loss), model, x)
+    # Dynamo's graph has zeros where a loss reaches nothing.
+    zeros = [torch.zeros_like(f) if e is None else e for e, f in zip(expected, found, strict=True)]
+    assert_equal(found, zeros)
+
+
+def test_frozen_parts_get_no_gradient() -> None:
+    model, x = Blocks(), rows()
+    model.requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    compiled = whole(model)
+    for gradient in (True, False):
+        leaf = x.clone().requires_grad_(gradient)
+        compiled(leaf).sum().backward()
+        found = [leaf.grad, *(p.grad for p in model.parameters())]
+        model.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_(gradient)
+        model(leaf).sum().backward()
+        assert_equal(found, [leaf.grad, *(p.grad for p in model.parameters())])
+        model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+def test_calls_without_gradients_and_then_with(recipe: Any) -> None:
+    model, x = Blocks(), rows()
+    compiled = whole(model)
+    with under(recipe):
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                assert torch.equal(compiled(x), model(x))
+        assert_equal(step(compiled, model, x), step(model, model, x))
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+def test_torchs_autocast(recipe: Any) -> None:
+    model, x = Blocks(), rows()
+    with under(recipe), torch.autocast("cpu", dtype=BF16):
+        expected = step(model, model, x)
+        found = step(whole(model), model, x)
+    assert_equal(found, expected)
+    with under(recipe):
+        assert not torch.equal(found[0], model(x))  # type: ignore[arg-type]
+
+
+def test_an_autocast_inside_the_graph_counts() -> None:
+    model, x = Blocks(), rows()
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with fuser.autocast(recipe=CURRENT):
+            y = model(x)
+        return model(y)
+
+    expected = step(inside, model, x)
+    found = step(whole(inside), model, x)
+    assert_equal(found, expected)
+    assert not torch.equal(found[0], model(model(x)))  # type: ignore[arg-type]
+
+
+# -- the number of graphs -------------------------------------------------------------------
+
+
+def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
+    model, x = Blocks(12), rows()
+    expected = step(model, model, x)
+    for one in model.blocks:
+        one.compile(backend="aot_eager", fullgraph=True)
+    assert_equal(step(model, model, x), expected)
+    assert graphs() == 1
+
+
+def test_equal_recipes_share_a_graph_and_others_do_not() -> None:
+    model, x = Blocks(1), rows()
+    compiled = whole(model)
+    made: list[Callable[[], Any]] = [lambda: None, recipes.Float8CurrentScaling]
+    made.append(functools.partial(recipes.Float8CurrentScaling, backward_override="dequantized"))
+    for make in made * 3:
+        with under(make()):
+            assert_equal(step(compiled, model, x), step(model, model, x))
+    assert graphs() == len(made)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+def test_ten_numbers_of_tokens_are_few_graphs(recipe: Any) -> None:
+    model = Blocks(1)
+    compiled = whole(model)
+    for count in (16, 24, 32, 40, 48, 7, 100, 33, 64, 80):
+        x = rows(count)
+        with under(recipe):
+            assert_equal(step(compiled, model, x), step(model, model, x))
+    assert graphs() <= 2
+
+
+def test_train_and_eval_are_compiled_once() -> None:
+    model, x = Blocks(1), rows()
+    compiled = whole(model)
+    for mode in (True, False) * 4:
+        model.train(mode)
+        assert_equal(step(compiled, model, x), step(model, model, x))
+    assert graphs() <= 2
+
+
+# -- changes ---------------------------------------------------------------------------------
+
+
+def change_eps(model: Any) -> None:
+    model.blocks[0][1].eps = 0.5
+
+
+def replace_op(model: Any) -> None:
+    model.blocks[0][3] = fuser.ReGLU()
+
+
+def insert_op(model: Any) -> None:
+    model.blocks[0].insert(2, fuser.ConstantScale(3.0))
+
+
+def no_fusions(model: Any) -> None:
+    for one in model.blocks:
+        one.fusions = ()
+        one[1].eps = 0.25
+
+
+def replace_parameter(model: Any) -> None:
+    model.blocks[0][1].weight = torch.nn.Parameter(torch.full((WIDTH,), 2.0))
+
+
+CHANGES = (change_eps, replace_op, insert_op, no_fusions, replace_parameter)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_compiling_counts(change: Callable[[Any], None]) -> None:
+    model, x = Blocks(), rows()
+    compiled = whole(model)
+    before = step(compiled, model, x)
+    change(model)
+    found, expected = step(compiled, model, x), step(model, model, x)
+    assert_equal(found, expected)
+    assert not torch.equal(found[0], before[0])  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_compiled_and_dropped_frees_its_parameters() -> None:
+    model, x = Blocks(), rows()
+    weights = list(map(weakref.ref, model.parameters()))
+    whole(model)(x).sum().backward()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * len(weights)
+
+
+def test_a_copy_of_a_compiled_model_runs_by_itself() -> None:
+    model, x = Blocks(), rows()
+    expected = step(whole(model), model, x)
+    other = copy.deepcopy(model)
+    assert_equal(step(other, other, x), expected)
+    assert_equal(step(whole(other), other, x), expected)
+
+
+def test_backwards_in_another_order_read_their_own_layouts() -> None:
+    model = fuser.Sequential(fuser.Reshape((-1, WIDTH)), fuser.Linear(WIDTH, WIDTH))
+    plain, turned = rows(WIDTH), rows(WIDTH).t()
+    compiled = whole(lambda x: model(x))
+    found = []
+    for function in (model, compiled):
+        leaves = [t.detach().requires_grad_() for t in (plain, turned)]
+        outputs = [function(leaf) for leaf in leaves]
+        for y in outputs:
+            y.square().sum().backward()
+        found.append([*(leaf.grad for leaf in leaves), *(p.grad for p in model.parameters())])
+        model.zero_grad(set_to_none=True)
+    assert_equal(*found)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8], ids=str)
+def test_checkpoints_inside_the_graph(recipe: Any) -> None:
+    model, x = Blocks(3, in_checkpoints=True), rows()
+    with under(recipe):
+        expected = step(model, model, x)
+        assert_equal(step(whole(model), model, x), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
+def test_a_compiled_model_in_a_checkpoint(recipe: Any, use_reentrant: bool) -> None:
+    model, x = Blocks(), rows()
+    compiled = whole(model)
+
+    def checkpointed(x: torch.Tensor) -> Any:
+        return checkpoint(compiled, x, use_reentrant=use_reentrant)
+
+    with under(recipe):
+        assert_equal(step(checkpointed, model, x), step(model, model, x))
+
+
+def test_a_recomputation_under_another_recipe_is_refused() -> None:
+    model, x = Blocks(), rows().requires_grad_()
+    compiled = whole(model)
+    with under(CURRENT):
+        y = checkpoint(compiled, x, use_reentrant=False)
+    with pytest.raises(fuser.StateError, match=r"recomputed under None.*Float8CurrentScaling"):
+        y.sum().backward()
+    with under(CURRENT):
+        assert_equal(step(compiled, model, x.detach()), step(model, model, x.detach()))
+
+
+# -- what cannot be in a graph -----------------------------------------------------------------
+
+
+def hooked() -> torch.nn.Module:
+    model = block()
+    model[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+OUTSIDE: dict[str, tuple[Callable[[], torch.nn.Module], Any, str]] = {
+    "dropout": (lambda: fuser.Sequential(fuser.Dropout(0.5)), None, "draws random numbers"),
+    "delayed": (block, recipes.DelayedScaling(), "delayed scaling is not supported"),
+    "hooks": (hooked, None, "modules between its pipelines, or ops with hooks"),
+}
+
+
+@pytest.mark.parametrize(("make", "recipe", "reason"), OUTSIDE.values(), ids=OUTSIDE)
+def test_what_cannot_be_in_a_graph_breaks_it_and_is_named_under_fullgraph(
+    make: Callable[[], Any], recipe: Any, reason: str
+) -> None:
+    model, x = make(), rows()
+    with under(recipe):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=reason):
+            whole(lambda x: model(x) * 2)(x)
+        torch._dynamo.reset()
+        function = torch.compile(lambda x: model(x) * 2, backend="aot_eager")
+        torch.manual_seed(1)
+        found = function(x)
+        torch.manual_seed(1)
+        assert torch.equal(found, model(x) * 2)
+
+
+def test_dropout_is_in_the_graph_of_an_evaluation() -> None:
+    model, x = fuser.Sequential(fuser.Linear(WIDTH, WIDTH), fuser.Dropout(0.5)), rows()
+    model.eval()
+    assert torch.equal(whole(model)(x), model(x))
+    model.train()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="draws random numbers"):
+        whole(model)(x)
+
+
+def test_a_wrong_number_of_extra_inputs_has_the_sentence_of_an_eager_call() -> None:
+    model = fuser.Sequential(fuser.AddExtraInput())
+    with pytest.raises(fuser.InputError, match="1 extra input"):
+        torch.compile(lambda x: model(x), backend="aot_eager")(rows())
+
+
+def test_keyword_arguments_of_ops_break_the_graph() -> None:
+    model, x = block(), rows()
+    kwargs = {2: {"is_first_microbatch": True}}
+    function = torch.compile(lambda x: model(x, op_kwargs=kwargs) * 2, backend="aot_eager")
+    with under(CURRENT):
+        assert torch.equal(function(x), model(x) * 2)
+
+
+# -- threads and kernels ----------------------------------------------------------------------
+
+
+def test_a_thread_under_another_recipe_is_refused_and_the_next_call_works() -> None:
+    model, x = Blocks(1), rows()
+    compiled = whole(model)
+    with under(CURRENT):
+        expected = compiled(x)
+        failures: list[BaseException] = []
+
+        def call() -> None:  # a thread starts without a recipe
+            try:
+                compiled(x)
+            except fuser.StateError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert "another thread uses" in str(failures[0])
+        assert torch.equal(compiled(x), expected)
+
+
+def test_four_threads_may_call_one_compiled_model() -> None:
+    model, x = Blocks(), rows()
+    compiled = whole(model)
+    expected = compiled(x)
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(compiled(x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_equal(found, [expected] * 4)
+
+
+@pytest.mark.parametrize("recipe", [None, CURRENT, MXFP8], ids=str)
+def test_a_compiled_step_launches_kernels_and_is_recorded(recipe: Any) -> None:
+    with on_kernels():
+        model, x = Blocks(1, dtype=BF16), rows(64, BF16)
+        compiled = whole(model)
+        for _ in range(4):
+            with under(recipe):
+                expected = step(model, model, x)
+                assert_equal(step(compiled, model, x), expected)
+    runs = [one._run for one in passes._calls.values()]
+    assert any(run and run.recorded and run.recorded._forwards for run in runs)
