@@ -279,9 +279,9 @@ def size_hint(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, real or fake, are in one storage."""
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number for the storage of a tensor, real or fake, as long as it lives."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 # -- the Python stack --------------------------------------------------------------------

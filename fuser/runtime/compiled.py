@@ -51,8 +51,8 @@ from fuser.torch_private import (
     graph_break,
     graph_task,
     outside_fake_mode,
-    same_storage,
     size_hint,
+    storage_of,
     traced_subject,
 )
 
@@ -301,6 +301,8 @@ class _Pass(NamedTuple):
     """What a backward needs of its forward besides tensors; equal for equal sizes."""
 
     places: list[Place]
+    made: tuple[int, ...]
+    """The saved tensors that are neither inputs nor outputs."""
     recorded: RecordedForward | None
     contexts: list[tuple[type[Any], dict[str, Any]]]
     parts: list[Part]
@@ -316,6 +318,8 @@ class Passes:
         self.saved_inputs: tuple[int, ...] = ()
         """The inputs that backward reads."""
         self.saved_outputs: tuple[int, ...] = ()
+        self.saved_count = 0
+        """The number of other saved tensors."""
         self.output_count = 1 + len(pipeline.returned)
         self._pipeline = pipeline
         self._recipe = recipe
@@ -323,7 +327,7 @@ class Passes:
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
         self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
-        self._passes: dict[tuple[str, ...], _Pass] = {}
+        self._passes: dict[tuple[int | str, ...], _Pass] = {}
 
     # -- forward -------------------------------------------------------------------
 
@@ -343,13 +347,14 @@ class Passes:
                 results = run.run(x, inputs[1:], extras, None, self._layout(params))
             output, produced, *rest = results
             outputs: list[torch.Tensor] = []
-            if isinstance(output, QuantizedTensor):
+            if any(isinstance(t, QuantizedTensor) for t in (output, *produced)):
                 raise StateError(
                     f"A {self._title()} returns a quantized tensor, which is not supported inside "
                     "torch.compile."
                 )
+            taken = set(map(storage_of, inputs))
             for tensor in (output, *(produced[n] for n in run.returned)):
-                outputs.append(_own(tensor, (*inputs, *outputs)))
+                outputs.append(_own(tensor, taken))
             if not rest:
                 return outputs
             made = self._keep(inputs, outputs, run, *rest)
@@ -374,25 +379,29 @@ class Passes:
         else:
             parts, held = taken_apart(saved)
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
+        count = self.facts.parameter_count
+        key = _key(layout_sizes((inputs[0], *inputs[1 + count :])), inputs[1 : 1 + count])
+        known = self._passes.get(key)
+        if known is not None and recorded is not None and known.recorded is recorded:
+            return [held[i] for i in known.made]
         made: list[torch.Tensor] = []
         places = [_place(tensor, inputs, outputs, made) for tensor in held]
         numbers = {
             kind: {p.number for p in places if p.kind == kind} for kind in ("input", "output")
         }
-        where = (tuple(sorted(numbers["input"])), tuple(sorted(numbers["output"])))
-        if self._passes and where != (self.saved_inputs, self.saved_outputs):
+        where = (tuple(sorted(numbers["input"])), tuple(sorted(numbers["output"])), len(made))
+        traced = (self.saved_inputs, self.saved_outputs, self.saved_count)
+        if self._passes and where != traced:
             raise StateError(
-                f"A compiled {self._title()} saved other tensors than when it was traced: inputs "
-                f"and outputs {where}, and not {(self.saved_inputs, self.saved_outputs)}."
+                f"A compiled {self._title()} saved other tensors than when it was traced: inputs, "
+                f"outputs and a number of others {where}, and not {traced}."
             )
-        self.saved_inputs, self.saved_outputs = where
-        count = self.facts.parameter_count
-        extras, params = inputs[1 + count :], inputs[1 : 1 + count]
-        key = _key(layout_sizes((inputs[0], *extras)), params)
+        self.saved_inputs, self.saved_outputs, self.saved_count = where
         self._passes.pop(key, None)
         while len(self._passes) >= MOST_SIZES:
             self._passes.pop(next(iter(self._passes)))
-        self._passes[key] = _Pass(places, recorded, contexts, parts, ends, specs)
+        of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
+        self._passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
         return made
 
     # -- backward ------------------------------------------------------------------
@@ -433,7 +442,7 @@ class Passes:
                 with dry_run() if is_fake else contextlib.nullcontext():
                     backward = run._backward if is_fake else run.backward
                     result = backward(contexts, tensors, known.ends, dy, extras, known.specs)
-            given = (*saved, *params, *(grad for grad in grads if grad is not None))
+            taken = set(map(storage_of, (*saved, *params, *(g for g in grads if g is not None))))
             gradients: list[torch.Tensor] = []
             for gradient, (_, _, requires_grad) in zip(result[1:], facts.tensors, strict=True):
                 if requires_grad:
@@ -442,7 +451,7 @@ class Passes:
                             f"The backward of a compiled {self._title()} returned no gradient for "
                             "an input that requires one."
                         )
-                    gradients.append(_own(gradient, (*given, *gradients)))
+                    gradients.append(_own(gradient, taken))
             return gradients
 
     # -- conditions ----------------------------------------------------------------
@@ -539,10 +548,11 @@ class Passes:
         return layout
 
 
-def _own(tensor: torch.Tensor, others: Tensors) -> torch.Tensor:
-    """``tensor``, or a copy if it shares memory with another: results of operations share none."""
-    tensor = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-    return tensor.clone() if any(same_storage(tensor, other) for other in others) else tensor
+def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """``tensor``, or a copy if its storage is taken: results of operations share no memory."""
+    tensor = tensor.clone() if storage_of(tensor) in taken else tensor
+    taken.add(storage_of(tensor))
+    return tensor
 
 
 def _place(tensor: Any, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]) -> Place:
@@ -553,7 +563,7 @@ def _place(tensor: Any, inputs: Tensors, outputs: Tensors, made: list[torch.Tens
                 return Place(kind, number)
     for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
         for number, other in enumerate(tensors):
-            if same_storage(tensor, other):
+            if storage_of(tensor) == storage_of(other):
                 offset = tensor.storage_offset() - other.storage_offset()
                 view = (tensor.size(), tensor.stride(), offset)
                 return Place(kind, number, view)
@@ -561,8 +571,9 @@ def _place(tensor: Any, inputs: Tensors, outputs: Tensors, made: list[torch.Tens
     return Place("saved", len(made) - 1)
 
 
-def _key(sizes: Sequence[Any], params: Tensors) -> tuple[str, ...]:
-    return (*map(str, sizes), *map(str, layout_sizes(params)))
+def _key(sizes: Sequence[Any], params: Tensors) -> tuple[int | str, ...]:
+    numbers = [*sizes, *layout_sizes(params)]
+    return tuple([size if type(size) is int else str(size) for size in numbers])
 
 
 def layout_sizes(tensors: Tensors) -> list[Any]:
