@@ -71,6 +71,15 @@ def with_cuda_graphs(
     return model, contextlib.nullcontext
 
 
+def compiled_with_fuser(
+    recipe: str, mode: str | None, block: Block, sizes: Sizes, options: dict[str, Any]
+) -> tuple[torch.nn.Module, Context]:
+    """The pipelines in one graph of torch.compile."""
+    model, context = with_fuser(recipe, block, sizes, options)
+    model.compile(mode=mode, fullgraph=True)
+    return model, context
+
+
 def all_variants(
     recipes: Sequence[str], block: Block, layers: int, *, is_compiled: bool
 ) -> list[tuple[Variant, Block]]:
@@ -88,6 +97,10 @@ def all_variants(
         ]
     if is_compiled and torch.cuda.is_available():
         found.append((Variant("torch.compile with graphs", BF16, with_cuda_graphs), separate))
+        for name in (BF16, *(name for name in recipes if name != "delayed")):
+            for title, mode in (("compiled", None), ("compiled with graphs", "reduce-overhead")):
+                make = functools.partial(compiled_with_fuser, name, mode)
+                found.append((Variant(f"fuser {title}", name, make), separate))
     return found
 
 

@@ -327,7 +327,8 @@ class Passes:
         self._known = KnownParameters(pipeline.basic_ops)
         self._no_parameters = pipeline._slots.tensors()
         self._layouts: dict[tuple[int, ...], tuple[Any, ParameterLayout | None]] = {}
-        self._passes: dict[tuple[int | str, ...], _Pass] = {}
+        # Apart for fake tensors: a backward may be traced after a forward has run.
+        self._passes: dict[bool, dict[tuple[int | str, ...], _Pass]] = {False: {}, True: {}}
 
     # -- forward -------------------------------------------------------------------
 
@@ -357,14 +358,14 @@ class Passes:
                 outputs.append(_own(tensor, taken))
             if not rest:
                 return outputs
-            made = self._keep(inputs, outputs, run, *rest)
+            made = self._keep(self._passes[is_fake], inputs, outputs, *rest)
         return [*outputs, *made]
 
     def _keep(
         self,
+        passes: dict[tuple[int | str, ...], _Pass],
         inputs: Any,
         outputs: Any,
-        run: CompiledPlan,
         ctxs: Any,
         saved: Any,
         ends: Any,
@@ -381,7 +382,7 @@ class Passes:
             contexts = [(type(context), dict(context.__dict__)) for context in ctxs]
         count = self.facts.parameter_count
         key = _key(layout_sizes((inputs[0], *inputs[1 + count :])), inputs[1 : 1 + count])
-        known = self._passes.get(key)
+        known = passes.get(key)
         if known is not None and recorded is not None and known.recorded is recorded:
             return [held[i] for i in known.made]
         made: list[torch.Tensor] = []
@@ -391,17 +392,17 @@ class Passes:
         }
         where = (tuple(sorted(numbers["input"])), tuple(sorted(numbers["output"])), len(made))
         traced = (self.saved_inputs, self.saved_outputs, self.saved_count)
-        if self._passes and where != traced:
+        if any(self._passes.values()) and where != traced:
             raise StateError(
                 f"A compiled {self._title()} saved other tensors than when it was traced: inputs, "
                 f"outputs and a number of others {where}, and not {traced}."
             )
         self.saved_inputs, self.saved_outputs, self.saved_count = where
-        self._passes.pop(key, None)
-        while len(self._passes) >= MOST_SIZES:
-            self._passes.pop(next(iter(self._passes)))
+        passes.pop(key, None)
+        while len(passes) >= MOST_SIZES:
+            passes.pop(next(iter(passes)))
         of_made = tuple(next(i for i, t in enumerate(held) if t is tensor) for tensor in made)
-        self._passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
+        passes[key] = _Pass(places, of_made, recorded, contexts, parts, ends, specs)
         return made
 
     # -- backward ------------------------------------------------------------------
@@ -416,7 +417,7 @@ class Passes:
         """
         run, facts = self._run, self.facts
         assert run is not None  # a forward comes first
-        known = self._passes[_key(sizes, params)]
+        known = self._passes[is_fake][_key(sizes, params)]
         inputs = len(saved) - len(self.saved_inputs) - len(self.saved_outputs)
         outputs = inputs + len(self.saved_inputs)
         groups = {
