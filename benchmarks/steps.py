@@ -49,8 +49,10 @@ def stacked(block: Block, layers: int, *, is_one: bool = False) -> Block:
     """``layers`` such blocks in a row. With ops each is a pipeline, or all are one."""
 
     def as_ops(ops: Any, sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
+        # Equal names in pipelines of their own: these are of one structure, and share a graph.
         made: list[Any] = [
-            block.as_ops(ops, sizes, options, channel=f"residual{i}") for i in range(layers)
+            block.as_ops(ops, sizes, options, channel=f"residual{i if is_one else ''}")
+            for i in range(layers)
         ]
         if is_one:
             return ops.Sequential(*(op for part in made for op in part))

@@ -62,7 +62,7 @@ def _docstring(node: ast.AST) -> ast.Expr | None:
     body = getattr(node, "body", None)
     first = body[0] if isinstance(body, list) and body else None
     is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-    return first if is_text and isinstance(first.value.value, str) else None  # type: ignore[union-attr]
+    return first if is_text and isinstance(first.value.value, str) else None
 
 
 def code_lines(source: Source) -> set[int]:

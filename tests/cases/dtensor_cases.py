@@ -77,7 +77,7 @@ def each(**choices: Any) -> Callable[[Callable[..., None]], Callable[..., None]]
     def add(function: Callable[..., None]) -> Callable[..., None]:
         for value in values:
             bound = functools.partial(function, **{argument: value})
-            CASES[f"{function.__name__} [{value}]"] = bound  # type: ignore[assignment]
+            CASES[f"{function.__name__} [{value}]"] = bound
         return function
 
     return add
@@ -121,7 +121,7 @@ def assert_close(found: Any, expected: Any, limit: float = 1e-5) -> None:
 
 def step(layers: Any, x: torch.Tensor, recipe: Any = None) -> torch.Tensor:
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-        y = layers(x)
+        y: torch.Tensor = layers(x)
     (y.square().sum() / 100).backward()
     return y.detach()
 
@@ -222,8 +222,8 @@ def of_layers() -> dict[str, tuple[Callable[[], Any], Any, int | None, int | Non
                     *(1, rows),
                 )
         for more in ({}, gated):
-            make = functools.partial(modules.LayerNormMLP, HIDDEN, WIDTH, **more)
-            made[f"LayerNormMLP {len(more)} {is_sequence}"] = make, Colwise(**options), rows, rows
+            mlp_of = functools.partial(modules.LayerNormMLP, HIDDEN, WIDTH, **more)
+            made[f"LayerNormMLP {len(more)} {is_sequence}"] = mlp_of, Colwise(**options), rows, rows
     made["Bias"] = functools.partial(fuser.Bias, HIDDEN), Colwise(), 1, 1
     made["norm of rows"] = (
         *(functools.partial(fuser.LayerNorm, HIDDEN), Replicated(sequence_parallel=True)),
@@ -328,7 +328,7 @@ def a_pipeline_between_layers_of_torch_styles_waits_for_their_collectives() -> N
             "2": ColwiseParallel(input_layouts=layout, output_layouts=Replicate()),
         }
         parallelize_module(layers, mesh(), plan)
-        kinds = []
+        kinds: list[Any] = []
         layers[1].register_forward_pre_hook(lambda _, given, to=kinds: to.append(type(given[0])))
         found, expected = (step(m, inputs()) for m in (layers, whole))
         assert kinds == [AsyncCollectiveTensor]
@@ -413,7 +413,7 @@ def a_weight_that_the_user_distributes_is_used() -> None:
     whole = fuser.Linear(HIDDEN, WIDTH)
     for mode, dim in (("column", 0), ("row", 1)):
         options = {"tensor_parallel_mode": mode, "tensor_parallel_group": mesh()}
-        op = fuser.Linear(HIDDEN, WIDTH, **options)
+        op: Any = fuser.Linear(HIDDEN, WIDTH, **options)
         weight = distribute_tensor(whole.weight.detach(), mesh(), [Shard(dim)])
         op.weight = torch.nn.Parameter(weight)
         with torch.no_grad():
@@ -561,7 +561,8 @@ def an_optimizer_in_backward_gets_gradients_from_several_nodes() -> None:
 def hooks_of_shards_cut_neither_a_call_nor_its_plan() -> None:
     """``fully_shard`` calls such hooks itself, after it has added the gradients."""
     with mock.patch.object(cuts, "FIRST_BYTES", 1), mock.patch.object(cuts, "BUCKET_BYTES", 1):
-        layers, seen = mlp(), []
+        layers = mlp()
+        seen: list[Any] = []
         assert layers.plan(inputs()).nodes
         fully_shard(layers, mesh=mesh())
         for parameter in layers.parameters():
@@ -860,7 +861,7 @@ def two_forwards_of_one_op_reduce_over_two_groups_in_turn() -> None:
             seen.append(groups.index(group))
         return original(tensor, op, group=group, **more)
 
-    dist.all_reduce = watched
+    dist.all_reduce = watched  # type: ignore[assignment]
     try:
         outputs = []
         for group in groups:

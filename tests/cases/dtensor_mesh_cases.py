@@ -104,7 +104,7 @@ def train(name: str, *, is_quantized: bool, has_dtensors: bool) -> None:
     for turn in range(3):
         outputs = [step(whole, inputs(10 * turn + replica), recipe) for replica in range(2)]
         for parameter in whole.parameters():
-            parameter.grad /= 2
+            parameter.grad.div_(2)
         x = inputs(10 * turn + dp).chunk(2)[tp].clone().requires_grad_()
         assert_close(step(layers, x, recipe), outputs[dp].chunk(2)[tp], limit)
         if not has_dtensors:  # the trainer's part, with groups
@@ -181,10 +181,10 @@ def checkpoints(name: str) -> None:
         step(loaded, inputs(place()[0]).chunk(2)[place()[1]], recipe)
     options = StateDictOptions(full_state_dict=True)
     full = get_model_state_dict(layers, options=options)
-    for key, value in full.items():
-        assert type(value) is torch.Tensor
-        if value.numel() and "extra" not in key:
-            assert_close(value, whole[key], limit)
+    for key, part in full.items():
+        assert type(part) is torch.Tensor
+        if part.numel() and "extra" not in key:
+            assert_close(part, whole[key], limit)
     loaded = by_dtensors(mlp(recipe, seed=9))
     set_model_state_dict(loaded, dict(full), options=options)
     for key, value in values_of(loaded).items():

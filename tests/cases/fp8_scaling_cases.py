@@ -160,7 +160,7 @@ def check_update(
     generator = torch.Generator().manual_seed(len(sizes))
     values = torch.tensor([0.0, 2.0**-149, 2.0**-140, 1e-3, 1.0, 448.0, 3e38, torch.inf, torch.nan])
     kinds = torch.tensor([4.0, 1.0, 1.0, 4.0, 4.0, 4.0, 2.0, 0.3, 0.3])
-    states = []
+    states: list[tuple[Any, ...]] = []
     for length, count in sizes:
         which = torch.multinomial(kinds, length * count + 1, True, generator=generator)
         history = values[which[1:]].view(length, count)

@@ -110,7 +110,7 @@ class Window:
         """The main input, and the extra ones, all in the shape of the main line there."""
         x = random_tensor((*leading, self.features), dtype, seed)
         inputs = [x]
-        features = self.features
+        features: Any = self.features
         for number, c in enumerate(self.cases):
             if c.name == "BasicLinear":
                 features = c.make(dtype).out_features
@@ -124,7 +124,7 @@ class Window:
 
         def run(x: torch.Tensor, *tensors: torch.Tensor) -> Any:
             params, extras = iter(tensors[: sum(counts)]), iter(tensors[sum(counts) :])
-            returned = []
+            returned: list[Any] = []
             for c, count in zip(self.cases, counts, strict=True):
                 own = [*itertools.islice(params, count)]
                 own += [next(extras)] if c.extra else []
@@ -220,10 +220,17 @@ fused_or_not = pytest.mark.parametrize("fusions", [fuser.FUSIONS, ()], ids=["fus
 class Opaque(fuser.BasicOperation):
     """The identity, without a word to the planner about its output."""
 
-    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> torch.Tensor:
         return input_.clone()
 
-    def op_backward(self, ctx, grad_output):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
         return grad_output, ()
 
 
@@ -245,24 +252,27 @@ class Residual(fuser.FusedOperation):
 
     window = (fuser.MakeExtraOutput, fuser.ConstantScale, fuser.AddExtraInput)
     side = "forward"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
 
 class ScaleTwice(fuser.FusedOperation):
     """``y = b * (a * x)`` in one product; remembers what ran."""
 
-    window = (fuser.ConstantScale, fuser.ConstantScale)
-    side = "forward"
+    window: ClassVar[Any] = (fuser.ConstantScale, fuser.ConstantScale)
+    side: ClassVar[Any] = "forward"
     ran: ClassVar[list[Any]] = []
 
-    def product(self) -> float:
+    def product(self) -> Any:
         return self.basic_ops[0].scale * self.basic_ops[1].scale
 
-    def fuser_forward(self, basic_op_ctxs, input_, **unused):
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **unused: Any) -> Any:
         ScaleTwice.ran.append(("forward", self))
         return input_ * self.product(), [(), ()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         ScaleTwice.ran.append(("backward", self))
         return grad_output * self.product(), [(), ()], [(), ()]
 

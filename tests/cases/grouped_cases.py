@@ -466,8 +466,8 @@ def check_grouped_nvfp4(
         out = place.empty((m, columns), dtype)
         with place.launching():
             nvfp4.dequantize(data, scale, amax, dtype, columnwise=columnwise, out=out)
-        of_rows = amax.cpu().repeat_interleave(128)
-        of_blocks = of_rows[None, ::16] if columnwise else of_rows[:, None]
+        amax_of_rows = amax.cpu().repeat_interleave(128)
+        of_blocks = amax_of_rows[None, ::16] if columnwise else amax_of_rows[:, None]
         expected = nvfp4_reference.dequantize(
             data.cpu(), scale.cpu(), of_blocks, dtype, columnwise=columnwise
         )
@@ -626,7 +626,7 @@ def check_sums_beside(
             grouped.sum_groups(sums, padded_ends, out=dbias)
         values = place.empty((rows, wide), dtype)
         with place_of_values.launching(values):
-            pointwise.pointwise_backward(*inputs[:4], values, (None,), None)
+            pointwise.pointwise_backward(*(*inputs[:4], values, (None,), None))
         values = values.cpu()
         # The sums are of the rounded values.
         rounded = values.double().masked_fill((group < 0)[:, None], 0)

@@ -302,7 +302,7 @@ OF_STAGES: dict[str, tuple[tuple[Stage, Any], tuple[Stage, Any]]] = {
 
 def of_stages() -> Iterator[Pair]:
     """A pair for each field of a stage, and for each scalar of each op that has some."""
-    pairs = {}
+    pairs: dict[str, tuple[Any, ...]] = {}
     for field in dataclasses.fields(Stage):
         if field.init and field.name != "scalars":
             if field.name not in OF_STAGES:
@@ -322,7 +322,7 @@ def of_stages() -> Iterator[Pair]:
         forward, backward = [], []
         for stage, operand in stages:
             # Two stages: torch does the work of one sum or product.
-            options = {"stages": (stage, Stage("constant_scale", (2.0,)))}
+            options: Options = {"stages": (stage, Stage("constant_scale", (2.0,)))}
             options["operands"] = (operand, None)
             forward.append(options)
             dy = drawn(2, COLUMNS // (1 + stage.is_gated))
@@ -359,7 +359,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
                 beside.append(getattr(values, "rounded_dx", None))
             else:
                 groups = given.get("groups") if cls is pointwise._Backward else None
-                rows = values
+                rows: Any = values
                 if groups is not None:
                     rows = grouped.padded_rows(values, groups, is_padded=True)
                     quantizer = MXFP8Quantizer()

@@ -133,7 +133,8 @@ def spread(kind: Kind, recipe: Any, whole: Model) -> Model:
     inner = mesh()["dp"] if kind.is_tensor_parallel else every_rank()
     for layer in (model.dense[1], model.dense[3], model.dense):
         fully_shard(layer, mesh=inner)
-    return fully_shard(model, mesh=every_rank())
+    fully_shard(model, mesh=every_rank())
+    return model
 
 
 def part(name: str, whole: Model) -> torch.Tensor:
@@ -227,7 +228,7 @@ def train(name: str, kind: Kind, limit: float = EXACT) -> None:
         assert_close(y.detach(), outputs[rank()], limit, "output")
         assert_close(own.grad, dxs[rank()], 2 * limit, "gradient of tokens")
         for parameter in sums:  # sums over the ranks of a group, where others are means
-            parameter.grad /= INNER
+            parameter.grad.div_(INNER)
         for key, parameter in model.named_parameters():
             found, expected = parameter.grad.full_tensor(), gradient(key, whole)
             assert_close(found, expected, 2 * limit, key)

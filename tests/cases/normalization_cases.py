@@ -268,8 +268,9 @@ def backward(
         options |= {"zero_centered_gamma": case.is_zero_centered, "d_extra": given.get("d_extra")}
         options["rounded_dx"] = made.get("rounded_dx")
         if case.norm == "rmsnorm":
-            outputs = (made.get("dx"), made["dgamma"], workspace)
-            backward_launchers.rmsnorm_backward(dy, x, given["gamma"], rstd, *outputs, **options)
+            backward_launchers.rmsnorm_backward(
+                *(dy, x, given["gamma"], rstd, made.get("dx"), made["dgamma"], workspace), **options
+            )
         else:
             outputs = (made.get("dx"), made["dgamma"], made["dbeta"], workspace)
             statistic = (statistics["mean"], rstd)

@@ -77,7 +77,8 @@ class SmallFloat:
         magnitude = code & (self.sign_bit - 1)
         table = np.full(self.sign_bit, np.nan)
         table[: len(self.values)] = self.values
-        return np.where(code & self.sign_bit, -1.0, 1.0) * table[magnitude]
+        values: Array = np.where(code & self.sign_bit, -1.0, 1.0) * table[magnitude]
+        return values
 
 
 E4M3 = SmallFloat(exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan=0x7F)
@@ -99,7 +100,7 @@ def fp32(x: Array | float) -> Array:
 
 def bfloat16(x: Array) -> Array:
     """fp32 ``x`` rounded to bf16, ties to even, as fp32; NaN stays NaN."""
-    bits = bits_of(x).astype(np.uint64)
+    bits: Array = bits_of(x).astype(np.uint64)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     rounded = bits.astype(np.uint32).view(np.float32)
     return np.where(np.isnan(x), np.float32(np.nan), rounded)
@@ -138,7 +139,8 @@ def block_amax(x: Array, rows: int, columns: int) -> Array:
     whole = np.zeros((rounded_up(m, rows), rounded_up(k, columns)), np.float32)
     whole[:m, :k] = np.abs(x)
     tiled = whole.reshape(whole.shape[0] // rows, rows, whole.shape[1] // columns, columns)
-    return tiled.max(axis=(1, 3), initial=0)
+    amaxes: Array = tiled.max(axis=(1, 3), initial=0)
+    return amaxes
 
 
 def spread(scales: Array, rows: int, columns: int, shape: tuple[int, ...]) -> Array:
@@ -169,7 +171,7 @@ def _scale(amax: Array, max_fp8: float, pow2: bool, eps: Array, when_infinite: f
     if amax < eps:
         amax = eps
     if amax == 0 or np.isinf(amax) or np.isnan(amax):
-        return np.float32(1)
+        return fp32(1)
     scale = quotient(max_fp8, amax)
     if np.isinf(scale):
         scale = fp32(when_infinite)
@@ -325,7 +327,8 @@ def swizzle(scales: Array) -> Array:
 def nvfp4_encode_scale(amax: Array) -> Array:
     """``448 * 6 / amax`` in fp32, at most FLT_MAX, 1 for an amax of 0; NaN stays NaN."""
     scale = np.minimum(quotient(448.0 * 6.0, amax), np.float32(FLT_MAX))
-    return np.where(amax == 0, np.float32(1), scale)
+    scales: Array = np.where(amax == 0, np.float32(1), scale)
+    return scales
 
 
 def nvfp4_scales(x: Array, rows: int, columns: int, amax: Array) -> tuple[Array, Array]:
@@ -389,7 +392,8 @@ def hadamard_by_matrix(x: Array, mask: int) -> Array:
 
 def packed(codes: Array) -> Array:
     """Two codes a byte along the last dimension, the first in the low nibble."""
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+    pairs: Array = codes[:, 0::2] | codes[:, 1::2] << 4
+    return pairs
 
 
 def unpacked(data: Array) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ import fuser
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Formula = Callable[..., Any]
+M = TypeVar("M", bound=torch.nn.Module)
 
 
 # -- formulas: the main input, then parameters, then extra inputs ------------------
@@ -110,7 +111,8 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def gelu_erf(x: torch.Tensor) -> torch.Tensor:
     if x.dtype == torch.float64:  # 1 + erf loses all digits below -8.3
-        return 0.5 * x * torch.special.erfc(-(0.5**0.5) * x)
+        y: torch.Tensor = 0.5 * x * torch.special.erfc(-(0.5**0.5) * x)
+        return y
     return F.gelu(x, approximate="none")
 
 
@@ -140,7 +142,7 @@ def halves(x: torch.Tensor, interleave: int | None) -> tuple[torch.Tensor, torch
 
 
 def gated(act: Formula, interleave: int | None = None) -> Formula:
-    def formula(x: torch.Tensor) -> torch.Tensor:
+    def formula(x: torch.Tensor) -> Any:
         a, b = halves(x, interleave)
         return act(a) * b
 
@@ -418,7 +420,7 @@ def random_tensor(
     return values.to(torch.get_default_device(), dtype)
 
 
-def randomize(module: torch.nn.Module, seed: int = 100) -> torch.nn.Module:
+def randomize(module: M, seed: int = 100) -> M:
     """Give every parameter normal values; returns the module."""
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
@@ -522,13 +524,11 @@ def one_ulp(exact: torch.Tensor, dtype: torch.dtype) -> float:
 
 def outputs_of(draw: Draw) -> Draw:
     """The same without the gradients."""
-    return Draw(
-        *(
-            {name: value for name, value in results.items() if name.startswith("output")}
-            for results in (draw.actual, draw.plain, draw.exact)
-        ),
-        draw.arithmetic,
+    outputs = (
+        {name: value for name, value in results.items() if name.startswith("output")}
+        for results in (draw.actual, draw.plain, draw.exact)
     )
+    return Draw(*outputs, arithmetic=draw.arithmetic)
 
 
 def assert_no_worse_than_torch(*draws: Draw) -> None:

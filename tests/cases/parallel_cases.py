@@ -166,20 +166,23 @@ def two_groups(rank: int) -> Any:
     """Two forwards under two groups, then both backwards: the groups of each."""
     groups = [dist.new_group(list(range(RANKS))) for _ in range(2)]
     op, seen, outputs = column(groups[0]), [], []
-    original = collectives._reduce_scatter
+    original: Any = collectives._reduce_scatter
 
     def watched(*args: Any, group: Any, **options: Any) -> Any:
         seen.append(groups.index(group))
         return original(*args, group=group, **options)
 
     saved: list[Any] = []
+
+    def kept_by_autograd(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
     with fuser.autocast(recipe=Float8CurrentScaling()):
         for group in groups:
             op.tensor_parallel_group = group
             x = part(X, rank, 0).requires_grad_()
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t: saved.append(t) or t, lambda t: t
-            ):
+            with torch.autograd.graph.saved_tensors_hooks(kept_by_autograd, lambda t: t):
                 outputs.append(op(x))
     collectives._reduce_scatter = watched
     try:
@@ -303,7 +306,7 @@ def _with_registered(x: torch.Tensor) -> Any:
 def plans(rank: int) -> Any:
     model = fuser.Sequential(column(), fuser.GELU(), fuser.ReduceScatter())
     x = part(X, rank, 0).requires_grad_()
-    found = {"plain": str(model.plan(x))}
+    found: dict[str, Any] = {"plain": str(model.plan(x))}
     with fuser.autocast(recipe=MXFP8BlockScaling()):
         plan = model.plan(x)
         found["mxfp8"] = str(plan)
@@ -420,7 +423,8 @@ def ranks_that_differ_later(rank: int) -> Any:
 
     def call(*, rows: int, is_quantized: bool) -> torch.Tensor:
         with fuser.autocast(enabled=is_quantized, recipe=Float8CurrentScaling()):
-            return op(x[:rows])
+            y: torch.Tensor = op(x[:rows])
+            return y
 
     expected = [call(rows=rows, is_quantized=q) for rows in (32, 64) for q in (True, False)]
     found = {
@@ -577,7 +581,7 @@ def cases() -> dict[str, Any]:
         found[f"gathered {name}"] = functools.partial(gathered_linear, recipe)
         found[f"quantized {name}"] = functools.partial(quantized_gather, recipe)
         found[f"odd {name}"] = functools.partial(odd_rows, recipe)
-    for name, recipe in MLPS.items():
+    for name, of_mlp in MLPS.items():
         for sequence in (False, True):
-            found[f"mlp {name} {sequence}"] = functools.partial(mlp, recipe, sequence)
+            found[f"mlp {name} {sequence}"] = functools.partial(mlp, of_mlp, sequence)
     return found

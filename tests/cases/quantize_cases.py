@@ -89,7 +89,7 @@ class Input:
     def values(self) -> torch.Tensor:
         """The values, on the CPU: rows and columns of very different sizes, and what is special."""
         rng = np.random.default_rng([self.m, self.k, len(self.special)])
-        x = rng.standard_normal((self.m, self.k))
+        x: np.ndarray[Any, Any] = rng.standard_normal((self.m, self.k))
         x *= 2.0 ** rng.integers(-6, 6, (self.m, 1))
         x *= 2.0 ** rng.integers(-6, 6, (1, self.k))
         small = 2.0 ** (-24 if self.dtype is torch.float16 else -133)

@@ -110,7 +110,8 @@ def _run(
         fcntl.flock(file, fcntl.LOCK_EX)
         if not kept.exists():
             torch.save(_started(module, attribute, names, count, folder, backend), kept)
-        return torch.load(kept, weights_only=False)
+        results: dict[str, list[Any]] = torch.load(kept, weights_only=False)
+        return results
 
 
 def _started(
@@ -180,7 +181,7 @@ def _run_on_rank(
             dist.destroy_process_group()
 
 
-def _start(store: dist.Store, rank: int, count: int) -> None:
+def _start(store: Any, rank: int, count: int) -> None:
     options: dict[str, Any] = {}
     if BACKEND == "nccl":
         torch.cuda.set_device(rank)
@@ -205,7 +206,7 @@ def _result_of(case: Case) -> Any:
         return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
-def _ended_alike(store: dist.Store, case: str, rank: int, count: int, result: Any) -> bool:
+def _ended_alike(store: Any, case: str, rank: int, count: int, result: Any) -> bool:
     """Whether the case ended on all ranks in one way; after another end they would not meet."""
     end = result.kind.partition(":")[0] if isinstance(result, Failure) else "returned"
     store.set(f"{case}/{rank}", end)

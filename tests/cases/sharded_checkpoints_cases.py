@@ -138,8 +138,8 @@ def weights_that_are_gathered_quantized_are_not_read_under_another_recipe() -> N
     own = RECIPES["mxfp8"]()
     layers, reference = (fuser.Sequential(fuser.Linear(64, 64)) for _ in range(2))
     with torch.no_grad():
-        for one, other in zip(layers.parameters(), reference.parameters(), strict=True):
-            one.copy_(other)
+        for parameter, own_part in zip(layers.parameters(), reference.parameters(), strict=True):
+            parameter.copy_(own_part)
     fully_shard(fuser.distributed.gather_quantized(layers, own))
     x = inputs(reference, 1)
     for recipe in (RECIPES["current"](), RECIPES["delayed"](), RECIPES["nvfp4"](), own):

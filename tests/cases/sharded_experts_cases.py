@@ -79,7 +79,7 @@ def inputs(seed: int, experts: int, dtype: torch.dtype = torch.float32) -> tuple
 
 def loss_of(layers: Any, given: tuple[Any, Any, Any], recipe: Any) -> torch.Tensor:
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-        y = layers(*given)
+        y: torch.Tensor = layers(*given)
     return y.float().square().mean()
 
 
@@ -312,7 +312,11 @@ def the_fusion_of_experts_is_that_of_the_unsharded_experts(name: str) -> None:
         patch.setattr(fuser.GroupedLinear, "runs_at_once", lambda self, key: True)
         fused = []
         together = GroupedMLP._together
-        patch.setattr(GroupedMLP, "_together", lambda *args: fused.append(True) or together(*args))
+        def noting(*args: Any) -> Any:
+            fused.append(True)
+            return together(*args)
+
+        patch.setattr(GroupedMLP, "_together", noting)
         for options in KINDS.values():
             for how in ("all", "each"):
                 layers = sharded(mixture(**options), how, mp_policy=policy)

@@ -113,7 +113,7 @@ def inputs(layers: Any, seed: int, rows: int = 32) -> torch.Tensor:
 
 def loss_of(layers: Any, x: torch.Tensor, recipe: Any) -> torch.Tensor:
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-        y = layers(x)
+        y: torch.Tensor = layers(x)
     return y.square().mean()
 
 
@@ -163,8 +163,9 @@ def train(
 ) -> None:
     """Steps of both models on the data of all ranks: outputs, gradients and bytes are equal."""
     recipe = RECIPES[name]() if compute == "same" else None
-    make = functools.partial(torch.optim.SGD, lr=0.5, **options)
-    optimizer, other = make(layers.parameters()), make(reference.parameters())
+    optimizer, other = (
+        torch.optim.SGD(m.parameters(), lr=0.5, **options) for m in (layers, reference)
+    )
     for step in range(steps):
         x = inputs(reference, 10 * step + rank()).requires_grad_()
         loss = loss_of(layers, x, recipe)
@@ -204,11 +205,11 @@ def gathers() -> Iterator[list[tuple[str, int]]]:
         found.append((", ".join(sent.names), sum(part.nbytes for part in parts)))
         return parts, sent
 
-    cls.fsdp_pre_all_gather = noting  # type: ignore[method-assign]
+    cls.fsdp_pre_all_gather = noting
     try:
         yield found
     finally:
-        cls.fsdp_pre_all_gather = kept  # type: ignore[method-assign]
+        cls.fsdp_pre_all_gather = kept
 
 
 @contextlib.contextmanager
@@ -222,14 +223,14 @@ def reductions() -> Iterator[list[int]]:
             found.append(tensor.numel())
         return kept(tensor, op, group=group, **more)
 
-    dist.all_reduce = noting
+    dist.all_reduce = noting  # type: ignore[assignment]
     try:
         yield found
     finally:
         dist.all_reduce = kept
 
 
-def said(error: type[Exception], call: Callable[[], Any]) -> str:
+def said(error: type[Exception], call: Callable[..., Any]) -> str:
     """The sentence of the error that ``call`` raises."""
     try:
         call()

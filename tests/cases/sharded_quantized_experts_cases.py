@@ -72,7 +72,7 @@ def inputs_of(layers: Any, seed: int, dtype: torch.dtype = torch.float32) -> tup
 
 def loss_of(layers: Any, given: tuple[Any, ...], recipe: Any) -> torch.Tensor:
     with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-        y = layers(*given)
+        y: torch.Tensor = layers(*given)
     return y.float().square().mean()
 
 
@@ -340,7 +340,9 @@ def check_checkpoints(name: str, make: Callable[..., Any]) -> None:
 
 @each(*(name for name in RECIPES if name != "delayed"))
 def unquantized_experts_are_gathered_quantized(name: str) -> None:
-    found = train_gathered(*[experts(name, plain=True) for _ in range(2)], RECIPES[name]())
+    found = train_gathered(
+        *[experts(name, plain=True) for _ in range(2)], recipe=RECIPES[name]()
+    )
     assert len(found) == 4 * EXPERTS
     assert all("values" not in names for names, _ in found)
 
@@ -374,6 +376,7 @@ def ranks_may_have_rows_of_different_experts(name: str) -> None:
     for options in ({}, {"backward_override": "dequantized"}):
         recipe = RECIPES[name](**options)
         for is_plain in (False, True):
+            layers: Any
             layers, reference = (experts(name, plain=is_plain) for _ in range(2))
             if is_plain:
                 layers = fuser.distributed.gather_quantized(layers, recipe)

@@ -130,7 +130,7 @@ def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
     """Of three experts, which two ranks cannot share equally, values are gathered."""
     for count in (4, 3):
         models = [stack(name, plain=True, count=count) for _ in range(2)]
-        found = train_gathered(*models, RECIPES[name]())
+        found = train_gathered(*models, recipe=RECIPES[name]())
         assert len(found) == 4
         assert all(("values" in names) == (count == 3) for names, _ in found)
 

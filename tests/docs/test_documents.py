@@ -229,7 +229,9 @@ def test_the_page_on_extending_runs_and_its_kernels_run_in_the_emulator(
 
 
 def test_the_sentence_of_check_on_the_page_is_what_check_says(extending: dict[str, Any]) -> None:
-    class SquareBias(extending["SquareBias"]):
+    base: Any = extending["SquareBias"]
+
+    class SquareBias(base):  # type: ignore[misc]
         def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **_: Any) -> Any:
             basic_op_ctxs[0].save_for_backward(input_)
             return input_ * input_, [(), ()]

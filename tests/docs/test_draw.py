@@ -1,11 +1,16 @@
 """The picture of a plan: what it shows, that it can be read, and how it fails."""
 
+from __future__ import annotations
+
 import html
 import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ import fuser
 import fuser.report.draw
 from fuser.formats import DType, NumberFormat
 from fuser.plan.plan import Channel, FusionPlan, Refusal, Step
-from fuser.report.layout import Box, Line, Text, lay_out
+from fuser.report.layout import Box, Line, Picture, Text, lay_out
 from fuser.report.text import format_time
 from fuser.specs import OpKey, PlanKey, QuantSpec, TensorKey
 
@@ -35,10 +40,11 @@ class AFusionWithANameThatIsFarLongerThanTheWindowItWouldHaveTaken(fuser.FusedOp
 
     window = (fuser.BasicLinear, fuser.Bias)
     side = "forward"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
     @classmethod
-    def refuses(cls, *ops, key):
+    def refuses(cls, *ops: Any, key: OpKey) -> str:
         return LONG_REASON
 
 
@@ -56,15 +62,16 @@ class WholeBlock(fuser.FusedOperation):
         fuser.AddExtraInput,
     )
     side = "joint"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
 
 class AnOpWithAVeryLongClassNameAsPeopleWriteThemInTheirOwnProjects(fuser.Identity):
     """Passes its input on."""
 
 
-def mlp_ops(channel="residual"):
-    ops = [
+def mlp_ops(channel: str = "residual") -> list[Any]:
+    ops: list[Any] = [
         fuser.MakeExtraOutput(),
         fuser.RMSNorm(64),
         fuser.Linear(64, 256),
@@ -77,36 +84,36 @@ def mlp_ops(channel="residual"):
     return ops
 
 
-def linear_gelu_linear(dtype=torch.float32):
+def linear_gelu_linear(dtype: torch.dtype = torch.float32) -> list[Any]:
     return [fuser.Linear(64, 256, dtype=dtype), fuser.GELU(), fuser.Linear(256, 64)]
 
 
-def mlp_plan():
+def mlp_plan() -> FusionPlan:
     return fuser.Sequential(*mlp_ops()).plan(X)
 
 
-def inference_plan():
+def inference_plan() -> FusionPlan:
     return fuser.Sequential(*mlp_ops()).plan(X, training=False)
 
 
-def constant_input_plan():
+def constant_input_plan() -> FusionPlan:
     return fuser.Sequential(*mlp_ops()).plan(X.detach())
 
 
-def linear_gelu_linear_plan():
+def linear_gelu_linear_plan() -> FusionPlan:
     return fuser.Sequential(*linear_gelu_linear()).plan(X)
 
 
-def one_op_plan():
+def one_op_plan() -> FusionPlan:
     return fuser.Sequential(fuser.GELU()).plan(X)
 
 
-def forty_ops_plan():
+def forty_ops_plan() -> FusionPlan:
     ops = [op for block in range(5) for op in mlp_ops(f"residual {block}")]
     return fuser.Sequential(*ops).plan(X)
 
 
-def experts_plan():
+def experts_plan() -> FusionPlan:
     """A layer of experts, whose op of groups has notes, and channels of integers."""
     dispatch = fuser.MoeDispatch(4)
     for index, channel in enumerate(("split sizes", "probs", "rows")):
@@ -123,18 +130,18 @@ def experts_plan():
         return layer.plan(X, indices, probs.requires_grad_())
 
 
-def mixed_dtypes_plan():
+def mixed_dtypes_plan() -> FusionPlan:
     ops = linear_gelu_linear(torch.bfloat16)
     ops[0].bias = torch.nn.Parameter(torch.zeros(256))
     return fuser.Sequential(*ops).plan(X)
 
 
-def many_refusals_plan():
+def many_refusals_plan() -> FusionPlan:
     own = (AFusionWithANameThatIsFarLongerThanTheWindowItWouldHaveTaken, WholeBlock)
     return fuser.Sequential(*mlp_ops(), fusions=fuser.FUSIONS + own).plan(X)
 
 
-def extra_tensors_plan():
+def extra_tensors_plan() -> FusionPlan:
     model = fuser.Sequential(
         fuser.MakeExtraOutput(),
         AnOpWithAVeryLongClassNameAsPeopleWriteThemInTheirOwnProjects(),
@@ -145,7 +152,7 @@ def extra_tensors_plan():
     return model.plan(X, X.new_empty(8).requires_grad_(), X)
 
 
-def split_plan():
+def split_plan() -> FusionPlan:
     """Modules before, between and after pipelines, and ops that are called as modules."""
     ops = mlp_ops()
     for op in ops[2:4]:
@@ -157,7 +164,7 @@ def split_plan():
     ).plan(X)
 
 
-def quantized_plan():
+def quantized_plan() -> FusionPlan:
     layers = [(fuser.RMSNorm(64), fuser.Linear(64, 256), fuser.GELU()) for _ in range(4)]
     ops = [
         op for norm, linear, gelu in layers for op in (norm, linear, gelu, fuser.Linear(256, 64))
@@ -180,21 +187,22 @@ PLANS = [
     extra_tensors_plan,
     split_plan,
 ]
+MakePlan = Callable[[], FusionPlan]
 each_plan = pytest.mark.parametrize("make_plan", PLANS)
 
 
-def svg_texts(path):
+def svg_texts(path: Path) -> list[str]:
     root = ElementTree.parse(path).getroot()
     return ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
 
 
-def overlap(a, b, slack=0.2):
+def overlap(a: Sequence[float], b: Sequence[float], slack: float = 0.2) -> bool:
     return (
         a[0] < b[2] - slack and b[0] < a[2] - slack and a[1] < b[3] - slack and b[1] < a[3] - slack
     )
 
 
-def check_legible(picture):
+def check_legible(picture: Picture) -> None:
     """No text over another, none cut by a box's outline, nothing outside the picture."""
     texts = [item for item in picture.items if isinstance(item, Text)]
     boxes = [item for item in picture.items if isinstance(item, Box)]
@@ -206,12 +214,12 @@ def check_legible(picture):
             x0, y0, x1, y1 = text.bounds
             inside = left <= x0 and x1 <= right and top <= y0 and y1 <= bottom
             assert inside or not overlap(box.bounds, text.bounds), f"{text.string!r} crosses {box}"
-    for a, b in combinations(boxes, 2):
+    for one, other in combinations(boxes, 2):
         nested = any(
             p[0] <= q[0] and q[2] <= p[2] and p[1] <= q[1] and q[3] <= p[3]
-            for p, q in ((a.bounds, b.bounds), (b.bounds, a.bounds))
+            for p, q in ((one.bounds, other.bounds), (other.bounds, one.bounds))
         )
-        assert nested or not overlap(a.bounds, b.bounds), f"{a} overlaps {b}"
+        assert nested or not overlap(one.bounds, other.bounds), f"{one} overlaps {other}"
     for item in (*texts, *boxes):
         x0, y0, x1, y1 = item.bounds
         assert min(x0, y0) >= 0, item
@@ -222,7 +230,9 @@ def check_legible(picture):
 
 
 @each_plan
-def test_svg_holds_every_name_reason_and_number_as_text(make_plan, tmp_path):
+def test_svg_holds_every_name_reason_and_number_as_text(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
     plan = make_plan()
     texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
     words = " ".join(texts).replace(",", " ").split()
@@ -251,7 +261,7 @@ def test_svg_holds_every_name_reason_and_number_as_text(make_plan, tmp_path):
     assert plan.key.describe() in texts
 
 
-def test_arrows_carry_the_bytes_of_the_main_line(tmp_path):
+def test_arrows_carry_the_bytes_of_the_main_line(tmp_path: Path) -> None:
     plan = fuser.Sequential(fuser.Linear(64, 256, bias=False), fuser.SwiGLU()).plan(X)
     assert plan.activation_bytes == (256.0, 1024.0, 512.0)
     texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
@@ -260,7 +270,9 @@ def test_arrows_carry_the_bytes_of_the_main_line(tmp_path):
 
 
 @each_plan
-def test_svg_is_the_same_on_every_run_and_whatever_the_users_style(make_plan, tmp_path):
+def test_svg_is_the_same_on_every_run_and_whatever_the_users_style(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
     first = make_plan().draw(tmp_path / "first.svg").read_bytes()
     with matplotlib.rc_context({"savefig.bbox": "tight", "font.sans-serif": ["STIXGeneral"]}):
         before = dict(matplotlib.rcParams)
@@ -270,12 +282,12 @@ def test_svg_is_the_same_on_every_run_and_whatever_the_users_style(make_plan, tm
 
 
 @each_plan
-def test_no_text_overlaps_or_is_clipped(make_plan):
+def test_no_text_overlaps_or_is_clipped(make_plan: MakePlan) -> None:
     check_legible(lay_out(make_plan().to_dict()))
 
 
 @pytest.mark.parametrize("make_plan", [forty_ops_plan, many_refusals_plan])
-def test_painted_texts_are_where_the_layout_says(make_plan, tmp_path):
+def test_painted_texts_are_where_the_layout_says(make_plan: MakePlan, tmp_path: Path) -> None:
     plan = make_plan()
     picture = lay_out(plan.to_dict())
     root = ElementTree.parse(plan.draw(tmp_path / "plan.svg")).getroot()
@@ -295,10 +307,10 @@ def test_painted_texts_are_where_the_layout_says(make_plan, tmp_path):
         assert there == pytest.approx(here, abs=0.02)
 
 
-def op_boxes(picture):
+def op_boxes(picture: Picture) -> dict[str, list[Box]]:
     """The boxes that hold an op's name, by name: forward's first."""
     boxes = [item for item in picture.items if isinstance(item, Box)]
-    found = {}
+    found: dict[str, list[Box]] = {}
     for text in picture.items:
         if isinstance(text, Text) and text.tip and text.align == "center":
             around = [
@@ -309,7 +321,7 @@ def op_boxes(picture):
     return found
 
 
-def test_the_backward_of_an_op_is_drawn_under_its_forward():
+def test_the_backward_of_an_op_is_drawn_under_its_forward() -> None:
     found = op_boxes(lay_out(mlp_plan().to_dict()))
     for name in ("MakeExtraOutput", "RMSNorm", "SwiGLU", "AddExtraInput"):
         forward, backward = found[name]
@@ -317,7 +329,7 @@ def test_the_backward_of_an_op_is_drawn_under_its_forward():
         assert forward.y < backward.y
 
 
-def test_forward_arrows_point_right_and_backward_arrows_left():
+def test_forward_arrows_point_right_and_backward_arrows_left() -> None:
     picture = lay_out(linear_gelu_linear_plan().to_dict())
     arrows = [item for item in picture.items if isinstance(item, Line) and item.arrow]
     (border,) = (
@@ -332,7 +344,7 @@ def test_forward_arrows_point_right_and_backward_arrows_left():
     assert all(line.points[0][0] > line.points[-1][0] for line in backward)
 
 
-def test_no_arrow_leaves_backward_where_the_input_needs_no_gradient(tmp_path):
+def test_no_arrow_leaves_backward_where_the_input_needs_no_gradient(tmp_path: Path) -> None:
     assert "grad input" in svg_texts(mlp_plan().draw(tmp_path / "with.svg"))
     texts = svg_texts(constant_input_plan().draw(tmp_path / "without.svg"))
     assert "grad input" not in texts
@@ -343,7 +355,7 @@ def test_no_arrow_leaves_backward_where_the_input_needs_no_gradient(tmp_path):
     assert "wgrad mm" in texts
 
 
-def test_a_picture_has_the_notes_of_the_printed_plan(tmp_path):
+def test_a_picture_has_the_notes_of_the_printed_plan(tmp_path: Path) -> None:
     plan = experts_plan()
     texts = svg_texts(plan.draw(tmp_path / "plan.svg"))
     start = texts.index("notes")
@@ -353,7 +365,7 @@ def test_a_picture_has_the_notes_of_the_printed_plan(tmp_path):
     assert "notes" not in svg_texts(mlp_plan().draw(tmp_path / "none.svg"))
 
 
-def test_channels_of_integers_are_drawn_in_forward_alone(tmp_path):
+def test_channels_of_integers_are_drawn_in_forward_alone(tmp_path: Path) -> None:
     texts = svg_texts(experts_plan().draw(tmp_path / "plan.svg"))
     assert texts.count("split sizes") == 2
     assert "rows" in texts
@@ -363,7 +375,7 @@ def test_channels_of_integers_are_drawn_in_forward_alone(tmp_path):
     ]
 
 
-def test_fused_window_is_one_box_around_its_ops():
+def test_fused_window_is_one_box_around_its_ops() -> None:
     found = op_boxes(lay_out(mlp_plan().to_dict()))
     (window,) = found["BackwardActivationBias"]
     activation = found["SwiGLU"][1]
@@ -373,14 +385,14 @@ def test_fused_window_is_one_box_around_its_ops():
     assert left < found["Bias"][2].x
 
 
-def test_ops_without_a_kernel_are_drawn_lighter():
+def test_ops_without_a_kernel_are_drawn_lighter() -> None:
     found = op_boxes(lay_out(mlp_plan().to_dict()))
     assert found["MakeExtraOutput"][0].fill == "paper"  # forward only passes a reference on
     assert found["MakeExtraOutput"][1].fill != "paper"  # backward adds
     assert found["RMSNorm"][0].fill != found["SwiGLU"][0].fill
 
 
-def test_channels_and_refusals_are_dashed_and_span_their_ops():
+def test_channels_and_refusals_are_dashed_and_span_their_ops() -> None:
     plan = many_refusals_plan()
     picture = lay_out(plan.to_dict())
     dashed = [item for item in picture.items if isinstance(item, Line) and item.dashed]
@@ -402,7 +414,7 @@ def test_channels_and_refusals_are_dashed_and_span_their_ops():
     assert whole.points[-1][0] == boxes["AddExtraInput"][0].bounds[2]
 
 
-def test_extra_tensors_of_the_caller_are_shown(tmp_path):
+def test_extra_tensors_of_the_caller_are_shown(tmp_path: Path) -> None:
     texts = svg_texts(extra_tensors_plan().draw(tmp_path / "plan.svg"))
     assert texts.count("extra input") == 2
     assert texts.count("grad of extra input") == 2
@@ -410,7 +422,7 @@ def test_extra_tensors_of_the_caller_are_shown(tmp_path):
 
 
 @pytest.mark.parametrize("make_plan", [split_plan, lambda: split_plan_of_blocks(6)])
-def test_modules_between_pipelines_are_boxes_in_their_place(make_plan):
+def test_modules_between_pipelines_are_boxes_in_their_place(make_plan: MakePlan) -> None:
     plan = make_plan()
     picture = lay_out(plan.to_dict())
     boxes = op_boxes(picture)
@@ -437,7 +449,7 @@ def test_modules_between_pipelines_are_boxes_in_their_place(make_plan):
     assert "other module, not modelled" in names
 
 
-def split_plan_of_blocks(count):
+def split_plan_of_blocks(count: int) -> FusionPlan:
     """So many blocks with a module in each that they do not fit into one row."""
     modules = []
     for block in range(count):
@@ -446,7 +458,7 @@ def split_plan_of_blocks(count):
     return fuser.Sequential(*modules).plan(X)
 
 
-def test_long_pipelines_are_wrapped_and_no_op_is_lost():
+def test_long_pipelines_are_wrapped_and_no_op_is_lost() -> None:
     plan = forty_ops_plan()
     picture = lay_out(plan.to_dict())
     assert picture.width < 1300
@@ -454,7 +466,7 @@ def test_long_pipelines_are_wrapped_and_no_op_is_lost():
     assert sorted(drawn, key=int) == [str(i) for i in range(40) for _ in range(2)]
 
 
-def test_png_is_a_png_with_something_on_it(tmp_path):
+def test_png_is_a_png_with_something_on_it(tmp_path: Path) -> None:
     path = mlp_plan().draw(tmp_path / "plan.png")
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     pixels = matplotlib.image.imread(path)[..., :3]
@@ -465,7 +477,9 @@ def test_png_is_a_png_with_something_on_it(tmp_path):
 
 
 @each_plan
-def test_html_is_self_contained_and_holds_the_plan_as_text(make_plan, tmp_path):
+def test_html_is_self_contained_and_holds_the_plan_as_text(
+    make_plan: MakePlan, tmp_path: Path
+) -> None:
     plan = make_plan()
     page = plan.draw(tmp_path / "plan.html").read_text(encoding="utf-8")
     links = set(re.findall(r"https?://[^\s\"'<>]+", page))
@@ -476,14 +490,14 @@ def test_html_is_self_contained_and_holds_the_plan_as_text(make_plan, tmp_path):
     ElementTree.fromstring(page[page.index("<svg") : page.index("</figure>")])
 
 
-def test_html_tips_tell_kernels_bytes_and_time(tmp_path):
+def test_html_tips_tell_kernels_bytes_and_time(tmp_path: Path) -> None:
     page = mlp_plan().draw(tmp_path / "plan.html").read_text(encoding="utf-8")
     (step,) = (step for step in mlp_plan().forward if step.ops == (2, 3, 4))
     tip = "<title>forward 2-4: ForwardLinearBiasActivation\naddmm, swiglu\n"
     assert f"{tip}2.8 kB, {format_time(step.microseconds)}</title>" in page
 
 
-def test_html_colours_all_follow_light_and_dark_mode(tmp_path):
+def test_html_colours_all_follow_light_and_dark_mode(tmp_path: Path) -> None:
     page = mlp_plan().draw(tmp_path / "plan.html").read_text(encoding="utf-8")
     assert "prefers-color-scheme: dark" in page
     picture = page[page.index("<figure>") : page.index("</figure>")]
@@ -494,13 +508,13 @@ def test_html_colours_all_follow_light_and_dark_mode(tmp_path):
     assert all(style.count(f"{name}:") == 2 for name in used)
 
 
-def test_ids_in_the_svg_are_unique(tmp_path):
+def test_ids_in_the_svg_are_unique(tmp_path: Path) -> None:
     root = ElementTree.parse(mlp_plan().draw(tmp_path / "plan.svg")).getroot()
     ids = [node.get("id") for node in root.iter() if node.get("id")]
     assert len(ids) == len(set(ids))
 
 
-def test_dollars_and_control_characters_do_not_break_the_svg(tmp_path):
+def test_dollars_and_control_characters_do_not_break_the_svg(tmp_path: Path) -> None:
     step = Step((0,), None, "a<b&c", 256.0, 1.0)
     refusal = Refusal("Odd", "forward", (0,), "it said \x1b[31m $x_1$ \x00 and <nothing> else.")
     texts = svg_texts(plan_of(["Op$a$"], [step], [], [refusal]).draw(tmp_path / "plan.svg"))
@@ -511,7 +525,9 @@ def test_dollars_and_control_characters_do_not_break_the_svg(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.svg.gz"])
-def test_unknown_suffix_is_an_input_error_that_names_the_known_ones(name, tmp_path):
+def test_unknown_suffix_is_an_input_error_that_names_the_known_ones(
+    name: str, tmp_path: Path
+) -> None:
     with pytest.raises(fuser.InputError, match=r"\.html, \.png, \.svg") as caught:
         one_op_plan().draw(tmp_path / name)
     assert name in str(caught.value)
@@ -519,21 +535,23 @@ def test_unknown_suffix_is_an_input_error_that_names_the_known_ones(name, tmp_pa
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png", ".html"])
-def test_without_matplotlib_a_sentence_says_what_to_install(suffix, tmp_path, monkeypatch):
+def test_without_matplotlib_a_sentence_says_what_to_install(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(fuser.StateError, match=r"pip install matplotlib"):
         one_op_plan().draw(tmp_path / f"plan{suffix}")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path):
+def test_the_grey_of_the_bars_is_explained_where_there_is_any(tmp_path: Path) -> None:
     note = "in grey what more it would be unfused"
     for number, (plan, is_fused) in enumerate(((mlp_plan(), True), (one_op_plan(), False))):
         text = " ".join(svg_texts(plan.draw(tmp_path / f"{number}.svg")))
         assert (note in text) == is_fused
 
 
-def test_importing_does_not_import_matplotlib():
+def test_importing_does_not_import_matplotlib() -> None:
     code = "import sys, fuser.report.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -541,7 +559,14 @@ def test_importing_does_not_import_matplotlib():
 # -- plans that no model needs to have -----------------------------------------
 
 
-def plan_of(ops, forward, backward=(), refusals=(), channels=(), activation_bytes=None):
+def plan_of(
+    ops: Sequence[str],
+    forward: Sequence[Step],
+    backward: Sequence[Step] = (),
+    refusals: Sequence[Refusal] = (),
+    channels: Sequence[Channel] = (),
+    activation_bytes: Sequence[float] | None = None,
+) -> FusionPlan:
     tensor = TensorKey(torch.float32, True)
     extras = [sum(c.consumer == i for c in channels) for i in range(len(ops))]
     keys = tuple(OpKey(torch.float32, bool(backward), True, (), (tensor,) * n) for n in extras)
@@ -568,7 +593,7 @@ reasons = st.sampled_from(["no.", LONG_REASON, "word " * 40, "x" * 300])
 
 
 @st.composite
-def steps_of(draw, count):
+def steps_of(draw: st.DrawFn, count: int) -> list[Step]:
     cuts = sorted({0, count, *draw(st.lists(st.integers(0, count), max_size=count))})
     steps = []
     for start, stop in pairwise(cuts):
@@ -581,7 +606,7 @@ def steps_of(draw, count):
 
 
 @st.composite
-def plans(draw):
+def plans(draw: st.DrawFn) -> FusionPlan:
     count = draw(st.integers(1, 14))
     windows = st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)).map(sorted)
     refusals = [
@@ -612,11 +637,11 @@ def plans(draw):
 
 @given(plans())
 @settings(max_examples=60, deadline=None)
-def test_no_text_overlaps_in_random_plans(plan):
+def test_no_text_overlaps_in_random_plans(plan: FusionPlan) -> None:
     check_legible(lay_out(plan.to_dict()))
 
 
-def test_a_window_that_is_wider_than_a_row_goes_on_in_the_next():
+def test_a_window_that_is_wider_than_a_row_goes_on_in_the_next() -> None:
     ops = ["AnOpWithALongName"] * 20
     picture = lay_out(
         plan_of(ops, [Step(tuple(range(20)), "Everything", "all", 1.0, 1.0)]).to_dict()
@@ -630,7 +655,7 @@ def test_a_window_that_is_wider_than_a_row_goes_on_in_the_next():
     check_legible(picture)
 
 
-def test_a_column_is_wide_enough_for_its_kernels(tmp_path):
+def test_a_column_is_wide_enough_for_its_kernels(tmp_path: Path) -> None:
     """No comma on a line of its own: widths are sums, and sums are rounded."""
     layers = (fuser.RMSNorm(64), fuser.Linear(64, 256), fuser.SwiGLU(), fuser.Linear(128, 64))
     with fuser.autocast(recipe=fuser.recipe.MXFP8BlockScaling()):

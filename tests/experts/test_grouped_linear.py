@@ -55,7 +55,8 @@ def made(dtype: torch.dtype = FP32, **options: Any) -> fuser.GroupedLinear:
 def stacked(op: fuser.GroupedLinear, what: str, attribute: str = "data") -> torch.Tensor:
     """Weights ``[G, N, K]``, or biases ``[G, N]``, or their gradients."""
     if hasattr(op, what):
-        return getattr(getattr(op, what), attribute)
+        stack: torch.Tensor = getattr(getattr(op, what), attribute)
+        return stack
     return torch.stack([getattr(getattr(op, f"{what}{g}"), attribute) for g in range(G)])
 
 
@@ -100,7 +101,7 @@ def run(
     splits: tuple[int, ...],
     scales: torch.Tensor | None = None,
     recipe: Any = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     leaves = [x.clone().requires_grad_()]
     extras = [torch.tensor(splits, device=x.device)]
     if scales is not None:
@@ -137,7 +138,9 @@ def test_equals_a_loop_of_linears(
     exact = expected(op, x, dy, splits, scales)
     count = sum(splits)
     given = [None if t is None else poisoned(t, count) for t in (x, dy)]
-    found = run(op, *given, splits, None if scales is None else poisoned(scales, count))
+    found = run(
+        op, *given, splits=splits, scales=None if scales is None else poisoned(scales, count)
+    )
     assert_close(found, exact, {FP32: 1e-6, BF16: 0.01, FP16: 0.002}[dtype])
     for name in ("y", "dx", "dscales"):
         assert name not in found or not found[name][count:].any()
@@ -162,7 +165,7 @@ def test_the_gradient_of_scales_is_summed_in_fp32(
     assert not scales.grad[sum(splits) :].any()
 
 
-RECIPES = dict(formats.RECIPES)
+RECIPES: dict[str, Any] = dict(formats.RECIPES)
 RECIPES["nvfp4"] = functools.partial(recipes.NVFP4BlockScaling, disable_stochastic_rounding=True)
 
 
@@ -352,8 +355,13 @@ def test_a_frozen_expert_has_no_gradient_and_frozen_weights_save_no_input() -> N
     assert op.weight1.grad is None
     assert op.weight0.grad is not None
     op.requires_grad_(False)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    saved: list[torch.Tensor] = []
+
+    def kept_by_autograd(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(kept_by_autograd, lambda t: t):
         op(x, splits)
     assert all(t.shape != x.shape for t in saved if t is not None)
 

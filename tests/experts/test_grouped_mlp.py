@@ -94,7 +94,7 @@ def tensors(dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
     return {name: value.to(dtype) for name, value in found.items()}
 
 
-def run(model: fuser.Sequential, recipe: Any = None, steps: int = 2) -> list[torch.Tensor]:
+def run(model: fuser.Sequential, recipe: Any = None, steps: int = 2) -> list[Any]:
     given, found = tensors(model[0]._dtype), []
     leaves = [given["x"].requires_grad_(), given["scales"].requires_grad_()]
     sizes = torch.tensor(SPLITS)

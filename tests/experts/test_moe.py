@@ -534,7 +534,7 @@ def test_permute_refuses_what_does_not_fit(change: dict[str, Any], words: str) -
         "num_experts": 4,
     }
     with pytest.raises(InputError, match=words):
-        permute(**{**arguments, **change})  # type: ignore[arg-type]
+        permute(**{**arguments, **change})
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_permute_refuses_what_does_not_fit(change: dict[str, Any], words: str) -
 def test_permute_refuses_wrong_types(change: dict[str, Any], words: str) -> None:
     arguments = {"x": torch.zeros(3, 4), "num_experts": 4}
     with pytest.raises(InputTypeError, match=words):
-        permute(**{**arguments, "expert_indices": torch.zeros(3, 1, dtype=torch.int64), **change})  # type: ignore[arg-type]
+        permute(**{**arguments, "expert_indices": torch.zeros(3, 1, dtype=torch.int64), **change})
 
 
 def test_unpermute_refuses_what_does_not_fit() -> None:
@@ -565,7 +565,7 @@ def test_unpermute_refuses_what_does_not_fit() -> None:
     with pytest.raises(InputError, match=r"y of float64.*got torch.int32"):
         unpermute(torch.zeros(6, 4, dtype=torch.int32), permuted)
     with pytest.raises(InputTypeError, match="got a tuple"):
-        unpermute(torch.zeros(6, 4), tuple(permuted))  # type: ignore[arg-type]
+        unpermute(torch.zeros(6, 4), tuple(permuted))
 
 
 @pytest.mark.parametrize(
@@ -588,7 +588,7 @@ def test_a_router_refuses_values_that_do_not_fit(
 
 def test_a_router_refuses_a_size_that_is_no_int_and_an_input_that_does_not_fit() -> None:
     with pytest.raises(InputTypeError, match=r"an int as top_k; got 2\.0"):
-        Router(8, 4, 2.0)  # type: ignore[arg-type]
+        Router(8, 4, 2.0)
     router = Router(8, 4, 2, device="cpu")
     for x, words in (
         (torch.zeros(3, 7), r"\[..., 8\]; got \(3, 7\)"),

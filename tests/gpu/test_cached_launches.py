@@ -40,7 +40,7 @@ def cached_launches() -> int:
     return sum(one is not None and one.is_written for one in sequences)
 
 
-def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor]:
+def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor | None]:
     """Buffers of x and of gelu(x)."""
     made = [quantizer(x), quantizer(pointwise.activation(Stage("gelu"), x))]
     return [buffer for one in made for buffer in one.buffers().values()]

@@ -163,7 +163,7 @@ def test_equals_a_loop_of_linears(
     op, count = op.cuda(), sum(splits)
     given = [None if t is None else poisoned(t, count).cuda() for t in (x, dy, scales)]
     for _ in range(4):
-        found = run(op, *given[:2], splits, given[2])
+        found = run(op, *given[:2], splits=splits, scales=given[2])
         assert_close(found, exact, {FP32: 1e-5, BF16: 0.01, FP16: 0.002}[dtype])
         for name in ("y", "dx", "dscales"):
             assert name not in found or not found[name][count:].any()

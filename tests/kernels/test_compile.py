@@ -117,10 +117,10 @@ def test_every_source_has_a_launcher_that_names_its_kernels() -> None:
 
 def test_a_launcher_names_kernels_as_attributes_and_by_a_function() -> None:
     launcher = ModuleType("launcher")
-    launcher.FUSER_X = Kernel("x", "fuser_x")  # type: ignore[attr-defined]
+    launcher.FUSER_X = Kernel("x", "fuser_x")
     assert kernels_of(launcher) == {Kernel("x", "fuser_x")}
     made = (Kernel("y", f"fuser_y<{t}>") for t in ("float", "int"))
-    launcher.instantiations = lambda: made  # type: ignore[attr-defined]
+    launcher.instantiations = lambda: made
     assert {kernel.symbol for kernel in kernels_of(launcher)} == {
         *("fuser_x", "fuser_y<float>", "fuser_y<int>")
     }

@@ -40,7 +40,7 @@ HERE = Installation(
 class OnDevice(torch.Tensor):
     """A tensor that says it is on a CUDA device, for encoding alone."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
     device_index = 0
 
     def get_device(self) -> int:
@@ -228,9 +228,9 @@ def test_a_cupy_that_is_imported_and_built_for_another_cuda_than_torch_is_not_us
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cupy = types.ModuleType("cupy")
-    cupy.__version__ = "14.2.0"  # type: ignore[attr-defined]
+    cupy.__version__ = "14.2.0"
     driver = types.SimpleNamespace(get_build_version=lambda: 12090)
-    cupy.cuda = types.SimpleNamespace(driver=driver)  # type: ignore[attr-defined]
+    cupy.cuda = types.SimpleNamespace(driver=driver)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(module, "_cupy_packages", lambda: ("cupy-cuda12x",))
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
@@ -313,8 +313,8 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeRawModule]]:
             pass
 
     cupy = types.ModuleType("cupy")
-    cupy.RawModule = Recorder  # type: ignore[attr-defined]
-    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+    cupy.RawModule = Recorder
+    cupy.cuda = types.SimpleNamespace(
         Device=Device,
         driver=types.SimpleNamespace(CUDADriverError=CUDADriverError),
         compiler=types.SimpleNamespace(CompileException=CompileException),
@@ -594,7 +594,7 @@ def test_a_process_that_ends_after_an_error_unloads_no_kernel(
     """CuPy would print an ignored exception for each module, as the driver then refuses."""
     module.kernel("probe", "fuser_probe", 0)
     (loaded,) = module._loaded
-    assert loaded is fake_cupy.module  # type: ignore[attr-defined]
+    assert loaded is fake_cupy.module
     loaded.ptr = 7
     module.leave_loaded()
     assert loaded.ptr == 0

@@ -306,8 +306,8 @@ def test_an_amax_without_y_is_right_however_much_of_y_was_looked_at(case: Case) 
 
     if case.y == F16 and case.norm == "rmsnorm":
         overflowing = {**given, "gamma": torch.full_like(given["gamma"], 6e4)}
-        for before in (0.0, 65504.0, 1e30):
-            assert measured(overflowing, torch.full((1,), before), has_y=False).isinf()
+        for value in (0.0, 65504.0, 1e30):
+            assert measured(overflowing, torch.full((1,), value), has_y=False).isinf()
     tensors = [name for name in ("x", "gamma", "beta") if given.get(name) is not None]
     for name in tensors:
         for value in (float("inf"), float("-inf"), float("nan")):

@@ -211,7 +211,8 @@ def test_a_map_that_the_driver_refuses_is_refused(
 def decoded(codes: torch.Tensor, small: SmallFloat) -> np.ndarray[Any, Any]:
     """fp64 values of finite codes."""
     values = codes.numpy()
-    return np.where(values & 128, -1.0, 1.0) * small.values[values & 127]
+    found: np.ndarray[Any, Any] = np.where(values & 128, -1.0, 1.0) * small.values[values & 127]
+    return found
 
 
 @pytest.mark.parametrize("sums", [64, 128])

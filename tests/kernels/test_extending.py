@@ -204,8 +204,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             pass
 
     cupy = types.ModuleType("cupy")
-    cupy.RawModule = RawModule  # type: ignore[attr-defined]
-    cupy.cuda = types.SimpleNamespace(  # type: ignore[attr-defined]
+    cupy.RawModule = RawModule
+    cupy.cuda = types.SimpleNamespace(
         Device=Device,
         driver=types.SimpleNamespace(CUDADriverError=CUDADriverError),
         compiler=types.SimpleNamespace(CompileException=CompileException),
@@ -288,7 +288,7 @@ class Centered(fuser.BasicOperation):
 
     num_extra_inputs = 1
 
-    def output_spec(self, spec: Any, extras: Any, autocast: Any) -> fuser.TensorSpec:
+    def output_spec(self, spec: fuser.TensorSpec, extras: Any, autocast: Any) -> fuser.TensorSpec:
         if extras[0].shape != (*spec.shape[:-1], 1):
             raise fuser.InputError(f"Centered got sums of shape {extras[0].shape}.")
         return spec

@@ -59,7 +59,7 @@ def tensors_of(
     leading: tuple[int, ...], batch_dim: int, has_rank: bool, dtype: torch.dtype, seed: int
 ) -> list[torch.Tensor]:
     x = random_tensor((*leading, HIDDEN), dtype, seed)
-    shape = (leading[batch_dim], HIDDEN)
+    shape: tuple[int, ...] = (leading[batch_dim], HIDDEN)
     if has_rank:
         shape = (*(n if i == batch_dim else 1 for i, n in enumerate(leading)), HIDDEN)
     return [x, *(random_tensor(shape, dtype, 100 + 2 * seed + k) for k in range(2))]

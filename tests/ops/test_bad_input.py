@@ -665,7 +665,8 @@ class _Bad(FusedOperation):
 
     window = (fuser.GELU, fuser.ConstantScale)
     side = "forward"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
 
 def broken_pipeline(*fusions: type[FusedOperation]) -> fuser.Sequential:
@@ -1474,21 +1475,21 @@ def over(given: Any) -> type[FusedOperation]:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fuser.autocast(fuser.recipe.MXFP8BlockScaling()), r"autocast\(recipe=\.\.\.\)"),  # type: ignore[arg-type]
-        (lambda: fuser.autocast(enabled="no"), "got enabled='no'"),  # type: ignore[arg-type]
-        (lambda: fuser.autocast(enabled=None), "got enabled=None"),  # type: ignore[arg-type]
-        (lambda: fuser.autocast(lambda x: x), "written with brackets"),  # type: ignore[arg-type]
+        (lambda: fuser.autocast(fuser.recipe.MXFP8BlockScaling()), r"autocast\(recipe=\.\.\.\)"),
+        (lambda: fuser.autocast(enabled="no"), "got enabled='no'"),
+        (lambda: fuser.autocast(enabled=None), "got enabled=None"),
+        (lambda: fuser.autocast(lambda x: x), "written with brackets"),
         (
-            lambda: fuser.quantized_model_init(fuser.recipe.MXFP8BlockScaling()).__enter__(),  # type: ignore[arg-type]
+            lambda: fuser.quantized_model_init(fuser.recipe.MXFP8BlockScaling()).__enter__(),
             r"quantized_model_init\(recipe=\.\.\.\)",
         ),
         (
-            lambda: fuser.quantized_model_init(recipe="mxfp8").__enter__(),  # type: ignore[arg-type]
+            lambda: fuser.quantized_model_init(recipe="mxfp8").__enter__(),
             "quantized_model_init got the recipe 'mxfp8'",
         ),
-        (lambda: fuser.Sequential(Silent(), fusions=Squares), "fusions is a sequence"),  # type: ignore[arg-type]
+        (lambda: fuser.Sequential(Silent(), fusions=Squares), "fusions is a sequence"),
         (lambda: setattr(mlp(), "fusions", Squares), "fusions is a sequence"),
-        (lambda: fuser.Sequential(Silent(), fusions=(Squares([Silent()]),)), "fusions is a seq"),  # type: ignore[arg-type]
+        (lambda: fuser.Sequential(Silent(), fusions=(Squares([Silent()]),)), "fusions is a seq"),
         (lambda: fuser.Sequential(fusions=(over((Silent(),)),)), r"Over.window is \(Silent\(\),"),
         (lambda: fuser.Sequential(fusions=(over(("Silent",)),)), r"Over.window is \('Silent',\)"),
         (lambda: fuser.Sequential(fusions=(over(Silent),)), "it is a tuple of op classes"),

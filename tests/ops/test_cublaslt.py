@@ -169,7 +169,8 @@ def test_selective_checkpointing_may_keep_a_product(calls: list[str]) -> None:
     )
 
     def run(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return (2 * model(x, residual)).tanh()
+        y: torch.Tensor = (2 * model(x, residual)).tanh()
+        return y
 
     expected = torch.autograd.grad(run(x, residual).sum(), leaves)
     y = checkpoint(run, x, residual, use_reentrant=False, context_fn=contexts)
@@ -442,7 +443,8 @@ def residual(dtype: torch.dtype = torch.float32) -> fuser.Sequential:
 
 def plain_residual(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
     (first, bias), (second,) = (model[i].parameters() for i in (1, 3))
-    return 0.5 * ((x @ first.t() + bias + x) @ second.t())
+    y: torch.Tensor = 0.5 * ((x @ first.t() + bias + x) @ second.t())
+    return y
 
 
 def test_a_cuda_build_without_a_gpu_takes_tensors_without_memory(cuda_build: None) -> None:

@@ -31,15 +31,20 @@ class LearnedScale(fuser.BasicOperation):
         self.contexts: list[bool] = []
 
     def op_forward(
-        self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs
-    ):
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         self.contexts.append(ctx.requires_grad)
         if ctx.requires_grad:
             ctx.save_for_backward(input_, self.scale)
             ctx.rows = input_.shape[0]
         return input_ * self.scale
 
-    def op_backward(self, ctx, grad_output):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
         x, scale = ctx.saved_tensors
         assert ctx.rows == x.shape[0]
         return grad_output * scale, [(grad_output * x).sum(0)]
@@ -77,7 +82,7 @@ def test_a_custom_basic_op_runs_between_built_in_ones(fusions: Any) -> None:
     randomize(model)
 
     def formula(x: torch.Tensor, w1: Any, b1: Any, scale: Any, w2: Any, b2: Any) -> torch.Tensor:
-        hidden = torch.nn.functional.gelu((x @ w1.T + b1) * scale, approximate="tanh")
+        hidden: torch.Tensor = torch.nn.functional.gelu((x @ w1.T + b1) * scale, approximate="tanh")
         return hidden @ w2.T + b2
 
     draws = []
@@ -98,7 +103,7 @@ def test_a_custom_basic_op_runs_between_built_in_ones(fusions: Any) -> None:
 )
 def test_a_custom_op_may_return_its_gradients_in_any_iterable(as_row: Any) -> None:
     class Doubling(LearnedScale):
-        def op_backward(self, ctx, grad_output):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
             dx, grads = super().op_backward(ctx, grad_output)
             return dx, as_row(grads)
 
@@ -112,10 +117,10 @@ def test_a_custom_op_may_return_its_gradients_in_any_iterable(as_row: Any) -> No
 
 def test_a_custom_op_without_parameters_may_return_none_for_their_gradients() -> None:
     class Negated(Opaque):
-        def op_forward(self, ctx, input_, **_):
+        def op_forward(self, ctx: Any, input_: torch.Tensor, **_: Any) -> torch.Tensor:
             return -input_
 
-        def op_backward(self, ctx, grad_output):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
             return -grad_output, None
 
     x = tensor_of(FP32)
@@ -130,7 +135,7 @@ def test_a_custom_op_without_parameters_may_return_none_for_their_gradients() ->
 
 def test_a_custom_op_that_drops_the_gradient_on_the_way_is_named() -> None:
     class Dropping(Opaque):
-        def op_backward(self, ctx, grad_output):
+        def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
             return None, ()
 
     y = fuser.Sequential(fuser.GELU(), Dropping(), fuser.ConstantScale(2.0))(tensor_of(FP32))
@@ -146,21 +151,23 @@ class ProductAndSum(fuser.BasicOperation):
 
     def fuser_forward(
         self,
-        basic_op_ctxs,
-        input_,
+        basic_op_ctxs: Any,
+        input_: torch.Tensor,
         *,
-        basic_op_extra_inputs,
-        prev_op_grad_output_quantizer,
-        next_op_input_quantizer,
-        basic_op_kwargs,
-    ):
+        basic_op_extra_inputs: Any,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: Any,
+    ) -> Any:
         (ctx,) = basic_op_ctxs
         ((a, b),) = basic_op_extra_inputs
         if ctx.requires_grad:
             ctx.save_for_backward(input_, a, b)
         return input_ * a * b, [(input_ + a, input_ - b)]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         x, a, b = basic_op_ctxs[0].saved_tensors
         ((d_sum, d_difference),) = basic_op_grad_extra_outputs
         dx = grad_output * a * b + d_sum + d_difference

@@ -76,8 +76,8 @@ def test_training_with_kernels_equals_training_with_torch(recipe: Any) -> None:
     Kernels give this activation torch's bits; another would be as right, but not the same.
     """
 
-    def train(model: fuser.Sequential) -> list[torch.Tensor]:
-        found = []
+    def train(model: fuser.Sequential) -> list[Any]:
+        found: list[Any] = []
         for step in range(2):
             torch.manual_seed(5)  # of stochastic rounding
             x = oracles.random_tensor((32, 32), torch.bfloat16, step).requires_grad_()

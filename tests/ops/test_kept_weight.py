@@ -44,7 +44,7 @@ def run(op: Any, recipe: Any, flag: bool | None, with_grad: bool = True) -> list
         return [y]
     y.backward(uneven(32, 32, seed=3))
     grad, op.weight.grad = op.weight.grad, None
-    return [y.detach(), x.grad, grad]  # type: ignore[list-item]
+    return [y.detach(), x.grad, grad]
 
 
 def trained(recipe: Any) -> fuser.BasicLinear:
@@ -156,8 +156,9 @@ def test_a_weight_that_was_kept_in_another_dtype_or_format_is_quantized_anew() -
     )
     for pair in pairs:
         for first, second in (pair, pair[::-1]):
-            output(*first, True)
-            assert torch.equal(output(*second, False), output(*second, None)), (first, second)
+            output(*first, flag=True)
+            found, expected = (output(*second, flag=flag) for flag in (False, None))
+            assert torch.equal(found, expected), (first, second)
 
 
 def test_a_first_microbatch_quantizes_anew_after_a_write_that_nobody_counts() -> None:

@@ -176,7 +176,7 @@ def test_delayed_scaling_goes_on_where_the_saved_layer_stopped() -> None:
     def step(layer: Any, seed: int) -> torch.Tensor:
         x = oracles.random_tensor((32, 64), torch.float32, seed)
         with fuser.autocast(recipe=recipe):
-            y = layer(x)
+            y: torch.Tensor = layer(x)
         y.sum().backward()
         return y.detach()
 

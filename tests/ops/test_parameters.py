@@ -61,7 +61,8 @@ def delete_and_set(op: torch.nn.Module) -> torch.nn.Module:
 
 def prune_and_remove(op: torch.nn.Module) -> torch.nn.Module:
     prune.custom_from_mask(op, "weight", torch.arange(op.weight.numel()).view_as(op.weight) % 2)
-    return prune.remove(op, "weight")
+    pruned: torch.nn.Module = prune.remove(op, "weight")
+    return pruned
 
 
 def parametrize_and_remove(op: torch.nn.Module) -> torch.nn.Module:
@@ -191,7 +192,8 @@ def test_a_users_op_without_names_takes_a_parameter_that_is_registered_later() -
             self.register_parameter("b", None)
             self.kept = (b,)
 
-    op, x = Late(), x_of()
+    op: Any = Late()
+    x = x_of()
     op.op_backward = lambda ctx, dy: (dy, (dy.sum(0),))
     op.op_forward = lambda ctx, x, **_: x * op.a
     op(x)
@@ -323,7 +325,7 @@ def test_a_hook_that_comes_after_the_first_call_of_a_sequential_runs() -> None:
 
 def test_a_hook_on_the_basic_op_of_a_composite_runs() -> None:
     plain = oracles.randomize(torch.nn.Linear(N, N))
-    linear = fuser.Linear(N, N)
+    linear: Any = fuser.Linear(N, N)
     linear.weight, linear.bias = copy.deepcopy(plain.weight), copy.deepcopy(plain.bias)
     pruned("weight")(linear.basic_ops[0])
     pruned("weight")(plain)
@@ -343,7 +345,7 @@ def test_a_pipeline_made_by_hand_names_the_op_whose_hook_it_would_leave_out() ->
 
 
 def test_a_tensor_in_the_place_of_a_parameter_is_the_one_that_is_used() -> None:
-    op = fuser.BasicLinear(N, N)
+    op: Any = fuser.BasicLinear(N, N)
     del op.weight
     op.weight = torch.randn(N, N, requires_grad=True)
     y = op(x_of())

@@ -525,7 +525,9 @@ class ScaleAndAdd(fuser.FusedOperation):
     window = (fuser.MakeExtraOutput, fuser.BasicLinear, fuser.ConstantScale)
     side = "backward"
 
-    def fuser_backward(self, ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(
+        self, ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         _, linear, scale = self.members
         ((extra,), *_) = basic_op_grad_extra_outputs
         dx, grads = linear.op_backward(ctxs[1], grad_output, scale.scale, extra)

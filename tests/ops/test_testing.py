@@ -329,4 +329,4 @@ def test_a_missing_input_and_a_class_are_refused(x: torch.Tensor) -> None:
     with pytest.raises(fuser.InputError, match="after the module it got nothing"):
         check(Square())
     with pytest.raises(fuser.InputTypeError, match="got the class SquareBias"):
-        check(SquareBias, x)  # type: ignore[arg-type]
+        check(SquareBias, x)

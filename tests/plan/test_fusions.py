@@ -220,7 +220,7 @@ def test_a_norms_gradient_and_another_are_added_before_they_are_rounded(
     truth = run_formula(window.formula(fused), tensors, torch.float64)["gradient of x"]
 
     def error(dx: torch.Tensor) -> float:
-        return (dx.double() - truth).square().mean().sqrt().item()
+        return float((dx.double() - truth).square().mean().sqrt())
 
     once = error(truth.to(dtype))
     # fp32 moves a few sums over the middle between two numbers.

@@ -101,7 +101,8 @@ class Adapted(torch.nn.Module):
         self.base = base
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x)
+        y: torch.Tensor = self.base(x)
+        return y
 
 
 # -- channels across what splits a pipeline -----------------------------------------------------
@@ -678,12 +679,17 @@ class Times(fuser.BasicOperation):
     """The input times a factor of the caller."""
 
     def op_forward(
-        self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=1.0
-    ):
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        factor: Any = 1.0,
+    ) -> torch.Tensor:
         ctx.factor = factor
         return input_ * factor
 
-    def op_backward(self, ctx, grad_output):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
         return grad_output * ctx.factor, ()
 
 

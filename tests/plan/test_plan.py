@@ -35,7 +35,8 @@ class _Choosy(FusedOperation):
 
     window = (fuser.BasicLinear, fuser.Bias)
     side = "forward"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
     @classmethod
     def refuses(cls, *ops: Any, key: fuser.PlanKey) -> str | None:
@@ -148,7 +149,8 @@ class _Joint(FusedOperation):
 
     window = (fuser.GELU, fuser.SiLU)
     side = "joint"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
     @classmethod
     def kernels(cls, *ops: Any, side: str, key: fuser.PlanKey) -> tuple[tuple[str, int], ...]:

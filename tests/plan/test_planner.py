@@ -269,7 +269,8 @@ class _Fusion(FusedOperation):
     """One kernel over everything its window takes; for planning only."""
 
     side = "forward"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
 
 def planned(
@@ -343,7 +344,8 @@ class _Joint(FusedOperation):
 
     window = (fuser.GELU, fuser.SiLU)
     side = "joint"
-    fuser_forward = fuser_backward = None  # only planned
+    fuser_forward: Any = None  # only planned
+    fuser_backward: Any = None
 
 
 def test_a_joint_fusion_runs_on_both_sides_or_on_none() -> None:

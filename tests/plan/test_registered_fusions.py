@@ -103,11 +103,15 @@ def test_registered_functions_run_in_order_and_prepend_runs_first() -> None:
 class Doubled(fuser.FusedOperation):
     """``x + x`` for a copy of x on a channel, which is added again; the channel is not needed."""
 
-    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **kwargs):
+    def fuser_forward(
+        self, basic_op_ctxs: Any, input_: torch.Tensor, *, basic_op_extra_inputs: Any, **kwargs: Any
+    ) -> Any:
         assert basic_op_extra_inputs == [(), (None,)]  # what it makes itself
         return 2 * input_, [(input_ if self.needs_channel else None,), ()]
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         ((later,), ()) = basic_op_grad_extra_outputs
         grad_input = 2 * grad_output if later is None else 2 * grad_output + later
         return grad_input, [(), ()], [(), (None,)]
@@ -173,7 +177,7 @@ def test_registering_after_a_call_takes_effect_at_the_next() -> None:
 )
 @pytest.mark.usefixtures("registry")
 def test_a_registered_function_that_does_not_cover_the_ops_is_named(side: str, cover: Any) -> None:
-    def careless(ops: list[Any], *, recipe: Any) -> list[Any]:
+    def careless(ops: list[Any], *, recipe: Any) -> Any:
         return cover(ops)
 
     before = fuser.runtime.pipeline._registered
@@ -191,7 +195,9 @@ def test_a_registered_function_that_does_not_cover_the_ops_is_named(side: str, c
 class ExtraAndLinearBackward(fuser.FusedOperation):
     """``dx = dy @ weight + d_extra``, for ops that a registered function names."""
 
-    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         (grad_extra,) = basic_op_grad_extra_outputs[0]
         dx, grads = self.basic_ops[1].op_backward(basic_op_ctxs[1], grad_output)
         return None if dx is None else dx + grad_extra, [(), grads], []

@@ -349,12 +349,17 @@ class Recording(fuser.BasicOperation):
         self.seen: list[dict[str, Any]] = []
 
     def op_forward(
-        self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs
-    ):
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         self.seen.append(kwargs)
         return input_.clone()
 
-    def op_backward(self, ctx, grad_output):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
         return grad_output, ()
 
 

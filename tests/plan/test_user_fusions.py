@@ -85,7 +85,7 @@ def test_joint_windows_that_overlap_are_taken_by_both_sides_alike() -> None:
 def test_a_joint_window_that_costs_more_than_it_saves_is_refused_with_a_sentence() -> None:
     class Costly(ScaleTwiceJointly):
         @classmethod
-        def kernels(cls, *ops, side, key):
+        def kernels(cls, *ops: Any, side: Any, key: Any) -> Any:
             return (*[("setup", 0)] * 100, ("scale", 2))
 
     plan = scales(Costly).plan(tensor_of(FP32))
@@ -96,7 +96,7 @@ def test_a_joint_window_that_costs_more_than_it_saves_is_refused_with_a_sentence
 def test_a_joint_window_before_the_first_gradient_is_not_charged_for_a_backward() -> None:
     class DearBackward(ScaleTwiceJointly):
         @classmethod
-        def kernels(cls, *ops, side, key):
+        def kernels(cls, *ops: Any, side: Any, key: Any) -> Any:
             setup = 100 if side == "backward" else 0
             return (*[("setup", 0)] * setup, ("scale", 2))
 
@@ -108,25 +108,25 @@ def test_a_joint_window_before_the_first_gradient_is_not_charged_for_a_backward(
 
 class Refusing(ScaleTwice):
     @classmethod
-    def refuses(cls, first, second, *, key):
+    def refuses(cls, first: Any, second: Any, *, key: Any) -> str:
         return f"the scales are {first.scale} and {second.scale}."
 
 
 class Broken(ScaleTwice):
     @classmethod
-    def refuses(cls, first, second, *, key):
+    def refuses(cls, first: Any, second: Any, *, key: Any) -> str:
         raise ZeroDivisionError("no way to tell")
 
 
 class BrokenKernels(ScaleTwice):
     @classmethod
-    def kernels(cls, *ops, side, key):
+    def kernels(cls, *ops: Any, side: Any, key: Any) -> Any:
         raise KeyError("scale")
 
 
 class Uncovering(ScaleTwice):
     @classmethod
-    def kernels(cls, *ops, side, key):
+    def kernels(cls, *ops: Any, side: Any, key: Any) -> Any:
         return (("scale", 1),)
 
 
@@ -165,10 +165,16 @@ def test_a_fusion_whose_kernels_do_not_cover_its_window_is_refused() -> None:
 class DoubledBias(fuser.Bias):
     """Adds the bias twice, so it is not the op that fusions were written for."""
 
-    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+    def op_forward(
+        self,
+        ctx: Any,
+        input_: torch.Tensor,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+    ) -> torch.Tensor:
         return input_ + 2 * self.bias
 
-    def op_backward(self, ctx, grad_output):
+    def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
         return grad_output, (2 * grad_output.sum(0),)
 
 
@@ -202,10 +208,11 @@ def test_window_patterns_take_optional_alternative_and_repeated_ops() -> None:
     class Pattern(fuser.FusedOperation):
         window = (Many(fuser.ConstantScale), Optional(fuser.Bias), OneOf(fuser.GELU, fuser.ReLU))
         side = "forward"
-        fuser_forward = fuser_backward = None  # only planned
+        fuser_forward: Any = None  # only planned
+        fuser_backward: Any = None
 
         @classmethod
-        def refuses(cls, *ops, key):
+        def refuses(cls, *ops: Any, key: Any) -> str:
             bound.append(ops)
             assert len(key.ops) == sum(
                 len(o) if isinstance(o, tuple) else o is not None for o in ops
@@ -230,10 +237,12 @@ def wrong(result: Any, on: str, *window: type) -> type[fuser.FusedOperation]:
     class Wrong(fuser.FusedOperation):
         side = on
 
-        def fuser_forward(self, basic_op_ctxs, input_, **unused):
+        def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **unused: Any) -> Any:
             return input_, result(input_)
 
-        def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        def fuser_backward(
+            self, basic_op_ctxs: Any, grad_output: torch.Tensor, *, basic_op_grad_extra_outputs: Any
+        ) -> Any:
             return grad_output, *result(grad_output)
 
     Wrong.window = window

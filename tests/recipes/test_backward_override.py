@@ -201,7 +201,7 @@ def test_a_step_under_one_override_does_not_change_the_next_under_another(overri
     def step(model: fuser.Sequential, kind: str | None) -> dict[str, Any]:
         def run(x: torch.Tensor) -> torch.Tensor:
             with fuser.autocast(recipe=recipes.MXFP8BlockScaling(backward_override=kind)):
-                return model(x)  # type: ignore[return-value]
+                return model(x)
 
         return gradients(run, model, name, 96)
 

@@ -205,7 +205,7 @@ def test_contexts_of_many_recipes_share_a_class() -> None:
 # -- errors ---------------------------------------------------------------------------
 
 
-class Fails(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Fails(TorchDispatchMode):
     """Raises an error where torch computes the gradient of a GELU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

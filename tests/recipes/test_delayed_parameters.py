@@ -202,7 +202,7 @@ def test_a_copied_or_loaded_linear_trains_on_with_the_same_bits(go_on: Any) -> N
             optimizer.step()
             optimizer.zero_grad()
             found += [y.detach(), x.grad, *op.weight.buffers().values()]
-        return [t.clone() for t in found]  # type: ignore[union-attr]
+        return [t.clone() for t in found]
 
     steps(op, 3)
     assert optimizer.param_groups

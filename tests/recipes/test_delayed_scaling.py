@@ -262,7 +262,7 @@ def evaluating_loop(model: fuser.Sequential, per_step: Any, forward: Any) -> lis
     for k in range(4):
         for evaluates in (torch.no_grad, torch.inference_mode):
             with evaluates(), per_step():
-                found.append(model(tensor(50) * 3.0**k))  # type: ignore[arg-type]
+                found.append(model(tensor(50) * 3.0**k))
         x = (tensor(k) * 3.0**k).requires_grad_()
         with per_step():
             y = forward(model, x)

@@ -344,7 +344,7 @@ def test_a_weight_is_quantized_once_for_all_microbatches() -> None:
 
     def step(is_first: bool | None) -> torch.Tensor:
         with fuser.autocast(recipe=recipe):
-            y = model(x, op_kwargs={0: {"is_first_microbatch": is_first}})
+            y: torch.Tensor = model(x, op_kwargs={0: {"is_first_microbatch": is_first}})
         y.sum().backward()
         return y.detach()
 

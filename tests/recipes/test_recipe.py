@@ -412,7 +412,7 @@ def test_a_generator_that_ends_late_takes_its_own_autocast_back_and_no_other() -
     outer, inner = Float8CurrentScaling(), MXFP8BlockScaling()
     generator = _suspended(outer)
     with fuser.autocast(recipe=inner):
-        generator.close()  # type: ignore[attr-defined]
+        generator.close()
         assert current_recipe() is inner
     assert current_recipe() is None
 
@@ -421,7 +421,7 @@ def test_generators_that_end_in_another_order_leave_no_recipe() -> None:
     recipes = [Float8CurrentScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
     generators = [_suspended(recipe) for recipe in recipes]
     for k, left in ((1, recipes[2]), (2, recipes[0]), (0, None)):
-        generators[k].close()  # type: ignore[attr-defined]
+        generators[k].close()
         assert current_recipe() is left
 
 
@@ -432,7 +432,7 @@ def test_an_autocast_left_in_another_thread_changes_nothing_there() -> None:
     def other() -> None:
         own = MXFP8BlockScaling()
         with fuser.autocast(recipe=own):
-            generator.close()  # type: ignore[attr-defined]
+            generator.close()
             seen.append(current_recipe())
         seen.append(current_recipe())
 
@@ -496,7 +496,7 @@ def test_outside_autocast_an_op_gives_the_quantizers_it_used_last(recipe: Recipe
     with fuser.autocast(enabled=False):
         assert op.get_quantizer("forward", 0) == expected[0]
     if recipe.delayed():
-        scale = op.get_quantizer("forward", 0).scale  # type: ignore[union-attr]
+        scale = op.get_quantizer("forward", 0).scale
         assert torch.equal(scale, 448 / x.detach().abs().max().reshape(1))
 
 

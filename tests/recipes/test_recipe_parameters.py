@@ -307,7 +307,7 @@ def test_a_role_is_equal_to_the_name_of_its_tensor_and_to_a_role_of_the_same_con
     role = fuser.QuantizerRole("linear", "weight", "fc1")
     assert role == "weight"
     assert role != "input"
-    assert {"weight": 1, "input": 2}[role] == 1  # type: ignore[index]
+    assert {"weight": 1, "input": 2}[role] == 1
     assert role == fuser.QuantizerRole(module_type="linear", tensor_type="weight", name="fc1")
     assert role != fuser.QuantizerRole("linear", "weight", "fc2")
     assert f"{role}" == "weight"

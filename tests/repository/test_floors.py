@@ -207,7 +207,7 @@ def test_an_init_file_only_reexports(path: str) -> None:
     nodes: list[ast.stmt] = []
     for node in ast.parse(sources()[path]).body:
         is_for_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-        nodes += node.body if is_for_types else [node]  # type: ignore[attr-defined]
+        nodes += node.body if is_for_types else [node]
     for node in nodes:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_alias = isinstance(node, (ast.Assign, ast.AnnAssign)) and not any(

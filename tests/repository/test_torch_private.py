@@ -77,7 +77,7 @@ def test_a_backward_says_which_nodes_it_needs() -> None:
     a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
     product = a * b
     total = product.sum()
-    nodes = [edge[0] for edge in product.grad_fn.next_functions]  # type: ignore[union-attr]
+    nodes = [edge[0] for edge in product.grad_fn.next_functions]
     product.register_hook(lambda _: found.extend(map(torch_private.will_run_node, nodes)))
     total.backward(inputs=[a])
     assert found == [True, False]

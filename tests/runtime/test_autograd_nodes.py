@@ -179,7 +179,7 @@ def test_cuts_change_no_bits(
 
 @pytest.mark.parametrize("residual", [False, True])
 def test_cuts_change_no_bits_under_torch_autocast(small_nodes: None, residual: bool) -> None:
-    def call(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    def call(model: torch.nn.Module) -> Any:
         return torch.autocast("cpu", torch.bfloat16)(model)
 
     whole = mlp_blocks(residual=residual, bias=True)

@@ -218,7 +218,7 @@ def test_torchs_autocast(recipe: Any) -> None:
         found = step(whole(model), model, x)
     assert_equal(found, expected)
     with under(recipe):
-        assert not torch.equal(found[0], model(x))  # type: ignore[arg-type]
+        assert not torch.equal(found[0], model(x))
 
 
 def test_an_autocast_inside_the_graph_counts() -> None:
@@ -232,7 +232,7 @@ def test_an_autocast_inside_the_graph_counts() -> None:
     expected = step(inside, model, x)
     found = step(whole(inside), model, x)
     assert_equal(found, expected)
-    assert not torch.equal(found[0], model(model(x)))  # type: ignore[arg-type]
+    assert not torch.equal(found[0], model(model(x)))
 
 
 # -- the number of graphs -------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_change_after_compiling_counts(change: Callable[[Any], None]) -> None:
     change(model)
     found, expected = step(compiled, model, x), step(model, model, x)
     assert_equal(found, expected)
-    assert not torch.equal(found[0], before[0])  # type: ignore[arg-type]
+    assert not torch.equal(found[0], before[0])
 
 
 def test_a_model_that_is_compiled_and_dropped_frees_its_parameters() -> None:

@@ -383,7 +383,8 @@ def test_selective_checkpointing_may_keep_what_a_gemm_returns(recipe: Any, fusio
 
     def run(*given: torch.Tensor) -> torch.Tensor:
         with fuser.autocast(enabled=recipe is not None, recipe=recipe):
-            return model(*given)
+            y: torch.Tensor = model(*given)
+            return y
 
     expected = gradients([run(*leaves[:3])], leaves)
     y = checkpoint(run, *leaves[:3], use_reentrant=False, context_fn=contexts)
@@ -948,7 +949,9 @@ def test_a_functorch_transform_is_refused_by_name_and_leaves_the_model_as_it_was
 def with_tangent(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
     """The forward-mode derivative of ``model`` at ``x`` by ``x``."""
     with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x))).tangent
+        tangent: torch.Tensor | None = forward_ad.unpack_dual(
+            model(forward_ad.make_dual(x, x))
+        ).tangent
     assert tangent is not None
     return tangent
 
@@ -1104,8 +1107,8 @@ class _Scaling(BasicOperation):
         self, ctx: OperationContext, input_: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self.calls += 1
-        ctx.factor = self.base**self.calls
-        return input_ * ctx.factor
+        ctx.factor = factor = self.base**self.calls
+        return input_ * factor
 
     def op_backward(self, ctx: OperationContext, grad_output: torch.Tensor) -> Any:
         return grad_output * ctx.factor, ()

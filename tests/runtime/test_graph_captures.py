@@ -48,7 +48,7 @@ class Everything(torch.nn.Module):
         self.fails: Callable[[str], bool] = lambda side: False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = Checking.apply(self.norm(self.layer(self.ops(x))), self)
+        y: torch.Tensor = Checking.apply(self.norm(self.layer(self.ops(x))), self)
         if self.fails("forward"):
             raise KeyboardInterrupt("in the forward")
         return y

@@ -87,7 +87,8 @@ def test_a_recomputation_of_the_first_microbatch_takes_the_weight_that_it_kept(
     Counted.count = 0
 
     def checkpointed(forward: Any, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(forward, x, use_reentrant=False)
+        y: torch.Tensor = checkpoint(forward, x, use_reentrant=False)
+        return y
 
     for is_first in (True, False):
         assert all(map(torch.equal, step(op, recipe, is_first, checkpointed), expected))

@@ -207,7 +207,7 @@ def test_checkpoints_may_be_nested(recipe: Any, outer: bool, inner: bool) -> Non
                 op._delayed = {}
         x = tensor(1).requires_grad_()
 
-        def of(function: Any, x: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+        def of(function: Any, x: torch.Tensor, use_reentrant: bool) -> Any:
             return (
                 checkpoint(function, x, use_reentrant=use_reentrant)
                 if is_checkpointed
@@ -245,7 +245,7 @@ def test_a_backward_inside_a_checkpointed_function_takes_no_part_in_its_calls() 
         inner = checkpoint(followed(model), h, use_reentrant=False)
         (slope,) = torch.autograd.grad(inner.sum(), h)
         with fuser.autocast(enabled=False):
-            return torch.sin(model(torch.sin(x) + slope))  # type: ignore[arg-type]
+            return torch.sin(model(torch.sin(x) + slope))
 
     found = []
     for options in ({}, {"use_reentrant": False}):
@@ -285,9 +285,9 @@ def test_other_ways_to_checkpoint_are_recomputed_alike(kind: str) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         h = torch.sin(x)
         if kind != "hooks in":
-            return torch.sin(model(h))  # type: ignore[arg-type]
+            return torch.sin(model(h))
         with hooks:
-            h = model(h)  # type: ignore[assignment]
+            h = model(h)
         return torch.sin(h)
 
     def selective() -> Any:
@@ -415,7 +415,7 @@ def test_hooks_for_saved_tensors_are_there_after_a_call_as_before() -> None:
             y = model(x)
             seen.append(top(True))
         seen.append(top(True))
-        return y  # type: ignore[return-value]
+        return y
 
     run(function, MXFP8, x, use_reentrant=False)
     assert seen[0] == seen[1]
@@ -445,7 +445,7 @@ def test_an_autocast_disabled_inside_the_function_stays_disabled() -> None:
 
     def unquantized(x: torch.Tensor) -> torch.Tensor:
         with fuser.autocast(enabled=False):
-            return model(x)  # type: ignore[return-value]
+            return model(x)
 
     unquantized(x).sum().backward()
     expected = grads(model)
@@ -538,7 +538,10 @@ def steps(model: fuser.Sequential, step: Step, count: int = 4) -> list[list[torc
 
 def inside(use_reentrant: bool) -> Step:
     def step(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda x: run(model, DELAYED, x), x, use_reentrant=use_reentrant)
+        y: torch.Tensor = checkpoint(
+            lambda x: run(model, DELAYED, x), x, use_reentrant=use_reentrant
+        )
+        return y
 
     return step
 
@@ -553,9 +556,9 @@ def preceded(step: Step) -> Step:
     def squared(model: fuser.Sequential, x: torch.Tensor) -> torch.Tensor:
         class Squared:
             def __call__(self, x: torch.Tensor) -> torch.Tensor:
-                return torch.square(model(x))  # type: ignore[arg-type]
+                return torch.square(model(x))
 
-        return step(Squared(), x)  # type: ignore[arg-type]
+        return step(Squared(), x)
 
     return squared
 
@@ -620,13 +623,13 @@ def test_pipelines_under_different_recipes_may_share_a_checkpoint() -> None:
     def high_precision_head(x: torch.Tensor) -> torch.Tensor:
         h = first(x)
         with fuser.autocast(enabled=False):
-            return last(h)  # type: ignore[return-value]
+            return last(h)
 
     def two_regions(x: torch.Tensor) -> torch.Tensor:
         with fuser.autocast(recipe=DELAYED):
             h = first(x)
         with fuser.autocast(recipe=DELAYED):
-            return last(h)  # type: ignore[return-value]
+            return last(h)
 
     def train(function: Any, recipe: Any, is_checkpointed: bool) -> list[list[torch.Tensor]]:
         for model in (first, last):
@@ -693,7 +696,7 @@ def test_a_kept_weight_survives_checkpointing_under_delayed_scaling() -> None:
                 x = tensor(1).requires_grad_()
 
                 def forward(x: torch.Tensor, kwargs: Any = kwargs) -> torch.Tensor:
-                    return model(x, op_kwargs=kwargs)  # type: ignore[return-value]
+                    return model(x, op_kwargs=kwargs)
 
                 with fuser.autocast(recipe=DELAYED):
                     y = checkpoint(forward, x, **options) if options else forward(x)

@@ -27,7 +27,7 @@ sys.path.append(str(BENCHMARKS))
 
 import memory_meter
 
-T, H, F = 2048, 1024, 3584
+T, H, F = 1024, 512, 1792
 BF16 = 2
 
 

@@ -57,7 +57,8 @@ class Delivered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return unfinished(grad.clone())
+        delivered: torch.Tensor = unfinished(grad.clone())
+        return delivered
 
 
 @pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=str)

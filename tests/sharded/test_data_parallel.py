@@ -190,7 +190,7 @@ def order(rank: int) -> Any:
     return buckets
 
 
-class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Products(TorchDispatchMode):
     """Counts products while it is open."""
 
     count = 0

@@ -182,7 +182,8 @@ def on_one_rank(mode: str, name: str) -> dict[str, Any]:
         with torch.no_grad():
             linear.weight.copy_(tensors["weight"])
         found = train(linear, recipes()[name], tensors["x"], tensors["dy"])
-    return tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
+    on_cpu: dict[str, Any] = tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
+    return on_cpu
 
 
 def joined(mode: str, sequence: bool, ranks: list[Any]) -> Tensors:

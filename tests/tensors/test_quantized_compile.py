@@ -34,7 +34,8 @@ def compiled(function: Callable[..., Any], backend: Any) -> Callable[..., Any]:
 
 
 def quantize(quantizer: Any, x: torch.Tensor) -> torch.Tensor:
-    return quantizer(x)
+    quantized: torch.Tensor = quantizer(x)
+    return quantized
 
 
 @pytest.mark.sampled
@@ -164,7 +165,10 @@ def test_gradients_pass_through_quantizing_and_dequantizing_in_a_graph(
     weight = torch.nn.Parameter(quantizer(values().bfloat16()))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return (quantizer(x).dequantize() * weight.float() + weight.dequantize()).square().sum()
+        total: torch.Tensor = (
+            (quantizer(x).dequantize() * weight.float() + weight.dequantize()).square().sum()
+        )
+        return total
 
     results = []
     for function in (loss, compiled(loss, backend)):
