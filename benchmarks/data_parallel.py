@@ -53,13 +53,13 @@ class OneNode(torch.nn.Module):
 
 
 def fuser_model(hidden: int, count: int, device: str) -> torch.nn.Module:
-    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     pairs = [(fuser.Linear(hidden, hidden, **options), fuser.GELU()) for _ in range(count)]
     return fuser.Sequential(*(op for pair in pairs for op in pair))
 
 
 def torch_model(hidden: int, count: int, device: str) -> torch.nn.Module:
-    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     gelu = functools.partial(torch.nn.GELU, approximate="tanh")
     pairs = [(torch.nn.Linear(hidden, hidden, **options), gelu()) for _ in range(count)]
     return torch.nn.Sequential(*(op for pair in pairs for op in pair))
@@ -76,7 +76,7 @@ class Moment:
 
     def until(self, other: Moment) -> float:
         """Seconds from this moment to ``other``; the device must have finished."""
-        if self.event is None:
+        if self.event is None or other.event is None:
             return other.time - self.time
         return float(self.event.elapsed_time(other.event)) / 1e3
 
@@ -98,7 +98,7 @@ class Run:
 
         def note(bucket: Any) -> Any:
             self.first = self.first or Moment(device)
-            return allreduce_hook(None, bucket)
+            return allreduce_hook(None, bucket)  # type: ignore[arg-type]
 
         self.ddp.register_comm_hook(None, lambda state, bucket: note(bucket))
 

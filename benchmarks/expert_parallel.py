@@ -166,7 +166,8 @@ def step_of(name: str, case: Case) -> Call:
         return call
 
     def step() -> None:
-        call().backward(case.dy)
+        y: Any = call()
+        y.backward(case.dy)
         for leaf in (case.x, case.probs, case.up, case.down):
             leaf.grad = None
 
@@ -240,8 +241,8 @@ def main(argv: list[str] | None = None) -> None:
                 row["failure"] = result.reason
             sink.write([row])
             if is_first:
-                times = "".join(f"{row[column]:>10}" for column in ("ms", "p20", "p80"))
-                say(f"{name:<24}{times}  {row['failure']}")
+                shown = "".join(f"{row[column]:>10}" for column in ("ms", "p20", "p80"))
+                say(f"{name:<24}{shown}  {row['failure']}")
     # Threads of gloo have then done with the tensors of the last collective (data_parallel.py).
     dist.barrier()
     dist.destroy_process_group()

@@ -157,7 +157,8 @@ def step_of(name: str, case: Case) -> Call:
         return call
 
     def step() -> None:
-        call().backward(case.dy)
+        y: Any = call()
+        y.backward(case.dy)
         for leaf in (case.x, case.scales, case.up, case.down):
             leaf.grad = None
 

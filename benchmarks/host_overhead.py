@@ -66,7 +66,8 @@ def models(device: str, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
 def under(made: recipe.Recipe, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The model's output under a recipe, entered as in every training step."""
     with fuser.autocast(recipe=made):
-        return model(x)
+        y: torch.Tensor = model(x)
+    return y
 
 
 def calls(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import plain_torch as plain
 import torch
@@ -235,7 +235,7 @@ def delayed(inputs: Inputs) -> Calls:
 
 
 def dequantize(inputs: Inputs) -> Calls:
-    tensor = Float8CurrentScalingQuantizer(columnwise=False)(inputs.normal())
+    tensor: Any = Float8CurrentScalingQuantizer(columnwise=False)(inputs.normal())
     return {
         "fuser": tensor.dequantize,
         **in_torch(plain.dequantize, tensor._rowwise_data, tensor._scale_inv),
@@ -279,7 +279,7 @@ def delayed_update(inputs: Inputs) -> Calls:
 # -- blocks -------------------------------------------------------------------
 
 
-def blocks_of_128(inputs: Inputs, *, block_dim: int) -> Calls:
+def blocks_of_128(inputs: Inputs, *, block_dim: Literal[1, 2]) -> Calls:
     x, quantizer = inputs.normal(), Float8BlockQuantizer(block_scaling_dim=block_dim)
     return {
         "fuser": lambda: quantizer.buffers_of(x),
@@ -295,7 +295,7 @@ def blocks_of_128(inputs: Inputs, *, block_dim: int) -> Calls:
 
 
 def dequantize_blocks_of_128(inputs: Inputs, *, columnwise: bool) -> Calls:
-    tensor = Float8BlockQuantizer(
+    tensor: Any = Float8BlockQuantizer(
         rowwise=not columnwise, columnwise=columnwise, block_scaling_dim=1
     )(inputs.normal())
     calls: Calls = {"fuser": tensor.dequantize}
@@ -347,7 +347,7 @@ def mxfp8_swizzled(inputs: Inputs) -> Calls:
 
 
 def dequantize_mxfp8(inputs: Inputs) -> Calls:
-    tensor = MXFP8Quantizer(columnwise=False)(inputs.normal())
+    tensor: Any = MXFP8Quantizer(columnwise=False)(inputs.normal())
     scale = tensor._rowwise_scale_inv[: inputs.M, : inputs.K // 32]
     return {
         "fuser": tensor.dequantize,
@@ -573,7 +573,9 @@ def stored(
 # -- permutation by expert ----------------------------------------------------
 
 
-def routing(inputs: Inputs, tokens: int, choices: int) -> tuple[torch.Tensor, ...]:
+def routing(
+    inputs: Inputs, tokens: int, choices: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random expert indices, and the split sizes and maps of their permutation."""
     shape, experts = (tokens, choices), EXPERTS
     indices = torch.randint(experts, shape, generator=inputs.generator, device=inputs.device)
@@ -581,7 +583,8 @@ def routing(inputs: Inputs, tokens: int, choices: int) -> tuple[torch.Tensor, ..
 
 
 def sort_by_expert(inputs: Inputs) -> Calls:
-    indices, *outputs = routing(inputs, inputs.M, inputs.K)
+    routed = routing(inputs, inputs.M, inputs.K)
+    indices, outputs = routed[0], routed[1:]
     shape = permutation.counts_shape(indices.numel(), EXPERTS)
     counts = None if shape is None else inputs.empty(*shape, dtype=torch.int32)
     return {
@@ -594,7 +597,7 @@ def sort_by_expert(inputs: Inputs) -> Calls:
 
 
 def permute(inputs: Inputs, *, choices: int) -> Calls:
-    _, _, *maps = routing(inputs, inputs.M, choices)
+    maps = routing(inputs, inputs.M, choices)[2:]
     x, y = inputs.normal(), inputs.empty(inputs.M * choices, inputs.K)
     return {
         "fuser": inputs.kernel(
@@ -631,7 +634,7 @@ def unpermute(inputs: Inputs, *, choices: int) -> Calls:
 
 
 def unpermute_backward(inputs: Inputs, *, choices: int) -> Calls:
-    _, _, *maps = routing(inputs, inputs.M, choices)
+    maps = routing(inputs, inputs.M, choices)[2:]
     dout, y = inputs.normal(), inputs.normal(inputs.M * choices, inputs.K)
     probs = inputs.normal(inputs.M, choices, dtype=torch.float32)
     dy, dprobs = torch.empty_like(y), torch.empty_like(probs)

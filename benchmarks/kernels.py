@@ -123,8 +123,10 @@ class Table:
     @classmethod
     def of(cls, cases: Sequence[Case], run: Run) -> Table:
         """As wide as these rows need."""
-        widths = (max(len(getattr(case, what)) for case in cases) for what in ("name", "moves"))
-        return cls(*widths, run.device == "cuda")
+        name, moves = (
+            max(len(getattr(case, what)) for case in cases) for what in ("name", "moves")
+        )
+        return cls(name, moves, run.device == "cuda")
 
     def header(self) -> str:
         """The line above the rows."""

@@ -65,7 +65,7 @@ def compiled(options: train_lm.Options) -> nn.Module:
     return model
 
 
-def fused(options: train_lm.Options) -> nn.Module:
+def fused(options: train_lm.Options) -> train_lm.LanguageModel:
     return train_lm.LanguageModel(options, train_lm.fused_feed_forward)
 
 
@@ -182,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     given = parsed(parser, argv, texts)
     if given.chart:
         parser.error("language_model.py draws no chart.")
-    sizes = {name: getattr(given, name) or defaults[given.device][name] for name in NAMES}
+    sizes: dict[str, Any] = {
+        name: getattr(given, name) or defaults[given.device][name] for name in NAMES
+    }
     options = train_lm.Options(
         **sizes, heads=sizes["width"] // 64, device=given.device, dtype="bfloat16"
     )

@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from evidence import environment
@@ -40,7 +41,7 @@ RECIPES = {
 OVERRIDES = (None, *recipe.BACKWARD_OVERRIDES)
 # Number of largest sites in a printed breakdown.
 SITES = 10
-SMALL = {"fontsize": 8, "family": "monospace"}
+SMALL: dict[str, Any] = {"fontsize": 8, "family": "monospace"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Case:
     def __str__(self) -> str:
         return " ".join(self.columns) if self.recipe else "bf16"
 
-    def make_recipe(self) -> recipe.Recipe | None:
+    def make_recipe(self) -> fuser.recipe.Recipe | None:
         """The recipe, independent of the environment's override."""
         return RECIPES[self.recipe](backward_override=self.override) if self.recipe else None
 
@@ -129,7 +130,7 @@ def measured(case: Case, sizes: Sizes, device: str, *, with_sites: bool = False)
     """Build the model, warm it up and count one step."""
     torch.manual_seed(0)
     chosen = case.make_recipe()
-    options = {"device": device, "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     with fuser.quantized_model_init(case.has_quantized_parameters, recipe=chosen):
         blocks = [
             fuser.modules.LayerNormMLP(sizes.width, sizes.hidden, **options)
@@ -159,8 +160,9 @@ def parameter_bytes(model: torch.nn.Module) -> int:
     """Bytes of the parameters; a quantized parameter counts by its buffers."""
     count = 0
     for parameter in model.parameters():
-        is_quantized = isinstance(parameter, QuantizedTensor)
-        buffers = parameter.buffers().values() if is_quantized else [parameter]
+        buffers: Iterable[torch.Tensor | None] = [parameter]
+        if isinstance(parameter, QuantizedTensor):
+            buffers = parameter.buffers().values()
         count += sum(b.untyped_storage().nbytes() for b in buffers if b is not None)
     return count
 

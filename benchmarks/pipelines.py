@@ -67,11 +67,12 @@ class Sizes:
 
 def gelu_ops(ops: Any, sizes: Sizes, options: dict[str, Any], channel: str = "") -> torch.nn.Module:
     """Linear-GELU-Linear with biases; ``ops`` is fuser or te.ops. It has no channel."""
-    return ops.Sequential(
+    model: torch.nn.Module = ops.Sequential(
         ops.Linear(sizes.hidden, sizes.intermediate, **options),
         ops.GELU(),
         ops.Linear(sizes.intermediate, sizes.hidden, **options),
     )
+    return model
 
 
 def swiglu_ops(
@@ -81,7 +82,7 @@ def swiglu_ops(
     residual, add = ops.MakeExtraOutput(), ops.AddExtraInput()
     residual.set_extra_output_channel(0, channel, output_to_caller=False)
     add.set_extra_input_channel(0, channel)
-    return ops.Sequential(
+    model: torch.nn.Module = ops.Sequential(
         residual,
         ops.RMSNorm(sizes.hidden, **options),
         ops.Linear(sizes.hidden, 2 * sizes.intermediate, bias=False, **options),
@@ -89,6 +90,7 @@ def swiglu_ops(
         ops.Linear(sizes.intermediate, sizes.hidden, bias=False, **options),
         add,
     )
+    return model
 
 
 def gelu_torch(sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:
@@ -111,7 +113,8 @@ class SwiGLUBlock(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, linear = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(torch.nn.functional.silu(gate) * linear)
+        y: torch.Tensor = x + self.down(torch.nn.functional.silu(gate) * linear)
+        return y
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,8 @@ class Products(torch.nn.Module):
         ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Products.apply(x, self.products)
+        y: torch.Tensor = _Products.apply(x, self.products)
+        return y
 
 
 class _Products(torch.autograd.Function):
@@ -269,7 +273,8 @@ def with_products(
     recipe: str, block: Block, sizes: Sizes, options: dict[str, Any]
 ) -> tuple[torch.nn.Module, Context]:
     """The products of a block alone."""
-    shapes = [tuple(p.shape) for p in block.as_torch(sizes, options).parameters() if p.dim() == 2]
+    parameters = block.as_torch(sizes, options).parameters()
+    shapes = [(p.shape[0], p.shape[1]) for p in parameters if p.dim() == 2]
     return Products(recipe, shapes, sizes.tokens), contextlib.nullcontext
 
 
@@ -437,7 +442,7 @@ def profiled(call: Call, device: str) -> str:
     rows: dict[str, list[float]] = {}
     spans: list[tuple[float, float]] = []
     for event in profiler.events():
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
         if is_cuda != is_kernel:
             continue
         elapsed = event.time_range.elapsed_us() if is_cuda else event.self_cpu_time_total

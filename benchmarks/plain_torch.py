@@ -51,7 +51,8 @@ def bias_gelu_backward(
 
 
 def eager_amax(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    return norm
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:

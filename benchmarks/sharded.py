@@ -101,7 +101,8 @@ def sharded(run: Run, blocks: list[torch.nn.Module]) -> torch.nn.Module:
     """A stack of blocks under FSDP2, each a unit."""
     for block in blocks:
         fully_shard(block, mesh=run.mesh)
-    model: torch.nn.Module = fully_shard(torch.nn.Sequential(*blocks), mesh=run.mesh)
+    model = torch.nn.Sequential(*blocks)
+    fully_shard(model, mesh=run.mesh)
     return model
 
 

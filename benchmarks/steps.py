@@ -55,7 +55,8 @@ def stacked(block: Block, layers: int, *, is_one: bool = False) -> Block:
             for i in range(layers)
         ]
         if is_one:
-            return ops.Sequential(*(op for part in made for op in part))
+            model: torch.nn.Module = ops.Sequential(*(op for part in made for op in part))
+            return model
         return torch.nn.Sequential(*made)
 
     def as_torch(sizes: Sizes, options: dict[str, Any]) -> torch.nn.Module:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -230,7 +231,7 @@ def copy_bandwidth(device: str, rounds: int) -> float:
 
     def calls(seed: int) -> Calls:
         generator = torch.Generator(device).manual_seed(seed)
-        options = {"dtype": torch.int16, "device": device}
+        options: dict[str, Any] = {"dtype": torch.int16, "device": device}
         source = torch.randint(-(2**15), 2**15, (count,), generator=generator, **options)
         target = torch.empty_like(source)
         return {"copy": lambda: target.copy_(source)}

@@ -61,7 +61,7 @@ def save(folder: Path, step: int, model: Any, optimizer: Any, ranks: Ranks) -> N
     barrier(ranks)
     saved = whole(state(model, optimizer), model, ranks)
     with without_warning():
-        dcp.save(saved, checkpoint_id=part, no_dist=ranks.mesh is None)
+        dcp.save(saved, checkpoint_id=part, no_dist=ranks.mesh is None)  # type: ignore[attr-defined]
     if ranks.is_first:
         part.rename(folder / f"step-{step}")
         for path in earlier:
@@ -78,7 +78,7 @@ def load(folder: Path, model: Any, optimizer: Any, ranks: Ranks) -> int:
     held = state(model, optimizer)
     loaded = whole(held, model, ranks)
     with without_warning():
-        dcp.load(loaded, checkpoint_id=last, no_dist=ranks.mesh is None)
+        dcp.load(loaded, checkpoint_id=last, no_dist=ranks.mesh is None)  # type: ignore[attr-defined]
     for key, values in held.items():  # tensors were loaded in place
         values.update({k: v for k, v in loaded[key].items() if not isinstance(v, torch.Tensor)})
     set_state_dict(

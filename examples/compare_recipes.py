@@ -32,7 +32,6 @@ from progress import make_bar
 from train_lm import (
     DTYPES,
     OVERRIDES,
-    RECIPES,
     LanguageModel,
     Options,
     Run,
@@ -137,7 +136,8 @@ def variants(recipes: Sequence[str]) -> Iterator[Variant]:
     yield Variant()
     yield Variant(is_plain_torch=True)
     for name in recipes:
-        accepted = OVERRIDES if RECIPES[name].accepts_backward_override else OVERRIDES[:1]
+        recipe = fuser.recipe.NAMES[name]
+        accepted = OVERRIDES if recipe.accepts_backward_override else OVERRIDES[:1]
         yield from (Variant(name, override) for override in accepted)
 
 
@@ -298,7 +298,8 @@ def draw(path: Path, results: Sequence[Result], dtype: str) -> None:
     base = SHORT_NAMES[dtype]
     recipes = list(dict.fromkeys(result.variant.recipe for result in results[2:]))
     figure = Figure(figsize=(10, 7), layout="constrained")
-    above, below = figure.subfigures(2, height_ratios=[3, 2])
+    parts: Any = figure.subfigures(2, height_ratios=[3, 2])
+    above, below = parts
     losses = above.subplots()
     draw_losses(losses, results)
     panels = below.subplots(1, len(recipes), sharex=True, sharey=True, squeeze=False)[0]
@@ -306,7 +307,7 @@ def draw(path: Path, results: Sequence[Result], dtype: str) -> None:
         draw_differences(panel, recipe, results)
     panels[0].set_ylabel(f"loss minus {base}'s")
     below.supxlabel("step", fontsize=10)
-    entries = [
+    entries: list[tuple[str, dict[str, Any]]] = [
         (base, {"color": "black", "lw": 2.5}),
         (f"{base}, plain torch", {"color": "gray"}),
         *((recipe, {"color": COLORS[recipe]}) for recipe in recipes),

@@ -102,7 +102,7 @@ def add_options(parser: argparse.ArgumentParser, *, is_mixture: bool) -> None:
         add("--ep", type=int, default=1, metavar="N", help="ranks that share the experts")
     else:
         add("--tp", type=int, default=1, metavar="N", help="ranks that share each linear")
-        switch = {"action": "store_true", "default": argparse.SUPPRESS}
+        switch: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
         add("--sp", **switch, help="these ranks share the rows between linears too")
     choices = FSDP[:2] if is_mixture else FSDP
     add(
@@ -205,7 +205,7 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """Whether this rank prints, and writes the files of the run."""
-        return self.options.world.rank == 0
+        return bool(self.options.world.rank == 0)
 
     # -- data ---------------------------------------------------------------------
 
@@ -239,6 +239,7 @@ class Ranks:
         for block in model.feed_forward:
             if not isinstance(block, fuser.Sequential):  # a mixture of experts
                 if options.ep > 1:
+                    assert self.mesh is not None
                     block.spread(self.mesh["ep"])
                 continue
             if options.world.size > 1 or options.checkpoint or options.resume:
@@ -247,11 +248,12 @@ class Ranks:
                 styles = fuser.distributed
                 plan = {"1": styles.Replicated, "2": styles.Colwise, "4": styles.Rowwise}
                 made = {path: style(sequence_parallel=options.sp) for path, style in plan.items()}
+                assert self.mesh is not None
                 parallelize_module(block, self.mesh["tp"], made)
 
     def shard(self, model: Any) -> None:
         """Shard parameters over the ranks with different windows, or replicate them."""
-        if self.mesh is None:
+        if self.mesh is None or self.data_mesh is None:
             return
         if self.options.fsdp != "none":
             self._fully_shard(model)
@@ -270,6 +272,7 @@ class Ranks:
         return self.wrapped.get(id(model), model)
 
     def _fully_shard(self, model: Any) -> None:
+        assert self.mesh is not None
         options, outer = self.options, self.mesh["dp"]
         if options.fsdp == "quantized":
             for block in model.feed_forward:
@@ -294,7 +297,11 @@ class Ranks:
                         mp_policy=policy,
                         shard_placement_fn=lambda _: Shard(1),
                     )
-        every = {"mesh": self.data_mesh, "mp_policy": policy, "ignored_params": parts_of(model)}
+        every: dict[str, Any] = {
+            "mesh": self.data_mesh,
+            "mp_policy": policy,
+            "ignored_params": parts_of(model),
+        }
         for block in (*model.attention, *model.feed_forward):
             if not is_tensor_parallel(block):
                 fully_shard(block, **every)
@@ -306,6 +313,7 @@ class Ranks:
         Before, gradients of experts, and of linears that gather rows, are sums over the ranks that
         share the experts or rows.
         """
+        assert self.mesh is not None
         options, outer = self.options, self.mesh["dp"]
         count = self.size // outer.size()
         group = outer.get_group() if options.fsdp == "none" and outer.size() > 1 else None
@@ -313,6 +321,7 @@ class Ranks:
             count = self.size
 
         def average(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
             grad = local(parameter.grad)
             if group is not None:
                 dist.all_reduce(grad, group=group)
@@ -331,9 +340,10 @@ class Ranks:
             return
         squares = []
         for parameters in kinds:
-            norm = nn.utils.get_total_norm([p.grad for p in parameters])
+            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
             square = (norm.full_tensor() if isinstance(norm, DTensor) else norm) ** 2
             if id(parameters[0]) in experts:
+                assert self.mesh is not None
                 dist.all_reduce(square, group=self.mesh["ep"].get_group())
             squares.append(square)
         total = torch.stack(squares).sum().sqrt()

@@ -47,6 +47,7 @@ from progress import Progress, Reporter
 from torch import nn
 
 import fuser
+from fuser.report.text import format_bytes
 
 VOCABULARY = 256
 VALIDATION_BATCHES = 16
@@ -106,7 +107,9 @@ class Options(parallel.Options):
     def make_recipe(self) -> fuser.recipe.Recipe | None:
         """The recipe with its override."""
         make_recipe = RECIPES[self.recipe]
-        override = {} if self.override == "none" else {"backward_override": self.override}
+        override: dict[str, Any] = (
+            {} if self.override == "none" else {"backward_override": self.override}
+        )
         return None if make_recipe is None else make_recipe(**override)
 
     def autocast(self, is_quantized: bool = True) -> contextlib.ExitStack:
@@ -152,7 +155,8 @@ class PlainFeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, linear = self.up(self.norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * linear)
+        y: torch.Tensor = x + self.down(F.silu(gate) * linear)
+        return y
 
 
 class Attention(nn.Module):
@@ -170,7 +174,8 @@ class Attention(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)  # each [batch, head, length, size]
         query, key = rotated(query, cos, sin), rotated(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y: torch.Tensor = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return y
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -184,6 +189,9 @@ class LanguageModel(nn.Module):
 
     ``feed_forward(width, hidden, device)`` makes the feed-forward block of each layer.
     """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(
         self, options: Options, feed_forward: Callable[[int, int, str], nn.Module]
@@ -208,7 +216,8 @@ class LanguageModel(nn.Module):
         x = self.embedding(text)
         for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
             x = feed_forward(attention(x, cos, sin))
-        return self.head(self.norm(x))
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
 
     def auxiliary_loss(self) -> torch.Tensor | float:
         """The losses of the feed-forward blocks in the last forward, such as for their balance."""
@@ -480,7 +489,8 @@ def plan_of_one_block(model: LanguageModel, options: Options) -> fuser.FusionPla
     shape = (options.batch_size // options.data_ranks, options.context, options.width)
     block: Any = model.feed_forward[0]
     with options.autocast():
-        return block.plan(torch.empty(shape, device="meta", requires_grad=True))
+        plan: fuser.FusionPlan = block.plan(torch.empty(shape, device="meta", requires_grad=True))
+    return plan
 
 
 def loss_differences(runs: Sequence[Run]) -> list[float]:
@@ -524,9 +534,9 @@ def print_results(runs: Sequence[Run], plan: fuser.FusionPlan, options: Options)
         )
 
 
-def bytes_moved(steps: Iterable[fuser.plan.plan.Step]) -> str:
+def bytes_moved(steps: Iterable[fuser.Step]) -> str:
     """The bytes per token that the steps of a plan move through memory, as text."""
-    return fuser.report.text.format_bytes(sum(step.bytes_per_token for step in steps))
+    return format_bytes(sum(step.bytes_per_token for step in steps))
 
 
 def counted(count: int, noun: str) -> str:

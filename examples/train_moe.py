@@ -25,7 +25,9 @@ import parallel
 import torch
 import torch.nn.functional as F
 import train_lm
+from corpus import library_corpus
 from parallel import Ranks
+from progress import Progress as Reports
 from torch import nn
 
 import fuser
@@ -123,8 +125,9 @@ class FusedMixture(Mixture):
         count = self.options.experts // group.size()
         first = group.get_local_rank() * count
         up, down = self.linears(count)
+        pairs: Any = ((up, self.experts.up), (down, self.experts.down))
         with torch.no_grad():
-            for part, whole in ((up, self.experts.up), (down, self.experts.down)):
+            for part, whole in pairs:
                 part.weight.copy_(whole.weight[first : first + count])
         dispatch = fuser.MoeDispatch(self.options.experts, expert_parallel_group=group)
         for index, channel in enumerate(("split sizes", "probs", "rows")):
@@ -149,6 +152,7 @@ class FusedMixture(Mixture):
         rows = fuser.moe.permute(
             tokens, routing.expert_indices, routing.probs, num_experts=self.router.num_experts
         )
+        assert rows.probs is not None
         self.load = rows.split_sizes
         y = self.experts(rows.x, rows.split_sizes, rows.probs, rows.split_sizes)
         return fuser.moe.unpermute(y, rows)
@@ -160,7 +164,7 @@ class PlainMixture(Mixture):
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         width, hidden, count = options.width, 3 * options.width // 2, options.experts
-        made = {"device": options.device}
+        made: dict[str, Any] = {"device": options.device}
         up = torch.empty(count, 2 * hidden, width, **made)
         down = torch.empty(count, width, hidden, **made)
         self.experts = nn.ParameterList([up, down])
@@ -192,7 +196,7 @@ def make_models(options: Options) -> tuple[train_lm.LanguageModel, train_lm.Lang
 # -- load of the experts --------------------------------------------------------
 
 
-class Progress(train_lm.Progress):
+class Progress(Reports):
     """Reports of a run, with the tokens of each expert between two reports.
 
     ``loads`` has a row for each report: by layer, the share of each expert. ``steps`` has the
@@ -210,7 +214,8 @@ class Progress(train_lm.Progress):
 
     def advanced(self, done: float) -> None:
         super().advanced(done)
-        found = torch.stack([block.load for block in self.model.feed_forward]).long()
+        blocks: Any = self.model.feed_forward
+        found = torch.stack([block.load for block in blocks]).long()
         self.sums = found if self.sums is None else self.sums + found
 
     def reported(self, step: int, loss: float, rate: float) -> None:
@@ -264,7 +269,7 @@ def draw_loads(path: Path, progress: Progress) -> None:
     panels[-1].set_xlabel("step")
     figure.suptitle("Tokens of each expert")
     handles, names = panels[0].get_legend_handles_labels()
-    above = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
+    above: dict[str, Any] = {"loc": "outside right upper", "fontsize": "small", "frameon": False}
     figure.legend(handles[::-1], names[::-1], **above)  # in the order of the areas
     figure.savefig(path, dpi=150)
 
@@ -274,16 +279,17 @@ def draw_loads(path: Path, progress: Progress) -> None:
 
 def time_graph(model: train_lm.LanguageModel, options: Options) -> tuple[float, float]:
     """Milliseconds of forward and backward of one layer's experts: eager, and as CUDA graphs."""
-    experts = model.feed_forward[0].experts
+    block: Any = model.feed_forward[0]
+    experts = block.experts
     dtype = train_lm.DTYPES[options.dtype]
-    made = {"device": options.device, "requires_grad": True}
+    made: dict[str, Any] = {"device": options.device, "requires_grad": True}
     x = torch.randn(options.rows, options.width, dtype=dtype, **made)
     probs = torch.rand(options.rows, **made)
-    splits = model.feed_forward[0].load.clone()
+    splits = block.load.clone()
     dy = torch.randn_like(x)
 
     def timed(call: Any) -> float:
-        times = []
+        times: list[float] = []
         for _ in range(TIMED_STEPS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -309,8 +315,9 @@ def time_graph(model: train_lm.LanguageModel, options: Options) -> tuple[float, 
 
 def plan_of_the_experts(model: train_lm.LanguageModel, options: Options) -> fuser.FusionPlan:
     """The plan of a training step for the experts of one layer, from meta tensors."""
-    experts: Any = model.feed_forward[0].experts
-    made = {"device": "meta", "requires_grad": True}
+    block: Any = model.feed_forward[0]
+    experts: fuser.Sequential = block.experts
+    made: dict[str, Any] = {"device": "meta", "requires_grad": True}
     if options.ep > 1:
         tokens = options.rows // options.experts_per_token
         x = torch.empty(tokens, options.width, **made)
@@ -378,14 +385,15 @@ def parse(argv: list[str] | None) -> Options:
         parser.error(f"--cuda-graph is for one process, and this run has {options.world.size}.")
     if options.cuda_graph and options.device != "cuda":
         parser.error(f"--cuda-graph needs --device cuda; --device is {options.device}.")
-    return train_lm.checked(parser, options)
+    train_lm.checked(parser, options)
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train, repeat the first steps without fuser, compare, draw; returns the exit status."""
     with parallel.World.from_environment().one_voice():
         options = parse(argv)
-        corpus = train_lm.library_corpus(options.context)
+        corpus = library_corpus(options.context)
     if corpus is None:
         return 1
     with parallel.started(options) as ranks:

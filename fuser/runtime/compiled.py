@@ -467,6 +467,8 @@ class Passes:
             if self.facts.autocast is not None:
                 stack.enter_context(torch.autocast(self.facts.device, dtype=self.facts.autocast))
             self._give(params)
+            for op, training in zip(self._pipeline.basic_ops, self.facts.training, strict=True):
+                op.__dict__["training"] = training
             try:
                 yield
             finally:

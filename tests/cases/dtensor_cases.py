@@ -292,7 +292,8 @@ def plans_of_the_whole_model_are_not_those_of_its_parts() -> None:
         whole[1].bias.normal_()
     parts = copy.deepcopy(whole)
     expected = [whole(inputs()).detach(), parts(inputs()).detach()][0]
-    parallelize_module(parts, mesh(), {"0": Rowwise(), "1": Replicated()})
+    plan: dict[str, Any] = {"0": Rowwise(), "1": Replicated()}
+    parallelize_module(parts, mesh(), plan)
     assert_close(parts(own(inputs(), dim=1)).detach(), expected)
 
 
@@ -396,7 +397,8 @@ def a_gate_of_consecutive_outputs_is_refused() -> None:
             fuser.Linear(WIDTH, HIDDEN),
         )
         parts = copy.deepcopy(whole)
-        parallelize_module(parts, mesh(), {"0": Colwise(), "2": Rowwise()})
+        plan: dict[str, Any] = {"0": Colwise(), "2": Rowwise()}
+        parallelize_module(parts, mesh(), plan)
         if size is not None:
             assert_close(parts(inputs()), whole(inputs()).detach())
             continue

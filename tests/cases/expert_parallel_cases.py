@@ -296,7 +296,7 @@ def plans(rank: int) -> dict[str, Any]:
         plan = model.plan(x.requires_grad_(), indices, probs.requires_grad_())
         found[name] = str(plan)
         found[f"{name} link"] = [s.link_bytes_per_token for s in (*plan.forward, *plan.backward)]
-        found[f"{name} recorded"] = [is_recordable([op]) for op in model]
+        found[f"{name} recorded"] = [is_recordable((op,)) for op in model]
         with pytest.raises((fuser.StateError, fuser.InputError)) as error:
             graphs._check_module(0, model, ())
         found[f"{name} captured"] = str(error.value)
@@ -400,7 +400,8 @@ def own_amaxes(rank: int) -> dict[str, Any]:
             yield
 
     ranks = dist.get_world_size()
-    found, expected = [], []
+    found: list[Any] = []
+    expected: list[Any] = []
     model, alone = layer(dist.group.WORLD), layer()
     for seed in range(3):
         data = Given(ranks, seed=seed)

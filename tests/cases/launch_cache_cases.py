@@ -341,7 +341,7 @@ def _producing(cls: type[LazyTensor], options: Options) -> Callable[[str], Resul
 
     def on(device: str, value: Any) -> Any:
         if isinstance(value, grouped.PaddedGroups):
-            return value._make(on(device, item) for item in value)
+            return type(value)._make(on(device, item) for item in value)
         if isinstance(value, tuple):
             return tuple(on(device, item) for item in value)
         return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value

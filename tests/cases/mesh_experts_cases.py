@@ -149,7 +149,7 @@ def part(name: str, whole: Model) -> torch.Tensor:
     return whole.get_parameter(f"{path}.{what}{first + int(own.removeprefix(what))}")
 
 
-def gradient(name: str, whole: Model) -> torch.Tensor:
+def gradient(name: str, whole: Model) -> Any:
     """The gradient of parameter ``name`` of a rank, in the whole model."""
     path, _, own = name.rpartition(".")
     if path.startswith("experts.") and own in ("weight", "bias"):
@@ -165,7 +165,7 @@ def plain(tensor: Any) -> torch.Tensor:
 
 def batches(step: int, counts: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
     """By rank: tokens, the experts of each, and a gradient. Not all ranks have rows of each."""
-    found = []
+    found: list[tuple[torch.Tensor, ...]] = []
     for place, count in enumerate(counts):
         x, dy, order = (
             oracles.random_tensor((count, size), torch.float32, 100 * step + 10 * place + i)
@@ -187,7 +187,8 @@ def step_of_one_rank(
 
     Experts have the tokens of ``INNER`` ranks; so have dense layers if ``is_together``.
     """
-    outputs, leaves = [], []
+    outputs: list[torch.Tensor] = []
+    leaves: list[Any] = []
     for start in range(0, len(given), INNER):
         own = [x.clone().requires_grad_() for x, _, _ in given[start : start + INNER]]
         counts = [len(x) for x in own]

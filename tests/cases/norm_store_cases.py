@@ -110,7 +110,8 @@ def current(like: torch.Tensor) -> tuple[Outputs, Callable[[torch.Tensor], None]
 
 
 def blocks(like: torch.Tensor, dim: int) -> tuple[Outputs, Callable[[torch.Tensor], None]]:
-    row_shape, col_shape = (fp8_block_scale_shape(*like.shape, c, dim) for c in (False, True))
+    m, k = like.shape
+    row_shape, col_shape = (fp8_block_scale_shape(m, k, c, dim) for c in (False, True))
     outputs = {
         **bytes_of(like),
         "row_scale_inv": empty(like, *row_shape, dtype=F32),
@@ -138,11 +139,12 @@ def by_rows(like: torch.Tensor) -> tuple[Outputs, Callable[[torch.Tensor], None]
 
 
 def mx(like: torch.Tensor, is_square: bool) -> tuple[Outputs, Callable[[torch.Tensor], None]]:
+    m, k = like.shape
     outputs = {
-        "row": empty(like, *like.shape),
-        "row_scale": empty(like, *mxfp8_scale_shape(*like.shape, False)),
-        "col": empty(like, *like.shape),
-        "col_scale": empty(like, *mxfp8_scale_shape(*like.shape, True)),
+        "row": empty(like, m, k),
+        "row_scale": empty(like, *mxfp8_scale_shape(m, k, False)),
+        "col": empty(like, m, k),
+        "col_scale": empty(like, *mxfp8_scale_shape(m, k, True)),
     }
     return outputs, lambda x: mxfp8.quantize(mxfp8_format(E4M3, is_square), x, buffers(**outputs))
 

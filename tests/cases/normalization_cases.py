@@ -24,7 +24,7 @@ from fuser.reference import normalization as reference
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 ROUNDINGS = 2.0**-23
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Any]
 Running = Callable[[Sequence[torch.Tensor]], AbstractContextManager[Any]]
 """A context in which launchers run and must write the given tensors completely."""
 
@@ -360,7 +360,8 @@ def assert_close_as_torch(got: Tensors, plain_torch: Tensors, truth: Tensors) ->
 
 def check_dx_is_rounded_once(case: Case, running: Running, device: str = "cpu") -> None:
     """``d_extra`` is added in fp32, so that dx has the error of one rounding; two have more."""
-    given, alone = {**inputs_of(case, device), "extra": None}, replace(case, adds=False)
+    given = {**inputs_of(case, device), "extra": None}
+    alone = replace(case, adds=False)
     statistics = forward(alone, given, running)
     d_extra = given["d_extra"].double()
     truth = exact(alone, given)["dx"] + d_extra
@@ -369,7 +370,7 @@ def check_dx_is_rounded_once(case: Case, running: Running, device: str = "cpu") 
     in_steps = in_steps + given["d_extra"]
 
     def error(dx: torch.Tensor) -> float:
-        return (dx.double() - truth).square().mean().sqrt().item()
+        return float((dx.double() - truth).square().mean().sqrt())
 
     once = error(truth.to(case.x))
     # fp32 moves a few sums over the middle between two numbers.

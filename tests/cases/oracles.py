@@ -428,6 +428,11 @@ def randomize(module: M, seed: int = 100) -> M:
     return module
 
 
+def under(name: str) -> Callable[[str], str]:
+    """For messages of ``torch.testing``: with the name of what was compared."""
+    return lambda message: f"{name}: {message}"
+
+
 def params_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Detached copies of the parameters, by name, in the order of the formula's arguments."""
     return {name: p.detach().clone() for name, p in module.named_parameters()}
@@ -528,7 +533,7 @@ def outputs_of(draw: Draw) -> Draw:
         {name: value for name, value in results.items() if name.startswith("output")}
         for results in (draw.actual, draw.plain, draw.exact)
     )
-    return Draw(*outputs, arithmetic=draw.arithmetic)
+    return Draw(*(*outputs, draw.arithmetic))
 
 
 def assert_no_worse_than_torch(*draws: Draw) -> None:

@@ -46,8 +46,8 @@ FORMULAS: dict[str, Callable[..., oracles.Formula]] = {
     "reglu": lambda scalars, width: oracles.gated(torch.relu, width),
     "sreglu": lambda scalars, width: oracles.gated(oracles.srelu, width),
     "swiglu": lambda scalars, width: oracles.gated(oracles.silu, width),
-    "situglu": lambda scalars, width: oracles.situglu(*scalars, width),
-    "clamped_swiglu": lambda scalars, width: oracles.clamped_swiglu(*scalars, width),
+    "situglu": lambda scalars, width: oracles.situglu(*(*scalars, width)),
+    "clamped_swiglu": lambda scalars, width: oracles.clamped_swiglu(*(*scalars, width)),
 }
 
 Emulated = Callable[..., AbstractContextManager[None]]

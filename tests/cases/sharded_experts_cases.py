@@ -262,7 +262,9 @@ def experts_on_meta_are_sharded_and_then_initialised(name: str) -> None:
 class Chain(torch.nn.Sequential):
     """Grouped linears one after the other, each called as a module."""
 
-    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> torch.Tensor:
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, split_sizes: torch.Tensor
+    ) -> torch.Tensor:
         for layer in self:
             x = layer(x, split_sizes)
         return x
@@ -312,6 +314,7 @@ def the_fusion_of_experts_is_that_of_the_unsharded_experts(name: str) -> None:
         patch.setattr(fuser.GroupedLinear, "runs_at_once", lambda self, key: True)
         fused = []
         together = GroupedMLP._together
+
         def noting(*args: Any) -> Any:
             fused.append(True)
             return together(*args)

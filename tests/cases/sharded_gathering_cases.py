@@ -301,7 +301,11 @@ def amaxes_are_reduced_at_each_gathering_that_quantizes(name: str) -> None:
         for p in layers[2].parameters():
             p.requires_grad_(not frozen)
         pinned = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
-        options: dict[str, Any] = {"reshard_after_forward": not stays, "mp_policy": policy, **pinned}
+        options: dict[str, Any] = {
+            "reshard_after_forward": not stays,
+            "mp_policy": policy,
+            **pinned,
+        }
         for one in (first, last, whole):
             fully_shard(one, **options)
         first.set_modules_to_forward_prefetch([last])

@@ -340,9 +340,8 @@ def check_checkpoints(name: str, make: Callable[..., Any]) -> None:
 
 @each(*(name for name in RECIPES if name != "delayed"))
 def unquantized_experts_are_gathered_quantized(name: str) -> None:
-    found = train_gathered(
-        *[experts(name, plain=True) for _ in range(2)], recipe=RECIPES[name]()
-    )
+    layers, reference = (experts(name, plain=True) for _ in range(2))
+    found = train_gathered(layers, reference, RECIPES[name]())
     assert len(found) == 4 * EXPERTS
     assert all("values" not in names for names, _ in found)
 

@@ -129,8 +129,8 @@ def the_fusion_of_stacked_experts_is_that_of_the_unsharded_experts(name: str) ->
 def unquantized_stacked_experts_are_gathered_quantized(name: str) -> None:
     """Of three experts, which two ranks cannot share equally, values are gathered."""
     for count in (4, 3):
-        models = [stack(name, plain=True, count=count) for _ in range(2)]
-        found = train_gathered(*models, recipe=RECIPES[name]())
+        layers, reference = (stack(name, plain=True, count=count) for _ in range(2))
+        found = train_gathered(layers, reference, RECIPES[name]())
         assert len(found) == 4
         assert all(("values" in names) == (count == 3) for names, _ in found)
 

@@ -8,6 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_every_row_runs_on_a_cpu_and_its_results_survive_the_csv(tmp_path: Path)
 def test_a_row_that_fails_is_printed_and_the_next_one_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cannot(_: kernel_cases.Inputs) -> kernel_cases.Calls:
+    def cannot(_: kernel_cases.Inputs) -> Any:
         raise fuser.InputError("The kernel does not compile.")
 
     broken = kernel_cases.Case("broken", cannot, "b", "1")

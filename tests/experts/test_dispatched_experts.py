@@ -399,9 +399,14 @@ def test_recorded_passes_follow_the_routing_of_each_call(
     """As on a GPU, where neither indices nor sizes are read."""
     monkeypatch.setattr(moe, "check_values", lambda *args: None)
     monkeypatch.setattr(moe, "_check_rows", lambda *args: None)
-    played = []
+    played: list[int] = []
     play = recorded._played
-    monkeypatch.setattr(recorded, "_played", lambda *args: played.append(1) or play(*args))
+
+    def counted(*args: Any) -> Any:
+        played.append(1)
+        return play(*args)
+
+    monkeypatch.setattr(recorded, "_played", counted)
     found = [steps(layer(UNFUSED, capacity=capacity), make(), count=5)]
 
     def groups_of(sizes: torch.Tensor, x: Any, **_: Any) -> grouped.Groups:
@@ -479,7 +484,7 @@ def test_it_refuses_if_the_rows_are_read_in_memory(is_mlp: bool) -> None:
     assert_equal(found, steps_of_frozen(model, exact))
 
 
-def steps_of_frozen(model: fuser.Sequential, recipe: Any) -> list[torch.Tensor]:
+def steps_of_frozen(model: fuser.Sequential, recipe: Any) -> list[Any]:
     (indices, probs), x = routing(), tokens().requires_grad_()
     with InFp64():
         with fuser.autocast(recipe=recipe):

@@ -137,10 +137,8 @@ def test_equals_a_loop_of_linears(
     scales = values(T, seed=3, dtype=dtype) if op.scale_bias else None
     exact = expected(op, x, dy, splits, scales)
     count = sum(splits)
-    given = [None if t is None else poisoned(t, count) for t in (x, dy)]
-    found = run(
-        op, *given, splits=splits, scales=None if scales is None else poisoned(scales, count)
-    )
+    x, dy = poisoned(x, count), poisoned(dy, count)
+    found = run(op, x, dy, splits, None if scales is None else poisoned(scales, count))
     assert_close(found, exact, {FP32: 1e-6, BF16: 0.01, FP16: 0.002}[dtype])
     for name in ("y", "dx", "dscales"):
         assert name not in found or not found[name][count:].any()

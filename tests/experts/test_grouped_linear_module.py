@@ -180,7 +180,7 @@ def test_arguments_of_the_original_are_taken_if_they_are_off(
     with pytest.raises(fuser.InputError, match=words):
         modules.GroupedLinear(G, K, N, device="cpu", **options)
     with pytest.raises(TypeError, match="'colour'"):
-        modules.GroupedLinear(G, K, N, colour="red")
+        modules.GroupedLinear(G, K, N, colour="red")  # type: ignore[call-arg]
 
 
 def test_tensor_parallelism_over_ranks_is_refused() -> None:

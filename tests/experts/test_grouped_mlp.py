@@ -616,8 +616,8 @@ def test_one_kernel_makes_and_sums_and_quantizes_the_gradient_of_z(
             assert all(beside_of(s) == (False, False) for s in own if s not in beside)
             assert sum("fuser_sum_groups" in s for s in symbols) == 1
             assert sum("fuser_sum_parts" in s for s in symbols) == 1
-    fused, again, alone = found
-    assert_equal(fused, again)
+    fused, repeated, alone = found
+    assert_equal(fused, repeated)
     names = ["y", "x", "scales", *(n for n, _ in model.named_parameters())]
     of_biases = [place for place, each in enumerate(names) if each.startswith("0.bias")]
     for place, (one, other) in enumerate(zip(fused, alone, strict=True)):

@@ -101,7 +101,7 @@ def grouped_product(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tor
 
 def both(
     at_once: Callable[[], None], op: fuser.GroupedLinear, recipe: Any, **given: Any
-) -> list[dict[str, Any]]:
+) -> list[list[dict[str, Any]]]:
     """Three steps by the loop, and the same steps at once; with the state after each."""
     found = []
     for is_at_once in (False, True):
@@ -149,7 +149,8 @@ def test_the_parameters_of_each_role_hold_for_each_group(
     """Of a role, an epsilon far above all amaxes, so that most of its bits are lost."""
     params = {each: recipes.QParams() for each in ("fwd_inp", "fwd_weight", "bwd_grad")}
     params[role] = recipes.QParams(power_2_scale=has_powers, amax_epsilon=3000.0)
-    recipe = RECIPES[name](
+    make: Any = RECIPES[name]
+    recipe = make(
         fp8_format=recipes.Format.E4M3, **{f"fp8_quant_{k}": v for k, v in params.items()}
     )
     op, splits = made(BF16, bias=False), SPLITS["first empty"]

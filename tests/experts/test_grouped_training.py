@@ -145,7 +145,7 @@ def parts_of(op: fuser.GroupedLinear, what: str) -> list[torch.Tensor]:
 
 def batches_of(step: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
     """Input, split sizes, scales and gradient of the output of each microbatch."""
-    found = []
+    found: list[tuple[torch.Tensor, ...]] = []
     for number, sizes in enumerate(MICROBATCHES):
         seed = 10 * step + 4 * number
         shapes = ((ROWS, HIDDEN), (ROWS,), (ROWS, HIDDEN))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import every_format as formats
 import pytest
@@ -40,7 +41,7 @@ def cached_launches() -> int:
     return sum(one is not None and one.is_written for one in sequences)
 
 
-def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[torch.Tensor | None]:
+def quantized(quantizer: Quantizer, x: torch.Tensor) -> list[Any]:
     """Buffers of x and of gelu(x)."""
     made = [quantizer(x), quantizer(pointwise.activation(Stage("gelu"), x))]
     return [buffer for one in made for buffer in one.buffers().values()]

@@ -50,7 +50,7 @@ def test_the_gradient_of_an_input_is_plain(
         fuser.make_graphed_callables(model, (sample,), recipe=recipe)
     for step in range(4):
         x = random(step, BF16).requires_grad_()
-        gradients = []
+        gradients: list[Any] = []
         with fuser.autocast(recipe=recipe):
             y = model(x)
         x.register_hook(lambda gradient, seen=gradients: seen.append(type(gradient)))

@@ -161,9 +161,10 @@ def test_equals_a_loop_of_linears(
     scales = values(T, seed=3, dtype=dtype) if op.scale_bias else None
     exact = {n: t.cuda() for n, t in expected(op, x, dy, splits, scales).items()}
     op, count = op.cuda(), sum(splits)
-    given = [None if t is None else poisoned(t, count).cuda() for t in (x, dy, scales)]
+    x, dy = (poisoned(t, count).cuda() for t in (x, dy))
+    scales = None if scales is None else poisoned(scales, count).cuda()
     for _ in range(4):
-        found = run(op, *given[:2], splits=splits, scales=given[2])
+        found = run(op, x, dy, splits, scales)
         assert_close(found, exact, {FP32: 1e-5, BF16: 0.01, FP16: 0.002}[dtype])
         for name in ("y", "dx", "dscales"):
             assert name not in found or not found[name][count:].any()

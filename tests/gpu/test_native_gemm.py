@@ -48,7 +48,11 @@ def run(recipe: Any, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> 
     with fuser.autocast(recipe=recipe):
         y = model(x)
     y.backward(oracles.random_tensor((rows, widths[-1]), dtype, 2).cuda())
-    found = {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in model.named_parameters()}}
+    found: dict[str, Any] = {
+        "y": y.detach(),
+        "dx": x.grad,
+        **{n: p.grad for n, p in model.named_parameters()},
+    }
     (plan,) = model.plans
     return {**found, "plan": str(plan)}
 

@@ -114,7 +114,7 @@ def test_a_norms_gradient_and_another_are_added_before_they_are_rounded(
     """The error of one rounding; the ops alone round the norm's gradient too, and have more."""
     x = oracles.random_tensor((4096, 256), dtype, 1).to("cuda").requires_grad_()
     grads = [oracles.random_tensor(x.shape, dtype, seed).to("cuda") for seed in (2, 3)]
-    found = []
+    found: list[Any] = []
     for fusions in (fuser.FUSIONS, ()):
         op = oracles.randomize(norm(256, dtype=dtype).cpu()).cuda()
         model = fuser.Sequential(fuser.MakeExtraOutput(), op, fusions=fusions)

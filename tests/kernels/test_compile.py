@@ -90,7 +90,7 @@ def test_kernels_compile_and_spill_nothing(
     name: str,
     capability: tuple[int, int],
     first: int,
-    record_property: pytest.RecordProperty,
+    record_property: Callable[[str, object], None],
     pytestconfig: pytest.Config,
 ) -> None:
     start = time.perf_counter()

@@ -137,7 +137,11 @@ def test_a_function_whose_kernel_does_not_compile_gives_what_torch_gives(name: s
 
 
 def stage_operands() -> tuple[tuple[Stage, ...], list[torch.Tensor | None]]:
-    stages: tuple[Stage, ...] = (Stage("bias"), Stage("swiglu", is_scaled=True), Stage("dropout", (0.3,)))
+    stages: tuple[Stage, ...] = (
+        Stage("bias"),
+        Stage("swiglu", is_scaled=True),
+        Stage("dropout", (0.3,)),
+    )
     stages = (*stages, Stage("add_extra_input"), Stage("constant_scale", (0.5,)), Stage("gelu"))
     seed = torch.tensor([3, 4])
     return stages, [DY[0], SCALES, seed, HALF, None, None]

@@ -9,6 +9,7 @@ import pointwise_cases as cases
 import pytest
 import torch
 from emulator import emulated, prepare
+from oracles import under
 from paths import EMULATOR_KERNELS
 from pointwise_cases import Case, activation, tensors_of
 
@@ -70,7 +71,7 @@ def assert_same_bits(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
-            actual[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+            actual[name], value, rtol=0, atol=0, equal_nan=True, msg=under(name)
         )
 
 

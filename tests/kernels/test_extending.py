@@ -364,7 +364,7 @@ class Shrink(fuser.BasicOperation):
 
 
 @pytest.fixture
-def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of two headers, whose stages are registered for this test."""
     before = dict(STAGES)
     (tmp_path / "tanh.cuh").write_text(TANH)

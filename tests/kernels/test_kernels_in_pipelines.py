@@ -86,7 +86,7 @@ def test_an_op_is_as_right_on_kernels_as_torch(name: str, launched: list[str]) -
 
 
 def test_dropout_on_kernels_has_the_references_mask_forward_and_backward() -> None:
-    def run() -> list[torch.Tensor]:
+    def run() -> list[Any]:
         torch.manual_seed(3)
         x = leaf(random_tensor((5, 24), BF16, 1))
         y = fuser.Dropout(0.3)(x)
@@ -244,7 +244,7 @@ def test_an_addition_and_a_norm_are_one_kernel_each_way(
         plan = str(model.plan(leaf(torch.empty(6, 16)), torch.empty(6, 16)))
         found = run(model)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], value, msg=oracles.under(name))
     kernel = norm.__name__.lower()
     assert f"add_{kernel}" in plan
     assert (f"{kernel}_backward_add" in plan) == returns_sum
@@ -265,7 +265,7 @@ def test_an_activation_and_its_bias_are_one_kernel_backward(launched: list[str])
         plan = str(model.plan(leaf(torch.empty(6, 16))))
         found = run(model)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(found[name], value, msg=oracles.under(name))
     assert "swiglu_backward_bias" in plan
     assert launched == ["pointwise", "pointwise_backward", "sum_parts"]
 
@@ -440,7 +440,7 @@ class Means(BasicOperation):
 
     num_extra_outputs = 1
 
-    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
         return input_, [(input_.mean(-1),)]
 
     def fuser_backward(
@@ -556,7 +556,7 @@ def trained(
     model: fuser.Sequential, recipe: Any, shape: tuple[int, ...] = (2, 16, 32)
 ) -> dict[str, torch.Tensor]:
     """Everything that training makes: outputs, gradients, state of delayed scaling in two steps."""
-    found = {}
+    found: dict[str, Any] = {}
     for step in range(1 + isinstance(recipe, recipes.DelayedScaling)):
         torch.manual_seed(5)  # of stochastic rounding
         x, extra = (leaf(random_tensor(shape, BF16, 10 * step + k)) for k in range(2))

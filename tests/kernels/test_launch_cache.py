@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ def test_a_cached_launch_returns_the_same_view_of_its_allocation(noted: list[Any
 
     for _ in range(4):
         x = torch.ones(4, 8)
-        part = cached_launches("part", (x,), lambda x=x: run(x))["out"]
+        part = cached_launches("part", (x,), functools.partial(run, x))["out"]
         _, out = noted[-1][2]
         expected = out[1:3, ::2]
         assert part.data_ptr() == expected.data_ptr()
@@ -182,7 +183,9 @@ def test_an_allocation_with_other_strides_is_repeated_with_them_or_not_at_all(
 
     rows, columns = torch.ones(4, 8), torch.ones(8, 4).t()
     for x in (rows, columns):
-        made, result, slotted = sequence.record((x,), lambda x=x: run(x), with_calls=with_calls)
+        made, result, slotted = sequence.record(
+            (x,), functools.partial(run, x), with_calls=with_calls
+        )
         made.result = slotted(result)
         assert made.is_complete == (with_calls or x is rows)
         if made.is_complete:

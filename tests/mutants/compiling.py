@@ -83,6 +83,13 @@ COMPILING = (
         f"{TEST}test_dropout_is_in_the_graph_of_an_evaluation",
     ),
     Mutant(
+        "a copy of a pipeline stays in the mode of its first trace",
+        FILE,
+        '                op.__dict__["training"] = training\n',
+        "                pass\n",
+        f"{TEST}test_an_evaluation_after_training_drops_nothing",
+    ),
+    Mutant(
         "an output that is the input is returned as it is",
         FILE,
         "    tensor = tensor.clone() if storage_of",

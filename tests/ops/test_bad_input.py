@@ -1,5 +1,8 @@
 """Bad input: a sentence with the values in it, nothing left half-changed, the next call works."""
 
+# mypy: disable-error-code="call-arg"
+# Calls with wrong arguments are what many of these tests are about.
+
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import oracles
@@ -663,7 +666,7 @@ def test_rebinding_a_channel_after_a_pipeline_has_captured_the_op_is_refused() -
 class _Bad(FusedOperation):
     """A fusion to break in one way or another."""
 
-    window = (fuser.GELU, fuser.ConstantScale)
+    window: ClassVar[Any] = (fuser.GELU, fuser.ConstantScale)
     side = "forward"
     fuser_forward: Any = None  # only planned
     fuser_backward: Any = None
@@ -907,10 +910,10 @@ class _Overeager(fuser.BasicOperation):
     parameter_gradients = 0
     extra_gradients = 1
 
-    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
         return input_ * 1, [(input_ * 2,) * self.extra_outputs]
 
-    def fuser_backward(self, ctxs: Any, grad_output: torch.Tensor, **kwargs: Any) -> Any:
+    def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **kwargs: Any) -> Any:
         return (
             grad_output,
             [(grad_output,) * self.parameter_gradients],
@@ -951,7 +954,7 @@ class _Withholding(fuser.FusedOperation):
     window = (fuser.ConstantScale, fuser.MakeExtraOutput)
     side = "forward"
 
-    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
         return 2 * input_, [(), (None,)]
 
 
@@ -1137,7 +1140,7 @@ OPS = [cls for cls in OPS if issubclass(cls, fuser.FusibleOperation) and cls.__n
         ),
         (lambda: fuser.Bias(), "Bias got no size; it takes size, device, dtype, tensor_parallel, "),
         (
-            lambda: fuser.Linear(4, in_features=3, out_features=4),
+            lambda: fuser.Linear(4, in_features=3, out_features=4),  # type: ignore[misc]
             "Linear got in_features twice, by its place and as in_features=.",
         ),
         (
@@ -1384,7 +1387,7 @@ def test_a_parameter_of_another_shape_is_named_and_no_op_after_it(
 
 
 def test_a_linear_without_bias_cannot_be_given_one() -> None:
-    linear = oracles.randomize(fuser.Linear(8, 4, bias=False))
+    linear: Any = oracles.randomize(fuser.Linear(8, 4, bias=False))
     expected = linear(X)
     with pytest.raises(fuser.InputError, match="bias=False"):
         linear.bias = torch.nn.Parameter(torch.ones(4))
@@ -1462,9 +1465,9 @@ class Squares(FusedOperation):
     """A fusion that only its ``window`` may keep from being used."""
 
     side = "forward"
-    window: Any = (Silent,)
+    window: ClassVar[Any] = (Silent,)
 
-    def fuser_forward(self, ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
+    def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **kwargs: Any) -> Any:
         return input_, [()]
 
 

@@ -251,7 +251,7 @@ def with_main_grads(model: fuser.Sequential) -> fuser.Sequential:
     return model
 
 
-def step(model: fuser.Sequential, recipe: Any, rows: int) -> list[torch.Tensor]:
+def step(model: fuser.Sequential, recipe: Any, rows: int) -> list[Any]:
     linear = model[1].members[0]
     width, device = linear.in_features, linear.weight.device
     x = values(rows, width, seed=1).to(device).requires_grad_()

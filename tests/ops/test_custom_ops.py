@@ -82,8 +82,9 @@ def test_a_custom_basic_op_runs_between_built_in_ones(fusions: Any) -> None:
     randomize(model)
 
     def formula(x: torch.Tensor, w1: Any, b1: Any, scale: Any, w2: Any, b2: Any) -> torch.Tensor:
-        hidden: torch.Tensor = torch.nn.functional.gelu((x @ w1.T + b1) * scale, approximate="tanh")
-        return hidden @ w2.T + b2
+        hidden = torch.nn.functional.gelu((x @ w1.T + b1) * scale, approximate="tanh")
+        y: torch.Tensor = hidden @ w2.T + b2
+        return y
 
     draws = []
     for seed in DRAWS:

@@ -156,8 +156,8 @@ def test_a_weight_that_was_kept_in_another_dtype_or_format_is_quantized_anew() -
     )
     for pair in pairs:
         for first, second in (pair, pair[::-1]):
-            output(*first, flag=True)
-            found, expected = (output(*second, flag=flag) for flag in (False, None))
+            output(*(*first, True))
+            found, expected = (output(*(*second, flag)) for flag in (False, None))
             assert torch.equal(found, expected), (first, second)
 
 

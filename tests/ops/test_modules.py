@@ -66,6 +66,8 @@ def test_options_reach_the_ops() -> None:
     layer = modules.LayerNormLinear(
         8, 4, bias=False, eps=0.5, zero_centered_gamma=True, dtype=torch.bfloat16
     )
+    norm: Any
+    linear: Any
     norm, linear = layer.ops
     assert (norm.eps, norm.zero_centered_gamma) == (0.5, True)
     assert linear.bias is None
@@ -386,4 +388,5 @@ def test_gather_quantized_takes_the_weights_of_layers_and_of_ops() -> None:
     }
     assert weights == {"0.fc1_weight", "0.fc2_weight", "1.0.basic_ops.0.weight"}
     linears = [op for _, op in modules_and_ops(model) if isinstance(op, fuser.BasicLinear)]
-    assert [type(op._parameters["weight"]) for op in linears] == [MasterWeight] * 3
+    kinds: list[type] = [type(op._parameters["weight"]) for op in linears]
+    assert kinds == [MasterWeight] * 3

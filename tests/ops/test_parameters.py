@@ -338,7 +338,7 @@ def test_a_hook_on_the_basic_op_of_a_composite_runs() -> None:
 
 
 def test_a_pipeline_made_by_hand_names_the_op_whose_hook_it_would_leave_out() -> None:
-    op, _ = linears()
+    op: Any = linears()[0]
     pruned("weight")(op)
     with pytest.raises(fuser.StateError, match=r"Op 1 \(BasicLinear\).* a hook computes"):
         fuser.OperationFuser([fuser.Identity(), op])(x_of())
@@ -406,7 +406,7 @@ def test_an_op_without_parameters_is_given_none() -> None:
 
 def test_a_subclass_that_computes_with_one_more_parameter_names_it() -> None:
     class Shifted(fuser.BasicLinear):
-        parameter_names = ("weight", "shift")
+        parameter_names: Any = ("weight", "shift")
 
         def __init__(self) -> None:
             super().__init__(N, N)

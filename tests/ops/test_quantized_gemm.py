@@ -129,7 +129,7 @@ def model_of(widths: tuple[int, int, int], **options: Any) -> fuser.Sequential:
     return oracles.randomize(fuser.Sequential(*layers))
 
 
-def run(model: fuser.Sequential, recipe: Any, rows: int) -> dict[str, torch.Tensor]:
+def run(model: fuser.Sequential, recipe: Any, rows: int) -> dict[str, Any]:
     parameter = next(model.parameters())
     width = model[0].members[0].in_features
     x = oracles.random_tensor((rows, width), parameter.dtype, 1).requires_grad_()
@@ -184,7 +184,8 @@ def test_native_products_of_parts_of_a_weight_equal_emulated_ones(recipe: Any) -
     def part(rows: slice) -> fuser.Sequential:
         torch.manual_seed(0)
         with fuser.quantized_model_init(recipe=recipe):
-            whole, op = (fuser.Linear(160, n, bias=False) for n in (640, 512))
+            whole = fuser.Linear(160, 640, bias=False)
+            op: Any = fuser.Linear(160, 512, bias=False)
         op.weight = torch.nn.Parameter(whole.weight.detach()[rows])
         return fuser.Sequential(op)
 
@@ -333,7 +334,8 @@ def test_a_native_weight_gradient_comes_to_main_grad_unrounded(hopper: StrictTen
     op.weight.main_grad = torch.zeros(32, 64)
     with fuser.autocast(recipe=NATIVE["current"]):
         op(x).backward(dy)
-        operands = [op.get_quantizer(mode, 0)(t) for mode, t in (("backward", dy), ("forward", x))]
+        quantizers: list[Any] = [op.get_quantizer(mode, 0) for mode in ("backward", "forward")]
+        operands = [quantize(t) for quantize, t in zip(quantizers, (dy, x), strict=True)]
     a, b = (t.dequantize(dtype=torch.float64) for t in operands)
     error = (op.weight.main_grad - a.T @ b).norm() / (a.T @ b).norm()
     assert error < 2**-20

@@ -33,6 +33,7 @@ class Square(fuser.BasicOperation):
         self,
         ctx: fuser.OperationContext,
         input_: torch.Tensor,
+        *,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
     ) -> torch.Tensor:

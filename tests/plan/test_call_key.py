@@ -135,7 +135,8 @@ def test_a_dtype_that_no_pipeline_runs_in_is_refused_when_it_comes_through_data(
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_parameter_that_went_to_meta_is_refused(bias: bool) -> None:
     # Without a bias torch multiplies by a weight on meta, and returns whatever memory holds.
-    model, x = fuser.Linear(SIZE, SIZE, bias=bias), x_of(3, SIZE)
+    model: Any = fuser.Linear(SIZE, SIZE, bias=bias)
+    x = x_of(3, SIZE)
     expected = model(x)
     kept = model.weight
     model.weight = torch.nn.Parameter(kept.detach().to("meta"))
@@ -255,9 +256,15 @@ def test_a_fusion_that_is_registered_between_two_calls_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fuser.runtime.pipeline, "_registered", fuser.runtime.pipeline._registered)
-    model, x, asked = mlp(), x_of(3, SIZE), []
+    model, x = mlp(), x_of(3, SIZE)
+    asked: list[int] = []
+
+    def asking(ops: list[Any], recipe: Any) -> list[Any]:
+        asked.append(len(ops))
+        return ops
+
     expected = model(x)
-    fuser.register_forward_fusion(lambda ops, recipe: asked.append(len(ops)) or ops)
+    fuser.register_forward_fusion(asking)
     assert torch.equal(model(x), expected)
     assert asked
     del asked[:]

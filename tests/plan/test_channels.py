@@ -69,7 +69,9 @@ class Ranked(fuser.BasicOperation):
     def fuser_forward(self, basic_op_ctxs: Any, input_: Any, **_: Any) -> Any:
         return input_, [(input_[:, 0].argsort(),)]
 
-    def fuser_backward(self, basic_op_ctxs: Any, grad_output: Any, **_: Any) -> Any:
+    def fuser_backward(
+        self, basic_op_ctxs: Any, grad_output: Any, *, basic_op_grad_extra_outputs: Any
+    ) -> Any:
         return grad_output, [()], [()]
 
 

@@ -87,7 +87,7 @@ def test_is_as_exact_as_torch_and_as_the_unfused_ops(window: Window, dtype: torc
             assert_only_roundings_moved(ours, alone)
     for draws in (against_torch, against_unfused):
         if dtype != torch.float32 and window.gradient_may_jump:
-            draws = map(outputs_of, draws)
+            draws = [outputs_of(draw) for draw in draws]
         assert_no_worse_than_torch(*draws)
     assert not any(step.fusion for plan in unfused.plans for step in plan.forward + plan.backward)
 

@@ -363,6 +363,7 @@ def test_a_tensor_on_a_channel_that_a_module_writes_into_is_refused(changing: An
 
 def test_a_tensor_on_a_channel_is_freed_after_its_last_reader() -> None:
     alive: list[bool] = []
+    made: Any = None
 
     class Watch(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -376,7 +377,6 @@ def test_a_tensor_on_a_channel_is_freed_after_its_last_reader() -> None:
             made = weakref.ref(fresh.untyped_storage())
             return fresh
 
-    made: Any = None
     model = fuser.Sequential(
         Note(), make(), scale(2.0), Watch(), add(), scale(2.0), Watch(), scale(3.0)
     )
@@ -442,7 +442,8 @@ def test_a_channel_between_hooked_composites_and_ops_works() -> None:
 
 
 def test_hooks_see_the_tensors_of_channels() -> None:
-    model, x, seen = block(), leaf(), {}
+    model, x = block(), leaf()
+    seen: dict[str, Any] = {}
     model[0].register_forward_hook(lambda op, args, out: seen.update(out=out))
     model[5].register_forward_pre_hook(lambda op, args: seen.update(args=args))
     model(x)
@@ -570,7 +571,7 @@ def test_a_summary_of_every_module_counts_every_op_once() -> None:
 class Doubled(fuser.BasicLinear):
     """A linear whose forward is not that of its kind."""
 
-    def forward(self, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         return 2 * super().forward(input, **kwargs)
 
 
@@ -589,7 +590,7 @@ def test_the_forward_of_an_ops_own_class_is_used_in_a_sequential() -> None:
 
 def test_an_overridden_call_is_used() -> None:
     class Called(fuser.Identity):
-        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        def __call__(self, x: torch.Tensor) -> Any:  # type: ignore[override]
             return 5 * super().__call__(x)
 
     x = leaf()
@@ -598,8 +599,9 @@ def test_an_overridden_call_is_used() -> None:
 
 def test_a_forward_may_change_the_shape_and_is_asked_for_it_when_planning() -> None:
     class Widened(fuser.Identity):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([super().forward(x)] * 2, dim=-1)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            once: Any = super().forward(x)
+            return torch.cat([once] * 2, dim=-1)
 
     model, x = fuser.Sequential(Widened(), fuser.Linear(2 * N, N)), leaf()
     assert model(x).shape == x.shape
@@ -608,7 +610,7 @@ def test_a_forward_may_change_the_shape_and_is_asked_for_it_when_planning() -> N
 
 def test_an_op_whose_class_changes_computes_as_the_new_one() -> None:
     class Tripled(fuser.Identity):
-        def op_forward(self, ctx: Any, input_: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def op_forward(self, ctx: Any, input_: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return 3 * input_
 
         def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:
@@ -623,7 +625,8 @@ def test_an_op_whose_class_changes_computes_as_the_new_one() -> None:
 
 @pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
 def test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted(called: bool) -> None:
-    op, x = fuser.Identity(), leaf()
+    op: Any = fuser.Identity()
+    x = leaf()
     models = [op, fuser.Sequential(scale(1.0), op), fuser.FusedOperation([op])]
     if called:
         assert all(torch.equal(model(x), x) for model in models)
@@ -635,7 +638,8 @@ def test_methods_that_are_set_on_an_op_are_used_until_they_are_deleted(called: b
 
 @pytest.mark.parametrize("called", [False, True], ids=["before-a-call", "after-a-call"])
 def test_a_forward_that_was_set_on_an_op_is_used(called: bool) -> None:
-    op, x = scale(2.0), leaf()
+    op: Any = scale(2.0)
+    x = leaf()
     model = fuser.Sequential(scale(3.0), op)
     if called:
         model(x)
@@ -667,7 +671,8 @@ def test_fully_shard_of_any_op_or_inner_op_trains_like_the_whole_model() -> None
             y = model(inputs)
             (y * y).sum().backward()
             grads = [p.grad.full_tensor() for p in model.parameters()]
-            assert_alike([y.detach(), inputs.grad, *grads], expected)
+            found: list[Any] = [y.detach(), inputs.grad, *grads]
+            assert_alike(found, expected)
     finally:
         distributed.destroy_process_group()
 
@@ -685,7 +690,7 @@ class Times(fuser.BasicOperation):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         factor: Any = 1.0,
-    ) -> torch.Tensor:
+    ) -> Any:
         ctx.factor = factor
         return input_ * factor
 
@@ -714,14 +719,15 @@ def test_op_kwargs_reach_an_op_wherever_it_is_and_whatever_hooks_there_are(
         (op if hooked == "op" else model[1]).register_forward_hook(nothing)
     torch.testing.assert_close(model(x, op_kwargs={op: {"factor": 3.0}}), 3 * x)
     torch.testing.assert_close(model(x), x)
-    for bad, said in (
+    mistakes: tuple[tuple[Any, str], ...] = (
         ({"nonsense": 1}, r"\(Times\).*takes no keyword argument 'nonsense'; it takes factor"),
         ({"ctx": 1}, r"\(Times\).*gets 'ctx' from its pipeline"),
         ({"input_": x}, r"\(Times\).*gets 'input_' from its pipeline"),
         ({"next_op_input_quantizer": None}, r"\(Times\).*gets 'next_op_input_quantizer'"),
         (None, r"\(Times\).*as a dict; got NoneType"),
         (["factor"], r"\(Times\).*as a dict; got list"),
-    ):
+    )
+    for bad, said in mistakes:
         with pytest.raises(fuser.InputTypeError, match=said):
             model(x, op_kwargs={op: bad})
     torch.testing.assert_close(model(x), x)
@@ -812,7 +818,7 @@ def test_channels_of_blocks_in_a_model_may_have_one_name() -> None:
 
 def test_a_module_that_is_no_op_gets_and_gives_the_main_tensor_alone() -> None:
     class Own(fuser.Sequential):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
             return super().forward(x, x)
 
     x = leaf()

@@ -210,7 +210,7 @@ def test_quantized_blocks_have_the_bits_of_the_ops_one_by_one(name: str) -> None
 def test_either_term_of_a_sum_may_be_the_one_in_fp32(order: str, wants_sum: bool) -> None:
     """Each gradient has the dtype of its term."""
 
-    def run(fusions: Any) -> list[torch.Tensor]:
+    def run(fusions: Any) -> list[Any]:
         make = [fuser.MakeExtraOutput()] * wants_sum
         model = fuser.Sequential(
             fuser.AddExtraInput(), *make, fuser.RMSNorm(WIDTH), fusions=fusions

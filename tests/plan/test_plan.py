@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import models
 import pytest
@@ -148,7 +148,7 @@ class _Joint(FusedOperation):
     """A joint fusion of four kernels: dearer than what it stands for."""
 
     window = (fuser.GELU, fuser.SiLU)
-    side = "joint"
+    side: ClassVar[Any] = "joint"
     fuser_forward: Any = None  # only planned
     fuser_backward: Any = None
 

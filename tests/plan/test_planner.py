@@ -605,7 +605,7 @@ def test_a_fusions_kernels_cost_what_the_ops_that_each_finishes_move(
 
         fuser_backward = fuser_forward
 
-    Split.side = side
+    Split.side = side  # type: ignore[assignment]
     model = fuser.Sequential(fuser.GELU(), fuser.SwiGLU(), fuser.SiLU(), fusions=(Split,))
     needs_grad = side == "backward"
     plan = model.plan(torch.empty(T, 16, requires_grad=needs_grad), training=needs_grad)
@@ -664,7 +664,7 @@ def test_a_cached_plan_costs_no_planning(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(fuser.runtime.pipeline, "make_plan", counting)
     pipeline = fuser.OperationFuser([fuser.Linear(8, 8), fuser.GELU(), fuser.Linear(8, 8)])
-    modes = [
+    modes: list[dict[str, Any]] = [
         {"requires_grad": False, "enabled": True, "dtype": torch.float32},
         {"requires_grad": True, "enabled": True, "dtype": torch.float32},
         {"requires_grad": False, "enabled": False, "dtype": torch.float32},

@@ -401,6 +401,7 @@ class _Writer:
         self.add(Piece(label, make, passes))
 
     def reshape(self) -> None:
+        shape: tuple[int, ...]
         if self.width % (4 * self.unit) == 0 and self.draw(st.booleans()):
             shape, rule = (-1, 2, self.width // 2), split_in_two
         else:

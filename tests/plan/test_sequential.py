@@ -242,7 +242,7 @@ def test_planning_a_mixed_model_runs_nothing_and_needs_no_data() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             assert x.is_meta
-            self.calls += 1
+            self.calls.add_(1)
             return x * self.weight
 
     model = fuser.Sequential(fuser.Linear(N, N), Loud(), fuser.Bias(N))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -235,7 +235,7 @@ def wrong(result: Any, on: str, *window: type) -> type[fuser.FusedOperation]:
     """A fused op over ``window`` whose ``on`` half returns ``result`` for its rows."""
 
     class Wrong(fuser.FusedOperation):
-        side = on
+        side: ClassVar[Any] = on
 
         def fuser_forward(self, basic_op_ctxs: Any, input_: torch.Tensor, **unused: Any) -> Any:
             return input_, result(input_)

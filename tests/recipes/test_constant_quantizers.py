@@ -31,13 +31,15 @@ RECIPES = {
 class Shared(fuser.BasicLinear):
     """Two linears in one op, both of which run with its context; the sum of the outputs."""
 
-    parameter_names = ("weight", "inner.weight")
+    parameter_names: Any = ("weight", "inner.weight")
 
     def __init__(self, size: int) -> None:
         super().__init__(size, size)
         self.inner = Narrow(size, size)
 
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+    def op_forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *_: Any, **__: Any
+    ) -> torch.Tensor:
         first = super().op_forward(ctx, input_, None, None)
         return first + self.inner.op_forward(ctx, input_, None, None)
 
@@ -53,7 +55,7 @@ class Narrow(fuser.BasicLinear):
 def test_two_linears_that_share_a_context_have_quantizers_of_their_own(recipe: Any) -> None:
     torch.manual_seed(0)
     op = Shared(32).requires_grad_(False)
-    op.inner.weight *= 1e7  # under delayed scaling, the other weight's scale would cut it off
+    op.inner.weight.mul_(1e7)  # under delayed scaling, the other weight's scale would cut it off
     alone = fuser.Sequential(fuser.BasicLinear(32, 32)), fuser.Sequential(Narrow(32, 32))
     for model, weight in zip(alone, (op.weight, op.inner.weight), strict=True):
         model[0].weight.data.copy_(weight)
@@ -139,7 +141,7 @@ def test_a_wrapped_method_is_its_users_and_not_a_constant() -> None:
         role = "input"
 
         @functools.wraps(fuser.BasicLinear.quantizer_roles)
-        def quantizer_roles(self, mode: str) -> tuple[str, ...]:
+        def quantizer_roles(self, mode: str) -> tuple[str, ...]:  # type: ignore[override]
             return (self.role,) * self.num_quantizers(mode)
 
     class Absent(fuser.BasicOperation):

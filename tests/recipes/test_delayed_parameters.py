@@ -52,7 +52,7 @@ def assert_quantized_with(weight: Any, values: torch.Tensor, scale: float) -> No
 
 
 def test_the_initial_weight_has_scale_one_and_its_amax_is_recorded() -> None:
-    op = linear(preserve_high_precision_init_val=True)
+    op: Any = linear(preserve_high_precision_init_val=True)
     initial = op.weight.get_high_precision_init_val()
     torch.manual_seed(0)
     assert torch.equal(initial, fuser.BasicLinear(64, 32).weight)
@@ -264,7 +264,7 @@ def test_a_delayed_weight_may_be_used_under_any_recipe(recipe: Any) -> None:
 
 def test_a_deferred_weight_is_quantized_with_scale_one_at_the_first_forward() -> None:
     with fuser.quantized_model_init(recipe=RECIPE):
-        op = fuser.BasicLinear(64, 32, device="meta")
+        op: Any = fuser.BasicLinear(64, 32, device="meta")
     op(tensor(1))
     assert type(op.weight) is fuser.Float8Tensor
     assert float(op.weight._scale_inv) == 1.0

@@ -166,10 +166,10 @@ def test_a_backward_after_another_format_began_has_the_scale_of_its_own(kind: st
 def test_two_recipes_of_one_op_in_one_autocast_are_each_recomputed_with_their_scales() -> None:
     other = dataclasses.replace(HYBRID, margin=3, amax_history_len=2)
 
-    def train(is_checkpointed: bool) -> list[torch.Tensor]:
+    def train(is_checkpointed: bool) -> list[Any]:
         model, found = linear(), []
 
-        def call(x: torch.Tensor) -> torch.Tensor:
+        def call(x: torch.Tensor) -> Any:
             return checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
 
         for k in range(3):
@@ -273,9 +273,7 @@ def evaluating_loop(model: fuser.Sequential, per_step: Any, forward: Any) -> lis
     return found
 
 
-def disabled_inside_loop(
-    model: fuser.Sequential, per_step: Any, forward: Any
-) -> list[torch.Tensor]:
+def disabled_inside_loop(model: fuser.Sequential, per_step: Any, forward: Any) -> list[Any]:
     head, found = mlp(), []
     for k in range(4):
         x = (tensor(k) * 3.0**k).requires_grad_()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import number_formats as ref
 import numpy as np
 import pytest
@@ -68,10 +70,8 @@ def test_delayed_scales_follow_the_loop_of_their_definition(
     found: list[list[tuple[float, list[float]]]] = [[], [], []]
     for step in steps:
         history[0] = torch.tensor(step)
-        result = fp8_scaling.update_delayed(
-            history, scale, max_fp8, margin=margin, algorithm=algorithm
-        )
-        assert result is None
+        update: Any = fp8_scaling.update_delayed
+        assert update(history, scale, max_fp8, margin=margin, algorithm=algorithm) is None
         for n in range(3):
             found[n].append((scale[n].item(), sorted(history[:, n].tolist())))
             if step[n] != 0:

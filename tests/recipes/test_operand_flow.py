@@ -221,7 +221,7 @@ def test_a_plan_names_the_format_that_each_step_writes() -> None:
     model = fuser.Sequential(fuser.RMSNorm(64), fuser.Linear(64, 64, bias=False), fuser.GELU())
     x = torch.empty(32, 64, requires_grad=True)
 
-    def emitted(recipe: Any, training: bool = True) -> tuple[list[str | None], list[str | None]]:
+    def emitted(recipe: Any, training: bool = True) -> tuple[list[str | None], ...]:
         with fuser.autocast(recipe=recipe):
             data = model.plan(x, training=training).to_dict()
         return tuple([step["emits"] for step in data[side]] for side in ("forward", "backward"))
@@ -252,7 +252,7 @@ def test_high_precision_reaches_through_a_quantize(recipe: Any, between: str) ->
     width = 64
     linear = oracles.randomize(fuser.BasicLinear(width, 64))
     x = oracles.random_tensor((96, 64), torch.float32, 1)
-    ops = {
+    ops: dict[str, list[Any]] = {
         "nothing": [],
         "Identity": [fuser.Identity()],
         "Reshape": [fuser.Reshape((2, 48, 64)), fuser.Reshape((96, 64))],
@@ -331,7 +331,7 @@ class CountingQuantizer(MXFP8Quantizer):
     def with_usage(self, *, rowwise: bool, columnwise: bool) -> Any:
         return CountingQuantizer(self.factory, rowwise=rowwise, columnwise=columnwise)
 
-    def __call__(self, tensor: torch.Tensor) -> QuantizedTensor:
+    def __call__(self, tensor: Any) -> QuantizedTensor:
         self.factory.weights += 1
         return super().__call__(tensor)
 

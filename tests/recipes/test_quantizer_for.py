@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import fuser
@@ -29,7 +31,7 @@ E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
 ROLES = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
 
 
-def quantizers(recipe: Recipe) -> list[Quantizer]:
+def quantizers(recipe: Recipe) -> list[Any]:
     """Those that a linear uses under ``recipe``: of its input, its weight and its gradient."""
     linear = fuser.BasicLinear(32, 32)
     with fuser.autocast(recipe=recipe):

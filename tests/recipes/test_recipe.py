@@ -451,7 +451,7 @@ def test_both_contexts_have_the_default_recipe() -> None:
     with fuser.autocast():
         assert current_recipe() == default_recipe()
     with fuser.quantized_model_init():
-        weight = fuser.Linear(32, 32).weight
+        weight: Any = fuser.Linear(32, 32).weight
     assert type(weight) is fuser.Float8Tensor
     with fuser.quantized_model_init(recipe=default_recipe()):
         assert type(fuser.Linear(32, 32).weight._quantizer) is type(weight._quantizer)

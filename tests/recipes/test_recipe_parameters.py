@@ -297,7 +297,9 @@ def test_a_plan_is_that_of_the_formats_that_a_factory_gives_each_op() -> None:
     assert "MXFP8 E4M3" in text
     assert "FP8 1x128 E4M3" in text
     h = x.detach()
-    for linear, recipe in zip(model, (Float8BlockScaling(), MXFP8BlockScaling()), strict=True):
+    for linear, recipe in zip(
+        list(model), (Float8BlockScaling(), MXFP8BlockScaling()), strict=True
+    ):
         with fuser.autocast(recipe=recipe):
             h = linear(h)
     assert torch.equal(y, h)

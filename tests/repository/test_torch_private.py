@@ -166,7 +166,7 @@ def test_hooks_after_a_gradient_are_seen() -> None:
 
 def test_a_guard_sees_another_tensor() -> None:
     assert torch_private.TensorGuards is not None
-    guard = torch_private.TensorGuards(
+    guard = torch_private.TensorGuards(  # type: ignore[misc]
         torch.ones(2), dynamic_dims_sizes=None, dynamic_dims_strides=None
     )
     assert guard.check(torch.zeros(2))

@@ -31,6 +31,18 @@ def test_a_type_checker_refuses_what_the_script_says() -> None:
     assert [lines[i - 1] for i, words in refused.items() if words not in errors[i]] == []
 
 
+def test_benchmarks_and_examples_are_checked_as_strictly_as_the_library() -> None:
+    settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    off = re.findall(r"^disable_error_code = (.*)$", settings, re.MULTILINE)
+    on = re.findall(r"^module = \[([^]]*)\]\nenable_error_code = (.*)$", settings, re.MULTILINE)
+    ((modules, codes),) = on
+    assert [codes] == off
+    scripts = {
+        path.stem for name in ("benchmarks", "examples") for path in ROOT.glob(f"{name}/*.py")
+    }
+    assert scripts == set(re.findall(r'"(\w+)"', modules)) - {"typed_script"}
+
+
 def test_every_option_and_activation_of_a_layer_has_a_type() -> None:
     typed = arguments.LayerOptions.__optional_keys__
     names = {name for pair in arguments._LINEAR_NAMES.items() for name in pair}

@@ -135,7 +135,7 @@ def train(
     width: int = MLP_WIDTH,
 ) -> tuple[list[torch.Tensor], int]:
     """Outputs, gradients, scales and amax histories of some steps; and the number of nodes."""
-    results: list[torch.Tensor] = []
+    results: list[Any] = []
     generator = torch.Generator().manual_seed(1)
     count = 0
     for _ in range(steps):
@@ -559,7 +559,8 @@ class LiveGradients(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         super().__init__()
-        self.shape, self.live, self.most = parameters[0].shape, 0, 0
+        self.shape = parameters[0].shape
+        self.live = self.most = 0
         self.seen = {p.untyped_storage()._cdata for p in parameters}
 
     def __torch_dispatch__(
@@ -595,7 +596,8 @@ def most_live_gradients(depth: int, is_hooked: bool) -> int:
     y = model(torch.randn(8, width)).sum()
     with LiveGradients(list(model.parameters())) as found:
         y.backward()
-    return found.most
+    most: int = found.most
+    return most
 
 
 def test_an_optimizer_in_backward_holds_few_gradients_at_any_depth(small_nodes: None) -> None:
@@ -684,7 +686,9 @@ def test_copies_and_pickles_are_cut(small_nodes: None) -> None:
 
 def test_keyword_arguments_reach_the_ops_of_all_nodes(small_nodes: None) -> None:
     class Scale(fuser.ConstantScale):
-        def op_forward(self, ctx: Any, input_: Any, factor: float = 1.0, **others: Any) -> Any:
+        def op_forward(  # type: ignore[override]
+            self, ctx: Any, input_: Any, factor: float = 1.0, **others: Any
+        ) -> Any:
             return super().op_forward(ctx, input_ * factor, **others)
 
     ops = linears(6, 16)
@@ -730,7 +734,12 @@ def test_cuts_change_no_bits_of_kernels_and_recorded_passes(
 ) -> None:
     played: list[Any] = []
     play = recorded._played
-    monkeypatch.setattr(recorded, "_played", lambda *given: (played.append(1), play(*given))[1])
+
+    def counted(*given: Any) -> Any:
+        played.append(1)
+        return play(*given)
+
+    monkeypatch.setattr(recorded, "_played", counted)
     found = []
     with on_kernels():
         for wait in (contextlib.nullcontext, in_ddp):

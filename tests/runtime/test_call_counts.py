@@ -74,7 +74,7 @@ def hopper_that_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(pointwise, "FEW_ELEMENTS", 0)  # as for blocks of real size
     monkeypatch.setattr(contexts, "is_autocast_used", True)  # as after any other test
 
-    def scaled_mm(a: Any, b: Any, *_: Any, out_dtype: Any, **__: Any) -> torch.Tensor:
+    def scaled_mm(a: Any, b: Any, *_: Any, out_dtype: Any, **__: Any) -> Any:
         return torch.ops.call_counts.product(a, b, out_dtype)
 
     monkeypatch.setattr(native, "torch_cuda", lambda: (13, 0))
@@ -197,7 +197,8 @@ MOST_IN_CHECKPOINTS = {
 
 @pytest.mark.parametrize("recipe", MOST_IN_CHECKPOINTS)
 def test_a_warm_step_in_a_checkpoint_makes_few_calls(recipe: str) -> None:
-    model, outputs = swiglu(), []
+    model = swiglu()
+    outputs: list[torch.Tensor] = []
     x = torch.randn(T, H, dtype=BF16, requires_grad=True)
     dy = torch.randn(T, H, dtype=BF16)
 
@@ -229,7 +230,8 @@ MOST_OF_MICROBATCHES = {"current": (93, 75, 9), "delayed": (121, 103, 34), "bloc
 
 @pytest.mark.parametrize("recipe", MOST_OF_MICROBATCHES)
 def test_a_warm_microbatch_makes_few_calls(recipe: str) -> None:
-    model, made = gelu(), []
+    model = gelu()
+    made: list[torch.Tensor] = []
     x = torch.randn(T, H, dtype=BF16, requires_grad=True)
     dy = torch.randn(T, H, dtype=BF16)
 

@@ -130,7 +130,7 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(recipe: Any) -> None:
 def test_inductor_compiles_what_is_around_pipelines(recipe: Any) -> None:
     model, x = Blocks(), rows()
 
-    def around(x: torch.Tensor) -> torch.Tensor:
+    def around(x: torch.Tensor) -> Any:
         return model(x * 2) + 1
 
     with under(recipe):
@@ -224,7 +224,7 @@ def test_torchs_autocast(recipe: Any) -> None:
 def test_an_autocast_inside_the_graph_counts() -> None:
     model, x = Blocks(), rows()
 
-    def inside(x: torch.Tensor) -> torch.Tensor:
+    def inside(x: torch.Tensor) -> Any:
         with fuser.autocast(recipe=CURRENT):
             y = model(x)
         return model(y)
@@ -424,6 +424,20 @@ def test_dropout_is_in_the_graph_of_an_evaluation() -> None:
     model.train()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="draws random numbers"):
         whole(model)(x)
+
+
+def test_an_evaluation_after_training_drops_nothing() -> None:
+    model, x = fuser.Sequential(fuser.Linear(WIDTH, WIDTH), fuser.Dropout(0.5)), rows()
+    compiled = torch.compile(lambda x: model(x), backend="aot_eager")
+    torch.manual_seed(1)
+    dropped = compiled(x)
+    torch.manual_seed(1)
+    assert torch.equal(dropped, model(x))
+    model.eval()
+    assert torch.equal(compiled(x), model(x))
+    model.train()
+    torch.manual_seed(1)
+    assert torch.equal(compiled(x), dropped)
 
 
 def test_a_wrong_number_of_extra_inputs_has_the_sentence_of_an_eager_call() -> None:

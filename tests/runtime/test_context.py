@@ -230,7 +230,7 @@ def test_a_backward_fusion_finds_in_a_linears_context_what_its_forward_ran_with(
 
         def fuser_backward(self, basic_op_ctxs: Any, grad_output: torch.Tensor, **rest: Any) -> Any:
             ctx = basic_op_ctxs[0]
-            names = ("dtype", "weight_requires_grad", "input_requires_grad")
+            names: tuple[str, ...] = ("dtype", "weight_requires_grad", "input_requires_grad")
             names += ("with_quantized_compute", "input_quantizer", "weight_quantizer")
             names += ("grad_output_quantizer", "grad_input_quantizer")
             found.update((name, getattr(ctx, name)) for name in names)

@@ -189,7 +189,7 @@ def test_backward_runs_only_the_gemms_that_are_wanted(
     assert (x.grad is not None) == x_requires_grad
 
 
-def saved_by(call: Callable[[], Any]) -> tuple[list[tuple[int, ...]], Any]:
+def saved_by(call: Callable[..., Any]) -> tuple[list[tuple[int, ...]], Any]:
     """Shapes of the tensors that autograd keeps for ``call``, and its result."""
     shapes: list[tuple[int, ...]] = []
 
@@ -302,7 +302,7 @@ def test_a_pipeline_can_follow_itself() -> None:
 
 
 def test_one_op_may_stand_twice_in_a_pipeline() -> None:
-    linear = oracles.randomize(fuser.Linear(8, 8))
+    linear: Any = oracles.randomize(fuser.Linear(8, 8))
     model = fuser.Sequential(linear, fuser.GELU(), linear)
     (x,) = inputs((3, 8))
     leaves = [oracles.leaf(t, torch.float64) for t in (x, linear.weight, linear.bias)]
@@ -376,6 +376,7 @@ def test_selective_checkpointing_may_keep_what_a_gemm_returns(recipe: Any, fusio
     contexts = functools.partial(
         create_selective_checkpoint_contexts, [*GEMMS, aten.linear.default]
     )
+    ops: tuple[Any, ...]
     ops = (fuser.Linear(32, 32), fuser.AddExtraInput(), fuser.Linear(32, 32), fuser.GELU())
     ops += (fuser.BasicLinear(32, 32), fuser.ConstantScale(2.0), fuser.AddExtraInput())
     model = oracles.randomize(fuser.Sequential(*ops, fusions=fusions))
@@ -645,7 +646,8 @@ SCALARS: list[Any] = [
 @pytest.mark.parametrize("recipe", [None, fuser.recipe.MXFP8BlockScaling()], ids=["plain", "mxfp8"])
 def test_pointwise_ops_take_a_tensor_without_dimensions(make: Any, recipe: Any) -> None:
     model = fuser.Sequential(*make())
-    count = sum(op.num_extra_inputs for op in model)
+    ops: list[Any] = list(model)
+    count = sum(op.num_extra_inputs for op in ops)
     results = []
     for shape in ((), (1,)):
         leaves = [oracles.leaf(torch.full(shape, value)) for value in (0.7, -0.4)[: 1 + count]]

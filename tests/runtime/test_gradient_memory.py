@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fuser
 from fuser.cuda import launch
 from fuser.runtime import codegen
 
-Ops = Callable[[], list[fuser.BasicOperation]]
+Ops = Callable[[], list[Any]]
 WIDTH = 32
 
 

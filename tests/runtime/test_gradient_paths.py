@@ -151,7 +151,7 @@ def gradients(
     dtype: torch.dtype,
     forward: torch.dtype | None,
     backward: torch.dtype | None,
-) -> list[torch.Tensor]:
+) -> list[Any]:
     """Gradients of a step whose two passes run in such dtypes of torch's autocast."""
     model.zero_grad()
     x = oracles.random_tensor((ROWS, WIDTH), dtype, 1).requires_grad_()

@@ -79,7 +79,7 @@ def step(model: torch.nn.Module, scale: float = 1.0) -> None:
 def contents(model: Everything) -> dict[str, Any]:
     """Everything that a capture could change, without memory in common with the model."""
     weight = model.ops[1].basic_ops[0].weight
-    states = {
+    states: dict[Any, Any] = {
         (path, mode): (state.scale.clone(), state.amax_history.clone())
         for path, op in fuser.op.modules_and_ops(model)
         for mode, state in getattr(op, "_delayed", {}).items()

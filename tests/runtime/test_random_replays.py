@@ -51,7 +51,8 @@ def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pipeline(r: random.Random) -> fuser.Sequential:
     like: dict[str, Any] = {"dtype": r.choice((BF16, BF16, FP32))}
-    width, ops, channels = WIDTH, [], []
+    width, ops = WIDTH, []
+    channels: list[tuple[str, int]] = []
     kinds = "linear linear single bias act act gated norm norm l2 scale dropout make add quantize"
     for _ in range(r.randint(2, 7)):
         kind = r.choice(kinds.split())

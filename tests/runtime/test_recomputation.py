@@ -100,9 +100,10 @@ def test_a_recomputation_runs_under_the_conditions_of_its_forward(
     expected = grads(model)
     again = mlp()
     y = run(wrap(again), recipe, x, use_reentrant=use_reentrant)
-    if BETWEEN[between] is not None:
+    run_between = BETWEEN[between]
+    if run_between is not None:
         with torch.no_grad():
-            BETWEEN[between](again)
+            run_between(again)
     y.sum().backward()
     assert equal(grads(again), expected)
 
@@ -848,9 +849,10 @@ class ScaledLinear(fuser.BasicOperation):
         input_: torch.Tensor,
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
-    ) -> torch.Tensor:
-        x = self.get_quantizer("forward", 0)(input_).dequantize()
-        weight = self.get_quantizer("forward", 1)(self.weight).dequantize()
+    ) -> Any:
+        of_input: Any = self.get_quantizer("forward", 0)
+        of_weight: Any = self.get_quantizer("forward", 1)
+        x, weight = of_input(input_).dequantize(), of_weight(self.weight).dequantize()
         ctx.save_for_backward(x, weight)
         ctx.previous = prev_op_grad_output_quantizer
         y = x @ weight.t()

@@ -234,7 +234,8 @@ def test_threads_that_record_one_layout_at_once_get_the_same_bits() -> None:
     x = torch.randn(64, 32, dtype=BF16)
     expected = step(copy.deepcopy(model), x)
     step(model, x)
-    backend, started = launch.backend, []
+    backend: Any = launch.backend
+    started: list[threading.Thread] = []
     run = backend.run
 
     def meanwhile(*args: Any) -> None:
@@ -316,7 +317,6 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 def test_an_input_that_is_also_an_extra_input_is_read_in_both_places(played: list[Any]) -> None:
     model = fuser.Sequential(fuser.GELU(), fuser.AddExtraInput(), fuser.Bias(32, dtype=BF16))
-    expected = []
     for _ in range(4):  # recorded with two tensors, and then called with one twice
         x = torch.randn(64, 32, dtype=BF16)
         extra = torch.randn(64, 32, dtype=BF16)
@@ -719,7 +719,9 @@ def test_a_tensor_that_is_read_as_one_view_alone_is_allocated_as_that_view(
     names: list[str] = []
 
     class Noted(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(func.__name__)
             return func(*args, **(kwargs or {}))
 

@@ -290,7 +290,8 @@ def step_with_weights_in_turn() -> None:
     model = experts()
     buffers = [torch.stack([p.detach() * c for p in model[0].parameters()]) for c in (1, 2)]
     apart = [part.clone() for part in buffers[1]]
-    for i, parts in enumerate([*buffers, apart] * 4):
+    every: list[Any] = [*buffers, apart]
+    for i, parts in enumerate(every * 4):
         for weight, part in zip(model[0].parameters(), parts, strict=True):
             weight.data = part
         assert_equal(step(model, i), unrecorded(model, i))

@@ -259,7 +259,7 @@ def test_a_replaced_parameter_is_the_one_that_is_used_and_gets_the_gradient(
 
 
 def test_a_replaced_parameter_of_another_dtype_decides_the_output() -> None:
-    linear = fuser.Linear(N, 5, bias=False)
+    linear: Any = fuser.Linear(N, 5, bias=False)
     linear(tensor())
     linear.weight = torch.nn.Parameter(linear.weight.detach().to(BF16))
     y = linear(tensor(BF16))
@@ -276,7 +276,7 @@ def test_a_replaced_norm_parameter_is_used() -> None:
 
 
 def test_a_linear_without_bias_has_none_and_cannot_be_given_one() -> None:
-    linear = fuser.Linear(N, 5, bias=False)
+    linear: Any = fuser.Linear(N, 5, bias=False)
     assert linear.bias is None
     linear.bias = None
     with pytest.raises(ValueError, match="bias=False"):
@@ -286,7 +286,7 @@ def test_a_linear_without_bias_has_none_and_cannot_be_given_one() -> None:
 
 @pytest.mark.parametrize("value", [torch.zeros(5, N), 3.0, "x"], ids=["tensor", "number", "text"])
 def test_a_parameter_cannot_be_replaced_by_something_else(value: Any) -> None:
-    linear = fuser.Linear(N, 5)
+    linear: Any = fuser.Linear(N, 5)
     kept = linear.weight
     with pytest.raises(TypeError):
         linear.weight = value
@@ -294,7 +294,8 @@ def test_a_parameter_cannot_be_replaced_by_something_else(value: Any) -> None:
 
 
 def test_a_shared_weight_collects_both_gradients() -> None:
-    first, second = fuser.Linear(N, N, bias=False), fuser.Linear(N, N, bias=False)
+    first = fuser.Linear(N, N, bias=False)
+    second: Any = fuser.Linear(N, N, bias=False)
     second.weight = first.weight
     model = fuser.Sequential(first, fuser.GELU(), second)
     randomize(model)
@@ -433,7 +434,8 @@ def test_a_cast_model_runs_in_its_new_dtype(cast: str, called: bool) -> None:
         x: torch.Tensor, g: Any, b: Any, w1: Any, b1: Any, w2: torch.Tensor
     ) -> torch.Tensor:
         a, c = (torch.nn.functional.layer_norm(x, (N,), g, b) @ w1.T + b1).chunk(2, -1)
-        return (torch.nn.functional.silu(a) * c) @ w2.T
+        y: torch.Tensor = (torch.nn.functional.silu(a) * c) @ w2.T
+        return y
 
     draws = []
     for seed in range(8):
@@ -493,7 +495,7 @@ def test_an_optimizer_made_before_the_first_forward_trains_a_deferred_model(
 ) -> None:
     with fuser.quantized_model_init(enabled=recipe is not None, recipe=recipe):
         if recipe is not None:
-            deferred = fuser.Linear(32, 32, device="meta")
+            deferred: torch.nn.Module = fuser.Linear(32, 32, device="meta")
         else:
             deferred = make(device="meta")
     held = list(deferred.parameters())
@@ -791,7 +793,7 @@ def test_a_gradient_of_the_weight_that_is_asked_for_is_returned(recipe: Any) -> 
     linear = accumulating(FP32)
     plain = fuser.BasicLinear(N, 5)
     plain.weight = torch.nn.Parameter(linear.weight.detach().clone())
-    found = []
+    found: list[torch.Tensor] = []
     for op in (linear, plain):
         with fuser.autocast(enabled=recipe is not None, recipe=recipe):
             y = op(tensor())
@@ -827,7 +829,7 @@ def test_a_weight_that_is_replaced_before_its_backward_keeps_its_main_grad() -> 
 
 
 def test_main_grad_of_a_replaced_weight_is_the_one_that_is_used() -> None:
-    linear = fuser.Linear(N, 5, accumulate_into_main_grad=True)
+    linear: Any = fuser.Linear(N, 5, accumulate_into_main_grad=True)
     linear.weight.main_grad = torch.zeros(5, N)
     old = linear.weight
     linear(tensor()).sum().backward()

@@ -99,7 +99,7 @@ def test_a_tensor_without_memory_is_refused_by_name() -> None:
             return made
 
         @classmethod
-        def __torch_dispatch__(
+        def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             args = tuple(a.values_ if isinstance(a, Wrapped) else a for a in args)

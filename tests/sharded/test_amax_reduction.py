@@ -141,7 +141,7 @@ def loaded_and_not_used(rank: int) -> Any:
     return seen
 
 
-def error_of(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[..., Any]) -> str:
     try:
         call()
     except FuserError as error:

@@ -52,7 +52,7 @@ class Nodes:
             counts.append(len(plan.nodes))
             return self.call(plan, *args)
 
-        CutPlan.call = call  # type: ignore[method-assign]
+        CutPlan.call = call  # type: ignore[method-assign, assignment]
         return counts
 
     def __exit__(self, *error: object) -> None:
@@ -64,7 +64,8 @@ class Whole:
 
     def __enter__(self) -> None:
         self.waiting = CuttablePlan.waiting
-        CuttablePlan.waiting = lambda plan, params: None  # type: ignore[method-assign]
+        patched: Any = CuttablePlan
+        patched.waiting = lambda plan, params: None
 
     def __exit__(self, *error: object) -> None:
         CuttablePlan.waiting = self.waiting  # type: ignore[method-assign]
@@ -80,7 +81,7 @@ def reference(rank: int, recipe: Recipe | None, steps: int = 2) -> list[torch.Te
             y = model(batch(rank, step))
         y.square().sum().backward()
         for parameter in model.parameters():
-            grad = parameter.grad / RANKS
+            grad = torch.div(parameter.grad, RANKS)
             dist.all_reduce(grad)
             results.append(grad)
     return results
@@ -168,7 +169,7 @@ def checkpointed(rank: int) -> Any:
     return {"equal": equal(wanted, found), "nodes": counts}
 
 
-def watch(ddp: DistributedDataParallel, note: Callable[[Any], None]) -> None:
+def watch(ddp: DistributedDataParallel, note: Callable[..., Any]) -> None:
     """Call ``note`` with each bucket, before it is reduced."""
     # torch reads annotations, and refuses names: a lambda has none.
     ddp.register_comm_hook(

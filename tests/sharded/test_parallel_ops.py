@@ -425,7 +425,7 @@ def test_a_linear_that_gets_other_features_says_whether_they_are_a_part(mode: st
 
 
 def test_a_group_without_torch_distributed_is_refused() -> None:
-    group = dist.ProcessGroup(0, 2)
+    group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg]
     with pytest.raises(fuser.StateError, match=r"BasicLinear .* not initialised"):
         fuser.BasicLinear(4, 4, tensor_parallel_mode="row", tensor_parallel_group=group)
     with pytest.raises(fuser.StateError, match=r"AllGather .* not initialised"):

@@ -105,7 +105,7 @@ def test_copies_change_apart(make: Any) -> None:
 
 
 def test_any_field_may_be_set_and_takes_effect() -> None:
-    quantizer = fuser.Float8CurrentScalingQuantizer(E4M3)
+    quantizer: Any = fuser.Float8CurrentScalingQuantizer(E4M3)
     x = values() * 1e-3
     scale = quantizer(x)._scale_inv.clone()
     quantizer.amax_epsilon = 4.0
@@ -319,7 +319,8 @@ class Rounded(fuser.BasicOperation):
         assert usages(x) == (True, False)
         if next_op_input_quantizer is not None:
             next_op_input_quantizer.set_usage(rowwise=True, columnwise=False)
-            return next_op_input_quantizer(x.dequantize())
+            y: torch.Tensor = next_op_input_quantizer(x.dequantize())
+            return y
         return x.dequantize()
 
     def op_backward(self, ctx: Any, grad_output: torch.Tensor) -> Any:

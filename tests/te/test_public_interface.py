@@ -372,7 +372,7 @@ def test_the_older_names_warn_and_do_the_same() -> None:
     with fuser.autocast(recipe=recipe):
         expected = linear(x)
     with pytest.warns(DeprecationWarning, match=r"fuser.fp8_autocast is now fuser.autocast"):
-        region = fuser.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=recipe)
+        region: Any = fuser.fp8_autocast(enabled=True, calibrating=False, fp8_recipe=recipe)
     with region:
         assert torch.equal(linear(x), expected)
     with pytest.warns(DeprecationWarning, match=r"fuser.quantized_model_init"):
@@ -397,7 +397,8 @@ def test_bf16_is_available_where_the_device_has_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert fuser.is_bf16_available() is False
-    available, reason = fuser.is_bf16_available(return_reason=True)
+    with_reason: Any = fuser.is_bf16_available(return_reason=True)
+    available, reason = with_reason
     assert not available
     assert "7.5" in reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

@@ -48,7 +48,7 @@ def test_a_quantizer_that_is_not_given_follows_from_the_keywords(element: DType)
         fuser.Float8BlockQuantizer(element, block_scaling_dim=2),
         fuser.NVFP4Quantizer(),
     ):
-        tensor = quantizer(values())
+        tensor: Any = quantizer(values())
         keywords = {k: v for k, v in tensor.get_metadata().items() if k != "quantizer"}
         twin = type(tensor)(shape=(2, 32, 96), dtype=torch.bfloat16, requires_grad=True, **keywords)
         assert twin._quantizer == tensor._quantizer
@@ -188,7 +188,8 @@ def test_a_tensor_is_saved_for_backward_in_parts(quantizer: Any) -> None:
                 ctx.waiting.dequantize()
             rest = ctx.waiting.restore_from_saved(ctx.saved_tensors)
             assert ctx.other.restore_from_saved(rest) == []
-            return dy * ctx.waiting.dequantize() * ctx.other.dequantize()
+            dx: torch.Tensor = dy * ctx.waiting.dequantize() * ctx.other.dequantize()
+            return dx
 
     x = values().requires_grad_()
     Double.apply(x).sum().backward()

@@ -176,7 +176,7 @@ def test_a_conversion_to_another_device_keeps_the_bytes(quantizer: Any) -> None:
 
 
 def test_torch_autocast_computes_with_the_values() -> None:
-    weight = torch.nn.Parameter(QUANTIZERS["mxfp8"](values()))
+    weight: Any = torch.nn.Parameter(QUANTIZERS["mxfp8"](values()))
     x = values(5)[:3]
     with torch.autocast("cpu", torch.bfloat16):
         y = torch.nn.functional.linear(x, weight)
