@@ -24,7 +24,7 @@ from fuser.basic_ops import Dropout
 from fuser.cuda.launch import dry_run, kernel_refusal
 from fuser.errors import StateError
 from fuser.gemm.matmul import architecture
-from fuser.op import FusibleOperation
+from fuser.op import FusibleOperation, OperationContext
 from fuser.op.fusible import traces_ops
 from fuser.op.structure import REFUSED, structure_of
 from fuser.plan.planner import make_plan
@@ -58,6 +58,13 @@ from fuser.torch_private import (
 
 Path: TypeAlias = tuple[str, ...]
 Tensors: TypeAlias = Sequence[torch.Tensor]
+Sizes: TypeAlias = Sequence["int | torch.SymInt"]
+Ends: TypeAlias = "tuple[int, ...] | None"
+"""The ends of the ops' saved tensors; None of a recorded forward."""
+Contexts: TypeAlias = list[tuple[type[OperationContext], dict[str, Any]]]
+"""The class and the attributes of each op's context."""
+Specs: TypeAlias = tuple[Any, ...]
+"""Shape and dtype of every extra output."""
 TensorFacts: TypeAlias = tuple[str, torch.dtype, bool]
 """Of a tensor: the name of its class, its dtype, and whether it requires a gradient."""
 
@@ -216,7 +223,9 @@ def _at(module: Any, path: Path) -> Any:
 
 
 @breaks_graph
-def _called_outside(container: Any, x: Any, extras: Any, keywords: Any) -> Any:
+def _called_outside(
+    container: Any, x: torch.Tensor, extras: tuple[torch.Tensor, ...], keywords: Mapping[str, Any]
+) -> Any:
     return container.forward(x, *extras, **keywords)
 
 
@@ -285,13 +294,13 @@ class Place(NamedTuple):
     kind: str
     """"input", "output" or "saved"."""
     number: int
-    view: tuple[Any, ...] = ()
+    view: tuple[torch.Size, tuple[int, ...], int | torch.SymInt] | None = None
     """Size, stride and offset in that tensor, if it is a view."""
 
-    def of(self, tensors: Tensors) -> torch.Tensor:
+    def of(self, tensors: Tensors | dict[int, torch.Tensor]) -> torch.Tensor:
         """The saved tensor, from the inputs, outputs or saved tensors."""
         tensor = tensors[self.number]
-        if not self.view:
+        if self.view is None:
             return tensor
         size, stride, offset = self.view
         return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
@@ -304,10 +313,10 @@ class _Pass(NamedTuple):
     made: tuple[int, ...]
     """The saved tensors that are neither inputs nor outputs."""
     recorded: RecordedForward | None
-    contexts: list[tuple[type[Any], dict[str, Any]]]
+    contexts: Contexts
     parts: list[Part]
-    ends: Any
-    specs: Any
+    ends: Ends
+    specs: Specs
 
 
 class Passes:
@@ -332,7 +341,9 @@ class Passes:
 
     # -- forward -------------------------------------------------------------------
 
-    def forward(self, x: Any, params: Any, extras: Any, *, is_fake: bool) -> list[torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, params: Tensors, extras: Tensors, *, is_fake: bool
+    ) -> list[torch.Tensor]:
         """The outputs, and the saved tensors that are neither inputs nor outputs."""
         inputs = (x, *params, *extras)
         if not is_fake:
@@ -364,16 +375,16 @@ class Passes:
     def _keep(
         self,
         passes: dict[tuple[int | str, ...], _Pass],
-        inputs: Any,
-        outputs: Any,
+        inputs: Tensors,
+        outputs: Tensors,
         ctxs: Any,
-        saved: Any,
-        ends: Any,
-        specs: Any,
+        saved: Tensors,
+        ends: Ends,
+        specs: Specs,
     ) -> list[torch.Tensor]:
         """Note what backward needs besides tensors; the saved tensors that are not elsewhere."""
         recorded: RecordedForward | None = None
-        contexts: list[tuple[type[Any], dict[str, Any]]] = []
+        contexts: Contexts = []
         parts: list[Part] = []
         if ends is None:
             recorded, held = ctxs[0], saved
@@ -408,7 +419,13 @@ class Passes:
     # -- backward ------------------------------------------------------------------
 
     def backward(
-        self, sizes: Any, grads: Any, saved: Any, params: Any, *, is_fake: bool
+        self,
+        sizes: Sizes,
+        grads: Sequence[torch.Tensor | None],
+        saved: Tensors,
+        params: Tensors,
+        *,
+        is_fake: bool,
     ) -> list[torch.Tensor]:
         """The gradients of the inputs that require one.
 
@@ -420,7 +437,7 @@ class Passes:
         known = self._passes[is_fake][_key(sizes, params)]
         inputs = len(saved) - len(self.saved_inputs) - len(self.saved_outputs)
         outputs = inputs + len(self.saved_inputs)
-        groups = {
+        groups: dict[str, Tensors | dict[int, torch.Tensor]] = {
             "saved": saved[:inputs],
             "input": dict(zip(self.saved_inputs, saved[inputs:outputs], strict=True)),
             "output": dict(zip(self.saved_outputs, saved[outputs:], strict=True)),
@@ -432,6 +449,7 @@ class Passes:
                 extras = [None] * len(run.places)
                 for n, grad in zip(run.returned, grads[1:], strict=True):
                     extras[n] = grad
+            assert grads[0] is not None  # _gradients makes zeros
             dy = grads[0].contiguous()
             if known.recorded is not None:
                 replayed = run.in_ranges[1]
@@ -458,7 +476,7 @@ class Passes:
     # -- conditions ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _conditions(self, params: Any) -> Iterator[None]:
+    def _conditions(self, params: Tensors) -> Iterator[None]:
         """The parameters, the recipe and the autocast of the traced call."""
         with contextlib.ExitStack() as stack:
             if self._recipe is not None:
@@ -498,7 +516,7 @@ class Passes:
     def _title(self) -> str:
         return "pipeline of " + ", ".join(type(op).__name__ for op in self._pipeline.basic_ops)
 
-    def _plan(self, inputs: Any) -> CompiledPlan:
+    def _plan(self, inputs: Tensors) -> CompiledPlan:
         if self._run is None:
             pipeline, facts = self._pipeline, self.facts
             device = inputs[0].device
@@ -536,11 +554,11 @@ class Passes:
             )
         return self._run
 
-    def _give(self, params: Any) -> None:
+    def _give(self, params: Tensors) -> None:
         for (held, name), parameter in zip(self._pipeline._slots.slots, params, strict=True):
             held[name] = parameter
 
-    def _layout(self, params: Any) -> ParameterLayout | None:
+    def _layout(self, params: Tensors) -> ParameterLayout | None:
         addresses = tuple(map(torch.Tensor.data_ptr, params))
         guard, layout = self._layouts.get(addresses, (None, None))
         if guard is None or not guard(*params):
@@ -558,7 +576,9 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return tensor
 
 
-def _place(tensor: Any, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]) -> Place:
+def _place(
+    tensor: torch.Tensor, inputs: Tensors, outputs: Tensors, made: list[torch.Tensor]
+) -> Place:
     """Where a saved tensor is; a new one is added to ``made``."""
     for kind, tensors in (("input", inputs), ("output", outputs), ("saved", made)):
         for number, other in enumerate(tensors):
@@ -574,12 +594,12 @@ def _place(tensor: Any, inputs: Tensors, outputs: Tensors, made: list[torch.Tens
     return Place("saved", len(made) - 1)
 
 
-def _key(sizes: Sequence[Any], params: Tensors) -> tuple[int | str, ...]:
+def _key(sizes: Sizes, params: Tensors) -> tuple[int | str, ...]:
     numbers = [*sizes, *layout_sizes(params)]
     return tuple([size if type(size) is int else str(size) for size in numbers])
 
 
-def layout_sizes(tensors: Tensors) -> list[Any]:
+def layout_sizes(tensors: Tensors) -> list[int | torch.SymInt]:
     """Sizes and strides of all tensors, which are numbers or symbols."""
     return [size for tensor in tensors for size in [*tensor.shape, *tensor.stride()]]
 
@@ -605,11 +625,20 @@ def _passes_of(call: str) -> Passes:
     return passes
 
 
-def _forward(is_fake: bool, call: str, x: Any, params: Any, extras: Any) -> Any:
+def _forward(
+    is_fake: bool, call: str, x: torch.Tensor, params: Tensors, extras: Tensors
+) -> list[torch.Tensor]:
     return _passes_of(call).forward(x, tuple(params), tuple(extras), is_fake=is_fake)
 
 
-def _backward(is_fake: bool, call: str, sizes: Any, grads: Any, saved: Any, params: Any) -> Any:
+def _backward(
+    is_fake: bool,
+    call: str,
+    sizes: Sizes,
+    grads: Sequence[torch.Tensor | None],
+    saved: Tensors,
+    params: Tensors,
+) -> list[torch.Tensor]:
     return _passes_of(call).backward(sizes, grads, saved, tuple(params), is_fake=is_fake)
 
 
