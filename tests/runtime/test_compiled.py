@@ -210,6 +210,23 @@ def test_calls_without_gradients_and_then_with(recipe: Any) -> None:
         assert_equal(step(compiled, model, x), step(model, model, x))
 
 
+def test_a_call_without_gradients_saves_nothing() -> None:
+    model, x = Blocks(1), rows()
+    passes._calls.clear()
+    with torch.no_grad():
+        whole(model)(x)
+    (made,) = passes._calls.values()
+    assert (made.saved_inputs, made.saved_outputs, made.saved_count) == ((), (), 0)
+
+
+def test_writes_to_an_output_do_not_change_the_input() -> None:
+    model, x = EXTRAS["views"](), rows()
+    before = x.clone()
+    with torch.no_grad():
+        whole(lambda x: model(x))(x).add_(1)
+    assert torch.equal(x, before)
+
+
 @pytest.mark.parametrize("recipe", [None, CURRENT], ids=str)
 def test_torchs_autocast(recipe: Any) -> None:
     model, x = Blocks(), rows()
