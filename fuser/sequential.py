@@ -122,7 +122,7 @@ class Sequential(torch.nn.Sequential):
     def __getstate__(self) -> dict[str, Any]:
         # Pipelines refer to ops; a copy builds its own pipelines.
         own = self.__dict__.items()
-        return {k: v for k, v in own if k not in ("_segments", "_segments_lock", "_trace")}
+        return {k: v for k, v in own if k not in ("_segments", "_segments_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -275,7 +275,7 @@ def outside_fake_mode() -> Iterator[None]:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A size, or of a symbolic one that which was traced."""
+    """A size; of a symbolic one, the size of the call that was traced."""
     return size if isinstance(size, int) else int(size.node.hint)
 
 

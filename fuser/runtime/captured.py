@@ -209,7 +209,6 @@ _ABSENT = object()
 _NOT_COMPARED = (
     "_changes",
     "_structure",
-    "_trace",
     "_delayed",
     "_parameters",
     "_buffers",

@@ -90,7 +90,7 @@ class Trace(NamedTuple):
     parameters: tuple[tuple[int, str], ...] = ()
     """The number of the op and the name of each parameter."""
     random: tuple[int, ...] = ()
-    """The ops that draw random numbers in training, which a recomputation would draw anew."""
+    """The ops that draw random numbers in training, which a recomputation would draw again."""
     extra_inputs: int = 0
     outputs: int = 1
 
