@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -148,7 +148,16 @@ class PlanKey:
 
     def window(self, start: int, stop: int) -> PlanKey:
         """The key of the ops ``start`` up to ``stop`` only."""
-        return replace(self, ops=self.ops[start:stop])
+        return PlanKey(  # not `replace`, which takes six times as long
+            self.ops[start:stop],
+            self.recipe,
+            self.autocast_dtype,
+            self.device,
+            self.arch,
+            self.fusions,
+            self.registered,
+            self.no_kernels,
+        )
 
     def describe(self) -> str:
         """A one-line summary: dtype, device, recipe."""

@@ -66,9 +66,9 @@ def make_plan(graph: OpGraph, key: PlanKey, registered: RegisteredFusions) -> Pl
         ops=tuple(type(op).__name__ for op in graph.ops),
         forward=tuple(c.step for c in forward_run),
         backward=tuple(c.step for c in backward_run),
-        unfused_forward=tuple(c.step for c in search.basic("forward")),
+        unfused_forward=tuple(c.step for c in search.basic["forward"]),
         unfused_backward=tuple(
-            c.step for c in reversed(search.basic("backward")) if c.start >= search.first
+            c.step for c in reversed(search.basic["backward"]) if c.start >= search.first
         ),
         refusals=(*search.refusals, *lost),
         channels=tuple(
@@ -117,11 +117,12 @@ class _Search:
         count = len(graph.ops)
         self.first = next((i for i, op in enumerate(key.ops) if op.requires_grad), count)
         self.costs = CostModel(graph, key.device, self.first)
+        self.basic = {side: self._basic(side) for side in ("forward", "backward")}
         self.refusals: list[Refusal] = []
 
     def side(self, side: str, pinned: Sequence[tuple[int, FusedOperation]]) -> list[Candidate]:
         """Every candidate of ``side``; a pinned fused op is the only candidate for its ops."""
-        candidates = [*self.basic(side), *self._fused(side)]
+        candidates = [*self.basic[side], *self._fused(side)]
         for start, fused in pinned:
             window = range(start, start + len(fused.basic_ops))
             reason = self._unsent(fused, window, (side,))
@@ -136,7 +137,7 @@ class _Search:
             )
         return candidates
 
-    def basic(self, side: str) -> list[Candidate]:
+    def _basic(self, side: str) -> list[Candidate]:
         """Every op alone; in backward, an op that backward does not reach costs nothing."""
         candidates = []
         for i, op in enumerate(self.graph.ops):

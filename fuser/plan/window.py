@@ -104,14 +104,18 @@ def _match(
 def _is(op: Any, element: Any) -> bool:
     if isinstance(element, Having):
         return _tells(type(op), element.name)
-    types = element.types if isinstance(element, OneOf) else (element,)
-    return any(isinstance(op, cls) and _computes_like(type(op), cls) for cls in types)
+    if isinstance(element, OneOf):
+        return any(_computes_like(type(op), cls) for cls in element.types)
+    return _computes_like(type(op), element)
 
 
 def _computes_like(actual: type, expected: type) -> bool:
-    """Whether a subclass overrides no method that defines what it computes."""
-    return all(
-        getattr(actual, name, None) is getattr(expected, name, None) for name in COMPUTE_METHODS
+    """Whether it is the class, or a subclass that overrides no method of what it computes."""
+    return actual is expected or (
+        expected in actual.__mro__
+        and all(
+            getattr(actual, name, None) is getattr(expected, name, None) for name in COMPUTE_METHODS
+        )
     )
 
 
